@@ -1,0 +1,26 @@
+"""What a replica is told at its start, as a value that crosses processes."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a replica is told at its start."""
+
+    model: str
+    replica: int
+    epoch: int
+    host: str  # the planner's name of it
+    engine: str
+    source: str | None  # a folder on this host; None for the echo engine
+    dtype: str
+    slots: int
+    max_len: int
+    cores: list[int]  # empty where the engine takes none
+    claims: str | None  # the folder of the core locks of an emulated host
+    env: dict[str, str]  # what the environment must hold
+    log: str
+    socket: str
+    token: str
+    engine_options: dict[str, int | float | str | bool] = {}

@@ -1,0 +1,68 @@
+"""The protocols that every engine keeps, so that one batcher drives all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What the batcher must know of an engine. Fixed once it is loaded, since Neuron compiles shapes ahead of time."""
+
+    slots: int  # batch rows; the compiled batch size on Neuron
+    max_len: int  # tokens a slot's KV cache holds: prompt + generated
+    prefill_buckets: tuple[int, ...]  # compiled prompt lengths, ascending; the last is the longest prompt
+    decode_buckets: tuple[int, ...]  # compiled KV lengths, ascending; the last equals max_len
+    vocab_size: int
+    eos_token_ids: frozenset[int]  # from generation_config.json, else config.json; never from the tokenizer
+    continuous: bool = True  # a prompt may join while others decode
+    returns: Literal["logits", "tokens"] = "logits"  # "tokens": the engine samples, greedily or on the device
+    keeps_idle_slots: bool = True  # False: decode overwrites the KV cache of every slot that is not listed
+
+
+class GenerateEngine(Protocol):
+    """One loaded causal language model with ``spec.slots`` independent KV caches.
+
+    The hard rule of the Neuron engines, which callers keep for all: a step is a prefill or a decode, never both, and
+    every live slot is in every decode, sorted ascending. Calls come from one thread.
+    """
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Raises RuntimeError before ``load``."""
+        ...
+
+    def load(self) -> None:
+        """Read the weights and warm up every bucket. Raises ``EngineLoadError`` with the cause and its remedy."""
+        ...
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        """Process whole prompts into free slots, one prompt a slot.
+
+        Returns float32 logits ``[len(slots), vocab_size]`` of the token after each prompt, in the order of ``slots``;
+        or, where ``spec.returns == "tokens"``, a list of that many token ids.
+        """
+        ...
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        """One more token for each live slot: ``tokens[i]`` is written at ``positions[i]`` of ``slots[i]``.
+
+        Returns as ``prefill`` does. ``positions[i]`` is the number of tokens already in the slot.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. On Neuron only the end of the process frees the cores."""
+        ...
+
+
+class EngineLoadError(Exception):
+    """A model that cannot be loaded: a stable id, the cause in one sentence, and what mends it."""
+
+    def __init__(self, id: str, what: str, hint: str = "") -> None:
+        super().__init__(f"{id}: {what}" + (f" ({hint})" if hint else ""))
+        self.id = id
+        self.what = what
+        self.hint = hint

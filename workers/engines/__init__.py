@@ -1,0 +1,53 @@
+"""The engines, each in a module that imports its libraries only when it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from workers.engine import EngineLoadError
+from workers.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from workers.engine import GenerateEngine
+    from workers.tokenizer import Tokenizer
+
+
+class EngineConfig(Protocol):
+    """What of a replica's configuration concerns its engine."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def source(self) -> str | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def engine_options(self) -> Mapping[str, int | float | str | bool]: ...
+
+
+def open_engine(config: EngineConfig) -> tuple[GenerateEngine, Tokenizer]:
+    """The engine (not loaded yet) and its tokenizer. Raises EngineLoadError for one that this host does not have."""
+    if config.engine == "echo":
+        from workers.engines.echo import EchoEngine
+
+        echo = EchoEngine(
+            slots=config.slots, max_len=config.max_len, step_ms=float(config.engine_options.get("step_ms", 0))
+        )
+        return echo, load_tokenizer("echo", None)
+    if config.engine == "cpu":
+        if config.source is None:
+            raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
+        try:
+            from workers.engines.cpu import CpuEngine
+        except ImportError as error:
+            raise EngineLoadError(
+                "engine-not-installed", f"the cpu engine needs {error.name}", "pip install 'corewright[cpu]'"
+            ) from error
+        cpu = CpuEngine(config.source, slots=config.slots, max_len=config.max_len, dtype=config.dtype)
+        return cpu, load_tokenizer("cpu", config.source)
+    raise EngineLoadError("engine-not-installed", f"this version has no engine {config.engine!r}", "use cpu or echo")

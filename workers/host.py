@@ -1,0 +1,95 @@
+"""What is asked of a host itself: its facts, the death of a process, the end of a log. No Ray inside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+LOG_TAIL_BYTES = 64 * 1024
+DMI_PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")  # the instance type on EC2
+
+
+def usable_cpus() -> tuple[int, ...]:
+    """The CPU ids that this process may use, ascending: the affinity mask, cut to the cgroup's quota where one is set.
+
+    Not ``os.cpu_count()``, which counts the machine and not the container.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    quota = _cgroup_cpu_quota()
+    return tuple(cpus[: max(1, quota)] if quota is not None else cpus)
+
+
+def _cgroup_cpu_quota() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2: "200000 100000" or "max 100000"
+        if limit != "max":
+            return int(limit) // int(period)
+    return None
+
+
+def instance_type(dev: Path = Path("/dev"), product: Path = DMI_PRODUCT) -> str | None:
+    """The EC2 instance type when this machine has Neuron devices, else None."""
+    if not any(dev.glob("neuron[0-9]*")):
+        return None
+    try:
+        return product.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def process_start(pid: int) -> float | None:
+    """When the process began (seconds since the epoch), or None when it is gone. With the pid it names a process for
+    good, since pids are used again. A zombie is gone: the kernel has released all that it held."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def is_alive(pid: int, started: float) -> bool:
+    """Whether that very process still lives."""
+    found = process_start(pid)
+    return found is not None and abs(found - started) < 1.0
+
+
+def confirm_death(pid: int, started: float, deadline_s: float) -> bool:
+    """Kill that very process if it lives, and wait until it is gone. False when it is still there at the deadline."""
+    if not is_alive(pid, started):
+        return True
+    try:
+        process = psutil.Process(pid)
+        process.kill()
+        process.wait(deadline_s)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return not is_alive(pid, started)
+    return True
+
+
+def log_tail(path: Path, lines: int) -> list[str]:
+    """The last ``lines`` lines of a log, without reading more than its last 64 KiB. Empty when there is no log."""
+    try:
+        with path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def facts() -> dict[str, str | int | list[int] | None]:
+    """What the controller plans with and `status` shows."""
+    return {
+        "node": platform.node(),
+        "instance": instance_type(),
+        "cpus": list(usable_cpus()),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,224 @@
+"""The Ray actor of one replica: one engine, one batcher, one process, on its own cores.
+
+Nothing of an engine is imported before the environment has been checked and the cores are claimed. The actor always
+comes up and then tells its phase, its cause when it failed included; only a killed process tells nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec.structs
+import ray
+
+import workers
+from workers import host
+from workers.claims import CoreClaim, CoresTaken
+from workers.config import ReplicaConfig
+from workers.dataplane import DataPlane
+from workers.engine import EngineLoadError
+from workers.engines import open_engine
+from workers.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.status import Failure, Phase, ReplicaStatus
+from workers.wire import Welcome
+
+if TYPE_CHECKING:
+    from workers.batcher import Batcher
+    from workers.engine import GenerateEngine
+
+log = logging.getLogger(__name__)
+
+PROBE_ID = "probe"
+PROBE_TOKENS = 2  # one from the prefill, one from a decode
+PROBE_DEADLINE_S = 60.0
+
+
+M = TypeVar("M", bound=Callable[..., object])
+
+
+def _ctl(method: M) -> M:
+    """Run the method on a thread of the actor's control group, so that it answers while a load blocks."""
+    return cast(M, ray.method(concurrency_group="ctl")(method))
+
+
+class Replica:
+    """The actor. ``cluster.py`` gives the class the model's name, so that Ray's dashboard shows it."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self._config = config
+        _redirect_output(Path(config.log))
+        self._began = time.monotonic()
+        self._changed = threading.Condition()
+        started = host.process_start(os.getpid())
+        self._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=os.getpid(), started=started or time.time())
+        self._engine: GenerateEngine | None = None
+        self._batcher: Batcher | None = None
+        self._plane: DataPlane | None = None
+        self._claim: CoreClaim | None = None
+        self._probed = threading.Event()
+        self._probe_error: str | None = None
+        threading.Thread(target=self._live, name="load", daemon=True).start()
+
+    def __repr__(self) -> str:
+        cores = self._config.env.get("NEURON_RT_VISIBLE_CORES") if self._config.cores else None
+        return f"{self._config.model}/{self._config.replica}" + (f"@nc{cores}" if cores else "")
+
+    @_ctl
+    def watch(self, seen: int, timeout_s: float) -> ReplicaStatus:
+        """The status, as soon as its version is above ``seen``; after ``timeout_s`` as it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status.version > seen, timeout_s)
+            return self._status
+
+    @_ctl
+    def describe(self) -> tuple[ReplicaConfig, ReplicaStatus]:
+        """What it was told and how far it is: enough for a new controller to take it over."""
+        return self._config, self._status
+
+    @_ctl
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new request and wait for the live ones. True when none is left."""
+        batcher = self._batcher
+        if batcher is None or self._status.phase is not Phase.READY:
+            return True
+        self._set(Phase.DRAINING)
+        return batcher.drain(timeout_s)
+
+    def _live(self) -> None:
+        try:
+            self._load()
+        except EngineLoadError as error:
+            self._fail(Failure(error.id, error.what, error.hint))
+        except CoresTaken as error:
+            owners = ", ".join(f"nc{core} by pid {pid or 'unknown'}" for core, pid in sorted(error.owners.items()))
+            self._fail(Failure("cores-taken", f"{error} (held: {owners})", "end the process that holds the cores"))
+        except Exception as error:
+            log.exception("the load failed")
+            self._fail(Failure("load-failed", f"{type(error).__name__}: {error}", f"the log is {self._config.log}"))
+
+    def _load(self) -> None:
+        config = self._config
+        check_environment(config.env)
+        _pin_to(config.env.get("COREWRIGHT_CPUS"))
+        if config.claims is not None and config.cores:
+            self._claim = CoreClaim(Path(config.claims), config.cores)
+        self._engine, tokenizer = open_engine(config)
+        self._engine.load()
+
+        from workers.batcher import Batcher
+
+        self._batcher = Batcher(self._engine, tokenizer, self._emit)
+        threading.Thread(target=self._run_batcher, name="batcher", daemon=True).start()
+        self._probe()
+        spec = self._engine.spec
+        self._plane = DataPlane(
+            Path(config.socket),
+            welcome=Welcome(
+                version=version("corewright"),
+                package=str(Path(workers.__file__).parent),
+                slots=spec.slots,
+                max_len=spec.max_len,
+                max_prompt=spec.prefill_buckets[-1],
+                vocab_size=spec.vocab_size,
+            ),
+            token=config.token,
+            epoch=config.epoch,
+            batcher=self._batcher,
+        )
+        self._plane.start()
+        log.info("ready after %.2f s", time.monotonic() - self._began)
+        self._set(Phase.READY, load_s=round(time.monotonic() - self._began, 3))
+
+    def _probe(self) -> None:
+        """One real generation before anyone is sent here. Raises EngineLoadError when it does not work."""
+        assert self._batcher is not None
+        prompt = [min(1, self._batcher.engine.spec.vocab_size - 1)]
+        self._batcher.submit(
+            GenerateRequest(id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True)
+        )
+        if not self._probed.wait(PROBE_DEADLINE_S):
+            raise EngineLoadError("probe-failed", f"no answer to a first generation within {PROBE_DEADLINE_S:.0f} s")
+        if self._probe_error is not None:
+            raise EngineLoadError("probe-failed", f"the first generation failed: {self._probe_error}")
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        if self._plane is not None:
+            self._plane.emit(events)
+            return
+        for event in events:
+            if event.id == PROBE_ID and event.finish is not None:
+                self._probe_error = event.error if event.finish is FinishReason.ERROR else None
+                self._probed.set()
+
+    def _run_batcher(self) -> None:
+        assert self._batcher is not None
+        try:
+            self._batcher.run()
+        except Exception as error:
+            log.exception("an engine step failed")
+            self._fail(Failure("engine-failed", f"{type(error).__name__}: {error}", f"the log is {self._config.log}"))
+
+    def _fail(self, failure: Failure) -> None:
+        log.error("%s: %s", failure.id, failure.what)
+        self._set(Phase.FAILED, failure=failure)
+
+    def _set(self, phase: Phase, **changes: object) -> None:
+        with self._changed:
+            version = self._status.version + 1
+            self._status = msgspec.structs.replace(self._status, version=version, phase=phase, **changes)
+            self._changed.notify_all()
+
+
+def check_environment(expected: dict[str, str]) -> None:
+    """Raises EngineLoadError when the process does not have the environment that was planned for it.
+
+    An engine reads these variables at import; a wrong one would take another model's cores, or all of them.
+    """
+    # Ray cannot unset a variable for an actor; nothing has read it yet.
+    os.environ.pop("NEURON_RT_NUM_CORES", None)
+    for name, value in expected.items():
+        found = os.environ.get(name)
+        if found != value:
+            raise EngineLoadError(
+                "environment-differs", f"{name} is {found!r}, not {value!r} as planned", "is it set on the Ray node?"
+            )
+    early = sorted({"torch", "torch_neuronx", "transformers_neuronx", "torch_xla"} & set(sys.modules))
+    if early:
+        raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
+
+
+def _pin_to(cpus: str | None) -> None:
+    """Set the CPU mask of this process (a list as in "0-7,16"), for all threads that exist and are to come."""
+    if cpus is None:
+        return
+    mask: set[int] = set()
+    for part in cpus.split(","):
+        first, _, last = part.partition("-")
+        mask.update(range(int(first), int(last or first) + 1))
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), mask)
+
+
+def _redirect_output(path: Path) -> None:
+    """Send file descriptors 1 and 2, hence also what C libraries print, to the replica's log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(
+        stream=os.fdopen(2, "w", buffering=1, closefd=False),
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

@@ -1,0 +1,35 @@
+"""What a replica tells of itself, as values that cross processes."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class Phase(str, Enum):
+    """How far a replica is, as it says itself."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a replica cannot serve."""
+
+    id: str
+    what: str
+    hint: str = ""
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading of a replica. ``version`` grows with each change, so that a watcher can ask for the next."""
+
+    version: int
+    phase: Phase
+    pid: int
+    started: float  # the process's start, seconds since the epoch
+    failure: Failure | None = None
+    load_s: float | None = None  # from the actor's start to its first real generation

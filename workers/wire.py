@@ -1,0 +1,99 @@
+"""The frames between a gateway and a replica: four bytes of length (big endian), then msgpack.
+
+One connection carries all requests of a gateway to a replica. The gateway speaks first (``Hello``); the replica
+answers ``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step``
+for each engine step. End of file means that the other side is gone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.requests import GenerateRequest, TokenEvent
+
+MAX_FRAME_BYTES = 64 * 2**20  # far above the longest prompt; a larger length is a broken or foreign peer
+_LENGTH_BYTES = 4
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Who calls, and which start of the replica it means: another epoch is refused."""
+
+    gateway: str
+    token: str
+    epoch: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """What the gateway must know before it sends a request."""
+
+    version: str
+    package: str  # the folder that the replica's code was imported from
+    slots: int
+    max_len: int  # tokens: prompt + generated
+    max_prompt: int  # tokens: the largest prefill bucket
+    vocab_size: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The replica will not serve this connection."""
+
+    reason: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: GenerateRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: str
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """All that one engine step gave to the requests of this connection."""
+
+    events: list[TokenEvent]
+
+
+Message = Hello | Welcome | Refused | Submit | Cancel | Step
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class WireError(Exception):
+    """The peer sent what is not a frame of this protocol."""
+
+
+def encode(message: Message) -> bytes:
+    """One frame, ready to be written. Raises WireError when it is larger than a peer accepts."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+class FrameReader:
+    """Cuts a byte stream into messages, however the bytes arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Take the bytes that arrived; give the messages that are complete. Raises WireError on anything else."""
+        self._buffer += data
+        messages: list[Message] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH_BYTES:
+            length = int.from_bytes(self._buffer[start : start + _LENGTH_BYTES], "big")
+            if length > MAX_FRAME_BYTES:
+                raise WireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = start + _LENGTH_BYTES + length
+            if len(self._buffer) < end:
+                break
+            try:
+                messages.append(_decoder.decode(self._buffer[start + _LENGTH_BYTES : end]))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise WireError(f"a frame that is not a message: {error}") from None
+            start = end
+        del self._buffer[:start]
+        return messages
