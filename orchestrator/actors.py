@@ -1,0 +1,120 @@
+"""The controller and the gateway as Ray runs them: an actor and a Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+
+from orchestrator.admin import admin_app, serve_admin
+from orchestrator.cluster import CONTROLLER, NAMESPACE, RayCluster
+from orchestrator.controller import Controller
+from orchestrator.fleet import FleetSettings
+from orchestrator.gateway.server import GatewayServer
+from orchestrator.routes import RouteTable
+
+GATEWAY = "gateway"
+
+
+class ControllerActor:
+    """Named `controller`; Ray starts it again when it dies, and it adopts the replicas that live."""
+
+    def __init__(self, settings: FleetSettings) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        self._down = asyncio.Event()
+        self._controller = Controller(settings, RayCluster())
+        loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
+        self._running = loop.create_task(self._controller.run())
+        self._admin = loop.create_task(serve_admin(admin_app(self._controller, self._ask_down), settings.admin_port))
+
+    async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
+        return await self._controller.change(seen, timeout_s), self._controller.routes()
+
+    async def status(self, seen: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        for task in (self._running, self._admin):
+            if task.done():
+                task.result()  # raises what ended it: a fleet without its loop must not look alive
+        return await self._controller.change(seen, timeout_s), self._controller.status()
+
+    async def wake(self, model: str) -> None:
+        await self._controller.wake(model)
+
+    async def wait_down(self) -> None:
+        """Returns when someone asked by the admin API that the fleet ends."""
+        await self._down.wait()
+
+    async def shutdown(self, drain_s: float) -> None:
+        await self._controller.shutdown(drain_s)
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
+
+    async def _ask_down(self) -> None:
+        self._down.set()
+
+
+def start_controller(settings: FleetSettings) -> Any:
+    """The controller actor's handle."""
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
+    return actor.options(name=CONTROLLER, namespace=NAMESPACE, lifetime="detached").remote(settings)
+
+
+class RemoteController:
+    """The gateway's view of the controller actor, found by name since it may be started again."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
+        try:
+            if self._actor is None:
+                self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+            answer: tuple[int, RouteTable] = await self._actor.routes.remote(seen, timeout_s)
+        except Exception:
+            self._actor = None
+            raise
+        return answer
+
+    async def wake(self, model: str) -> None:
+        if self._actor is not None:
+            await self._actor.wake.remote(model)
+
+
+class GatewayDeployment:
+    """Serve keeps it alive and shows it in the dashboard; requests come over its own port, not through Serve."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = GatewayServer(RemoteController(), host, port)
+        self._server.start()
+
+    def check_health(self) -> None:
+        self._server.check()
+
+    def __del__(self) -> None:
+        self._server.stop()
+
+
+_gateway: Any = serve.deployment(
+    name=GATEWAY,
+    num_replicas=1,
+    health_check_period_s=1,  # a dead gateway is replaced after 0.9 s; after 9.4 s at Serve's default of 10
+    health_check_timeout_s=5,
+    graceful_shutdown_timeout_s=3,
+    graceful_shutdown_wait_loop_s=0.1,
+    ray_actor_options={"num_cpus": 0},
+)(GatewayDeployment)
+
+
+def start_gateway(host: str, port: int) -> None:
+    """Deploy the gateway and wait until it listens. Raises RuntimeError when it does not come up."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location="Disabled")
+    serve.run(_gateway.bind(host, port), name=GATEWAY, route_prefix=None)
+
+
+def stop_gateway() -> None:
+    serve.shutdown()

@@ -1,0 +1,99 @@
+"""Data to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+from placements.problems import Problem, render
+
+
+class Format(str, Enum):
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class _Terminal:
+    """Where data and progress go: looked up at each use, so that ``libraries_to_log`` can keep them apart from what
+    libraries print."""
+
+    out: TextIO | None = None
+    err: TextIO | None = None
+
+
+def stdout() -> TextIO:
+    return _Terminal.out or sys.stdout
+
+
+def stderr() -> TextIO:
+    return _Terminal.err or sys.stderr
+
+
+@contextlib.contextmanager
+def libraries_to_log(path: Path) -> Iterator[None]:
+    """Within it, all that is printed goes to the log at ``path``, except what ``say`` and ``show`` print."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    _Terminal.out, _Terminal.err = os.fdopen(kept[0], "w"), os.fdopen(kept[1], "w")
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        _Terminal.out.close()
+        _Terminal.err.close()
+        _Terminal.out = _Terminal.err = None
+
+
+def use_color(stream: TextIO) -> bool:
+    """Whether to colour: on a terminal, unless NO_COLOR is set (https://no-color.org) or the terminal is dumb."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def say(line: str) -> None:
+    """Progress, for a person."""
+    stderr().write(line + "\n")
+    stderr().flush()
+
+
+def show(data: Any, format: Format, table: str) -> None:
+    """Data, for a program or a person; ``table`` is its form for a person."""
+    if format is Format.JSON:
+        stdout().write(json.dumps(data, indent=2) + "\n")
+    elif format is Format.YAML:
+        import yaml
+
+        stdout().write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+    elif table:
+        stdout().write(table.rstrip("\n") + "\n")
+    stdout().flush()
+
+
+def complain(problems: Sequence[Problem]) -> None:
+    """Problems, for a person."""
+    if problems:
+        say(render(problems, color=use_color(stderr())).rstrip("\n"))
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A plain table: two spaces between columns, no frame, so that `awk` and `cut` read it too."""
+    lines = [tuple(header), *(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

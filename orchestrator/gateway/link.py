@@ -1,0 +1,124 @@
+"""The gateway's end of the data plane: one connection to one replica, and the requests that are on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import cast
+
+from orchestrator.gateway.ticket import Ticket
+from orchestrator.routes import Route
+from workers.requests import FinishReason
+from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Submit, Welcome, WireError, encode
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaLink(asyncio.Protocol):
+    """Open from the replica's Welcome until the end of file. Counts the replica's slots by what was sent and ended."""
+
+    def __init__(
+        self,
+        route: Route,
+        *,
+        gateway: str,
+        token: str,
+        on_change: Callable[[float | None], None],
+        on_lost: Callable[[ReplicaLink, list[Ticket]], None],
+    ) -> None:
+        """``on_change`` is called when a slot may be free: with the seconds that its request held it, or None at the
+        Welcome. ``on_lost`` is called once, with the requests that had not ended."""
+        self.route = route
+        self.welcome: Welcome | None = None
+        self._hello = Hello(gateway, token, route.epoch)
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._reader = FrameReader()
+        self._transport: asyncio.WriteTransport | None = None
+        self._live: dict[str, Ticket] = {}
+        self._retired = False
+
+    @property
+    def free_slots(self) -> int:
+        if self.welcome is None or self._transport is None or self._retired:
+            return 0
+        return self.welcome.slots - len(self._live)
+
+    @property
+    def prefilling(self) -> int:
+        """Requests that were sent and have not had a token."""
+        return sum(not ticket.started for ticket in self._live.values())
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    def send(self, ticket: Ticket) -> None:
+        """Give the request a slot. The caller has seen that one is free."""
+        assert self._transport is not None
+        assert self.free_slots > 0
+        self._live[ticket.id] = ticket
+        ticket.sent_to(self)
+        self._transport.write(encode(Submit(ticket.request)))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Tell the replica that nobody reads the answer; the slot counts as taken until the replica says otherwise."""
+        if self._transport is not None and ticket.id in self._live:
+            self._transport.write(encode(Cancel(ticket.id)))
+
+    def retire(self) -> None:
+        """The replica left the routes: send it nothing more, and hang up when its requests have ended."""
+        self._retired = True
+        self._hang_up_when_idle()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one, without the base class
+        self._transport.write(encode(self._hello))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._receive(message)
+        except WireError as error:
+            log.error("%s is disconnected: %s", self.route.id, error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        lost, self._live = list(self._live.values()), {}
+        self._on_lost(self, lost)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Step):
+            self._deliver(message)
+        elif isinstance(message, Welcome):
+            self.welcome = message
+            self._on_change(None)
+        elif isinstance(message, Refused):
+            log.error("%s refused the connection: %s", self.route.id, message.reason)
+        else:
+            raise WireError(f"a replica does not send {type(message).__name__}")
+
+    def _deliver(self, step: Step) -> None:
+        for event in step.events:
+            ticket = self._live.get(event.id)
+            if ticket is None:
+                continue
+            if event.finish is not FinishReason.CANCELLED:
+                ticket.deliver(event)
+            if event.finish is not None:
+                del self._live[event.id]
+                self._on_change(time.monotonic() - ticket.sent_at)
+        self._hang_up_when_idle()
+
+    def _hang_up_when_idle(self) -> None:
+        if self._retired and not self._live:
+            self.close()

@@ -1,0 +1,149 @@
+"""One queue for each model, with late binding: a request leaves it only for a free slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from orchestrator.gateway import errors
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.link import ReplicaLink
+from orchestrator.gateway.ticket import Ticket
+from orchestrator.lifecycle import ModelState
+from orchestrator.routes import ModelRoutes, Route
+from orchestrator.routing import choose
+from workers.requests import GenerateRequest
+
+log = logging.getLogger(__name__)
+
+CONNECT_DEADLINE_S = 5.0
+RETRY_AFTER_S = (1, 60)  # the bounds of what a refused client is told
+
+
+class ModelQueue:
+    """The requests of one model and the links to its replicas. Owned by the gateway's event loop."""
+
+    def __init__(self, routes: ModelRoutes, *, gateway: str, token: str, wake: Callable[[str], None]) -> None:
+        """``wake`` asks the controller for a first replica of a model that has none."""
+        self.name = routes.name
+        self.routes = routes
+        self._gateway = gateway
+        self._token = token
+        self._wake = wake
+        self._waiting: deque[Ticket] = deque()
+        self._links: dict[tuple[str, int], ReplicaLink] = {}  # by replica and epoch
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._mean_service_s = 1.0  # of one request in a slot; an exponential average
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def live(self) -> int:
+        return sum(link.live for link in self._links.values())
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the largest prefill bucket, as a replica has said it; None before one has."""
+        prompts = [link.welcome.max_prompt for link in self._links.values() if link.welcome is not None]
+        return max(prompts, default=None)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below this; None before a replica has said it."""
+        return next((link.welcome.vocab_size for link in self._links.values() if link.welcome is not None), None)
+
+    def submit(self, request: GenerateRequest) -> Ticket:
+        """Queue a request. Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes.
+
+        1. a replica is ready                              -> queue, up to max_queue
+        2. the model loads on request, and has not failed  -> wake it, and queue, up to max_queue
+        3. else                                            -> 503
+        """
+        state = self.routes.state
+        loads_on_request = self.routes.holds and state in (ModelState.UNLOADED, ModelState.LOADING)
+        if not self.routes.replicas and not loads_on_request:  # 3
+            raise errors.model_unavailable(self.name, state.value, self.routes.reason)
+        if len(self._waiting) >= self.routes.max_queue:
+            raise errors.queue_full(self.name, len(self._waiting), self._retry_after_s())
+        ticket = Ticket(request, self._left)
+        self._waiting.append(ticket)
+        if state is ModelState.UNLOADED:
+            self._wake(self.name)
+        self._pump()
+        return ticket
+
+    def update(self, routes: ModelRoutes) -> None:
+        """Take over what the controller says: open links to new replicas, retire those that left."""
+        self.routes = routes
+        named = {(route.id, route.epoch): route for route in routes.replicas}
+        for key, link in self._links.items():
+            if key not in named:
+                link.retire()
+        for key, route in named.items():
+            if key not in self._links:
+                self._connect(key, route)
+        if routes.state is ModelState.FAILED:
+            self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
+
+    def close(self) -> None:
+        """The model is gone from the routes, or the gateway ends: nothing more is accepted or begun."""
+        self._fail_waiting(errors.model_unavailable(self.name, "stopping", None))
+        for link in self._links.values():
+            link.retire()
+
+    # Inside
+
+    def _connect(self, key: tuple[str, int], route: Route) -> None:
+        link = ReplicaLink(route, gateway=self._gateway, token=self._token, on_change=self._changed, on_lost=self._lost)
+        self._links[key] = link
+        task = asyncio.get_running_loop().create_task(self._open(key, link))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _open(self, key: tuple[str, int], link: ReplicaLink) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(loop.create_unix_connection(lambda: link, link.route.socket), CONNECT_DEADLINE_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            log.warning("%s cannot be reached on %s: %s", link.route.id, link.route.socket, error)
+            self._links.pop(key, None)
+
+    def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
+        self._links.pop((link.route.id, link.route.epoch), None)
+        for ticket in reversed(tickets):
+            if ticket.can_retry:
+                ticket.restart()
+                self._waiting.appendleft(ticket)
+            else:
+                ticket.fail(errors.replica_lost(self.name))
+        self._pump()
+
+    def _left(self, ticket: Ticket) -> None:
+        if ticket.link is None:
+            self._waiting.remove(ticket)
+        else:
+            ticket.link.cancel(ticket)
+
+    def _pump(self) -> None:
+        while self._waiting and (link := choose(self._links.values())) is not None:
+            link.send(self._waiting.popleft())
+
+    def _fail_waiting(self, error: ApiError) -> None:
+        while self._waiting:
+            self._waiting.popleft().fail(error)
+
+    def _changed(self, ended_after_s: float | None) -> None:
+        """A link has opened, or a request has ended after so long in its slot."""
+        if ended_after_s is not None:
+            self._mean_service_s += 0.1 * (ended_after_s - self._mean_service_s)
+        self._pump()
+
+    def _retry_after_s(self) -> int:
+        """When a place in the queue should be free: one request ends every mean service time / slots."""
+        slots = sum(link.welcome.slots for link in self._links.values() if link.welcome is not None)
+        lowest, highest = RETRY_AFTER_S
+        return max(lowest, min(highest, round(self._mean_service_s / max(1, slots))))

@@ -1,0 +1,94 @@
+"""One request on its way: in the queue, on a replica, or ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from orchestrator.gateway.errors import ApiError
+from workers.requests import GenerateRequest, TokenEvent
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.link import ReplicaLink
+
+MAX_RETRIES = 2
+
+
+class Ticket:
+    """What its handler waits on. Events that the handler has not taken may still be thrown away, and the request sent
+    to another replica; once one is taken, the request stands or falls with its replica."""
+
+    def __init__(self, request: GenerateRequest, leave: Callable[[Ticket], None]) -> None:
+        """``leave`` takes the ticket out of wherever it is."""
+        self.request = request
+        self.queued_at = time.monotonic()
+        self.sent_at = self.queued_at
+        self.retries = 0
+        self.link: ReplicaLink | None = None
+        self._leave = leave
+        self._events: list[TokenEvent] = []
+        self._error: ApiError | None = None
+        self._taken = False
+        self._left = False
+        self._news = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def started(self) -> bool:
+        """Whether a token has come."""
+        return self._taken or bool(self._events)
+
+    @property
+    def can_retry(self) -> bool:
+        return not self._taken and not self._left and self.retries < MAX_RETRIES
+
+    def sent_to(self, link: ReplicaLink) -> None:
+        self.link = link
+        self.sent_at = time.monotonic()
+
+    def deliver(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """No more events will come."""
+        self._error = error
+        self._news.set()
+
+    def restart(self) -> None:
+        """Its replica is gone and nothing was taken: as if it had just come."""
+        self.retries += 1
+        self.link = None
+        self._events.clear()
+        self._news.clear()
+
+    def leave(self) -> None:
+        """Its client is gone, or has all that it wanted."""
+        if not self._left:
+            self._left = True
+            self._leave(self)
+
+    async def take(self) -> list[TokenEvent]:
+        """The events since the last call, at least one. Raises ApiError when the request has failed."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            await self._news.wait()
+            self._news.clear()
+        self._taken = True
+        events, self._events = self._events, []
+        return events
+
+    async def take_all(self) -> list[TokenEvent]:
+        """Every event, once the last one is there. Until then the request may still be retried."""
+        while not (self._events and self._events[-1].finish is not None):
+            if self._error is not None:
+                raise self._error
+            await self._news.wait()
+            self._news.clear()
+        return await self.take()

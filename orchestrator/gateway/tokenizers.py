@@ -1,0 +1,35 @@
+"""The tokenizers of the fleet's models, each loaded once and off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from orchestrator.gateway.errors import ApiError
+from workers.engine import EngineLoadError
+from workers.tokenizer import Tokenizer, load_tokenizer
+
+
+class TokenizerShelf:
+    """By engine and folder, since several models may share one. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._loading: dict[tuple[bool, str | None], asyncio.Task[Tokenizer]] = {}
+
+    def fetch(self, engine: str, source: str | None) -> asyncio.Task[Tokenizer]:
+        """Begin to load it, unless that has begun; a load that failed is begun again."""
+        key = (engine == "echo", source)
+        task = self._loading.get(key)
+        if task is None or (task.done() and task.exception() is not None):
+            task = asyncio.get_running_loop().create_task(asyncio.to_thread(load_tokenizer, engine, source))
+            self._loading[key] = task
+        return task
+
+    async def get(self, engine: str, source: str | None) -> Tokenizer:
+        """The tokenizer, once it is loaded. Raises ApiError 503 with the cause when it cannot be."""
+        try:
+            return await asyncio.shield(self.fetch(engine, source))
+        except EngineLoadError as error:
+            what = f"The model's tokenizer cannot be loaded: {error}"
+            raise ApiError(
+                503, what, type="service_unavailable", code="tokenizer_unavailable", retry_after_s=10
+            ) from error

@@ -1,0 +1,169 @@
+"""What corewright keeps on disk: `$COREWRIGHT_HOME`, the record of the running fleet, and the processes it left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from hashlib import blake2s
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from workers import host
+
+FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
+
+
+class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`fleet.json`: how to speak to the fleet, and which process it is."""
+
+    fleet: str  # a name that is new for each `up`
+    name: str  # the spec's
+    url: str  # the OpenAI-compatible address
+    admin_url: str
+    token: str
+    dashboard_url: str | None
+    ray_address: str
+    pid: int
+    started: float  # the daemon's start, seconds since the epoch
+    version: str
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folders under `$COREWRIGHT_HOME` (default `~/.corewright`). Nothing is made before ``prepare``."""
+
+    path: Path
+
+    @classmethod
+    def from_environment(cls) -> Home:
+        return cls(Path(os.environ.get("COREWRIGHT_HOME") or Path.home() / ".corewright").absolute())
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / "fleet.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def ray(self) -> Path:
+        return self.sockets / "ray"
+
+    @property
+    def sockets(self) -> Path:
+        """A short folder of this home's own: the path of a unix socket ends at 107 bytes."""
+        digest = blake2s(str(self.path).encode(), digest_size=4).hexdigest()
+        return Path(f"/tmp/cw-{os.getuid()}") / digest
+
+    @property
+    def ray_token_file(self) -> Path:
+        """Ray's own token: its ports are not bound to loopback, and its dashboard asks for it."""
+        return self.path / "ray-token"
+
+    def secure_ray(self) -> None:
+        """Have the Ray that this process starts demand a token, unless the environment already says how. Must come
+        before Ray is imported."""
+        if "RAY_AUTH_MODE" in os.environ:
+            return
+        os.environ["RAY_AUTH_MODE"] = "token"
+        if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+            descriptor = os.open(self.ray_token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.ray_token_file)
+
+    def claims(self, host_index: int) -> Path:
+        return self.path / "emulated" / f"emu-{host_index}"
+
+    def log(self, model: str, replica: int) -> Path:
+        return self.logs / f"{model}-{replica}.log"
+
+    def prepare(self) -> None:
+        """Make the folders, readable by this user only. Raises OSError naming the one that cannot be made."""
+        for folder in (self.path, self.logs, self.sockets.parent, self.sockets):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.sockets.parent.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self.sockets.parent} belongs to another user")
+
+    def lock(self) -> int | None:
+        """Become the one daemon of this home until the process ends; None when another one is. Keep the descriptor."""
+        descriptor = os.open(self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def read_record(self) -> FleetRecord | None:
+        """The record of the last `up`, whether or not it still runs; None without one, or when it cannot be read."""
+        try:
+            return msgspec.json.decode(self.record_file.read_bytes(), type=FleetRecord)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    def write_record(self, record: FleetRecord) -> None:
+        """Publish the record whole, for this user only (it holds the token)."""
+        draft = self.record_file.with_suffix(".new")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
+        draft.rename(self.record_file)
+
+    def forget_fleet(self) -> None:
+        """Remove the record and the sockets of a fleet that has ended."""
+        self.record_file.unlink(missing_ok=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+
+def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:
+    """Every living process of that fleet but this one.
+
+    Found by the mark in its environment, or, where a process title has overwritten that (Ray's agents), by a file under
+    the home's Ray folder that it can write to. Not by a list of pids: Ray starts and replaces processes on its own, so
+    that a list is never complete.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid == os.getpid() or process.uids().real != os.getuid():
+                continue
+            if process.environ().get(FLEET_VARIABLE) == fleet or _writes_under(process.pid, home.sockets):
+                found.append(process)
+    return found
+
+
+def _writes_under(pid: int, folder: Path) -> bool:
+    prefix = f"{folder}/"
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not str(descriptor.readlink()).startswith(prefix):
+                continue
+            flags = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text().split("flags:")[1].split()[0]
+            if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:  # someone who only reads a log is none of ours
+                return True
+    return False
+
+
+def end_leftovers(home: Home, fleet: str, deadline_s: float) -> list[int]:
+    """Kill what is left of a fleet and wait until it is gone. Gives the pids that are still there at the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while (left := fleet_processes(home, fleet)) and time.monotonic() < deadline:
+        for process in left:  # a killed raylet can leave a worker that was just being forked: hence the loop
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+    return [process.pid for process in left]
+
+
+def daemon_alive(record: FleetRecord) -> bool:
+    """Whether the daemon that wrote the record still runs."""
+    return host.is_alive(record.pid, record.started)

@@ -1,0 +1,53 @@
+"""The fleet as it was seen at one time: what the controller decides from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from orchestrator.lifecycle import State
+from placements.cores import CoreRange
+
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """One start of one replica."""
+
+    model: str
+    replica: int
+    epoch: int
+    host: str
+    cores: CoreRange | None
+    state: State
+    since: float  # when it came into this state, on the snapshot's clock
+    pid: int | None = None
+    started: float | None = None  # the process's start in seconds since the epoch; with the pid it names the process
+    gone: bool = False  # the host has seen that the process is dead; only then are the cores free
+    reason: str | None = None
+    log: tuple[str, ...] = ()  # the last lines of its log, when it failed
+    socket: str | None = None
+    restarts: int = 0
+    failures: int = 0  # in a row without having been ready
+
+    @property
+    def id(self) -> str:
+        return f"{self.model}/{self.replica}"
+
+    @property
+    def retry_at(self) -> float:
+        """When a failed replica may be started again. The first restart of one that had served comes at once."""
+        if self.failures == 0:
+            return self.since
+        return self.since + min(FIRST_BACKOFF_S * 2.0 ** (self.failures - 1), LONGEST_BACKOFF_S)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All replicas, by id, at the time ``now`` (seconds of a monotonic clock)."""
+
+    now: float
+    replicas: Mapping[str, ReplicaView] = field(default_factory=lambda: MappingProxyType({}))

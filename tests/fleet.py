@@ -1,0 +1,130 @@
+"""A real fleet for tests: `corewright up` as a process of its own, in a home of its own, on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+READY_DEADLINE_S = 120.0
+COREWRIGHT = Path(sys.executable).with_name("corewright")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
+    """Read the world again until ``condition`` gives something true; fail after the deadline."""
+    deadline = time.monotonic() + deadline_s
+    pause = 0.01
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
+        time.sleep(pause)
+        pause = min(pause * 2, 0.2)
+
+
+class LiveFleet:
+    """One `up`. ``stop`` it, or leave it to the fixture."""
+
+    def __init__(self, spec: str | Path, *, home: Path | None = None, arguments: tuple[str, ...] = ()) -> None:
+        self.home = home or Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
+        if isinstance(spec, Path):
+            self.spec = spec
+        else:
+            self.spec = self.home / "spec.yaml"
+            self.home.mkdir(exist_ok=True)
+            self.spec.write_text(spec)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = self.home / "up.log"
+        self.env = {**os.environ, "COREWRIGHT_HOME": str(self.home), "RAY_AUTH_MODE": "disabled", "NO_COLOR": "1"}
+        command = [str(COREWRIGHT), "up", str(self.spec), "--port", str(self.port), *(arguments or ("--no-dashboard",))]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.env, start_new_session=True
+            )
+        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+
+    def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> LiveFleet:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"up has ended: {self.output()}"
+            try:
+                return self.http.get("/readyz").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            until(ready, deadline_s, "the fleet is ready")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output()}") from None
+        return self
+
+    def output(self) -> str:
+        """What `up` has printed."""
+        return self.log.read_text()
+
+    def corewright(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run another command in this home."""
+        return subprocess.run(
+            [str(COREWRIGHT), *arguments], env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def status(self) -> Any:
+        result = self.corewright("status", "-o", "json")
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    def replica(self, id: str) -> Any:
+        """That replica's entry in the status."""
+        return next(r for model in self.status()["models"] for r in model["replicas"] if r["id"] == id)
+
+    def processes(self) -> list[int]:
+        """Every living process of this home's fleets but the daemon, from the outside: by what they write to."""
+        from orchestrator.home import Home, fleet_processes
+
+        record = Home(self.home).read_record()
+        fleet = record.fleet if record is not None else "none"
+        return [process.pid for process in fleet_processes(Home(self.home), fleet)]
+
+    def stop(self, signal_number: int = signal.SIGTERM, deadline_s: float = 40.0) -> int:
+        """End it as its user would; gives the exit code."""
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"up did not end within {deadline_s:.0f} s\n{self.output()}") from None
+
+    def clean(self) -> None:
+        """Whatever happened: nothing of it is left."""
+        from orchestrator.home import Home, end_leftovers
+
+        record = Home(self.home).read_record()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        end_leftovers(Home(self.home), record.fleet if record is not None else "none", 10.0)
+        shutil.rmtree(Home(self.home).sockets, ignore_errors=True)
+        shutil.rmtree(self.home, ignore_errors=True)
