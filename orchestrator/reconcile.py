@@ -62,7 +62,8 @@ def reconcile(placements: Iterable[Placement], observed: Observed, start_deadlin
       3. pending or loading for longer than the deadline   -> Stop
       4. failed or stopping, seen dead, its back-off over  -> Start with the next epoch
     For each placement without a replica:
-      5. none of the cores is still held by another one    -> Start
+      5.                                                   -> Start
+    4 and 5 wait while another replica may still hold one of the cores.
     """
     wanted = {f"{placement.model}/{placement.replica}": placement for placement in placements}
     actions: list[Action] = []
@@ -79,7 +80,7 @@ def reconcile(placements: Iterable[Placement], observed: Observed, start_deadlin
             elif replica.state in (State.PENDING, State.LOADING):
                 actions.append(Stop(replica, "no longer planned"))
         elif ending:  # 4
-            if observed.now >= replica.retry_at:
+            if observed.now >= replica.retry_at and not _held(placement, observed):
                 actions.append(Start(placement, replica))
         elif replica.state in (State.PENDING, State.LOADING) and observed.now - replica.since > start_deadline_s:  # 3
             actions.append(Stop(replica, f"start-deadline: not ready after {start_deadline_s:.0f} s"))

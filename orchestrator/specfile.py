@@ -24,10 +24,6 @@ MAX_BYTES = 4 * 2**20
 SERVED_ENGINES = ("cpu", "echo")  # what `up` of this version can start
 
 
-class SpecUnreadable(Exception):
-    """The file cannot be read at all; the text says which and why."""
-
-
 @dataclass(frozen=True)
 class SpecFile:
     """One file and all that is known of it before anything is started."""
@@ -48,21 +44,29 @@ def this_machine() -> Machine:
 
 
 def load(path: str) -> SpecFile:
-    """Read a spec (`-` is standard input) and find all its problems. Raises SpecUnreadable."""
+    """Read a spec (`-` is standard input) and find all its problems; that it cannot be read at all is one of them."""
     if path == STANDARD_INPUT:
-        return examine(sys.stdin.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd()), this_machine())
-    file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-        text = data.decode()
-    except OSError as error:
-        raise SpecUnreadable(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise SpecUnreadable(f"{path} is not UTF-8: byte {error.start} is {data[error.start]:#x}") from None
+        data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
+    else:
+        name, base_dir = path, str(Path(path).absolute().parent)
+        try:
+            with Path(path).open("rb") as stream:
+                data = stream.read(MAX_BYTES + 1)
+        except OSError as error:
+            return _unreadable(name, base_dir, f"{path} cannot be read: {error.strerror}", "is the path right?")
     if len(data) > MAX_BYTES:
-        raise SpecUnreadable(f"{path} is larger than {MAX_BYTES} bytes; that is no spec")
-    return examine(text, path, str(file.absolute().parent), this_machine())
+        return _unreadable(name, base_dir, f"{name} is larger than {MAX_BYTES} bytes", "that is no spec")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
+        return _unreadable(name, base_dir, what, "save it as UTF-8")
+    return examine(text, name, base_dir, this_machine())
+
+
+def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
+    problem = Problem("spec-unreadable", "error", f"{name}:1:1", what, hint)
+    return SpecFile("", name, base_dir, None, this_machine(), (), {}, (problem,))
 
 
 def examine(text: str, name: str, base_dir: str, machine: Machine) -> SpecFile:

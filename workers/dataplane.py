@@ -6,6 +6,7 @@ Its event loop runs on a thread of its own, so that neither an engine step nor a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
@@ -42,6 +43,7 @@ class DataPlane:
         self._epoch = epoch
         self._batcher = batcher
         self._owners: dict[str, _Connection] = {}  # request id -> who asked; the loop's thread only
+        self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
         self._server: asyncio.AbstractServer | None = None
@@ -56,7 +58,8 @@ class DataPlane:
     def emit(self, events: list[TokenEvent]) -> None:
         """Send the events of one engine step, one frame for each connection. Called from the batcher's thread."""
         if events:
-            self._loop.call_soon_threadsafe(self._send, events)
+            with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody is connected any more
+                self._loop.call_soon_threadsafe(self._send, events)
 
     def close(self) -> None:
         """Disconnect everyone and stop the thread."""
@@ -82,7 +85,7 @@ class DataPlane:
     async def _shut(self) -> None:
         if self._server is not None:
             self._server.close()
-        for connection in set(self._owners.values()):
+        for connection in list(self._connections):
             connection.abort()
 
     def _send(self, events: list[TokenEvent]) -> None:
@@ -113,6 +116,7 @@ class DataPlane:
             self._send([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=str(error))])
 
     def _forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
         for id in [id for id, owner in self._owners.items() if owner is connection]:
             del self._owners[id]
             self._batcher.cancel(id)
@@ -129,6 +133,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self._plane._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -44,20 +44,22 @@ def up(
 ) -> None:
     """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
     from orchestrator.cli.up import run_up
+    from orchestrator.specfile import load
 
     if not _is_loopback(host):
         _fail(
             "host-not-loopback", f"--host {host} would open the fleet to the network without keys", "--host 127.0.0.1"
         )
-    raise typer.Exit(run_up(_load(spec), host, port, dashboard))
+    raise typer.Exit(run_up(load(spec), host, port, dashboard))
 
 
 @app.command()
 def validate(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
     """Say everything that is wrong with a spec. Needs no device, no weights and no fleet."""
+    from orchestrator.specfile import load
     from placements.problems import has_errors
 
-    file = _load(spec)
+    file = load(spec)
     count = len([problem for problem in file.problems if problem.severity == "error"])
     if output is Format.TABLE:
         complain(file.problems)
@@ -72,8 +74,9 @@ def validate(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
 def plan(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
     """Say who would get which cores, against the running fleet if there is one."""
     from orchestrator.cli.plan import make_plan
+    from orchestrator.specfile import load
 
-    result = make_plan(_load(spec), find_fleet())
+    result = make_plan(load(spec), find_fleet())
     if output is Format.TABLE:
         complain(result.problems)
     show(result.data, output, result.table)
@@ -138,15 +141,6 @@ def version(output: FormatOption = Format.TABLE) -> None:
     show({"version": corewright_version()}, output, corewright_version())
 
 
-def _load(path: str) -> Any:
-    from orchestrator.specfile import SpecUnreadable, load
-
-    try:
-        return load(path)
-    except SpecUnreadable as error:
-        return _fail("spec-unreadable", str(error), "corewright validate SPEC")
-
-
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -188,3 +182,7 @@ def run(arguments: list[str]) -> int:
             raise
         error.show()
         return USAGE
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ class Gateway:
         self._id = uuid.uuid4().hex[:8]
         self._created = int(time.time())
         self._numbers = itertools.count()
-        self._queues: dict[str, ModelQueue] = {}
+        self.queues: dict[str, ModelQueue] = {}
         self._tokenizers = TokenizerShelf()
         self._table: RouteTable | None = None
         self._heard_at = 0.0
@@ -94,14 +94,14 @@ class Gateway:
     def _update(self, table: RouteTable) -> None:
         self._table = table
         for routes in table.models:
-            queue = self._queues.get(routes.name)
+            queue = self.queues.get(routes.name)
             if queue is None:
                 queue = ModelQueue(routes, gateway=self._id, token=table.token, wake=self._wake)
-                self._queues[routes.name] = queue
+                self.queues[routes.name] = queue
                 self._tokenizers.fetch(routes.engine, routes.source)
             queue.update(routes)
-        for name in self._queues.keys() - {routes.name for routes in table.models}:
-            self._queues.pop(name).close()
+        for name in self.queues.keys() - {routes.name for routes in table.models}:
+            self.queues.pop(name).close()
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))
@@ -124,7 +124,7 @@ class Gateway:
         return Response("ok\n", media_type="text/plain")
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._card(queue) for queue in self._queues.values()]})
+        return _json({"object": "list", "data": [self._card(queue) for queue in self.queues.values()]})
 
     async def model(self, request: Request) -> Response:
         return _json(self._card(self._queue(request.path_params["model"])))
@@ -168,11 +168,11 @@ class Gateway:
     def _queue(self, model: str) -> ModelQueue:
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
-        if model not in self._queues:
-            raise errors.model_not_found(model, list(self._queues))
+        if model not in self.queues:
+            raise errors.model_not_found(model, list(self.queues))
         if self._table.stopping:
             raise errors.model_unavailable(model, "stopping", None)
-        return self._queues[model]
+        return self.queues[model]
 
     async def _answer(
         self,
@@ -188,7 +188,14 @@ class Gateway:
         """Queue the request and write its answer. ``default_tokens`` None means the rest of the model's length."""
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         request = _generate_request(f"{self._id}-{next(self._numbers)}", asked, queue, ids, default_tokens)
-        answer = protocol.Answer(id=id, model=queue.name, created=int(time.time()), chat=chat, prompt_tokens=len(ids))
+        answer = protocol.Answer(
+            id=id,
+            model=queue.name,
+            created=int(time.time()),
+            chat=chat,
+            prompt_ids=ids,
+            with_ids=bool(asked.return_token_ids),
+        )
         ticket = queue.submit(request)
         try:
             if asked.stream:

@@ -39,6 +39,8 @@ class ReplicaLink(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._live: dict[str, Ticket] = {}
         self._retired = False
+        self.closed = asyncio.Event()
+        self.refused = False  # by the replica; to ask again would give the same answer
 
     @property
     def free_slots(self) -> int:
@@ -94,6 +96,7 @@ class ReplicaLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         lost, self._live = list(self._live.values()), {}
+        self.closed.set()
         self._on_lost(self, lost)
 
     def _receive(self, message: Message) -> None:
@@ -103,6 +106,7 @@ class ReplicaLink(asyncio.Protocol):
             self.welcome = message
             self._on_change(None)
         elif isinstance(message, Refused):
+            self.refused = True
             log.error("%s refused the connection: %s", self.route.id, message.reason)
         else:
             raise WireError(f"a replica does not send {type(message).__name__}")

@@ -57,6 +57,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # vLLM's: the ids beside the text
     # Known and not served by this version: any value that would change the answer is refused, not ignored.
     n: int | None = None
     logprobs: bool | int | None = None
@@ -189,9 +190,12 @@ def _not_served(name: str) -> ApiError:
 class Answer:
     """Writes one completion: whole, or as server-sent events. ``chat`` picks the shape."""
 
-    def __init__(self, *, id: str, model: str, created: int, chat: bool, prompt_tokens: int) -> None:
+    def __init__(
+        self, *, id: str, model: str, created: int, chat: bool, prompt_ids: Sequence[int], with_ids: bool = False
+    ) -> None:
         self._chat = chat
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = len(prompt_ids)
+        self._prompt_ids = list(prompt_ids) if with_ids else None
         self._completion_tokens = 0
         self._head: dict[str, Any] = {
             "id": id,
@@ -207,22 +211,27 @@ class Answer:
         finish = _finish(events[-1])
         content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
-        return _encode({**self._head, "choices": [choice], "usage": self._usage()})
+        head = dict(self._head)
+        if self._prompt_ids is not None:
+            choice["token_ids"] = [id for event in events for id in event.token_ids]
+            (head if self._chat else choice)["prompt_token_ids"] = self._prompt_ids
+        return _encode({**head, "choices": [choice], "usage": self._usage()})
 
     def opening(self) -> bytes:
         """The event that begins a stream: a chat names its role; a completion needs none."""
         self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
-        return self._chunk({"role": "assistant", "content": ""}, None) if self._chat else b""
+        return self._chunk({"role": "assistant", "content": ""}, None, []) if self._chat else b""
 
     def events(self, events: Sequence[TokenEvent]) -> bytes:
         """Server-sent events for what came since the last call; nothing for tokens that gave no text yet."""
         self._count(events)
         lines = []
         for event in events:
-            if event.text:
-                lines.append(self._chunk({"content": event.text} if self._chat else event.text, None))
+            if event.text or (self._prompt_ids is not None and event.token_ids):
+                delta = {"content": event.text} if self._chat else event.text
+                lines.append(self._chunk(delta, None, event.token_ids))
             if event.finish is not None:
-                lines.append(self._chunk({} if self._chat else "", _finish(event)))
+                lines.append(self._chunk({} if self._chat else "", _finish(event), []))
         return b"".join(lines)
 
     def closing(self, *, include_usage: bool) -> bytes:
@@ -230,8 +239,10 @@ class Answer:
         usage = _event({**self._head, "choices": [], "usage": self._usage()}) if include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict[str, str] | str, finish: str | None) -> bytes:
-        content = {"delta": delta} if self._chat else {"text": delta}
+    def _chunk(self, delta: dict[str, str] | str, finish: str | None, ids: list[int]) -> bytes:
+        content: dict[str, Any] = {"delta": delta} if self._chat else {"text": delta}
+        if self._prompt_ids is not None:
+            content["token_ids"] = ids
         return _event({**self._head, "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": finish}]})
 
     def _count(self, events: Sequence[TokenEvent]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from workers.requests import GenerateRequest
 log = logging.getLogger(__name__)
 
 CONNECT_DEADLINE_S = 5.0
+RECONNECT_S = 0.1
 RETRY_AFTER_S = (1, 60)  # the bounds of what a refused client is told
 
 
@@ -33,8 +35,8 @@ class ModelQueue:
         self._token = token
         self._wake = wake
         self._waiting: deque[Ticket] = deque()
-        self._links: dict[tuple[str, int], ReplicaLink] = {}  # by replica and epoch
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._links: dict[Route, ReplicaLink] = {}
+        self._keeping: dict[Route, asyncio.Task[None]] = {}
         self._mean_service_s = 1.0  # of one request in a slot; an exponential average
 
     @property
@@ -44,6 +46,11 @@ class ModelQueue:
     @property
     def live(self) -> int:
         return sum(link.live for link in self._links.values())
+
+    @property
+    def slots(self) -> int:
+        """Of all connected replicas."""
+        return sum(link.welcome.slots for link in self._links.values() if link.welcome is not None)
 
     @property
     def longest_prompt(self) -> int | None:
@@ -67,25 +74,24 @@ class ModelQueue:
         loads_on_request = self.routes.holds and state in (ModelState.UNLOADED, ModelState.LOADING)
         if not self.routes.replicas and not loads_on_request:  # 3
             raise errors.model_unavailable(self.name, state.value, self.routes.reason)
-        if len(self._waiting) >= self.routes.max_queue:
-            raise errors.queue_full(self.name, len(self._waiting), self._retry_after_s())
         ticket = Ticket(request, self._left)
         self._waiting.append(ticket)
+        self._pump()
+        if ticket.link is None and len(self._waiting) > self.routes.max_queue:
+            self._waiting.pop()
+            raise errors.queue_full(self.name, len(self._waiting), self._retry_after_s())
         if state is ModelState.UNLOADED:
             self._wake(self.name)
-        self._pump()
         return ticket
 
     def update(self, routes: ModelRoutes) -> None:
         """Take over what the controller says: open links to new replicas, retire those that left."""
         self.routes = routes
-        named = {(route.id, route.epoch): route for route in routes.replicas}
-        for key, link in self._links.items():
-            if key not in named:
+        for route, link in list(self._links.items()):
+            if route not in routes.replicas:
                 link.retire()
-        for key, route in named.items():
-            if key not in self._links:
-                self._connect(key, route)
+        for route in routes.replicas:
+            self._keep_link(route)
         if routes.state is ModelState.FAILED:
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
 
@@ -97,23 +103,40 @@ class ModelQueue:
 
     # Inside
 
-    def _connect(self, key: tuple[str, int], route: Route) -> None:
-        link = ReplicaLink(route, gateway=self._gateway, token=self._token, on_change=self._changed, on_lost=self._lost)
-        self._links[key] = link
-        task = asyncio.get_running_loop().create_task(self._open(key, link))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+    def _keep_link(self, route: Route) -> None:
+        if route not in self._keeping:
+            task = asyncio.get_running_loop().create_task(self._keep(route))
+            self._keeping[route] = task
+            task.add_done_callback(lambda _: self._keeping.pop(route))
 
-    async def _open(self, key: tuple[str, int], link: ReplicaLink) -> None:
+    async def _keep(self, route: Route) -> None:
+        """Hold a link to the replica for as long as it is in the routes: a lost link is not a lost replica."""
         loop = asyncio.get_running_loop()
-        try:
-            await asyncio.wait_for(loop.create_unix_connection(lambda: link, link.route.socket), CONNECT_DEADLINE_S)
-        except (OSError, asyncio.TimeoutError) as error:
-            log.warning("%s cannot be reached on %s: %s", link.route.id, link.route.socket, error)
-            self._links.pop(key, None)
+        while route in self.routes.replicas:
+            make = functools.partial(
+                ReplicaLink,
+                route,
+                gateway=self._gateway,
+                token=self._token,
+                on_change=self._changed,
+                on_lost=self._lost,
+            )
+            try:
+                connecting = loop.create_unix_connection(make, route.socket)
+                _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
+            except (OSError, asyncio.TimeoutError) as error:
+                log.warning("%s cannot be reached on %s: %s", route.id, route.socket, error)
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            if not link.closed.is_set():
+                self._links[route] = link
+                self._pump()  # its Welcome may be here already
+            await link.closed.wait()
+            if link.refused:
+                return
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
-        self._links.pop((link.route.id, link.route.epoch), None)
+        self._links.pop(link.route, None)
         for ticket in reversed(tickets):
             if ticket.can_retry:
                 ticket.restart()
@@ -144,6 +167,5 @@ class ModelQueue:
 
     def _retry_after_s(self) -> int:
         """When a place in the queue should be free: one request ends every mean service time / slots."""
-        slots = sum(link.welcome.slots for link in self._links.values() if link.welcome is not None)
         lowest, highest = RETRY_AFTER_S
-        return max(lowest, min(highest, round(self._mean_service_s / max(1, slots))))
+        return max(lowest, min(highest, round(self._mean_service_s / max(1, self.slots))))

@@ -80,7 +80,7 @@ class GatewayServer:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        gateway = Gateway(self._controller)
+        self.gateway = gateway = Gateway(self._controller)
         config = uvicorn.Config(
             gateway.app,
             http="httptools",
@@ -88,6 +88,7 @@ class GatewayServer:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,
             date_header=False,
             backlog=BACKLOG,
             timeout_graceful_shutdown=2,

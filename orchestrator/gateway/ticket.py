@@ -56,8 +56,9 @@ class Ticket:
         self._news.set()
 
     def fail(self, error: ApiError) -> None:
-        """No more events will come."""
+        """No more events will come; it is in no queue and on no replica."""
         self._error = error
+        self._left = True
         self._news.set()
 
     def restart(self) -> None:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.orchestrator.gateways import LiveGateway
+from tests.served import Served
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[LiveGateway]:
+    """A gateway whose routes the test sets."""
+    live = LiveGateway()
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def replica() -> Iterator[Callable[..., Served]]:
+    """Makes replicas, and ends them after the test."""
+    made: list[Served] = []
+
+    def make(**options: float) -> Served:
+        made.append(Served(**options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.close()

@@ -1,0 +1,103 @@
+"""A gateway without Ray: the real web server, in this process, with a controller that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+
+from orchestrator.gateway.queue import ModelQueue
+from orchestrator.gateway.server import GatewayServer
+from orchestrator.lifecycle import ModelState
+from orchestrator.routes import ModelRoutes, Route, RouteTable
+from tests.fleet import free_port, until
+from tests.served import EPOCH, TOKEN, Served
+
+
+class PlayedController:
+    """Says what the test sets; remembers what the gateway asked for."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.table = RouteTable(ready=False, stopping=False, token=TOKEN, models=[])
+        self.woken: list[str] = []
+        self.answers = True
+        self._changed = threading.Condition()
+
+    def set(self, *models: ModelRoutes, ready: bool = True, stopping: bool = False) -> None:
+        with self._changed:
+            self.version += 1
+            self.table = RouteTable(ready=ready, stopping=stopping, token=TOKEN, models=list(models))
+            self._changed.notify_all()
+
+    async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
+        if not self.answers:
+            raise ConnectionError("the controller is gone")
+        await asyncio.to_thread(self._wait, seen, timeout_s)
+        return self.version, self.table
+
+    async def wake(self, model: str) -> None:
+        self.woken.append(model)
+
+    def _wait(self, seen: int, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.version > seen, min(timeout_s, 0.5))
+
+
+def routes(
+    name: str,
+    *replicas: Served,
+    state: ModelState | None = None,
+    max_queue: int = 256,
+    max_len: int = 4096,
+    holds: bool = False,
+    reason: str | None = None,
+) -> ModelRoutes:
+    """The routes of an echo model with these replicas."""
+    return ModelRoutes(
+        name=name,
+        state=state or (ModelState.READY if replicas else ModelState.LOADING),
+        reason=reason,
+        engine="echo",
+        source=None,
+        max_len=max_len,
+        max_queue=max_queue,
+        holds=holds,
+        replicas=[Route(f"{name}/{i}", EPOCH, str(served.path)) for i, served in enumerate(replicas)],
+    )
+
+
+class LiveGateway:
+    """One gateway, and a client of it."""
+
+    def __init__(self) -> None:
+        self.controller = PlayedController()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = GatewayServer(self.controller, "127.0.0.1", self.port)
+        self._server.start()
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def serve(self, *models: ModelRoutes, ready: bool = True) -> LiveGateway:
+        """Set the routes and wait until every replica is connected."""
+        self.controller.set(*models, ready=ready)
+        queues = self._server.gateway.queues
+
+        def connected() -> bool:
+            return all(
+                model.name in queues
+                and queues[model.name].routes == model
+                and queues[model.name].slots >= len(model.replicas)
+                for model in models
+            )
+
+        until(connected, 10, "every replica is connected")
+        return self
+
+    def queue(self, model: str) -> ModelQueue:
+        return self._server.gateway.queues[model]
+
+    def close(self) -> None:
+        self.http.close()
+        self._server.stop()

@@ -1,0 +1,406 @@
+"""The gateway over real sockets, with replicas in this process and a controller that the test plays."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from openai import NotFoundError, OpenAI
+
+from orchestrator.gateway.app import MAX_BODY_BYTES
+from orchestrator.lifecycle import ModelState
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+from workers.engines.echo import echo_tokens
+
+Make = Callable[..., Served]
+
+
+def echo_text(prompt: str, count: int) -> str:
+    return bytes(echo_tokens(list(prompt.encode()), count)).decode()
+
+
+def complete(gateway: LiveGateway, model: str = "m", **fields: Any) -> httpx.Response:
+    return gateway.http.post("/v1/completions", json={"model": model, "prompt": "hello", **fields})
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body: dict[str, Any] = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    found: dict[str, Any] = body["error"]
+    return found
+
+
+def events_of(lines: list[str]) -> list[Any]:
+    """The JSON of each server-sent event; `[DONE]` must be the last and is left out."""
+    data = [line.removeprefix("data: ") for line in lines if line]
+    assert data[-1] == "[DONE]"
+    return [json.loads(item) for item in data[:-1]]
+
+
+# Answers
+
+
+def test_a_completion_is_the_replicas_text_with_its_usage(gateway: LiveGateway, replica: Make) -> None:
+    """A plain completion has OpenAI's shape, 16 tokens by default, and counts them."""
+    gateway.serve(routes("m", replica()))
+
+    answer = complete(gateway).json()
+
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": echo_text("hello", 16), "logprobs": None, "finish_reason": "length"}
+    ]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
+
+
+def test_token_ids_are_taken_as_they_are(gateway: LiveGateway, replica: Make) -> None:
+    """A prompt of ids gives what the same text gives."""
+    gateway.serve(routes("m", replica()))
+
+    assert complete(gateway, prompt=list(b"hello")).json()["choices"] == complete(gateway).json()["choices"]
+
+
+def test_a_chat_streams_role_text_finish_and_usage(gateway: LiveGateway, replica: Make) -> None:
+    """A streamed chat has OpenAI's chunks in order, and usage where it was asked for."""
+    gateway.serve(routes("m", replica()))
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+    with gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        chunks = events_of(list(response.iter_lines()))
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == echo_text("user: hi\nassistant:", 5)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(deltas) - 1) + ["length"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_the_openai_client_gets_its_objects(gateway: LiveGateway, replica: Make) -> None:
+    """The official client works against it: models, chat, completions, streamed and not, errors."""
+    gateway.serve(routes("m", replica()))
+    client = OpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0)
+
+    assert [card.id for card in client.models.list()] == ["m"]
+    assert client.models.retrieve("m").id == "m"
+    text = client.completions.create(model="m", prompt="hello", max_tokens=4).choices[0].text
+    streamed = client.completions.create(model="m", prompt="hello", max_tokens=4, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == text == echo_text("hello", 4)
+    chat = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_completion_tokens=3
+    )
+    assert chat.choices[0].message.content == echo_text("user: hi\nassistant:", 3)
+    with pytest.raises(NotFoundError, match="The model 'nope' does not exist here"):
+        client.completions.create(model="nope", prompt="x")
+
+
+def test_a_stop_string_is_not_in_the_text(gateway: LiveGateway, replica: Make) -> None:
+    """Generation ends before the stop string, with the reason `stop`."""
+    gateway.serve(routes("m", replica()))
+    whole = echo_text("hello", 30)
+
+    choice = complete(gateway, max_tokens=30, stop=whole[10:13]).json()["choices"][0]
+
+    assert choice["text"] == whole[: whole.index(whole[10:13])]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_every_answer_belongs_to_its_request(gateway: LiveGateway, replica: Make) -> None:
+    """64 requests at once through two replicas of 4 slots: each gets its own text."""
+    gateway.serve(routes("m", replica(), replica()))
+    answers: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        answers[i] = complete(gateway, prompt=f"request {i}", max_tokens=8 + i % 5).json()["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+    assert answers == {i: echo_text(f"request {i}", 8 + i % 5) for i in range(64)}
+
+
+# Probes
+
+
+def test_readyz_follows_the_controller(gateway: LiveGateway, replica: Make) -> None:
+    """Not ready before every model is, ready after, not ready again while the fleet stops."""
+    gateway.serve(routes("m"), ready=False)
+    until(lambda: gateway.http.get("/readyz").status_code == 503, 5, "not ready")
+    assert "m: loading" in gateway.http.get("/readyz").text
+    assert gateway.http.get("/livez").status_code == 200
+
+    gateway.serve(routes("m", replica()))
+    assert gateway.http.get("/readyz").status_code == 200
+    assert gateway.http.get("/health").status_code == 200
+
+    gateway.controller.set(routes("m"), stopping=True)
+    until(lambda: gateway.http.get("/readyz").status_code == 503, 5, "not ready while stopping")
+    assert error_of(complete(gateway))["message"] == "The model 'm' is stopping."
+
+
+def test_the_last_routes_stay_in_force_while_the_controller_is_away(gateway: LiveGateway, replica: Make) -> None:
+    """A controller that is started again does not disturb requests."""
+    gateway.serve(routes("m", replica()))
+    gateway.controller.answers = False
+    try:
+        assert complete(gateway).status_code == 200
+    finally:
+        gateway.controller.answers = True
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "says"),
+    [
+        (b"{", 400, "invalid_json", "not JSON"),
+        (b"\xff", 400, "invalid_json", "not JSON"),
+        (b"[]", 400, None, "the body: Expected object, got array"),
+        (b'{"prompt": "x"}', 400, None, "you must provide 'model'"),
+        (b'{"model": "m"}', 400, None, "you must provide 'prompt'"),
+        (b'{"model": "m", "prompt": ""}', 400, None, "prompt: it is empty"),
+        (b'{"model": "m", "prompt": []}', 400, None, "prompt: it is empty"),
+        (b'{"model": "m", "prompt": 3}', 400, None, "prompt: Expected str | array, got int"),
+        (b'{"model": "m", "prompt": [999]}', 400, None, "999 is no token id of this model (0 to 256)"),
+        (b'{"model": "m", "prompt": [-1]}', 400, None, "-1 is no token id"),
+        (b'{"model": "m", "prompt": "x", "max_tokens": 0}', 400, None, "max_tokens: 0 is below 1"),
+        (b'{"model": "m", "prompt": "x", "max_tokens": "9"}', 400, None, "max_tokens: Expected int | null, got str"),
+        (b'{"model": "m", "prompt": "x", "temperature": 3}', 400, None, "temperature: 3.0 is not between 0 and 2"),
+        (b'{"model": "m", "prompt": "x", "temperature": NaN}', 400, "invalid_json", "not JSON"),
+        (b'{"model": "m", "prompt": "x", "top_p": 0}', 400, None, "top_p: 0.0 is not above 0"),
+        (b'{"model": "m", "prompt": "x", "stop": [""]}', 400, None, "an empty string stops nothing"),
+        (b'{"model": "m", "prompt": "x", "n": 2}', 400, "unsupported_parameter", "n: this version does not serve it"),
+        (b'{"model": "m", "prompt": "x", "stream_options": {}}', 400, None, "only for stream: true"),
+        (b'{"model": "zzz", "prompt": "x"}', 404, "model_not_found", "'zzz' does not exist here. Models: m."),
+    ],
+)
+def test_a_bad_request_is_answered_with_what_is_wrong(
+    gateway: LiveGateway, replica: Make, body: bytes, status: int, code: str | None, says: str
+) -> None:
+    """Each mistake has its status, code and a message that names it."""
+    gateway.serve(routes("m", replica()))
+
+    response = gateway.http.post("/v1/completions", content=body)
+
+    found = error_of(response)
+    assert (response.status_code, found["code"]) == (status, code)
+    assert says in found["message"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(gateway: LiveGateway, replica: Make) -> None:
+    """Lengths are checked before the queue."""
+    gateway.serve(routes("m", replica(max_len=64), max_len=64))
+
+    alone = complete(gateway, prompt="x" * 65)
+    together = complete(gateway, prompt="x" * 60, max_tokens=5)
+
+    assert (alone.status_code, error_of(alone)["code"]) == (400, "context_length_exceeded")
+    assert "at most 64 tokens; this one has 65" in error_of(alone)["message"]
+    assert "maximum context length is 64 tokens; you asked for 65 (60 in the prompt, 5" in error_of(together)["message"]
+    assert complete(gateway, prompt="x" * 60, max_tokens=4).status_code == 200
+
+
+def test_a_body_over_the_limit_is_413(gateway: LiveGateway, replica: Make) -> None:
+    """The limit is told, and the connection does not wait for the rest."""
+    gateway.serve(routes("m", replica()))
+
+    response = gateway.http.post("/v1/completions", content=b"x" * (MAX_BODY_BYTES + 1))
+
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+    assert str(MAX_BODY_BYTES) in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/completions", 405)])
+def test_a_wrong_route_or_method_has_openais_shape(gateway: LiveGateway, method: str, path: str, status: int) -> None:
+    """Even what no handler sees is answered with the error object."""
+    response = gateway.http.request(method, path)
+
+    assert response.status_code == status
+    assert error_of(response)["message"]
+
+
+def test_a_model_that_is_down_answers_503_with_retry_after(gateway: LiveGateway) -> None:
+    """A model without replicas says so at once, with its cause."""
+    gateway.serve(routes("m", state=ModelState.FAILED, reason="weights-missing: no safetensors in /models/m"))
+
+    response = complete(gateway)
+
+    assert (response.status_code, error_of(response)["code"]) == (503, "model_unavailable")
+    assert "weights-missing" in error_of(response)["message"]
+    assert int(response.headers["retry-after"]) > 0
+
+
+# The queue
+
+
+class Stream:
+    """A streamed completion on a socket of its own, which can be cut off at any time."""
+
+    def __init__(
+        self, gateway: LiveGateway, prompt: str = "hello", max_tokens: int = 4000, stream: bool = True
+    ) -> None:
+        body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": max_tokens, "stream": stream}).encode()
+        self.socket = socket.create_connection(("127.0.0.1", gateway.port), timeout=10)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.socket.sendall(head.encode() + body)
+
+    def read_until(self, text: str) -> str:
+        received = ""
+        while text not in received:
+            data = self.socket.recv(65536)
+            assert data, f"the stream ended without {text!r}: {received[-500:]}"
+            received += data.decode()
+        return received
+
+    def hang_up(self) -> None:
+        self.socket.close()
+
+
+def test_a_full_queue_is_429_with_retry_after(gateway: LiveGateway, replica: Make) -> None:
+    """With one slot taken and one request waiting, the third is refused; the others are not disturbed."""
+    served = replica(slots=1, step_ms=2)
+    gateway.serve(routes("m", served, max_queue=1))
+    running = Stream(gateway)
+    running.read_until("data: ")
+    waiting = Stream(gateway, "next", 3)
+    until(lambda: gateway.queue("m").waiting == 1, 5, "one request waits")
+
+    refused = complete(gateway)
+
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    running.hang_up()
+    waiting.read_until("[DONE]")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot_within_two_steps(
+    gateway: LiveGateway, replica: Make, stream: bool
+) -> None:
+    """After the hang-up the engine makes at most two more steps for that request."""
+    served = replica(slots=1, step_ms=20)
+    gateway.serve(routes("m", served))
+    running = Stream(gateway, stream=stream)
+    until(lambda: served.batcher.stats.steps >= 3, 10, "it decodes")
+
+    before = served.batcher.stats.steps
+    running.hang_up()
+    until(lambda: served.batcher.stats.live == 0, 10, "the slot is free")
+
+    assert served.batcher.stats.steps - before <= 3  # two, and the one that may run while we hang up
+
+
+def test_a_client_that_goes_away_leaves_the_queue(gateway: LiveGateway, replica: Make) -> None:
+    """A waiting request whose client is gone is never begun."""
+    served = replica(slots=1, step_ms=5)
+    gateway.serve(routes("m", served))
+    running = Stream(gateway)
+    running.read_until("data: ")
+    waiting = Stream(gateway, "never", 3)
+    until(lambda: gateway.queue("m").waiting == 1, 5, "one request waits")
+
+    waiting.hang_up()
+
+    until(lambda: gateway.queue("m").waiting == 0, 5, "the queue is empty")
+    running.hang_up()
+    until(lambda: served.batcher.stats.live == 0, 5, "the slot is free")
+
+
+def test_a_lost_replica_ends_a_begun_stream_with_an_error_event(gateway: LiveGateway, replica: Make) -> None:
+    """A stream of which something was sent ends with an error; it is not begun again."""
+    served = replica(slots=1, step_ms=5)
+    gateway.serve(routes("m", served))
+    stream = Stream(gateway)
+    stream.read_until("data: ")
+
+    served.kill()
+
+    received = stream.read_until('"error"')
+    assert "replica_lost" in received
+    assert "[DONE]" not in received
+
+
+def test_what_was_not_begun_is_retried_on_another_replica(gateway: LiveGateway, replica: Make) -> None:
+    """Requests of which nothing was sent get their answer although their replica died."""
+    dying, living = replica(slots=2, step_ms=20), replica(slots=2)
+    gateway.serve(routes("m", dying))
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: answers.append(complete(gateway, max_tokens=200))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: dying.batcher.stats.live == 2, 10, "both run on the first replica")
+
+    gateway.serve(routes("m", dying, living))
+    dying.kill()
+    for thread in threads:
+        thread.join(20)
+
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [echo_text("hello", 200)] * 2
+
+
+def test_a_broken_connection_to_a_living_replica_is_opened_again(gateway: LiveGateway, replica: Make) -> None:
+    """A lost link is not a lost replica: as long as the routes name it, it is reached again."""
+    served = replica()
+    gateway.serve(routes("m", served))
+    served.kill()
+    until(lambda: gateway.queue("m").slots == 0, 5, "the link is lost")
+
+    served.restart_plane()
+
+    until(lambda: gateway.queue("m").slots == 4, 5, "the link is back")
+    assert complete(gateway).status_code == 200
+
+
+def test_a_model_without_replicas_is_woken_and_its_requests_wait(gateway: LiveGateway, replica: Make) -> None:
+    """`min: 0`: the first request asks for a replica, and is answered when there is one."""
+    gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
+    gateway.controller.woken.clear()
+    waiting = Stream(gateway, "hello", 3)
+    until(lambda: gateway.controller.woken == ["m"], 5, "the model is woken")
+
+    gateway.serve(routes("m", state=ModelState.LOADING, holds=True))
+    gateway.serve(routes("m", replica(), holds=True))
+
+    waiting.read_until("[DONE]")
+
+
+def test_requests_that_wait_for_a_load_learn_that_it_failed(gateway: LiveGateway) -> None:
+    """Nobody is left waiting for a model that cannot load."""
+    gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
+    waiting = Stream(gateway, "hello", 3)
+    until(lambda: gateway.queue("m").waiting == 1, 5, "one request waits")
+
+    gateway.serve(routes("m", state=ModelState.FAILED, holds=True, reason="no weights"))
+
+    assert "HTTP/1.1 503" in waiting.read_until("no weights")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_on_request(gateway: LiveGateway, replica: Make, stream: bool) -> None:
+    """`return_token_ids` gives the ids beside the text, in vLLM's fields."""
+    gateway.serve(routes("m", replica()))
+
+    response = complete(gateway, max_tokens=6, return_token_ids=True, stream=stream)
+
+    answers = events_of(response.text.splitlines()) if stream else [response.json()]
+    ids = [id for answer in answers for id in answer["choices"][0]["token_ids"]]
+    assert ids == echo_tokens(list(b"hello"), 6)

@@ -1,0 +1,157 @@
+"""From plan and observation to actions, as values; and that they converge."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.lifecycle import Signal, State, advance
+from orchestrator.reconcile import Action, Drain, Forget, Release, Start, Stop, reconcile
+from orchestrator.snapshot import LONGEST_BACKOFF_S, Observed, ReplicaView
+from placements.cores import CoreRange
+from placements.plan import Placement
+
+HOST = "inf2.48xlarge/0"
+DEADLINE_S = 100.0
+
+
+def placement(model: str = "chat", replica: int = 0, cores: CoreRange | None = CoreRange(0, 7)) -> Placement:
+    return Placement(model=model, replica=replica, host=HOST, cores=cores, threads=1)
+
+
+def view(state: State, **changes: object) -> ReplicaView:
+    seen = ReplicaView(
+        model="chat", replica=0, epoch=1, host=HOST, cores=CoreRange(0, 7), state=state, since=10.0, pid=7, started=1.0
+    )
+    return dataclasses.replace(seen, **changes)  # type: ignore[arg-type]
+
+
+def decide(wanted: list[Placement], *seen: ReplicaView, now: float = 10.0) -> list[Action]:
+    return reconcile(wanted, Observed(now, {replica.id: replica for replica in seen}), DEADLINE_S)
+
+
+def test_a_placement_without_a_replica_is_started() -> None:
+    """What is planned and not there is started."""
+    assert decide([placement()]) == [Start(placement(), None)]
+
+
+def test_what_is_as_planned_is_left_alone() -> None:
+    """At the fixed point there is nothing to do."""
+    assert decide([placement()], view(State.READY)) == []
+    assert decide([placement()], view(State.LOADING)) == []
+
+
+def test_a_dead_replica_is_released_before_it_is_started_again() -> None:
+    """A replica starts again only when its host has seen the old process gone."""
+    failed = view(State.FAILED)
+    gone = dataclasses.replace(failed, gone=True)
+
+    assert decide([placement()], failed) == [Release(failed)]
+    assert decide([placement()], gone) == [Start(placement(), gone)]
+
+
+def test_a_replica_that_cannot_start_is_tried_later_and_later() -> None:
+    """The pause doubles with each failure in a row, up to a minute."""
+    failed = view(State.FAILED, gone=True, failures=3)
+
+    assert decide([placement()], failed, now=13.9) == []
+    assert decide([placement()], failed, now=14.0) == [Start(placement(), failed)]
+    assert view(State.FAILED, failures=50).retry_at == 10.0 + LONGEST_BACKOFF_S
+
+
+def test_a_replica_that_is_not_planned_drains_then_is_forgotten() -> None:
+    """A ready replica that leaves the plan ends its requests first."""
+    ready, stopping = view(State.READY), view(State.STOPPING)
+    gone = dataclasses.replace(stopping, gone=True)
+
+    assert decide([], ready) == [Drain(ready)]
+    assert decide([], view(State.DRAINING)) == []
+    assert decide([], stopping) == [Release(stopping)]
+    assert decide([], gone) == [Forget(gone)]
+
+
+def test_a_start_beyond_its_deadline_is_stopped() -> None:
+    """A start that hangs becomes an error with its reason."""
+    loading = view(State.LOADING)
+
+    assert decide([placement()], loading, now=110.0) == []
+    assert decide([placement()], loading, now=110.1) == [Stop(loading, "start-deadline: not ready after 100 s")]
+
+
+def test_cores_of_another_replica_are_waited_for() -> None:
+    """A placement starts only when no replica that may still live holds one of its cores."""
+    old = view(State.DRAINING, model="old", cores=CoreRange(6, 7))
+
+    assert decide([placement()], old) == []
+    assert decide([placement()], dataclasses.replace(old, state=State.STOPPING, gone=True)) == [
+        Forget(dataclasses.replace(old, state=State.STOPPING, gone=True)),
+        Start(placement(), None),
+    ]
+
+
+states = st.sampled_from(State)
+ranges = st.sampled_from([CoreRange(0, 7), CoreRange(6, 7), CoreRange(8, 9)])
+views = st.builds(
+    view, states, model=st.sampled_from(["a", "b"]), replica=st.integers(0, 1), cores=ranges, gone=st.booleans()
+)
+
+
+@settings(deadline=None, max_examples=1000)
+@given(seen=st.lists(views, max_size=4), planned=st.lists(st.tuples(st.sampled_from("ab"), ranges), max_size=3))
+def test_from_any_fleet_the_plan_is_reached_and_no_core_is_held_twice_by_a_start(
+    seen: list[ReplicaView], planned: list[tuple[str, CoreRange]]
+) -> None:
+    """Carrying out the actions leads to a state in which every placement is ready and nothing is left to do."""
+    wanted: list[Placement] = []
+    for model, cores in planned:
+        if not any(cores.overlap(other.cores) or model == other.model for other in wanted if other.cores):
+            wanted.append(placement(model, 0, cores))
+    fleet = {
+        replica.id: replica for replica in seen if replica.state in (State.STOPPING, State.FAILED) or not replica.gone
+    }
+    now = 10.0
+    for _ in range(30):
+        now += 1.0
+        actions = reconcile(wanted, Observed(now, dict(fleet)), DEADLINE_S)
+        for action in actions:
+            _carry_out(action, fleet, now)
+        fleet = {id: _settle(replica, now) for id, replica in fleet.items()}
+
+    assert reconcile(wanted, Observed(now, dict(fleet)), DEADLINE_S) == []
+    ready = {(r.id, r.cores) for r in fleet.values() if r.state is State.READY}
+    assert ready == {(f"{p.model}/{p.replica}", p.cores) for p in wanted}
+
+
+def _carry_out(action: Action, fleet: dict[str, ReplicaView], now: float) -> None:
+    """As the controller does, each effect taking no time."""
+    if isinstance(action, Start):
+        cores = action.placement.cores
+        assert cores is not None
+        for other in fleet.values():
+            held = other.cores is not None and not other.gone and other.id != f"{action.placement.model}/0"
+            assert not (held and other.cores is not None and cores.overlap(other.cores)), "a held core was given away"
+        new = view(
+            State.PENDING, model=action.placement.model, replica=action.placement.replica, cores=cores, since=now
+        )
+        fleet[new.id] = new
+    elif isinstance(action, Drain):
+        fleet[action.replica.id] = _signalled(action.replica, Signal.DRAIN, now)
+    elif isinstance(action, Stop):
+        fleet[action.replica.id] = _signalled(action.replica, Signal.STOP, now)
+    elif isinstance(action, Release):
+        fleet[action.replica.id] = dataclasses.replace(action.replica, gone=True)
+    else:
+        del fleet[action.replica.id]
+
+
+def _settle(replica: ReplicaView, now: float) -> ReplicaView:
+    """What a process does by itself: it starts, it loads, it ends its drain."""
+    own = {State.PENDING: Signal.STARTED, State.LOADING: Signal.LOADED, State.DRAINING: Signal.STOP}
+    signal = own.get(replica.state)
+    return replica if signal is None else _signalled(replica, signal, now)
+
+
+def _signalled(replica: ReplicaView, signal: Signal, now: float) -> ReplicaView:
+    return dataclasses.replace(replica, state=advance(replica.state, signal), since=now)

@@ -1,0 +1,53 @@
+"""What is asked of a host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from workers import host
+
+
+def test_confirm_death_kills_that_process_and_sees_it_gone() -> None:
+    """When it says that a process is dead, the process is dead."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = host.process_start(process.pid)
+    assert started is not None
+
+    assert host.confirm_death(process.pid, started, 10.0)
+
+    assert not host.is_alive(process.pid, started)
+
+
+def test_a_pid_that_was_used_again_is_another_process() -> None:
+    """A process is named by its pid and its start: a later process with the same pid is left alone."""
+    assert not host.is_alive(os.getpid(), time.time() - 10**6)
+    assert host.confirm_death(os.getpid(), time.time() - 10**6, 1.0)
+
+
+def test_log_tail_gives_the_last_lines_of_a_large_log(tmp_path: Path) -> None:
+    """The end of a log is read without the rest of it."""
+    log = tmp_path / "model-0.log"
+    log.write_text("".join(f"line {i}\n" for i in range(100_000)))
+
+    assert host.log_tail(log, 2) == ["line 99998", "line 99999"]
+    assert host.log_tail(tmp_path / "none.log", 2) == []
+
+
+def test_a_machine_without_neuron_devices_has_no_instance_type(tmp_path: Path) -> None:
+    """The instance type counts only where /dev/neuron* exists; without devices the host is emulated."""
+    product = tmp_path / "product_name"
+    product.write_text("inf2.48xlarge\n")
+
+    assert host.instance_type(tmp_path, product) is None
+    (tmp_path / "neuron0").touch()
+    assert host.instance_type(tmp_path, product) == "inf2.48xlarge"
+
+
+def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
+    """The budget is what this process may use, not what the machine has."""
+    assert set(host.usable_cpus()) <= os.sched_getaffinity(0)
+    assert host.usable_cpus()

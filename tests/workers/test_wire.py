@@ -1,0 +1,49 @@
+"""The frames between gateway and replica."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.wire import MAX_FRAME_BYTES, Cancel, FrameReader, Hello, Step, Submit, WireError, encode
+
+texts = st.text(max_size=20)
+messages = st.one_of(
+    st.builds(Hello, texts, texts, st.integers(0, 2**31)),
+    st.builds(Cancel, texts),
+    st.builds(
+        Submit,
+        st.builds(GenerateRequest, id=texts, prompt_ids=st.lists(st.integers(0, 2**31)), max_tokens=st.integers(1, 99)),
+    ),
+    st.builds(
+        Step,
+        st.lists(st.builds(TokenEvent, id=texts, text=texts, finish=st.none() | st.sampled_from(FinishReason))),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(sent=st.lists(messages, max_size=5), cut=st.integers(1, 7))
+def test_messages_arrive_as_they_were_sent_however_the_bytes_are_cut(sent: list[Step], cut: int) -> None:
+    """A byte stream gives back the messages, in order, whatever the size of its pieces."""
+    data = b"".join(encode(message) for message in sent)
+    reader = FrameReader()
+
+    received = [message for start in range(0, len(data), cut) for message in reader.feed(data[start : start + cut])]
+
+    assert received == sent
+
+
+def test_a_length_over_the_limit_is_refused_before_it_is_buffered() -> None:
+    """A foreign peer cannot make a replica wait for gigabytes."""
+    with pytest.raises(WireError, match="over the limit"):
+        FrameReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+
+
+@pytest.mark.parametrize("body", [b"\xc1", b"\x80", b"\x81\xa4type\xa6Nobody", b"GET / HTTP/1.1\r\n"])
+def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
+    """Anything but the protocol's own messages is an error, not a crash."""
+    with pytest.raises(WireError, match="not a message"):
+        FrameReader().feed(len(body).to_bytes(4, "big") + body)
