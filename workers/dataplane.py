@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
+from workers.batcher import BatcherClosed
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Submit, Welcome, WireError, encode
 
@@ -27,7 +28,7 @@ class Requests(Protocol):
     """The two calls that a connection makes of the batcher. Both may be called from any thread."""
 
     def submit(self, request: GenerateRequest) -> None:
-        """Raises ValueError with the reason when the request cannot be served."""
+        """Raises ValueError when the request cannot be served, BatcherClosed when none is taken any more."""
         ...
 
     def cancel(self, id: str) -> None: ...
@@ -109,10 +110,13 @@ class DataPlane:
         return self._welcome
 
     def _submit(self, connection: _Connection, request: GenerateRequest) -> None:
-        self._owners[request.id] = connection
+        if request.id in self._owners:  # its stream is somebody's already
+            connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.ERROR, error="duplicate request id")]))
+            return
+        self._owners[request.id] = connection  # before the submit: its first event may come at once
         try:
             self._batcher.submit(request)
-        except ValueError as error:
+        except (ValueError, BatcherClosed) as error:
             self._send([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=str(error))])
 
     def _forget(self, connection: _Connection) -> None:

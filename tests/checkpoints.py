@@ -1,0 +1,137 @@
+"""Tiny checkpoints with random weights and a small tokenizer, for tests that need a real model.
+
+Random weights (standard deviation 0.2) and not trained ones: a model that has learned its text by heart answers well
+even from a wrong position, and so hides the fault.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FAMILIES = ("llama", "gpt2", "bloom")
+VOCAB_SIZE = 512
+MAX_POSITIONS = 512
+PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID, END_ID = range(6)
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] not in ('system', 'user', 'assistant') %}{{ raise_exception('unknown role ' ~ m['role']) }}"
+    "{% endif %}"
+    "{{ '<|assistant|>' if m['role'] == 'assistant' else '<|user|>' }}{{ m['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_SAMPLE = (
+    "A replica is one running copy of a model that owns its own set of cores. A slot is one row of the batch, with "
+    "its own position and its own part of the cache. The quick brown fox jumps over the lazy dog; 0123456789. "
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter "
+    "Deich. 日本語のテキスト、絵文字 🙂🚀 и немного кириллицы."
+)
+
+
+def _config(family: str, hidden: int, layers: int, heads: int) -> Any:
+    from transformers import BloomConfig, GPT2Config, LlamaConfig
+
+    shared: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    if family == "llama":
+        return LlamaConfig(
+            **shared,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            max_position_embeddings=MAX_POSITIONS,
+        )
+    if family == "gpt2":
+        return GPT2Config(**shared, n_embd=hidden, n_layer=layers, n_head=heads, n_positions=MAX_POSITIONS)
+    if family == "bloom":
+        return BloomConfig(**shared, hidden_size=hidden, n_layer=layers, n_head=heads)
+    raise ValueError(f"no test checkpoint for {family}, only for {', '.join(FAMILIES)}")
+
+
+@lru_cache(maxsize=1)
+def byte_level_tokenizer() -> Tokenizer:
+    """A byte-level BPE of ``VOCAB_SIZE`` ids, the special ones first; it encodes any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_SAMPLE] * 2, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS_ID)])
+    # The model's vocabulary is filled, so that every id that it can produce has a text.
+    filling = [f"⟨{number}⟩" for number in range(VOCAB_SIZE - tokenizer.get_vocab_size())]
+    tokenizer.add_tokens(filling)
+    return tokenizer
+
+
+def save_tokenizer(path: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """Write the tokenizer in files that transformers 4.57 and 5.x both read."""
+    path.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # what 5.x writes, TokenizersBackend, is unknown to 4.57
+        "pad_token": SPECIAL_TOKENS[PAD_ID],
+        "bos_token": SPECIAL_TOKENS[BOS_ID],
+        "eos_token": SPECIAL_TOKENS[EOS_ID],
+        "clean_up_tokenization_spaces": False,
+    }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make_checkpoint(
+    path: Path,
+    family: str,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    seed: int = 0,
+    eos: int | list[int] | None = EOS_ID,
+    chat_template: str | None = CHAT_TEMPLATE,
+) -> Path:
+    """Save a model of ``family`` with random weights, and its tokenizer, in ``path``; returns ``path``.
+
+    ``eos`` goes into generation_config.json and config.json; None leaves the model without one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = _config(family, hidden, layers, heads)
+    config.eos_token_id = eos
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = eos
+    model.save_pretrained(path)
+    save_tokenizer(path, chat_template)
+    return path
+
+
+def set_eos(path: Path, eos: int | list[int] | None) -> None:
+    """Change the EOS ids of a saved checkpoint, in generation_config.json and config.json."""
+    for name in ("generation_config.json", "config.json"):
+        settings = json.loads((path / name).read_text())
+        settings["eos_token_id"] = eos
+        (path / name).write_text(json.dumps(settings))

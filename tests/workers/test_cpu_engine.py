@@ -1,0 +1,431 @@
+"""The CPU engine against transformers' own ``generate``, and what it says of checkpoints that it cannot load."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, byte_level_tokenizer, set_eos
+from workers.batcher import Batcher
+from workers.engine import EngineLoadError
+from workers.engines.cpu import CpuEngine
+from workers.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.tokenizer import load_tokenizer
+
+Checkpoints = Callable[[str], Path]
+MAX_LEN = 128
+
+
+def ragged(count: int, seed: int = 1) -> list[tuple[list[int], int]]:
+    """Prompts of 1 to 60 ids, each with its number of tokens to generate."""
+    rng = random.Random(seed)
+    return [
+        ([rng.randrange(6, VOCAB_SIZE) for _ in range(rng.choice([1, 2, rng.randrange(3, 61)]))], rng.randrange(8, 41))
+        for _ in range(count)
+    ]
+
+
+class Reference:
+    """Each request alone through transformers."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(str(path)).eval()
+
+    def __call__(self, prompt: Sequence[int], n: int, eos: list[int] | None = None, **how: Any) -> list[int]:
+        import torch
+        from transformers import GenerationConfig
+
+        # generate inherits what is None from the model's own generation config.
+        self.model.generation_config.eos_token_id = eos
+        config = GenerationConfig(**({"do_sample": False} | how), max_new_tokens=n, eos_token_id=eos, pad_token_id=0)
+        ids = torch.tensor([list(prompt)])
+        answer = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        tokens: list[int] = answer[0, len(prompt) :].tolist()
+        return tokens
+
+
+class Served:
+    """A loaded engine behind a batcher, and the events that came."""
+
+    def __init__(self, path: Path, slots: int = 4, **engine: Any) -> None:
+        self.engine = CpuEngine(path, slots=slots, max_len=MAX_LEN, threads=1, **engine)
+        self.engine.load()
+        self.events: defaultdict[str, list[TokenEvent]] = defaultdict(list)
+        self.batcher = Batcher(self.engine, load_tokenizer("cpu", str(path)), self._receive)
+
+    def _receive(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.events[event.id].append(event)
+
+    def submit(self, id: str, prompt: Sequence[int], n: int, ignore_eos: bool = False, **rest: Any) -> None:
+        rest = {"temperature": 0.0} | rest
+        request = GenerateRequest(id=id, prompt_ids=list(prompt), max_tokens=n, ignore_eos=ignore_eos, **rest)
+        self.batcher.submit(request)
+
+    def run_out(self) -> None:
+        while self.batcher.step():
+            pass
+
+    def ids(self, id: str) -> list[int]:
+        return [token for event in self.events[id] for token in event.token_ids]
+
+    def text(self, id: str) -> str:
+        return "".join(event.text for event in self.events[id])
+
+    def finish(self, id: str) -> FinishReason | None:
+        return self.events[id][-1].finish
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> tuple[Path, Reference]:
+    path = checkpoint(request.param)
+    return path, Reference(path)
+
+
+def test_16_ragged_requests_through_4_slots_equal_generate(family: tuple[Path, Reference], tmp_path: Path) -> None:
+    """Token for token, with an EOS that ends some of them early, while requests arrive and others are cancelled."""
+    path, generate = family
+    requests = ragged(16)
+    free = [generate(prompt, n) for prompt, n in requests]
+    # An EOS that ends several answers before their length, but not all of them.
+    inner = Counter(token for answer in free for token in set(answer[:-1]))
+    eos = [token for token, answers in inner.most_common() if answers < 12][:2]
+    expected = [generate(prompt, n, eos=eos) for prompt, n in requests]
+    assert 2 <= sum(answer[-1] in eos for answer in expected) <= 14
+
+    copy = shutil.copytree(path, tmp_path / "model")
+    set_eos(copy, eos)
+    served = Served(copy)
+    # Six requests at once, then one before every step; every third is followed by one that leaves in the middle.
+    arrivals = deque[tuple[str, list[int], int, bool]]()
+    for number, (prompt, n) in enumerate(requests):
+        arrivals.append((str(number), prompt, n, False))
+        if number % 3 == 0:
+            arrivals.append((f"leaves{number}", [7, 8, 9], 60, True))
+    cancelled = set()
+    for _ in range(6):
+        served.submit(*arrivals.popleft())
+    while served.batcher.step() or arrivals:
+        if arrivals:
+            served.submit(*arrivals.popleft())
+        for id in [id for id in served.events if id.startswith("leaves") and len(served.ids(id)) >= 3]:
+            served.batcher.cancel(id)
+            cancelled.add(id)
+
+    assert [served.ids(str(number)) for number in range(16)] == expected
+    assert [served.finish(str(number)) for number in range(16)] == [
+        FinishReason.STOP if answer[-1] in eos else FinishReason.LENGTH for answer in expected
+    ]
+    assert {id: (len(served.ids(id)), served.finish(id)) for id in cancelled} == {
+        f"leaves{number}": (3, FinishReason.CANCELLED) for number in range(0, 16, 3)
+    }
+    decode = byte_level_tokenizer().decode
+    for number, (prompt, _) in enumerate(requests):
+        answer = expected[number]
+        shown = answer[:-1] if answer[-1] in eos else answer
+        whole = decode(prompt + shown)
+        # A prompt of random ids may end inside a character, which the answer then completes.
+        shared = len(commonprefix([decode(prompt), whole]))  # noqa: RUF071 - characters are what is compared
+        assert served.text(str(number)) == whole[shared:]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.8, 0.9), (1.4, 0.5)])
+def test_a_seeded_request_equals_generate_under_that_seed(
+    family: tuple[Path, Reference], temperature: float, top_p: float
+) -> None:
+    """Each of eight requests in one batch draws the tokens that generate draws alone after torch.manual_seed."""
+    import torch
+
+    path, generate = family
+    requests = ragged(8, seed=2)
+    expected = []
+    for seed, (prompt, n) in enumerate(requests):
+        torch.manual_seed(seed)
+        expected.append(generate(prompt, n, do_sample=True, temperature=temperature, top_p=top_p, top_k=0))
+    served = Served(path)
+    for seed, (prompt, n) in enumerate(requests):
+        served.submit(str(seed), prompt, n, seed=seed, temperature=temperature, top_p=top_p)
+    served.run_out()
+    assert [served.ids(str(seed)) for seed in range(8)] == expected
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(checkpoint: Checkpoints) -> None:
+    """What else is in the batch, and in which slot a request lands, changes nothing."""
+    served = Served(checkpoint("llama"))
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+    served.submit("alone", [10, 11, 12], 30, **sampled)
+    served.run_out()
+    for number, (prompt, n) in enumerate(ragged(3)):
+        served.submit(f"other{number}", prompt, n, temperature=1.0)
+    served.submit("among others", [10, 11, 12], 30, **sampled)
+    served.run_out()
+    assert served.ids("among others") == served.ids("alone")
+
+
+def test_a_stop_string_cuts_the_text_of_a_model(family: tuple[Path, Reference]) -> None:
+    """The text ends before the first occurrence, also when it begins in the middle of a token."""
+    path, generate = family
+    prompt, n = [20, 21, 22], 30
+    whole = byte_level_tokenizer().decode(generate(prompt, n))
+    stop = whole[len(whole) // 2 :][:3]
+    served = Served(path)
+    served.submit("a", prompt, n, stop=[stop], skip_special_tokens=True)
+    served.run_out()
+    assert served.text("a") == whole[: whole.index(stop)]
+    assert served.finish("a") is FinishReason.STOP
+
+
+@pytest.mark.parametrize("family_name", FAMILIES)
+def test_gaps_between_live_slots_change_nothing(checkpoint: Checkpoints, family_name: str) -> None:
+    """Slots 1 and 4 of 6 give bit for bit what the same rows give in slots 0 and 1."""
+    import torch
+
+    engine = CpuEngine(checkpoint(family_name), slots=6, max_len=MAX_LEN, threads=1)
+    engine.load()
+    answers = []
+    for slots in ([0, 1], [1, 4]):
+        first = engine.prefill(slots, [[5, 6, 7], [8] * 30])
+        second = engine.decode(slots, [9, 10], [3, 30])
+        answers.append(torch.cat([first, second]))
+    assert torch.equal(*answers)
+
+
+def test_prompts_may_come_in_any_order_of_slots(checkpoint: Checkpoints) -> None:
+    """Row i of a prefill is slot ``slots[i]``, sorted or not."""
+    import torch
+
+    engine = CpuEngine(checkpoint("gpt2"), slots=4, max_len=MAX_LEN, threads=1)
+    engine.load()
+    prompts = [[5, 6], [7, 8], [9, 10], [11, 12]]
+    answers = []
+    for order in ([0, 1, 2, 3], [0, 2, 1, 3]):
+        engine.prefill(order, [prompts[slot] for slot in order])
+        answers.append(engine.decode([0, 1, 2, 3], [1, 1, 1, 1], [2, 2, 2, 2]))
+    assert torch.allclose(*answers, atol=1e-5)
+
+
+def test_a_decode_keeps_slots_that_are_not_listed(checkpoint: Checkpoints) -> None:
+    """keeps_idle_slots is true for this engine: a slot may pause."""
+    import torch
+
+    engine = CpuEngine(checkpoint("gpt2"), slots=3, max_len=MAX_LEN, threads=1)
+    engine.load()
+    engine.prefill([0, 1, 2], [[5, 6, 7], [8, 9], [10]])
+    before = engine.decode([1], [11], [2])
+    for position in range(1, 20):
+        engine.decode([0, 2], [12, 13], [position + 2, position])
+    assert torch.equal(engine.decode([1], [11], [2]), before)
+
+
+def test_whatever_a_slot_held_before_the_next_request_is_alone_in_it(checkpoint: Checkpoints) -> None:
+    """Even NaN, which a mask does not keep out, is gone once it has shown in the logits."""
+    import torch
+
+    engine = CpuEngine(checkpoint("llama"), slots=1, max_len=MAX_LEN, threads=1)
+    engine.load()
+    clean = engine.prefill([0], [[5, 6]]), engine.decode([0], [7], [2])
+    with torch.inference_mode():
+        for layer in engine._cache.layers:
+            layer.values[0, :, 3:] = float("nan")
+    assert engine.decode([0], [7], [3]).isnan().any()
+    again = engine.prefill([0], [[5, 6]]), engine.decode([0], [7], [2])
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+
+
+def test_logits_that_are_no_numbers_end_only_their_request(checkpoint: Checkpoints, monkeypatch: Any) -> None:
+    """The client gets an ERROR that says so; the neighbour's answer is what it is alone."""
+    served = Served(checkpoint("gpt2"))
+    served.submit("alone", [8, 9], 10)
+    served.run_out()
+    decode = served.engine.decode
+
+    def broken(slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        logits = decode(slots, tokens, positions).clone()
+        logits[[row for row, slot in enumerate(slots) if slot == 0]] = float("nan")
+        return logits
+
+    monkeypatch.setattr(served.engine, "decode", broken)
+    served.submit("broken", [5, 6], 10)
+    served.submit("neighbour", [8, 9], 10)
+    served.run_out()
+    assert served.finish("broken") is FinishReason.ERROR
+    assert "finite" in str(served.events["broken"][-1].error)
+    assert served.ids("neighbour") == served.ids("alone")
+
+
+def test_the_spec_says_what_was_loaded(checkpoint: Checkpoints) -> None:
+    """Slots, lengths, buckets, vocabulary and kind."""
+    engine = CpuEngine(
+        checkpoint("llama"), slots=3, max_len=100, prefill_buckets=[10, 50], decode_buckets=[50, 100], threads=1
+    )
+    with pytest.raises(RuntimeError, match="not loaded"):
+        _ = engine.spec
+    engine.load()
+    spec = engine.spec
+    assert (spec.slots, spec.max_len, spec.prefill_buckets, spec.decode_buckets) == (3, 100, (10, 50), (50, 100))
+    assert (spec.vocab_size, spec.eos_token_ids, spec.continuous, spec.returns) == (VOCAB_SIZE, set(), True, "logits")
+    engine.close()
+    with pytest.raises(RuntimeError, match="not loaded"):
+        _ = engine.spec
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_answers_in_float32_logits(checkpoint: Checkpoints, dtype: str) -> None:
+    """The dtype is that of weights and cache; sampling always sees float32."""
+    import torch
+
+    engine = CpuEngine(checkpoint("bloom"), slots=2, max_len=64, dtype=dtype, threads=1)
+    engine.load()
+    logits = engine.prefill([0, 1], [[5, 6], [7]])
+    assert (logits.dtype, logits.shape) == (torch.float32, (2, VOCAB_SIZE))
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 7}, {"eos_token_id": 2}, {7}),
+        ({"eos_token_id": [7, 9]}, {"eos_token_id": 2}, {7, 9}),
+        ({}, {"eos_token_id": [3, 4]}, {3, 4}),
+        (None, {"eos_token_id": 2}, {2}),
+        (None, {}, set()),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config_else_the_config(
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    generation: dict[str, Any] | None,
+    config: dict[str, Any],
+    expected: set[int],
+) -> None:
+    """An id, a list or none; never the tokenizer, whose EOS is another one here."""
+    copy = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    edit(copy / "config.json", **({"eos_token_id": None} | config))
+    (copy / "generation_config.json").unlink()
+    if generation is not None:
+        (copy / "generation_config.json").write_text(json.dumps(generation))
+    engine = CpuEngine(copy, slots=1, max_len=32, threads=1)
+    engine.load()
+    assert engine.spec.eos_token_ids == expected
+    assert EOS_ID not in expected or 2 in config.values()
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rewrite_weights(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+LLAMA_NORM = "model.layers.1.input_layernorm.weight"
+FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+    "no directory": ("model-not-found", "no directory", shutil.rmtree),
+    "no config": ("config-missing", "config.json", lambda p: (p / "config.json").unlink()),
+    "config cut off": ("config-unreadable", "config.json", lambda p: truncate(p / "config.json")),
+    "config is a list": ("config-unreadable", "no JSON object", lambda p: (p / "config.json").write_text("[]")),
+    "config is no text": ("config-unreadable", "config.json", lambda p: (p / "config.json").write_bytes(b"\xff\xfe{")),
+    "unknown family": ("unknown-family", "'t5'", lambda p: edit(p / "config.json", model_type="t5")),
+    "no family": ("unknown-family", "None", lambda p: (p / "config.json").write_text("{}")),
+    "bad generation config": (
+        "config-unreadable",
+        "generation_config.json",
+        lambda p: (p / "generation_config.json").write_text("{"),
+    ),
+    "bad eos": ("config-unreadable", "eos_token_id", lambda p: edit(p / "generation_config.json", eos_token_id="</s>")),
+    "no weights": ("weights-missing", "model.safetensors", lambda p: (p / "model.safetensors").unlink()),
+    "pickled weights only": (
+        "weights-missing",
+        "only pytorch_model.bin",
+        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
+    ),
+    "a shard is missing": (
+        "weights-missing",
+        "model-2.safetensors",
+        lambda p: (p / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+        ),
+    ),
+    "an index without a map": (
+        "config-unreadable",
+        "weight_map",
+        lambda p: (p / "model.safetensors.index.json").write_text("{}"),
+    ),
+    "weights cut off": ("weights-broken", "model.safetensors", lambda p: truncate(p / "model.safetensors")),
+    "weights are empty": ("weights-broken", "model.safetensors", lambda p: (p / "model.safetensors").write_bytes(b"")),
+    "a git-lfs pointer": (
+        "weights-broken",
+        "model.safetensors",
+        lambda p: (p / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+    ),
+    "a weight is missing": (
+        "weights-mismatch",
+        LLAMA_NORM,
+        lambda p: rewrite_weights(p, lambda weights: weights.pop(LLAMA_NORM)),
+    ),
+    "a weight has another shape": (
+        "weights-mismatch",
+        LLAMA_NORM,
+        lambda p: rewrite_weights(p, lambda weights: weights.update({LLAMA_NORM: weights[LLAMA_NORM][:7].clone()})),
+    ),
+    "another model's config": ("weights-mismatch", "config.json", lambda p: edit(p / "config.json", hidden_size=32)),
+    "an impossible config": ("weights-mismatch", "", lambda p: edit(p / "config.json", num_attention_heads="four")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_that_cannot_be_loaded_says_why(checkpoint: Checkpoints, tmp_path: Path, fault: str) -> None:
+    """A stable id, and a cause that names the file, tensor or value: never a model with random weights."""
+    id, cause, spoil = FAULTS[fault]
+    copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    spoil(copy)
+    with pytest.raises(EngineLoadError) as caught:
+        CpuEngine(copy, slots=2, max_len=64, threads=1).load()
+    assert caught.value.id == id
+    assert cause in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("wrong", "id"),
+    [
+        ({"slots": 0}, "bad-engine-size"),
+        ({"max_len": 1}, "bad-engine-size"),
+        ({"max_len": MAX_POSITIONS + 1}, "max-len-too-long"),
+        ({"dtype": "int3"}, "bad-dtype"),
+        ({"prefill_buckets": [32, 16]}, "bad-buckets"),
+        ({"prefill_buckets": [256]}, "bad-buckets"),
+        ({"decode_buckets": [32]}, "bad-buckets"),
+    ],
+)
+def test_sizes_that_cannot_be_are_load_errors(checkpoint: Checkpoints, wrong: dict[str, Any], id: str) -> None:
+    """They end as every fault of a load does, with an id."""
+    sizes: dict[str, Any] = {"slots": 2, "max_len": 64, "threads": 1} | wrong
+    with pytest.raises(EngineLoadError) as caught:
+        CpuEngine(checkpoint("llama"), **sizes).load()
+    assert caught.value.id == id
+
+
+def test_bloom_has_no_longest_position(checkpoint: Checkpoints) -> None:
+    """Its bias is computed for any length, so only memory bounds max_len."""
+    engine = CpuEngine(checkpoint("bloom"), slots=1, max_len=2 * MAX_POSITIONS, prefill_buckets=[16], threads=1)
+    engine.load()
+    assert engine.spec.max_len == 2 * MAX_POSITIONS

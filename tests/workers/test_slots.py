@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from workers.slots import SlotError, Slots
+
+COUNT = 4
+
+
+class SlotsKeepTheirOwners(RuleBasedStateMachine):
+    """A slot has one owner at a time, the lowest free one goes first, and none is ever lost."""
+
+    taken = Bundle("taken")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: Slots[object] = Slots(COUNT)
+        self.model: dict[int, object] = {}
+
+    @precondition(lambda self: len(self.model) < COUNT)
+    @rule(target=taken)
+    def take(self) -> int:
+        owner = object()
+        slot = self.slots.take(owner)
+        assert slot == min(set(range(COUNT)) - set(self.model))
+        self.model[slot] = owner
+        return slot
+
+    @precondition(lambda self: len(self.model) == COUNT)
+    @rule()
+    def take_one_too_many(self) -> None:
+        with pytest.raises(SlotError):
+            self.slots.take(object())
+
+    @rule(slot=consumes(taken))
+    def release(self, slot: int) -> None:
+        assert self.slots.release(slot) is self.model.pop(slot)
+
+    @rule(slot=st.integers(-2, COUNT + 1))
+    def release_what_is_not_live(self, slot: int) -> None:
+        if slot not in self.model:
+            with pytest.raises(SlotError):
+                self.slots.release(slot)
+
+    @invariant()
+    def live_slots_are_sorted_and_complete(self) -> None:
+        assert self.slots.live() == sorted(self.model.items(), key=lambda item: item[0])
+        assert self.slots.live_count + self.slots.free_count == len(self.slots) == COUNT
+        self.slots.check_integrity()
+
+
+TestSlotsKeepTheirOwners = SlotsKeepTheirOwners.TestCase
+TestSlotsKeepTheirOwners.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_an_engine_without_slots_is_refused() -> None:
+    """There is always a slot to take."""
+    with pytest.raises(ValueError, match="at least one slot"):
+        Slots(0)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import BOS_ID, VOCAB_SIZE, save_tokenizer
+from workers.engine import EngineLoadError
+from workers.tokenizer import ByteTokenizer, ChatTemplateError, NoChatTemplate, Tokenizer, load_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "Grüß Gott 🙂"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "?"},
+]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    return load_tokenizer("cpu", str(path))
+
+
+def transformers_tokenizer(path: Path):  # type: ignore[no-untyped-def]
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_are_those_of_transformers(tmp_path: Path, special: bool) -> None:
+    """Going straight to the fast tokenizer changes no id."""
+    save_tokenizer(tmp_path)
+    expected = transformers_tokenizer(tmp_path)("Hello wörld 日本", add_special_tokens=special)["input_ids"]
+    assert load_tokenizer("cpu", str(tmp_path)).encode("Hello wörld 日本", add_special_tokens=special) == expected
+
+
+def test_a_prompt_gets_its_special_tokens_and_a_rendered_chat_does_not(hub: Tokenizer) -> None:
+    """The template writes the special tokens itself; adding them again would double the BOS."""
+    assert hub.encode("hi")[0] == BOS_ID
+    assert hub.apply_chat_template(CHAT).count(BOS_ID) == 1
+
+
+def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """The same ids as apply_chat_template with the generation prompt."""
+    save_tokenizer(tmp_path)
+    expected = transformers_tokenizer(tmp_path).apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)
+    assert load_tokenizer("cpu", str(tmp_path)).apply_chat_template(CHAT) == expected["input_ids"]
+
+
+def test_the_vocabulary_counts_added_tokens(hub: Tokenizer) -> None:
+    """vocab_size bounds every id that encode can return."""
+    assert hub.vocab_size == VOCAB_SIZE
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    """It is a 400 of its own kind: this model takes prompts only."""
+    save_tokenizer(tmp_path, chat_template=None)
+    with pytest.raises(NoChatTemplate, match="chat template"):
+        load_tokenizer("cpu", str(tmp_path)).apply_chat_template(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (None, [{"role": "tool", "content": "x"}], "unknown role tool"),
+        (None, [], "empty"),
+        ("{{ messages[0]['content'] + 1 }}", CHAT, "str"),
+        ("{% for %}", CHAT, "."),
+        ("{{ messages[0].nothing.deeper }}", CHAT, "nothing"),
+    ],
+)
+def test_what_the_template_cannot_render_is_a_template_error(
+    tmp_path: Path, template: str | None, messages: list[dict[str, str]], message: str
+) -> None:
+    """The client sees the template's own words, whichever way it failed."""
+    save_tokenizer(tmp_path, **({} if template is None else {"chat_template": template}))
+    with pytest.raises(ChatTemplateError, match=message):
+        load_tokenizer("cpu", str(tmp_path)).apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "echo"])
+def test_a_lone_surrogate_is_the_clients_error(hub: Tokenizer, engine: str) -> None:
+    r"""JSON can carry "\ud800", which is no text: ValueError, and not a crash in the tokenizer."""
+    with pytest.raises(ValueError, match="not Unicode"):
+        (hub if engine == "cpu" else ByteTokenizer()).encode("a\ud800")
+
+
+def test_threads_may_share_a_tokenizer(hub: Tokenizer) -> None:
+    """No "Already borrowed": encoding, chats and streams at once from eight threads give what one thread gives."""
+
+    def work(number: int) -> tuple[list[int], list[int], str]:
+        ids = hub.encode(f"number {number} " * 20)
+        stream = hub.stream([BOS_ID], skip_special_tokens=True)
+        return ids, hub.apply_chat_template(CHAT), "".join(map(stream.push, ids)) + stream.flush()
+
+    expected = [work(number) for number in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(64))) == expected
+
+
+def empty(path: Path) -> None:
+    pass
+
+
+def garbled(path: Path) -> None:
+    (path / "tokenizer.json").write_text("{")
+
+
+def truncated(path: Path) -> None:
+    save_tokenizer(path)
+    text = (path / "tokenizer.json").read_text()
+    (path / "tokenizer.json").write_text(text[: len(text) // 2])
+
+
+@pytest.mark.parametrize(
+    ("fault", "id"), [(empty, "no-tokenizer"), (garbled, "bad-tokenizer"), (truncated, "bad-tokenizer")]
+)
+def test_a_tokenizer_that_cannot_be_read_is_a_load_error(
+    tmp_path: Path, fault: Callable[[Path], None], id: str
+) -> None:
+    """The error says whether it is missing or broken, and where."""
+    fault(tmp_path)
+    with pytest.raises(EngineLoadError) as caught:
+        load_tokenizer("cpu", str(tmp_path))
+    assert caught.value.id == id
+    assert str(tmp_path) in caught.value.what
+
+
+def test_an_engine_with_a_model_needs_a_directory() -> None:
+    """Only echo has a tokenizer without one."""
+    with pytest.raises(EngineLoadError, match="no-tokenizer"):
+        load_tokenizer("cpu", None)
+
+
+def test_settings_that_cut_prompts_are_undone(tmp_path: Path) -> None:
+    """A tokenizer.json saved with truncation and padding must not shorten or fill what a client sends."""
+    save_tokenizer(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    assert len(load_tokenizer("cpu", str(tmp_path)).encode("one two three four five six")) > 4
+
+
+def test_echo_tokenizes_to_bytes() -> None:
+    """Its ids are the bytes of UTF-8, and a chat is one line for each message."""
+    tokenizer = load_tokenizer("echo", None)
+    assert tokenizer.encode("aé") == [0x61, 0xC3, 0xA9]
+    assert bytes(tokenizer.apply_chat_template(CHAT[1:])).decode() == "assistant: Hi\nuser: ?\nassistant:"
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "x"}, {"role": "user", "content": ["x"]}])
+def test_echo_refuses_messages_that_are_no_text(message: dict[str, object]) -> None:
+    """The byte tokenizer keeps the same promise as a template."""
+    with pytest.raises(ChatTemplateError):
+        ByteTokenizer().apply_chat_template([message])
+
+
+def test_a_saved_checkpoint_brings_its_tokenizer(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A copied model directory is complete."""
+    copy = shutil.copytree(checkpoint("gpt2"), tmp_path / "copy")
+    assert load_tokenizer("cpu", str(copy)).vocab_size == VOCAB_SIZE

@@ -1,0 +1,339 @@
+"""The continuous batcher: waiting requests join, live ones go on, one engine step at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers import sampling
+from workers.buckets import smallest_bucket
+from workers.engine import GenerateEngine
+from workers.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.slots import Slots
+from workers.text import AnswerText
+from workers.tokenizer import Tokenizer
+
+
+class BatcherClosed(RuntimeError):
+    """The batcher takes no more requests: it is draining, closed, or its engine failed. Not the client's fault."""
+
+
+@dataclass(frozen=True)
+class BatcherStats:
+    """A snapshot. Times are those of the batcher's clock, in seconds."""
+
+    slots: int
+    live: int  # requests that own a slot
+    waiting: int  # accepted, without a slot yet
+    prefilling: int  # of the live ones, those whose prompt is in the step that runs now
+    steps: int  # prefills and decodes since the start
+    tokens: int  # tokens produced since the start
+    step_started_at: float | None  # of the step that runs now; None between steps
+    last_step_at: float | None  # end of the last step
+    draining: bool
+    failed: str | None  # why the engine cannot go on
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """An accepted request and how far it is."""
+
+    request: GenerateRequest
+    answer: AnswerText
+    how: sampling.Sampling | None  # None where the engine samples
+    ending_ids: frozenset[int]
+    produced: int = 0
+    last_token: int = -1
+
+    @property
+    def position(self) -> int:
+        """Tokens in the slot's KV cache: all but the last, which the next decode writes there."""
+        return len(self.request.prompt_ids) + self.produced - 1
+
+    def advance(self, token: int | None) -> TokenEvent:
+        """Take the engine's next token: what the client gets of it, and whether the answer ends."""
+        request = self.request
+        if token is None:
+            error = "the model's logits are not finite numbers"
+            return TokenEvent(id=request.id, finish=FinishReason.ERROR, error=error)
+        self.produced += 1
+        self.last_token = token
+        if token in self.ending_ids:
+            return TokenEvent(id=request.id, text=self.answer.finish(), token_ids=[token], finish=FinishReason.STOP)
+        text = self.answer.push(token)
+        finish: FinishReason | None = None
+        if self.answer.stopped:
+            finish = FinishReason.STOP
+        elif self.produced >= request.max_tokens:
+            text += self.answer.finish()
+            finish = FinishReason.STOP if self.answer.stopped else FinishReason.LENGTH
+        return TokenEvent(id=request.id, text=text, token_ids=[token], finish=finish)
+
+    def end(self, finish: FinishReason, error: str | None = None) -> TokenEvent:
+        return TokenEvent(id=self.request.id, finish=finish, error=error)
+
+
+class Batcher:
+    """Drives one engine for many requests.
+
+    Any thread may ``submit``, ``cancel``, ``drain``, ``close`` and read ``stats``; one thread calls ``run`` (or, in
+    tests, ``step``), and all events are emitted from that thread, one list for each step, in the order of the steps.
+    Each accepted request gets exactly one event with a finish, as its last.
+
+    One step:
+    1. Cancelled requests leave, and their slots are free.
+    2. When a slot is free and a request waits, it is a prefill, except that (2a) right after a prefill every live
+       request first gets a decode, so that a queue of prompts slows the live ones down but never stops them; and (2b)
+       an engine that is not continuous admits only when no slot is live.
+       Requests join in the order of their arrival: as many as there are free slots, while the padded prompts together
+       are no longer than the longest single prompt could be. So no prefill stalls the live requests for longer than
+       that one would.
+    3. Otherwise it is a decode of every live slot, sorted.
+
+    An exception of the engine in a step is the end: what its KV cache holds is unknown, and on Neuron the runtime does
+    not recover. Every request gets an ERROR event, later ones are refused with ``BatcherClosed``, and the exception
+    leaves ``step`` and ``run``, so that the replica's process can end and be started anew.
+    """
+
+    def __init__(
+        self,
+        engine: GenerateEngine,
+        tokenizer: Tokenizer,
+        emit: Callable[[list[TokenEvent]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``engine`` is loaded. ``emit`` is called without any lock held; what it raises ends the batcher."""
+        self._engine = engine
+        self._spec = engine.spec
+        self._tokenizer = tokenizer
+        self._emit = emit
+        self._clock = clock
+        self._changed = threading.Condition()  # guards all below
+        self._slots: Slots[_Sequence] = Slots(self._spec.slots)
+        self._waiting: deque[_Sequence] = deque()
+        self._accepted: dict[str, _Sequence] = {}
+        self._cancelled: set[str] = set()
+        self._draining = False
+        self._closing = False
+        self._failed: str | None = None
+        self._stepping = False
+        self._just_prefilled = False
+        self._prefilling = 0
+        self._steps = 0
+        self._tokens = 0
+        self._step_started_at: float | None = None
+        self._last_step_at: float | None = None
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Accept a request; its events follow. Raises ValueError for one that can never run, and ``BatcherClosed``."""
+        self._check(request)
+        sequence = _Sequence(
+            request,
+            AnswerText(self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens), request.stop),
+            sampling.start_sampling(request.temperature, request.top_p, request.seed)
+            if self._spec.returns == "logits"
+            else None,
+            frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._spec.eos_token_ids),
+        )
+        with self._changed:
+            self._refuse_when_closed()
+            if request.id in self._accepted:
+                raise ValueError(f"request {request.id} is here already")
+            self._accepted[request.id] = sequence
+            self._waiting.append(sequence)
+            self._changed.notify_all()
+
+    def cancel(self, id: str) -> None:
+        """End a request before the next step, with a CANCELLED event. One that is not here (any more) is ignored."""
+        with self._changed:
+            if id in self._accepted:
+                self._cancelled.add(id)
+                self._changed.notify_all()
+
+    def drain(self, timeout_s: float = 0.0) -> bool:
+        """Refuse new requests from now on and wait for the accepted ones, at most ``timeout_s``. True: none is left.
+
+        It may be called again to wait longer. The waiting is done by another thread than the one that runs the steps.
+        """
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._accepted and not self._stepping, timeout_s)
+
+    def close(self) -> None:
+        """Refuse new requests and end all others with an ERROR event in the next step, after which ``run`` returns."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    @property
+    def engine(self) -> GenerateEngine:
+        """The engine that it drives. Its calls belong to the thread that runs the steps."""
+        return self._engine
+
+    @property
+    def stats(self) -> BatcherStats:
+        with self._changed:
+            return BatcherStats(
+                slots=len(self._slots),
+                live=self._slots.live_count,
+                waiting=len(self._waiting),
+                prefilling=self._prefilling,
+                steps=self._steps,
+                tokens=self._tokens,
+                step_started_at=self._step_started_at,
+                last_step_at=self._last_step_at,
+                draining=self._draining,
+                failed=self._failed,
+            )
+
+    def run(self) -> None:
+        """Step until ``close``, asleep while there is nothing to do. Raises what the engine or ``emit`` raised."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._accepted or self._closing)
+                if self._closing and not self._accepted:
+                    return
+            self.step()
+
+    def step(self) -> bool:
+        """Run one step. False when there was nothing to do. Raises what the engine or ``emit`` raised."""
+        with self._changed:
+            if self._failed is not None:
+                raise BatcherClosed(self._failed)
+            self._stepping = True
+            events = self._end_cancelled()
+            if self._closing:
+                events += self._end_all("the replica is closing")
+            joining = self._admit()
+            rows = joining or self._slots.live()
+            self._prefilling = len(joining)
+            self._step_started_at = self._clock() if rows else None
+        try:
+            if rows:
+                events += self._run_engine(rows, is_prefill=bool(joining))
+        except Exception as error:
+            step = "prefill" if joining else "decode"
+            reason = f"the engine failed in a {step} of {len(rows)} slots: {type(error).__name__}: {error}"
+            events += self._fail(reason)
+            raise
+        finally:
+            self._send(events)
+        return bool(rows or events)
+
+    def _check(self, request: GenerateRequest) -> None:
+        spec, length = self._spec, len(request.prompt_ids)
+        if not length:
+            raise ValueError("the prompt is empty")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= spec.vocab_size:
+            raise ValueError(f"the prompt has ids outside the vocabulary of {spec.vocab_size}")
+        if length > spec.prefill_buckets[-1]:
+            raise ValueError(f"the prompt has {length} tokens, the longest possible has {spec.prefill_buckets[-1]}")
+        if length + request.max_tokens > spec.max_len:
+            raise ValueError(
+                f"{length} prompt tokens and max_tokens {request.max_tokens} exceed the {spec.max_len} of a slot"
+            )
+        sampling.check_sampling(request.temperature, request.top_p, request.seed)
+
+    def _refuse_when_closed(self) -> None:
+        if self._failed is not None:
+            raise BatcherClosed(self._failed)
+        if self._closing:
+            raise BatcherClosed("the replica is closing")
+        if self._draining:
+            raise BatcherClosed("the replica is draining")
+
+    def _end_cancelled(self) -> list[TokenEvent]:
+        """Step 1."""
+        if not self._cancelled:
+            return []
+        events = [self._accepted.pop(request_id).end(FinishReason.CANCELLED) for request_id in self._cancelled]
+        self._waiting = deque(s for s in self._waiting if s.request.id not in self._cancelled)
+        for slot, sequence in self._slots.live():
+            if sequence.request.id in self._cancelled:
+                self._slots.release(slot)
+        self._cancelled.clear()
+        return events
+
+    def _end_all(self, error: str) -> list[TokenEvent]:
+        events = [sequence.end(FinishReason.ERROR, error) for sequence in self._accepted.values()]
+        for slot, _ in self._slots.live():
+            self._slots.release(slot)
+        self._accepted.clear()
+        self._waiting.clear()
+        self._cancelled.clear()
+        return events
+
+    def _admit(self) -> list[tuple[int, _Sequence]]:
+        """Step 2: the requests that join now with their slots, sorted by slot; empty when it is no prefill."""
+        live = self._slots.live_count
+        if live and (self._just_prefilled or not self._spec.continuous):  # 2a, 2b
+            return []
+        budget = self._spec.prefill_buckets[-1] if self._spec.continuous else None
+        joining: list[tuple[int, _Sequence]] = []
+        longest = 0
+        while self._waiting and self._slots.free_count:
+            longest = max(longest, len(self._waiting[0].request.prompt_ids))
+            padded = (len(joining) + 1) * smallest_bucket(self._spec.prefill_buckets, longest)
+            if joining and budget is not None and padded > budget:
+                break
+            sequence = self._waiting.popleft()
+            joining.append((self._slots.take(sequence), sequence))
+        return sorted(joining, key=lambda row: row[0])
+
+    def _run_engine(self, rows: Sequence[tuple[int, _Sequence]], is_prefill: bool) -> list[TokenEvent]:
+        """Step 2 or 3: one call of the engine for ``rows``, and what it gave each of them."""
+        slots = [slot for slot, _ in rows]
+        sequences = [sequence for _, sequence in rows]
+        if is_prefill:
+            output = self._engine.prefill(slots, [s.request.prompt_ids for s in sequences])
+        else:
+            output = self._engine.decode(slots, [s.last_token for s in sequences], [s.position for s in sequences])
+        tokens = self._chosen(output, sequences)
+        events = [sequence.advance(token) for sequence, token in zip(sequences, tokens, strict=True)]
+        with self._changed:
+            for (slot, sequence), event in zip(rows, events, strict=True):
+                if event.finish is not None:
+                    self._slots.release(slot)
+                    del self._accepted[sequence.request.id]
+                    self._cancelled.discard(sequence.request.id)
+            self._just_prefilled = is_prefill
+            self._steps += 1
+            self._tokens += sum(len(event.token_ids) for event in events)
+            self._prefilling = 0
+            self._step_started_at = None
+            self._last_step_at = self._clock()
+        return events
+
+    def _chosen(self, output: Any, sequences: Sequence[_Sequence]) -> Sequence[int | None]:
+        if self._spec.returns == "tokens":
+            tokens: list[int] = output
+            return tokens
+        return sampling.sample(output, [s.how for s in sequences if s.how is not None])
+
+    def _fail(self, reason: str) -> list[TokenEvent]:
+        with self._changed:
+            self._failed = reason
+            self._prefilling = 0
+            self._step_started_at = None
+            return self._end_all(reason)
+
+    def _send(self, events: list[TokenEvent]) -> None:
+        """Emit, and only then let ``drain`` see that nothing is left: its caller may end the process."""
+        try:
+            if events:
+                self._emit(events)
+        except Exception as error:
+            self._fail(f"events cannot be sent: {type(error).__name__}: {error}")
+            raise
+        finally:
+            with self._changed:
+                self._stepping = False
+                if not self._accepted:
+                    self._slots.check_integrity()
+                    self._changed.notify_all()

@@ -1,0 +1,59 @@
+"""Buckets: the few lengths that an engine is compiled for, and which of them a length goes to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+
+SHORTEST_PREFILL = 16  # tokens; below this the padding costs less than a call
+SHORTEST_DECODE = 64  # tokens; reading a shorter KV cache is not measurably faster
+
+
+class NoBucket(ValueError):
+    """A length beyond the largest bucket. Taking the largest instead would silently cut the input."""
+
+
+def ladder(shortest: int, longest: int) -> tuple[int, ...]:
+    """Lengths that double from ``shortest`` and end with exactly ``longest``: ``ladder(16, 100)`` is 16, 32, 64, 100.
+
+    Raises ValueError unless both are positive; a ``longest`` below ``shortest`` is the only rung.
+    """
+    if shortest < 1 or longest < 1:
+        raise ValueError(f"bucket lengths must be positive, not {shortest} and {longest}")
+    rungs = []
+    rung = shortest
+    while rung < longest:
+        rungs.append(rung)
+        rung *= 2
+    return (*rungs, longest)
+
+
+def default_prefill_buckets(max_len: int) -> tuple[int, ...]:
+    """Prompt lengths for a slot of ``max_len`` tokens."""
+    return ladder(SHORTEST_PREFILL, max_len)
+
+
+def default_decode_buckets(max_len: int) -> tuple[int, ...]:
+    """KV lengths for a slot of ``max_len`` tokens."""
+    return ladder(SHORTEST_DECODE, max_len)
+
+
+def smallest_bucket(buckets: Sequence[int], length: int) -> int:
+    """The smallest of the ascending ``buckets`` that holds ``length`` tokens. Raises ``NoBucket`` when none does."""
+    index = bisect_left(buckets, length)
+    if index == len(buckets):
+        raise NoBucket(f"{length} tokens need a bucket, the largest is {buckets[-1] if buckets else 'missing'}")
+    return buckets[index]
+
+
+def checked_buckets(kind: str, buckets: Sequence[int], max_len: int) -> tuple[int, ...]:
+    """``buckets`` as a tuple, or ValueError naming what is wrong: ascending, positive, none beyond ``max_len``."""
+    found = tuple(buckets)
+    if not found:
+        raise ValueError(f"{kind} buckets are empty")
+    if found[0] < 1 or any(a >= b for a, b in pairwise(found)):
+        raise ValueError(f"{kind} buckets must be positive and ascending, not {list(found)}")
+    if found[-1] > max_len:
+        raise ValueError(f"the {kind} bucket {found[-1]} is longer than max_len {max_len}")
+    return found

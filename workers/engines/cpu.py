@@ -1,0 +1,458 @@
+"""The CPU engine: stock transformers modeling code with a KV cache of static slots.
+
+Transformers' own static cache has one position for all rows. Two hooks give every slot its own, and no model code is
+ours:
+1. a cache layer that writes each row at its own position and returns the first ``kv_len`` positions of the rows in
+   this step (``_slot_cache``);
+2. an attention mask of four dimensions, ``[rows, 1, queries, kv_len]``, which transformers takes as it is.
+Bloom's position bias wants a mask of two dimensions and is overridden on the instance (``_give_alibi``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets, smallest_bucket
+from workers.engine import EngineLoadError, EngineSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers.cache_utils import Cache
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the two hooks must know of a model family; the rest is transformers' business."""
+
+    alibi: bool = False  # positions enter as a bias on the scores, not as embeddings or rotations
+
+
+# By config.json's model_type. A family is listed once tests hold its greedy output against ``generate``.
+FAMILIES = {"llama": Family(), "gpt2": Family(), "bloom": Family(alibi=True)}
+
+
+@dataclass
+class _Reach:
+    """What the forward pass that runs now writes and reads of the KV cache. One object, shared with every layer."""
+
+    slots: list[int] = field(default_factory=list)
+    block: slice | None = None  # the slots as one block, which needs no copy to be read; None when there are gaps
+    positions: torch.Tensor | None = None  # of a decode: where each row is written [rows, 1]; None for a prefill
+    kv_len: int = 0
+    cells: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> flat indices of the writes
+    row_starts: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> the same at position 0
+
+    def move(self, slots: Sequence[int], positions: torch.Tensor | None, kv_len: int) -> None:
+        """Prepare for the next forward pass."""
+        if slots != self.slots:
+            self.slots = list(slots)
+            first, last = self.slots[0], self.slots[-1]
+            self.block = slice(first, last + 1) if self.slots == list(range(first, last + 1)) else None
+            self.row_starts.clear()
+        self.positions = positions
+        self.kv_len = kv_len
+        self.cells.clear()
+
+
+class CpuEngine:
+    """Keeps ``GenerateEngine`` for a model directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
+
+    A decode leaves slots that are not listed intact.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        slots: int,
+        max_len: int,
+        dtype: str = "fp32",
+        threads: int | None = None,
+        prefill_buckets: Sequence[int] | None = None,
+        decode_buckets: Sequence[int] | None = None,
+    ) -> None:
+        """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
+
+        Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
+        """
+        self._path = Path(path)
+        self._slots = slots
+        self._max_len = max_len
+        self._dtype = dtype
+        self._threads = threads
+        self._prefill_buckets = prefill_buckets
+        self._decode_buckets = decode_buckets
+        self._spec: EngineSpec | None = None
+        self._reach = _Reach()
+        self._model: Any = None  # the four of transformers: stock model, its body, its output layer, our cache
+        self._base: Any = None
+        self._head: Any = None
+        self._cache: Any = None
+
+    @property
+    def spec(self) -> EngineSpec:
+        if self._spec is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._spec
+
+    def load(self) -> None:
+        """Read the weights, then run every bucket once. Raises ``EngineLoadError``."""
+        prefill_buckets, decode_buckets = self._checked_sizes()
+        settings = _read_config(self._path)
+        family = _family(settings, self._path)
+        eos_token_ids = _eos_token_ids(self._path, settings)
+        weights = _weight_files(self._path)
+        try:
+            import torch
+            from safetensors import SafetensorError
+            from transformers import AutoModelForCausalLM  # noqa: F401 - the import is what is tried
+        except ImportError as error:
+            raise EngineLoadError(
+                "engine-not-installed", f"the cpu engine needs {error.name}", "pip install 'corewright[cpu]'"
+            ) from error
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        _check_weight_files(weights, SafetensorError)
+        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]))
+        _check_positions(model.config, self._max_len)
+
+        self._model = model
+        self._base = model.base_model
+        self._head = model.get_output_embeddings()
+        self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
+        self._additive_mask = getattr(model.config, "_attn_implementation", "eager") == "eager"
+        self._kv_positions = torch.arange(self._max_len)
+        if family.alibi:
+            _give_alibi(self._base, self._reach)
+        self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, self._max_len)
+        self._spec = EngineSpec(
+            slots=self._slots,
+            max_len=self._max_len,
+            prefill_buckets=prefill_buckets,
+            decode_buckets=decode_buckets,
+            vocab_size=int(model.config.vocab_size),
+            eos_token_ids=eos_token_ids,
+        )
+        self._warm_up()
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See ``GenerateEngine.prefill``. Prompts of one call are padded to the bucket of the longest."""
+        import torch
+
+        longest = smallest_bucket(self.spec.prefill_buckets, max(len(prompt) for prompt in prompts))
+        ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        self._reach.move(slots, None, longest)
+        # The padding comes after the prompt, so the causal mask alone keeps it out.
+        positions = self._kv_positions[None, :longest]
+        hidden = self._forward(ids, positions)
+        return self._logits(hidden[torch.arange(len(prompts)), last])
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """See ``GenerateEngine.decode``. All rows read the KV bucket of the longest."""
+        import torch
+
+        column = torch.tensor(positions)[:, None]
+        self._reach.move(slots, column, smallest_bucket(self.spec.decode_buckets, max(positions) + 1))
+        hidden = self._forward(torch.tensor(tokens)[:, None], column)
+        return self._logits(hidden[:, 0])
+
+    def close(self) -> None:
+        """Drop the weights and the KV cache."""
+        self._spec = None
+        self._model = self._base = self._head = self._cache = None
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The last hidden states ``[rows, queries, hidden]`` of ``ids`` ``[rows, queries]``.
+
+        ``positions`` are ``[rows, queries]``, or ``[1, queries]`` where all rows have the same.
+        """
+        import torch
+
+        with torch.inference_mode():
+            arguments: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+            # forward, not __call__: there are no hooks, and a tiny model notices the difference.
+            output = self._base.forward(
+                input_ids=ids,
+                attention_mask=self._mask(positions),
+                past_key_values=self._cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
+            hidden: torch.Tensor = output.last_hidden_state
+            return hidden
+
+    def _mask(self, positions: torch.Tensor) -> torch.Tensor:
+        """Which of the first ``kv_len`` positions each query may see ``[rows or 1, 1, queries, kv_len]``.
+
+        Families to come need more of it: a sliding window, and qwen a dict of masks by layer type.
+        """
+        import torch
+
+        visible = (self._kv_positions[: self._reach.kv_len] <= positions[..., None])[:, None]
+        if not self._additive_mask:
+            return visible
+        dtype = self._model.dtype
+        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits ``[rows, vocab_size]`` of hidden states ``[rows, hidden]``."""
+        import torch
+
+        with torch.inference_mode():
+            logits: torch.Tensor = self._head(hidden).float()
+            finite = logits.sum(dim=-1).isfinite()
+            if not finite.all():
+                self._wipe([slot for slot, ok in zip(self._reach.slots, finite.tolist(), strict=True) if not ok])
+            return logits
+
+    def _wipe(self, slots: list[int]) -> None:
+        """Clear slots that hold NaN: masked out, it would still be NaN for the next request (0 x NaN)."""
+        for layer in self._cache.layers:
+            layer.keys[slots] = 0
+            layer.values[slots] = 0
+
+    def _warm_up(self) -> None:
+        for bucket in self.spec.prefill_buckets:
+            self.prefill([0], [[0] * bucket])
+        every_slot = range(self.spec.slots)
+        for bucket in self.spec.decode_buckets:
+            self.decode(every_slot, [0] * len(every_slot), [bucket - 1] * len(every_slot))
+
+    def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self._slots < 1 or self._max_len < 2:
+            what = f"at least 1 slot and a max_len of 2 are needed, not {self._slots} and {self._max_len}"
+            raise EngineLoadError("bad-engine-size", what)
+        if self._dtype not in DTYPES:
+            raise EngineLoadError(
+                "bad-dtype", f"the cpu engine has no dtype {self._dtype!r}", f"use {', '.join(DTYPES)}"
+            )
+        prefill = default_prefill_buckets(self._max_len) if self._prefill_buckets is None else self._prefill_buckets
+        decode = default_decode_buckets(self._max_len) if self._decode_buckets is None else self._decode_buckets
+        try:
+            prefill = checked_buckets("prefill", prefill, self._max_len)
+            decode = checked_buckets("decode", decode, self._max_len)
+        except ValueError as error:
+            raise EngineLoadError("bad-buckets", str(error)) from error
+        if decode[-1] != self._max_len:
+            what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {self._max_len} tokens"
+            raise EngineLoadError("bad-buckets", what, f"add {self._max_len}")
+        return prefill, decode
+
+
+def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
+    """A transformers Cache of ``layers`` slot layers, all obeying ``reach``.
+
+    The class stands inside the function because its base class comes from a lazy import. Keys and values are
+    ``[slots, heads, max_len, head_dim]``, allocated at the first write, when heads and head_dim are seen.
+    """
+    import torch
+    from transformers.cache_utils import Cache, StaticLayer
+
+    class SlotLayer(StaticLayer):
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            """Store ``[rows, heads, queries, head_dim]``; return ``[rows, heads, kv_len, head_dim]`` to attend to."""
+            if not self.is_initialized:
+                self.stored_keys = self.keys = self._room_for(key_states)
+                self.stored_values = self.values = self._room_for(value_states)
+                self.is_initialized = True
+            if reach.positions is None:
+                self._fill(self.stored_keys, key_states)
+                self._fill(self.stored_values, value_states)
+                return key_states, value_states  # a prompt starts at 0 and attends to nothing but itself
+            cells = self._cells(key_states.shape[1], reach.positions)
+            self._write(self.stored_keys, cells, key_states)
+            self._write(self.stored_values, cells, value_states)
+            return self._read(self.stored_keys), self._read(self.stored_values)
+
+        def _room_for(self, states: torch.Tensor) -> torch.Tensor:
+            return states.new_zeros((slots, states.shape[1], max_len, states.shape[3]))
+
+        def _fill(self, stored: torch.Tensor, states: torch.Tensor) -> None:
+            if reach.block is not None:
+                stored[reach.block, :, : reach.kv_len] = states
+            else:
+                stored[reach.slots, :, : reach.kv_len] = states
+
+        def _cells(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
+            """Where one token of each row and head goes, in keys seen as ``[slots * heads * max_len, head_dim]``."""
+            if heads not in reach.cells:
+                if heads not in reach.row_starts:
+                    rows = torch.tensor(reach.slots)[:, None] * heads + torch.arange(heads)
+                    reach.row_starts[heads] = rows * max_len
+                reach.cells[heads] = (reach.row_starts[heads] + positions).flatten()
+            return reach.cells[heads]
+
+        def _write(self, stored: torch.Tensor, cells: torch.Tensor, states: torch.Tensor) -> None:
+            stored.view(-1, states.shape[-1]).index_copy_(0, cells, states.flatten(0, 2))
+
+        def _read(self, stored: torch.Tensor) -> torch.Tensor:
+            if reach.block is not None:
+                return stored[reach.block, :, : reach.kv_len]
+            return stored[:, :, : reach.kv_len].index_select(0, torch.tensor(reach.slots))
+
+        def get_seq_length(self, *_: Any) -> int:
+            """0: positions are always given, so transformers must not add any of its own."""
+            return 0
+
+        def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+            return reach.kv_len, 0
+
+    return Cache(layers=[SlotLayer(max_len) for _ in range(layers)])
+
+
+def _give_alibi(base: Any, reach: _Reach) -> None:
+    """Let bloom build its bias from our mask: slots are filled from the left, so key j always is position j."""
+    import torch
+
+    original = type(base).build_alibi_tensor
+    built: dict[tuple[int, int], torch.Tensor] = {}
+
+    def build_alibi_tensor(self: Any, mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
+        rows, kv_len = len(reach.slots), mask.shape[-1]
+        if (rows, kv_len) not in built:
+            built[rows, kv_len] = original(self, torch.ones(rows, kv_len, dtype=torch.long), heads, dtype)
+        return built[rows, kv_len]
+
+    base.build_alibi_tensor = MethodType(build_alibi_tensor, base)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise EngineLoadError(
+            "model-not-found", f"there is no directory {path}", "`source` must name a local checkpoint"
+        )
+    return _read_json(path / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise EngineLoadError("config-missing", f"{file.parent} has no {file.name}", "is it a checkpoint?") from error
+    except (OSError, ValueError) as error:
+        raise EngineLoadError("config-unreadable", f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineLoadError("config-unreadable", f"{file} holds no JSON object")
+    return found
+
+
+def _family(settings: dict[str, Any], path: Path) -> Family:
+    model_type = settings.get("model_type")
+    if model_type not in FAMILIES:
+        raise EngineLoadError(
+            "unknown-family",
+            f"the cpu engine does not know the model_type {model_type!r} of {path / 'config.json'}",
+            f"it knows {', '.join(FAMILIES)}",
+        )
+    return FAMILIES[model_type]
+
+
+def _eos_token_ids(path: Path, settings: dict[str, Any]) -> frozenset[int]:
+    """From generation_config.json, else config.json; an int, a list or absent. Never from the tokenizer."""
+    generation = path / "generation_config.json"
+    found = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if found is None:
+        found = settings.get("eos_token_id")
+    if found is None:
+        return frozenset()
+    ids = found if isinstance(found, list) else [found]
+    if not all(isinstance(token, int) for token in ids):
+        raise EngineLoadError(
+            "config-unreadable", f"eos_token_id of {path} is neither an id nor a list of ids: {found!r}"
+        )
+    return frozenset(ids)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files that transformers will read."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise EngineLoadError("config-unreadable", f"{index} has no weight_map")
+        files = [path / name for name in sorted(set(shards.values()))]
+    else:
+        files = [path / "model.safetensors"]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
+        what = f"{path} lacks {', '.join(missing)}" + (f" and has only {', '.join(pickled)}" if pickled else "")
+        hint = "convert it with save_pretrained: pickled weights can run code" if pickled else "copy the weights again"
+        raise EngineLoadError("weights-missing", what, hint)
+    return files
+
+
+def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
+    """Find truncated and garbled files by their headers, before gigabytes are read."""
+    from safetensors import safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (broken, OSError) as error:
+            raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
+
+
+def _load_model(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below with their names, which the exception does not tell
+        )
+    except Exception as error:  # OSError, RuntimeError, KeyError, huggingface_hub's own: whatever its readers raise
+        raise EngineLoadError(
+            "weights-mismatch",
+            f"{path} cannot be loaded: {type(error).__name__}: {error}",
+            "does config.json belong to it?",
+        ) from error
+    model, info = loaded
+    # transformers fills absent weights with random numbers and only warns.
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(
+        f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+    )
+    for what, weights in (("lacks weights that", missing), ("has weights of other shapes than", mismatched)):
+        if weights:
+            raise EngineLoadError(
+                "weights-mismatch",
+                f"{path} {what} config.json asks for: {len(weights)} of them, first {weights[0]}",
+                "does config.json belong to it?",
+            )
+    model.eval()
+    return model
+
+
+def _check_positions(config: Any, max_len: int) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max_len > limit:
+        raise EngineLoadError(
+            "max-len-too-long", f"max_len {max_len} exceeds the {limit} positions of the model", f"at most {limit}"
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if kind == "longrope" and original is not None and max_len > original:
+        # transformers turns all rows of a batch by the longest of them, so neighbours would change an answer.
+        raise EngineLoadError(
+            "max-len-too-long",
+            f"max_len {max_len} exceeds the {original} positions before longrope",
+            f"at most {original}",
+        )

@@ -1,0 +1,69 @@
+"""Slots: which batch row of the engine belongs to whom."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner")
+
+
+class SlotError(RuntimeError):
+    """A slot was taken or released that could not be: a fault of the caller's bookkeeping, never of a client."""
+
+
+class Slots(Generic[Owner]):
+    """The engine's batch rows and their owners; the only place that counts them.
+
+    The lowest free slot is taken first, so live slots stay packed at the low end and engines can read one block.
+    Not thread-safe: the batcher guards it.
+    """
+
+    def __init__(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"an engine needs at least one slot, not {count}")
+        self._owners: list[Owner | None] = [None] * count
+        self._live = 0
+
+    def __len__(self) -> int:
+        """How many slots there are, free and live."""
+        return len(self._owners)
+
+    @property
+    def live_count(self) -> int:
+        """Slots with an owner."""
+        return self._live
+
+    @property
+    def free_count(self) -> int:
+        """Slots without an owner."""
+        return len(self._owners) - self._live
+
+    def live(self) -> list[tuple[int, Owner]]:
+        """Every live slot with its owner, sorted by slot: the rows of the next decode."""
+        return [(slot, owner) for slot, owner in enumerate(self._owners) if owner is not None]
+
+    def take(self, owner: Owner) -> int:
+        """Give the lowest free slot to ``owner``. Raises ``SlotError`` when all are live."""
+        for slot, present in enumerate(self._owners):
+            if present is None:
+                self._owners[slot] = owner
+                self._live += 1
+                return slot
+        raise SlotError(f"all {len(self._owners)} slots are live")
+
+    def release(self, slot: int) -> Owner:
+        """Free ``slot`` and return who owned it. Raises ``SlotError`` when it is free or does not exist."""
+        if not 0 <= slot < len(self._owners):
+            raise SlotError(f"slot {slot} does not exist, there are {len(self._owners)}")
+        owner = self._owners[slot]
+        if owner is None:
+            raise SlotError(f"slot {slot} is free already")
+        self._owners[slot] = None
+        self._live -= 1
+        return owner
+
+    def check_integrity(self) -> None:
+        """Conservation: free + live = all. Raises ``SlotError`` otherwise; cheap enough to run whenever idle."""
+        owned = sum(owner is not None for owner in self._owners)
+        if owned != self._live:
+            raise SlotError(f"{owned} slots have an owner, but {self._live} are counted live")
