@@ -81,10 +81,9 @@ class Controller:
             for action in reconcile(self._plan.placements, observed, self.settings.start_deadline_s):
                 self._apply(action)
             await self._publish()
-            try:
-                await asyncio.wait_for(self._wake.wait(), TICK_S)
-            except asyncio.TimeoutError:
-                continue
+            tick = asyncio.get_running_loop().call_later(TICK_S, self._wake.set)
+            await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
+            tick.cancel()
 
     async def shutdown(self, drain_s: float) -> None:
         """Drain every replica for at most ``drain_s``, end it, and see its process dead."""
@@ -201,6 +200,7 @@ class Controller:
             log=str(self._home.log(model.name, placement.replica)),
             socket=str(socket),
             token=self.settings.token,
+            engine_options=dict(model.engine_options),
         )
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
@@ -399,7 +399,7 @@ class Controller:
 
     def _state_of(self, name: str) -> tuple[ModelState, str | None]:
         views = self._replicas_of(name)
-        state = model_state(self._wanted[name], (view.state for view in views))
+        state = model_state(self._wanted[name], (view.outlook for view in views))
         reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
         reasons += [
             problem.what for missing in self._plan.unplaced if missing.model == name for problem in missing.problems

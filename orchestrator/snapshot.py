@@ -38,6 +38,11 @@ class ReplicaView:
         return f"{self.model}/{self.replica}"
 
     @property
+    def outlook(self) -> State:
+        """What counts for its model: a replica that has served and died is started again at once, so it is pending."""
+        return State.PENDING if self.state is State.FAILED and self.failures == 0 else self.state
+
+    @property
     def retry_at(self) -> float:
         """When a failed replica may be started again. The first restart of one that had served comes at once."""
         if self.failures == 0:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from placements.checks import check
-
 from orchestrator.sources import read_checkpoints
 from placements.checkpoints import Checkpoint
+from placements.checks import check
 from placements.engines import resolve
 from placements.hosts import Machine, hosts_for
 from placements.parse import parse

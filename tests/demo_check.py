@@ -37,7 +37,7 @@ def main() -> int:
         good = code == 0 and not fleet.processes()
         passed, failed = passed + good, failed + (not good)
         print(
-            f"{'ok  ' if good else 'FAIL'} the fleet ended with exit code {code}, {len(fleet.processes())} processes left"
+            f"{'ok  ' if good else 'FAIL'} the fleet ended: exit code {code}, {len(fleet.processes())} processes left"
         )
     finally:
         if failed:

@@ -21,6 +21,7 @@ import ray
 
 import workers
 from workers import host
+from workers.batcher import Batcher
 from workers.claims import CoreClaim, CoresTaken
 from workers.config import ReplicaConfig
 from workers.dataplane import DataPlane
@@ -28,10 +29,10 @@ from workers.engine import EngineLoadError
 from workers.engines import open_engine
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.status import Failure, Phase, ReplicaStatus
+from workers.tokenizer import load_tokenizer
 from workers.wire import Welcome
 
 if TYPE_CHECKING:
-    from workers.batcher import Batcher
     from workers.engine import GenerateEngine
 
 log = logging.getLogger(__name__)
@@ -110,11 +111,9 @@ class Replica:
         _pin_to(config.env.get("COREWRIGHT_CPUS"))
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
-        self._engine, tokenizer = open_engine(config)
+        self._engine = open_engine(config)
         self._engine.load()
-
-        from workers.batcher import Batcher
-
+        tokenizer = load_tokenizer(config.engine, config.source)
         self._batcher = Batcher(self._engine, tokenizer, self._emit)
         threading.Thread(target=self._run_batcher, name="batcher", daemon=True).start()
         self._probe()

@@ -33,9 +33,10 @@ def make_plan(file: SpecFile, fleet: AdminClient | None) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
         data = {"placements": [], "unplaced": [], "problems": [problem.as_dict() for problem in file.problems]}
         return PlanResult(data, "", file.problems, failed=True, changes=False)
-    running = _running(fleet.get("status")) if fleet is not None else []
+    status = fleet.get("status") if fleet is not None else {"models": []}
+    running = _running(status)
     before = _spec_of(fleet) if fleet is not None else None
-    result = plan(file.spec, file.hosts, file.checkpoints, running)
+    result = plan(file.spec, file.hosts, file.checkpoints, running, _wanted(file.spec, status))
     changes = _changes(file.spec, before, result, running)
     problems = (*file.problems, *result.problems)
     data = result.as_dict()
@@ -53,6 +54,14 @@ def _running(status: dict[str, Any]) -> list[Running]:
     ]
 
 
+def _wanted(spec: Spec, status: dict[str, Any]) -> dict[str, int]:
+    """What the fleet runs of a model now (a woken `min: 0` has one), within what the spec allows."""
+    now = {model["name"]: model["wanted"] for model in status["models"]}
+    return {
+        model.name: max(model.replicas.min, min(now.get(model.name, 0), model.replicas.max)) for model in spec.models
+    }
+
+
 def _range(text: str | None) -> CoreRange | None:
     return None if text is None else CoreRange.parse(text)
 
@@ -63,7 +72,8 @@ def _spec_of(fleet: AdminClient) -> Spec | None:
 
 
 def _changes(spec: Spec, before: Spec | None, result: Plan, running: Sequence[Running]) -> list[dict[str, str]]:
-    """One entry for each replica that would change: start, stop, move (to other cores), restart (on the same ones)."""
+    """One entry for each replica that would change: start, stop, move (to other cores), restart (on the same ones),
+    reconfigure (while it runs)."""
     is_now = {(item.model, item.replica): item for item in running}
     changes = []
     for placement in result.placements:
@@ -73,13 +83,21 @@ def _changes(spec: Spec, before: Spec | None, result: Plan, running: Sequence[Ru
             change = "start"
         elif (now.host, now.cores) != (placement.host, placement.cores):
             change = "move"
-        elif before is not None and before.model(placement.model) != spec.model(placement.model):
-            change = "restart"
+        elif (difference := _difference(before, spec, placement.model)) is not None:
+            change = difference
         else:
             continue
         changes.append({"replica": f"{placement.model}/{placement.replica}", "change": change})
     changes += [{"replica": f"{model}/{replica}", "change": "stop"} for model, replica in is_now]
     return changes
+
+
+def _difference(before: Spec | None, after: Spec, name: str) -> str | None:
+    """What a model's new fields mean for a replica that stays on its cores."""
+    old, new = before.model(name) if before is not None else None, after.model(name)
+    if old is None or new is None or old.started_with != new.started_with:
+        return "restart"
+    return None if old.max_queue == new.max_queue else "reconfigure"
 
 
 def _table(file: SpecFile, result: Plan, changes: Sequence[dict[str, str]]) -> str:

@@ -15,9 +15,10 @@ from placements.plan import Placement
 
 HOST = "inf2.48xlarge/0"
 DEADLINE_S = 100.0
+RANGE = CoreRange(0, 7)
 
 
-def placement(model: str = "chat", replica: int = 0, cores: CoreRange | None = CoreRange(0, 7)) -> Placement:
+def placement(model: str = "chat", replica: int = 0, cores: CoreRange | None = RANGE) -> Placement:
     return Placement(model=model, replica=replica, host=HOST, cores=cores, threads=1)
 
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from workers.engine import EngineLoadError
-from workers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from workers.engine import GenerateEngine
-    from workers.tokenizer import Tokenizer
 
 
 class EngineConfig(Protocol):
@@ -30,15 +28,13 @@ class EngineConfig(Protocol):
     def engine_options(self) -> Mapping[str, int | float | str | bool]: ...
 
 
-def open_engine(config: EngineConfig) -> tuple[GenerateEngine, Tokenizer]:
-    """The engine (not loaded yet) and its tokenizer. Raises EngineLoadError for one that this host does not have."""
+def open_engine(config: EngineConfig) -> GenerateEngine:
+    """The engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
     if config.engine == "echo":
         from workers.engines.echo import EchoEngine
 
-        echo = EchoEngine(
-            slots=config.slots, max_len=config.max_len, step_ms=float(config.engine_options.get("step_ms", 0))
-        )
-        return echo, load_tokenizer("echo", None)
+        step_ms = float(config.engine_options.get("step_ms", 0))
+        return EchoEngine(slots=config.slots, max_len=config.max_len, step_ms=step_ms)
     if config.engine == "cpu":
         if config.source is None:
             raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
@@ -48,6 +44,5 @@ def open_engine(config: EngineConfig) -> tuple[GenerateEngine, Tokenizer]:
             raise EngineLoadError(
                 "engine-not-installed", f"the cpu engine needs {error.name}", "pip install 'corewright[cpu]'"
             ) from error
-        cpu = CpuEngine(config.source, slots=config.slots, max_len=config.max_len, dtype=config.dtype)
-        return cpu, load_tokenizer("cpu", config.source)
+        return CpuEngine(config.source, slots=config.slots, max_len=config.max_len, dtype=config.dtype)
     raise EngineLoadError("engine-not-installed", f"this version has no engine {config.engine!r}", "use cpu or echo")

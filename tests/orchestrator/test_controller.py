@@ -1,0 +1,319 @@
+"""The controller's loop over a fake cluster: what it starts, what it hears, what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.controller import Controller
+from orchestrator.effects import ReplicaDied, Survivor, actor_name
+from orchestrator.fleet import FleetSettings
+from workers.config import ReplicaConfig
+from workers.status import Failure, Phase, ReplicaStatus
+
+SPEC = """\
+version: 1
+name: test
+hosts: {emulate: inf2.48xlarge}
+defaults: {engine: echo}
+models:
+  a: {source: ./none, tp_degree: 8, cores: ["0-7"]}
+  b: {source: ./none, tp_degree: 2, replicas: 2}
+  c: {source: ./none, replicas: {min: 0, max: 1}}
+"""
+DEADLINE_S = 10.0
+
+
+class FakeReplica:
+    """What the fake cluster keeps of one start."""
+
+    def __init__(self, config: ReplicaConfig, pid: int) -> None:
+        self.config = config
+        self.status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=float(pid))
+        self.dead: str | None = None
+        self.changed = asyncio.Condition()
+
+    async def set(self, phase: Phase, failure: Failure | None = None) -> None:
+        async with self.changed:
+            old = self.status
+            self.status = ReplicaStatus(
+                version=old.version + 1, phase=phase, pid=old.pid, started=old.started, failure=failure
+            )
+            self.changed.notify_all()
+
+    async def die(self, reason: str) -> None:
+        async with self.changed:
+            self.dead = reason
+            self.changed.notify_all()
+
+
+class FakeCluster:
+    """Remembers every effect; replicas become ready by themselves unless ``loads`` is off."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, FakeReplica] = {}
+        self.started: list[ReplicaConfig] = []
+        self.ended: list[str] = []
+        self.drained: list[str] = []
+        self.loads = True
+        self.held: dict[int, int | None] = {}
+        self.refuses_start: Exception | None = None
+
+    async def start(self, config: ReplicaConfig) -> None:
+        if self.refuses_start is not None:
+            raise self.refuses_start
+        self.started.append(config)
+        name = actor_name(config.model, config.replica, config.epoch)
+        self.replicas[name] = FakeReplica(config, 1000 + len(self.started))
+        if self.loads:
+            await self.replicas[name].set(Phase.READY)
+
+    async def watch(self, name: str, seen: int) -> ReplicaStatus:
+        replica = self.replicas[name]
+        async with replica.changed:
+            await replica.changed.wait_for(lambda: replica.dead is not None or replica.status.version > seen)
+        if replica.dead is not None:
+            raise ReplicaDied(replica.dead)
+        return replica.status
+
+    async def drain(self, name: str, timeout_s: float) -> bool:
+        self.drained.append(name)
+        return True
+
+    async def end(self, name: str, pid: int | None, started: float | None) -> bool:
+        self.ended.append(name)
+        await self.replicas[name].die("killed") if name in self.replicas else None
+        return True
+
+    async def log_tail(self, path: str, lines: int) -> list[str]:
+        return [f"the end of {Path(path).name}"]
+
+    async def held_cores(self, claims: str) -> dict[int, int | None]:
+        return self.held
+
+    async def survivors(self) -> Sequence[Survivor]:
+        return [Survivor(replica.config, replica.status) for replica in self.replicas.values() if replica.dead is None]
+
+    def configs(self, model: str) -> list[ReplicaConfig]:
+        return [config for config in self.started if config.model == model]
+
+
+class Running:
+    """A controller at work."""
+
+    def __init__(self, home: Path, cluster: FakeCluster) -> None:
+        settings = FleetSettings(
+            fleet="f",
+            home=str(home),
+            spec_text=SPEC,
+            spec_file="spec.yaml",
+            base_dir=str(home),
+            token="t",
+            admin_port=1,
+            cpus=(0, 1),
+            instance=None,
+        )
+        self.cluster = cluster
+        self.controller = Controller(settings, cluster)
+
+    async def until(self, condition: Any, what: str) -> None:
+        """Wait for a change of the status that makes ``condition`` true."""
+        seen = 0
+
+        async def reach() -> None:
+            nonlocal seen
+            while not condition():
+                seen = await self.controller.change(seen, 1.0)
+
+        try:
+            await asyncio.wait_for(reach(), DEADLINE_S)
+        except asyncio.TimeoutError:
+            raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}: {self.controller.status()}") from None
+
+    def replica(self, id: str) -> dict[str, Any]:
+        models = self.controller.status()["models"]
+        found: dict[str, Any] = next((r for model in models for r in model["replicas"] if r["id"] == id), {})
+        return found
+
+    def host(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.controller.status()["hosts"][0]
+        return found
+
+
+@contextlib.asynccontextmanager
+async def running(home: Path, cluster: FakeCluster | None = None) -> AsyncIterator[Running]:
+    live = Running(home, cluster or FakeCluster())
+    task = asyncio.create_task(live.controller.run())
+    try:
+        yield live
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_every_min_replica_is_started_on_its_cores(tmp_path: Path) -> None:
+    """The fleet becomes ready with each replica on the planned cores, and `min: 0` starts nothing."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+
+        assert {(c.model, c.replica, c.env["NEURON_RT_VISIBLE_CORES"]) for c in fleet.cluster.started} == {
+            ("a", 0, "0-7"),
+            ("b", 0, "8-9"),
+            ("b", 1, "10-11"),
+        }
+        assert [model["state"] for model in fleet.controller.status()["models"]] == ["ready", "ready", "unloaded"]
+
+
+async def test_leased_free_and_quarantined_cores_are_all_cores(tmp_path: Path) -> None:
+    """The three numbers of a host add up to its cores, with a core that a stranger holds counted once."""
+    cluster = FakeCluster()
+    cluster.held = {23: 4711}
+    async with running(tmp_path, cluster) as fleet:
+        await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+
+        host = fleet.host()
+        assert (host["leased"], host["free"], host["quarantined"]) == (12, 11, 1)
+        assert host["leased"] + host["free"] + host["quarantined"] == host["cores"] == 24
+
+
+async def test_a_dead_replica_comes_back_on_the_same_cores_with_the_next_epoch(tmp_path: Path) -> None:
+    """Its process is confirmed dead first; the others are not touched."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+
+        await fleet.cluster.replicas["b/1.1"].die("killed by signal 9")
+        await fleet.until(lambda: fleet.replica("b/1")["restarts"] == 1, "started again")
+        await fleet.until(lambda: fleet.replica("b/1")["state"] == "ready", "ready again")
+
+        first, second = [c for c in fleet.cluster.configs("b") if c.replica == 1]
+        assert (first.cores, first.epoch) == ([10, 11], 1)
+        assert (second.cores, second.epoch) == ([10, 11], 2)
+        assert fleet.cluster.ended == ["b/1.1"]
+        assert fleet.replica("a/0")["restarts"] == 0
+
+
+async def test_requests_may_wait_for_a_replica_that_died_in_service(tmp_path: Path) -> None:
+    """A model whose only replica died is loading, not failed: the gateway keeps what can still be answered."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        said: list[str] = []
+
+        def died() -> bool:
+            said.append(fleet.controller.routes().models[0].state.value)
+            return bool(fleet.replica("a/0")["restarts"] == 1 and fleet.replica("a/0")["state"] == "ready")
+
+        await fleet.cluster.replicas["a/0.1"].die("killed by signal 9")
+        await fleet.until(died, "ready again")
+
+        assert "loading" in said
+        assert "failed" not in said
+
+
+async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_lines(tmp_path: Path) -> None:
+    """The cause comes with its remedy, the log lines with it; the other models serve."""
+    cluster = FakeCluster()
+    cluster.loads = False
+    async with running(tmp_path, cluster) as fleet:
+        await fleet.until(lambda: len(cluster.replicas) == 3, "all asked for")
+        await cluster.replicas["a/0.1"].set(Phase.FAILED, Failure("weights-missing", "no safetensors", "convert it"))
+        for name in ("b/0.1", "b/1.1"):
+            await cluster.replicas[name].set(Phase.READY)
+        await fleet.until(lambda: fleet.replica("a/0")["log"], "the log is read")
+
+        failed = fleet.replica("a/0")
+        assert failed["reason"] == "weights-missing: no safetensors (convert it)"
+        assert failed["log"] == ["the end of a-0.log"]
+        assert [model["state"] for model in fleet.controller.status()["models"]] == ["failed", "ready", "unloaded"]
+        assert not fleet.controller.status()["ready"]
+
+
+async def test_a_start_that_ray_refuses_is_a_failure_with_its_cause(tmp_path: Path) -> None:
+    """An effect that raises does not leave the replica pending for ever."""
+    cluster = FakeCluster()
+    cluster.refuses_start = ValueError("no such resource nc0")
+    async with running(tmp_path, cluster) as fleet:
+        await fleet.until(lambda: fleet.replica("a/0").get("state") == "failed", "failed")
+
+        assert fleet.replica("a/0")["reason"] == "start-failed: ValueError: no such resource nc0"
+
+
+async def test_a_model_with_min_0_is_started_by_the_first_request(tmp_path: Path) -> None:
+    """`wake` starts one replica; a second call changes nothing."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.controller.wake("c")
+        await fleet.controller.wake("c")
+        await fleet.until(lambda: fleet.replica("c/0").get("state") == "ready", "woken")
+
+        assert len(fleet.cluster.configs("c")) == 1
+        assert [route.id for route in fleet.controller.routes().models[2].replicas] == ["c/0"]
+
+
+async def test_a_restarted_controller_adopts_the_living_replicas(tmp_path: Path) -> None:
+    """Nothing is started again, the routes are the same, and the next start has the next epoch."""
+    cluster = FakeCluster()
+    async with running(tmp_path, cluster) as first:
+        await first.until(lambda: first.controller.status()["ready"], "ready")
+        await first.controller.wake("c")
+        await first.until(lambda: first.replica("c/0").get("state") == "ready", "woken")
+        before = first.controller.routes()
+    async with running(tmp_path, cluster) as second:
+        await second.until(lambda: second.controller.status()["ready"], "adopted")
+
+        assert len(cluster.started) == 4
+        assert second.controller.routes() == before
+        await cluster.replicas["a/0.1"].die("killed")
+        await second.until(lambda: second.replica("a/0")["state"] == "ready" and len(cluster.started) == 5, "again")
+        assert cluster.started[-1].epoch == 2
+
+
+async def test_shutdown_drains_and_ends_every_replica(tmp_path: Path) -> None:
+    """Nothing is begun meanwhile, and nothing is left."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+
+        await fleet.controller.shutdown(1.0)
+
+        names = {"a/0.1", "b/0.1", "b/1.1"}
+        assert set(fleet.cluster.drained) == set(fleet.cluster.ended) == names
+        assert fleet.controller.routes().stopping
+        assert all(not model.replicas for model in fleet.controller.routes().models)
+
+
+async def test_a_core_that_a_stranger_holds_is_not_given_to_a_replica(tmp_path: Path) -> None:
+    """The planner places elsewhere what is not pinned, and a pinned replica waits with the reason."""
+    cluster = FakeCluster()
+    cluster.held = {8: 4711, 3: 4711}
+    async with running(tmp_path, cluster) as fleet:
+        await fleet.until(lambda: fleet.replica("b/1").get("state") == "ready", "placed elsewhere")
+
+        assert {tuple(c.cores) for c in cluster.configs("b")} == {(10, 11), (12, 13)}
+        assert cluster.configs("a") == []
+        model = fleet.controller.status()["models"][0]
+        assert model["state"] == "failed"
+        assert "3" in model["reason"]
+        cluster.held = {}
+        await fleet.until(lambda: fleet.replica("a/0").get("state") == "ready", "placed when the core is free")
+
+
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.READY])
+async def test_what_an_old_epoch_says_is_not_heard(tmp_path: Path, phase: Phase) -> None:
+    """A late word of a replaced start does not change the state of its successor."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        old = fleet.cluster.replicas["b/0.1"]
+        await old.die("killed")
+        await fleet.until(lambda: fleet.replica("b/0")["restarts"] == 1, "started again")
+        await fleet.until(lambda: fleet.replica("b/0")["state"] == "ready", "ready again")
+
+        await old.set(phase)
+
+        assert fleet.replica("b/0")["pid"] != old.status.pid
+        assert fleet.replica("b/0")["state"] == "ready"

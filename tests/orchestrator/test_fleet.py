@@ -1,0 +1,383 @@
+"""A running fleet of echo replicas: real processes, real signals, the command line as its user has it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from orchestrator.home import Home
+from tests.fleet import LiveFleet, until
+from workers.claims import CoreClaim, CoresTaken, held_cores
+from workers.engines.echo import echo_tokens
+
+SPEC = """\
+version: 1
+name: echoes
+hosts: {emulate: inf2.48xlarge}
+defaults: {engine: echo, max_len: 4096, engine_options: {step_ms: 5}}
+models:
+  alpha: {tp_degree: 8, cores: ["0-7"]}
+  beta: {tp_degree: 2, replicas: 2, max_batch: 8}
+  sleeper: {replicas: {min: 0, max: 1}}
+"""
+BACK_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LiveFleet]:
+    live = LiveFleet(SPEC)
+    try:
+        yield live.wait_ready()
+    finally:
+        live.clean()
+
+
+def echo_text(prompt: str, count: int) -> str:
+    return bytes(echo_tokens(list(prompt.encode()), count)).decode()
+
+
+class Streamed:
+    """A streamed completion that is read in the background."""
+
+    def __init__(self, fleet: LiveFleet, model: str, prompt: str, max_tokens: int) -> None:
+        self.text = ""
+        self.error: dict[str, Any] | None = None
+        self.done = threading.Event()
+        self.begun = threading.Event()
+        self._body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        self._thread = threading.Thread(target=self._read, args=(fleet.url,), daemon=True)
+        self._thread.start()
+
+    def _read(self, url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=self._body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    self.error = event.get("error", self.error)
+                    self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+                    self.begun.set()
+        self.done.set()
+
+
+class Sent:
+    """A plain completion that has been sent, and whose answer is read later."""
+
+    def __init__(self, fleet: LiveFleet, body: dict[str, Any]) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", fleet.port, timeout=60)
+        self._connection.request("POST", "/v1/completions", json.dumps(body))
+
+    def answer(self) -> Any:
+        return json.loads(self._connection.getresponse().read())
+
+
+def complete(fleet: LiveFleet, model: str, prompt: str = "hello", **fields: Any) -> httpx.Response:
+    return fleet.http.post("/v1/completions", json={"model": model, "prompt": prompt, **fields})
+
+
+def wait_ready_again(fleet: LiveFleet, id: str, before: dict[str, Any]) -> dict[str, Any]:
+    def back() -> dict[str, Any] | None:
+        now: dict[str, Any] = fleet.replica(id)
+        return now if now["state"] == "ready" and now["pid"] != before["pid"] else None
+
+    found: dict[str, Any] = until(back, BACK_S, f"{id} is back")
+    return found
+
+
+def test_status_tells_models_replicas_and_cores(fleet: LiveFleet) -> None:
+    """The documented JSON, with the numbers of the host adding up."""
+    status = fleet.status()
+
+    models = {model["name"]: model for model in status["models"]}
+    assert {name: model["state"] for name, model in models.items()} == {
+        "alpha": "ready",
+        "beta": "ready",
+        "sleeper": "unloaded",
+    }
+    (replica,) = models["alpha"]["replicas"]
+    assert replica.keys() >= {"id", "host", "cores", "state", "pid", "restarts", "reason"}
+    assert (replica["id"], replica["host"], replica["cores"]) == ("alpha/0", "inf2.48xlarge/0", "0-7")
+    assert psutil.pid_exists(replica["pid"])
+    (host,) = status["hosts"]
+    assert (host["leased"], host["free"], host["quarantined"], host["cores"]) == (12, 12, 0, 24)
+    assert re.search(r"^alpha/0 +ready +0-7 ", fleet.corewright("status").stdout, re.MULTILINE)
+
+
+def test_each_replica_has_its_own_process_with_its_own_cores(fleet: LiveFleet) -> None:
+    """The environment of a replica's process is the planned one, and only it holds its cores."""
+    held = held_cores(Home(fleet.home).claims(0))
+    for id, cores in (("alpha/0", range(8)), ("beta/0", range(8, 10)), ("beta/1", range(10, 12))):
+        replica = fleet.replica(id)
+        environment = psutil.Process(replica["pid"]).environ()
+        assert environment["NEURON_RT_VISIBLE_CORES"] == replica["cores"] == f"{cores[0]}-{cores[-1]}"
+        assert "NEURON_RT_NUM_CORES" not in environment
+        assert {held[core] for core in cores} == {replica["pid"]}
+    assert len(held) == 12
+
+
+def test_answers_are_exact_under_load(fleet: LiveFleet) -> None:
+    """40 requests at once to two models: each gets its own text."""
+    answers: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        response = complete(fleet, ("alpha", "beta")[i % 2], f"request {i}", max_tokens=10 + i % 7)
+        answers[i] = response.json()["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert answers == {i: echo_text(f"request {i}", 10 + i % 7) for i in range(40)}
+
+
+def test_a_model_with_min_0_starts_on_its_first_request(fleet: LiveFleet) -> None:
+    """The request waits for the load and is answered."""
+    assert complete(fleet, "sleeper", max_tokens=4).json()["choices"][0]["text"] == echo_text("hello", 4)
+    assert fleet.replica("sleeper/0")["state"] == "ready"
+
+
+def test_a_second_process_cannot_claim_a_core_of_a_replica(fleet: LiveFleet) -> None:
+    """The lock refuses with the runtime's own message, and names the owner."""
+    with pytest.raises(CoresTaken, match=r"NeuronCore.s. not available - Requested:nc6-nc9 Available:0") as refused:
+        CoreClaim(Home(fleet.home).claims(0), range(6, 10))
+    assert refused.value.owners[6] == fleet.replica("alpha/0")["pid"]
+
+
+SECOND_ACTOR = """
+import ray, sys
+ray.init(address=sys.argv[1], namespace="corewright", log_to_driver=False, logging_level="error")
+@ray.remote(num_cpus=0)
+class Holder:
+    def held(self):
+        return True
+taken = Holder.options(resources={"nc7": 1.0}).remote()
+free = Holder.options(resources={"nc20": 1.0}).remote()
+assert ray.get(free.held.remote(), timeout=30)
+_, waiting = ray.wait([taken.held.remote()], timeout=3)
+print("pending" if waiting else "HELD")
+"""
+
+
+def test_ray_gives_no_second_actor_a_core_of_a_replica(fleet: LiveFleet) -> None:
+    """An actor that asks for a leased core stays pending, while one that asks for a free core runs."""
+    record = Home(fleet.home).read_record()
+    assert record is not None
+
+    result = subprocess.run(
+        [sys.executable, "-c", SECOND_ACTOR, record.ray_address],
+        env=fleet.env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+    assert result.stdout.strip() == "pending", result.stderr
+
+
+def test_a_killed_replica_comes_back_on_its_cores_and_disturbs_no_other(fleet: LiveFleet) -> None:
+    """kill -9: its streams end with an error event, unbegun requests are answered all the same, others go on."""
+    before = fleet.replica("alpha/0")
+    other = Streamed(fleet, "beta", "undisturbed", 1500)
+    broken = Streamed(fleet, "alpha", "broken", 3000)
+    assert broken.begun.wait(20)
+    assert other.begun.wait(20)
+    unary = Sent(fleet, {"model": "alpha", "prompt": "retried", "max_tokens": 600})
+    assert complete(fleet, "alpha", max_tokens=1).status_code == 200  # so the one before it is on the replica
+
+    os.kill(before["pid"], signal.SIGKILL)
+
+    assert broken.done.wait(20)
+    assert broken.error is not None
+    assert broken.error["code"] == "replica_lost"
+    after = wait_ready_again(fleet, "alpha/0", before)
+    assert (after["cores"], after["restarts"]) == ("0-7", before["restarts"] + 1)
+    assert unary.answer()["choices"][0]["text"] == echo_text("retried", 600)
+    assert other.done.wait(60)
+    assert other.text == echo_text("undisturbed", 1500)
+    assert fleet.replica("beta/0")["restarts"] == 0
+
+
+def test_a_killed_controller_adopts_the_replicas_and_breaks_no_stream(fleet: LiveFleet) -> None:
+    """The controller is started again by Ray; replicas keep their processes, and a stream its every token."""
+    before = {r["id"]: r["pid"] for model in fleet.status()["models"] for r in model["replicas"]}
+    stream = Streamed(fleet, "beta", "unbroken", 1500)
+    assert stream.begun.wait(20)
+    controller = next(
+        process
+        for process in map(psutil.Process, fleet.processes())
+        if "ControllerActor" in " ".join(process.cmdline())
+    )
+
+    controller.kill()
+
+    assert stream.done.wait(60)
+    assert stream.text == echo_text("unbroken", 1500)
+
+    def answers() -> bool:
+        return fleet.corewright("status").returncode == 0
+
+    until(answers, BACK_S, "the controller answers again")
+    after = {r["id"]: r["pid"] for model in fleet.status()["models"] for r in model["replicas"]}
+    assert after == before
+    assert fleet.http.get("/readyz").status_code == 200
+
+
+def test_a_killed_gateway_is_back(fleet: LiveFleet) -> None:
+    """Serve starts the gateway again on the same port, and it finds the replicas."""
+    gateway = next(
+        process
+        for process in map(psutil.Process, fleet.processes())
+        if "ServeReplica:gateway" in " ".join(process.cmdline())
+    )
+
+    gateway.kill()
+    gateway.wait(10)
+
+    def answers() -> bool:
+        try:
+            return complete(fleet, "beta", max_tokens=2).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    until(answers, BACK_S, "the gateway answers again")
+
+
+def test_plan_against_the_fleet_tells_what_would_change(fleet: LiveFleet, tmp_path: Path) -> None:
+    """The running spec needs nothing (exit code 0); another one names its changes (2)."""
+    other = tmp_path / "other.yaml"
+    other.write_text(SPEC.replace("tp_degree: 2, replicas: 2", "tp_degree: 2, replicas: 3"))
+
+    same = fleet.corewright("plan", str(fleet.spec))
+    more = fleet.corewright("plan", str(other), "-o", "json")
+
+    assert (same.returncode, "nothing to do" in same.stdout) == (0, True), same.stdout + same.stderr
+    assert more.returncode == 2
+    assert json.loads(more.stdout)["changes"] == [{"replica": "beta/2", "change": "start"}]
+
+
+def test_a_second_up_in_the_same_home_is_refused(fleet: LiveFleet) -> None:
+    """One home, one fleet; and nothing of the running one is touched."""
+    result = fleet.corewright("up", str(fleet.spec), "--port", "1")
+
+    assert result.returncode == 1
+    assert "error[fleet-already-running]" in result.stderr
+    assert fleet.http.get("/readyz").status_code == 200
+
+
+def test_a_port_that_is_taken_is_refused(fleet: LiveFleet, tmp_path: Path) -> None:
+    """SO_REUSEPORT must not let a second fleet share the port silently."""
+    result = subprocess.run(
+        [*fleet.process.args[:3], "--port", str(fleet.port)],  # type: ignore[index]
+        env={**fleet.env, "COREWRIGHT_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert result.returncode == 1
+    assert "error[port-in-use]" in result.stderr
+
+
+def test_the_admin_api_needs_the_token(fleet: LiveFleet) -> None:
+    """Without the token of fleet.json nothing is told or done; the file is the user's own."""
+    record = Home(fleet.home).read_record()
+    assert record is not None
+
+    refused = httpx.post(f"{record.admin_url}/admin/v1/down", headers={"Authorization": "Bearer wrong"})
+
+    assert refused.status_code == 401
+    assert Home(fleet.home).record_file.stat().st_mode & 0o777 == 0o600
+    assert fleet.http.get("/readyz").status_code == 200
+
+
+# Ends. Each of these has a fleet of its own, in one home, and the last leaves nothing.
+
+
+def test_down_drains_a_running_stream_and_leaves_nothing(fleet: LiveFleet) -> None:
+    """`down` lets a live stream end, then every process, socket and claim is gone; `up` exits with 0."""
+    stream = Streamed(fleet, "beta", "last words", 400)
+    assert stream.begun.wait(20)
+
+    result = fleet.corewright("down")
+
+    assert result.returncode == 0, result.stderr
+    assert fleet.process.wait(40) == 0
+    assert stream.done.wait(10)
+    assert stream.text == echo_text("last words", 400)
+    assert fleet.processes() == []
+    assert held_cores(Home(fleet.home).claims(0)) == {}
+    assert not Home(fleet.home).sockets.exists()
+    assert fleet.corewright("status").returncode == 1
+
+
+def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(fleet: LiveFleet) -> None:
+    """Within 10 s of the next `up` no process and no claim of the old fleet is left, and the new one becomes ready."""
+    first = LiveFleet(fleet.spec, home=fleet.home).wait_ready()
+    old = [psutil.Process(pid) for pid in first.processes()]
+    assert old
+    first.process.kill()
+    first.process.wait()
+
+    began = time.monotonic()
+    second = LiveFleet(fleet.spec, home=fleet.home)
+    try:
+        until(lambda: not any(process.is_running() for process in old), 10, "the old processes are gone")
+        assert time.monotonic() - began < 10
+        second.wait_ready()
+        claims = held_cores(Home(fleet.home).claims(0))
+        assert not set(claims.values()) & {process.pid for process in old}
+        assert len(claims) == 12
+        assert second.stop(signal.SIGINT) == 0
+        assert second.processes() == []
+    finally:
+        if second.process.poll() is None:
+            second.process.kill()
+
+
+def test_a_replica_that_cannot_start_shows_why_while_others_serve(fleet: LiveFleet) -> None:
+    """A checkpoint that is missing is named in `status` with the last log lines; a second signal ends `up` at once."""
+    broken = fleet.home / "broken.yaml"
+    broken.write_text(
+        "hosts: {emulate: inf2.xlarge}\n"
+        "models:\n"
+        "  good: {engine: echo}\n"
+        "  bad: {source: ./no-such-folder, engine: cpu}\n"
+    )
+    live = LiveFleet(broken, home=fleet.home)
+    try:
+
+        def failed() -> Any:
+            result = live.corewright("status", "-o", "json")
+            models = json.loads(result.stdout)["models"] if result.returncode == 0 else []
+            return next((r for m in models for r in m["replicas"] if r["id"] == "bad/0" and r["log"]), None)
+
+        replica = until(failed, 60, "the cause is told")
+        assert "model-not-found" in replica["reason"]
+        assert "no-such-folder" in replica["reason"]
+        assert any("model-not-found" in line for line in replica["log"])
+        until(lambda: complete(live, "good", max_tokens=2).status_code == 200, 20, "the other model serves")
+        refused = complete(live, "bad", max_tokens=2)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable")
+        assert live.http.get("/readyz").status_code == 503
+    finally:
+        live.process.send_signal(signal.SIGTERM)
+        live.process.send_signal(signal.SIGTERM)
+        live.process.wait(30)
+    assert live.processes() == []
