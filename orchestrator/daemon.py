@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -21,6 +22,8 @@ from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, e
 from orchestrator.version import corewright_version
 from placements.topology import Host
 from workers import host as this_host
+
+log = logging.getLogger(__name__)
 
 LEFTOVERS_DEADLINE_S = 8.0
 LAST_DEADLINE_S = 5.0
@@ -124,7 +127,8 @@ class Daemon:
         self._home.prepare()
 
     def _start(self) -> FleetRecord:
-        from orchestrator import cluster  # Ray: seconds to import, and only here
+        self._home.secure_ray()  # before Ray is imported: it reads its settings then
+        from orchestrator import cluster
 
         os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(self._home.path)
@@ -145,12 +149,19 @@ class Daemon:
             version=corewright_version(),
         )
         self._home.write_record(record)  # before any process is started, so that the next `up` finds what is left
-        self._home.secure_ray()
         self._tell("starting Ray")
         cpus = this_host.usable_cpus()
         cores = max((host.cores for host in self._hosts), default=0)
         self._ray_up = True
-        addresses = cluster.start_ray(self._home.ray, cores=cores, cpus=len(cpus), dashboard=self._options.dashboard)
+        try:
+            addresses = cluster.start_ray(
+                self._home.ray, cores=cores, cpus=len(cpus), dashboard=self._options.dashboard
+            )
+        except Exception as error:  # of many kinds, with pages of text
+            log.exception("Ray does not start")
+            cause = str(error).strip().splitlines()[0]
+            hint = f"its logs are under {self._home.ray}; ours is {self._home.logs / 'daemon.log'}"
+            raise UpError("ray-not-started", f"Ray does not start: {cause}", hint) from None
         self._listen_to_signals()
         dashboard = addresses.get("webui_url")
         record = record_with(

@@ -19,7 +19,7 @@ def read_checkpoints(spec: Spec) -> tuple[dict[str, Checkpoint], tuple[Problem, 
     checkpoints: dict[str, Checkpoint] = {}
     problems: list[Problem] = []
     for model in spec.models:
-        if model.engine == "echo":
+        if model.engine == "echo" or "source" in model.broken:
             continue
         where = spec.where("models", model.name, "source")
         if model.source_path is None:

@@ -13,7 +13,7 @@ from placements.checks import check
 from placements.engines import resolve
 from placements.hosts import Machine, hosts_for
 from placements.parse import parse
-from placements.problems import Problem
+from placements.problems import Problem, in_order
 from placements.spec import Spec
 from placements.topology import Host
 from workers import host as this_host
@@ -75,7 +75,7 @@ def examine(text: str, name: str, base_dir: str, machine: Machine) -> SpecFile:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
     hosts = hosts_for(parsed.spec, machine)
     checkpoints, unread = read_checkpoints(parsed.spec)
-    problems = (*parsed.problems, *unread, *check(parsed.spec, hosts, checkpoints))
+    problems = in_order((*parsed.problems, *unread, *check(parsed.spec, hosts, checkpoints)))
     return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, checkpoints, problems)
 
 

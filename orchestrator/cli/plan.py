@@ -42,7 +42,7 @@ def make_plan(file: SpecFile, fleet: AdminClient | None) -> PlanResult:
     data = result.as_dict()
     data["problems"] = [problem.as_dict() for problem in problems]
     data["changes"] = changes
-    return PlanResult(data, _table(file, result, changes), problems, bool(result.unplaced), bool(changes))
+    return PlanResult(data, _table(file, result, changes), problems, not result.complete, bool(changes))
 
 
 def _running(status: dict[str, Any]) -> list[Running]:

@@ -1,0 +1,41 @@
+"""Placement -> environment of its process. It is complete before the process imports anything of Neuron or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placements.cores import CoreRange
+
+
+def environment(
+    model: str, replica: int, cores: CoreRange | None, threads: int, cpus: Sequence[int] = ()
+) -> dict[str, str]:
+    """The variables of one replica.
+
+    NEURON_RT_VISIBLE_CORES is "a-b", or "a": optimum-neuron reads no other form. NEURON_RT_NUM_CORES is never set, for
+    optimum-neuron takes the smaller of the two. ``cpus`` empty means that the process is not bound to CPUs.
+    """
+    env = {
+        "NEURON_PROCESS_TAG": f"{model}/{replica}",  # neuron-monitor shows it as neuron_runtime_tag
+        "OMP_NUM_THREADS": str(threads),
+        "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1",  # otherwise Ray rewrites the range
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cores is not None:
+        env["NEURON_RT_VISIBLE_CORES"] = str(cores)
+    if threads > 1:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of two processes on shared CPUs cost a factor of 30
+    if cpus:
+        env["COREWRIGHT_CPUS"] = cpu_list(cpus)
+    return dict(sorted(env.items()))
+
+
+def cpu_list(cpus: Sequence[int]) -> str:
+    """CPU ids in the list form of taskset and cpuset, in the order given: "0-2,8-10"."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(CoreRange(first, last)) for first, last in runs)

@@ -1,0 +1,476 @@
+"""YAML text -> Spec, with every problem at the line and column of its key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from placements.engines import DTYPES, ENGINES
+from placements.places import Path, Place, Places
+from placements.problems import Problem, has_errors, in_order
+from placements.spec import NAME, NAME_RULE, HostsSpec, ModelSpec, Replicas, Reserve, Spec
+from placements.topology import TOPOLOGIES
+from placements.yamltree import BROKEN, Tree, read
+
+_M = TypeVar("_M", bound=BaseModel)
+
+_TOP = ("version", "name", "hosts", "defaults", "models")
+_HOSTS = tuple(HostsSpec.model_fields)
+_RESERVE = tuple(Reserve.model_fields)
+_REPLICAS = tuple(Replicas.model_fields)
+_MODEL = tuple(key for key in ModelSpec.model_fields if key not in ("name", "base_dir", "broken"))
+_DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores"))
+
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "tp_degree": ("tp", "tensor_parallel", "tensor_parallel_degree", "tensor_parallel_size", "num_cores", "tp_size"),
+    "max_batch": ("batch", "batch_size", "max_batch_size", "max_rolling_batch_size", "max_num_seqs", "slots"),
+    "max_len": ("n_positions", "max_model_len", "max_length", "max_seq_len", "seq_len", "sequence_length", "context"),
+    "source": ("model", "model_id", "model_path", "path", "checkpoint", "hf_model_id", "uri", "url"),
+    "dtype": ("amp", "torch_dtype", "precision", "data_type", "auto_cast_type"),
+    "neff_cache": ("cache", "compile_cache", "compiled_graph_path", "neuron_compile_cache_url", "neffs"),
+    "cores": ("core", "pins", "pin", "core_range", "visible_cores", "neuron_rt_visible_cores"),
+    "replicas": ("replica", "num_replicas", "instances"),
+    "engine": ("backend", "runtime", "model_loader"),
+    "max_queue": ("queue", "queue_size", "max_queue_size"),
+    "threads": ("omp", "omp_num_threads", "num_threads"),
+    "models": ("model",),
+    "hosts": ("host", "nodes", "machines"),
+    "defaults": ("default",),
+    "instance": ("instance_type", "type"),
+    "emulate": ("emulated", "emulation"),
+    "reserve": ("reserved",),
+    "count": ("num", "number", "replicas"),
+    "vcpus": ("cpus", "vcpu", "cpu"),
+    "min": ("minimum", "min_replicas"),
+    "max": ("maximum", "max_replicas"),
+}
+
+_VALUE_ALIASES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "f16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "f32": "fp32",
+    "float": "fp32",
+    "tnx": "transformers-neuronx",
+    "transformers_neuronx": "transformers-neuronx",
+    "nxdi": "nxd-inference",
+    "neuronx-distributed-inference": "nxd-inference",
+    "optimum": "optimum-neuron",
+    "torch-neuron": "torch-neuronx",
+    "hf": "cpu",
+    "transformers": "cpu",
+}
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {"engine": ENGINES, "dtype": DTYPES, "version": ("1",)}
+
+_WHOLE, _TEXT, _MAPPING = "a whole number", "text", "a mapping"
+_WANTS: Mapping[str, str] = {
+    "name": _TEXT,
+    "source": _TEXT,
+    "engine": "one of " + ", ".join(ENGINES),
+    "dtype": "one of " + ", ".join(DTYPES),
+    "cores": 'a list of ranges, like ["0-7"]',
+    "replicas": "a whole number, or {min: 1, max: 2}",
+    "neff_cache": _TEXT,
+    "threads": "share, lmi or a whole number from 1 to 1024",
+    "allow_head_padding": "true or false",
+    "allow_degrees": "a list of whole numbers, like [6]",
+    "hbm_overhead_gib": "a number of GiB",
+    "engine_options": "a mapping from option names to values",
+    "instance": _TEXT,
+    "emulate": _TEXT,
+    "reserve": "a mapping, like {vcpus: 8, cores: [23]}",
+    "hosts": "a mapping, like {instance: inf2.48xlarge}",
+    "defaults": _MAPPING,
+    "models": "a mapping from model names to their fields",
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a text says, as far as it can be understood, and everything wrong with it.
+
+    ``spec`` is there even when there are errors, so that `checks` can report theirs beside them: what could not be
+    read is left out and named in its ``broken``. Only a spec without errors may be acted upon (``ok``). None: nothing
+    was understood.
+    """
+
+    spec: Spec | None
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a spec, and no error."""
+        return self.spec is not None and not has_errors(self.problems)
+
+
+def parse(text: str | bytes, filename: str = "<spec>", base_dir: str | None = None) -> Parsed:
+    """Read a spec. Never raises for what the text holds.
+
+    ``filename`` is the name that problems give as the place; ``base_dir`` the folder where relative sources begin, by
+    default the current one.
+    """
+    tree = read(text, filename)
+    spec = None if tree.value is BROKEN else _Reader(tree, base_dir or ".").spec()
+    return Parsed(spec, in_order(tree.problems))
+
+
+class _Reader:
+    """Turns the tree of one document into a Spec, and collects problems in the tree."""
+
+    def __init__(self, tree: Tree, base_dir: str) -> None:
+        self._tree = tree
+        self._base_dir = base_dir
+        self._defaults_places: dict[str, list[tuple[Path, Place]]] = {}
+
+    def spec(self) -> Spec | None:
+        if not isinstance(self._tree.value, dict):
+            self._wrong_type((), "the spec", _MAPPING)
+            return None
+        top = self._known(self._tree.value, _TOP, ())
+        broken = {key for key, value in top.items() if value is BROKEN}
+        plain: dict[str, Any] = {key: top[key] for key in ("version", "name") if key in top}
+        head = self._validated(Spec, plain, (), broken)
+        hosts = self._hosts(top, broken)
+        models = self._models(top, broken)
+        return Spec(
+            version=1,
+            name=head.name if head else "fleet",
+            hosts=hosts,
+            models=models,
+            base_dir=self._base_dir,
+            places=Places(self._tree.filename, self._tree.places),
+            broken=frozenset(broken),
+        )
+
+    def _hosts(self, top: dict[str, Any], broken: set[str]) -> HostsSpec | None:
+        path: Path = ("hosts",)
+        value = top.get("hosts")
+        if value is None and "hosts" not in top:
+            return None
+        if not isinstance(value, dict):
+            if value is not BROKEN:
+                self._wrong_type(path, "hosts", _WANTS["hosts"])
+            broken.add("hosts")
+            return None
+        values = self._known(value, _HOSTS, path)
+        if isinstance(values.get("reserve"), dict):
+            values["reserve"] = self._known(values["reserve"], _RESERVE, (*path, "reserve"))
+        missing: set[str] = {key for key, value in values.items() if value is BROKEN}
+        for key in ("instance", "emulate"):
+            name = values.get(key)
+            if isinstance(name, str) and name not in TOPOLOGIES:
+                self._unknown_instance((*path, key), key, name)
+                missing.add(key)
+        given = [key for key in ("instance", "emulate") if key in values]
+        if len(given) != 1:
+            what = "hosts names both instance and emulate" if given else "hosts names no instance type"
+            hint = "keep one of the two" if given else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
+            self._report("hosts-ambiguous", path, what, hint)
+            missing.add("instance")
+        hosts = self._validated(HostsSpec, values, path, missing)
+        if missing:
+            broken.add("hosts")
+            return None
+        return hosts
+
+    def _unknown_instance(self, path: Path, key: str, name: str) -> None:
+        supported = ", ".join(TOPOLOGIES)
+        if name.startswith(("trn", "inf1")):
+            what = f'{key} "{name}" is not supported yet; supported are {supported}'
+            self._report("unsupported-instance", path, what, "plan for one of the inf2 types")
+            return
+        close = difflib.get_close_matches(name, TOPOLOGIES, 1)
+        what = f'{key} "{name}" is not an instance type; supported are {supported}'
+        self._report("unknown-instance", path, what, _did_you_mean(close) or "take one of these")
+
+    def _models(self, top: dict[str, Any], broken: set[str]) -> tuple[ModelSpec, ...]:
+        defaults, broken_defaults = self._defaults(top)
+        value = top.get("models")
+        if isinstance(value, dict) and value:
+            models = [self._model(name, fields, defaults, broken_defaults) for name, fields in value.items()]
+            if None in models:
+                broken.add("models")
+            return tuple(model for model in models if model is not None)
+        if value is BROKEN:
+            return ()
+        broken.add("models")
+        if value is None or value == {}:
+            path: Path = ("models",) if "models" in top else ()
+            what = "the spec lists no models"
+            self._report("missing-key", path, what, "add models: {NAME: {source: ...}}")
+        else:
+            self._wrong_type(("models",), "models", _WANTS["models"])
+        return ()
+
+    def _defaults(self, top: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+        value = top.get("defaults")
+        if value is None or value is BROKEN:
+            return {}, set()
+        if not isinstance(value, dict):
+            self._wrong_type(("defaults",), "defaults", _WANTS["defaults"])
+            return {}, set()
+        values = self._known(value, _DEFAULTS, ("defaults",))
+        broken: set[str] = set()
+        self._replicas_keys(values, ("defaults", "replicas"))
+        self._validated(ModelSpec, {**values, "name": "defaults", "source": "./"}, ("defaults",), broken)
+        for known, place in self._tree.places.items():
+            if known[:1] == ("defaults",) and len(known) > 1:
+                self._defaults_places.setdefault(str(known[1]), []).append((known[2:], place))
+        return {key: value for key, value in values.items() if key not in broken}, broken
+
+    def _model(self, name: str, fields: Any, defaults: dict[str, Any], broken_defaults: set[str]) -> ModelSpec | None:
+        path: Path = ("models", name)
+        usable = NAME.fullmatch(name) is not None
+        if not usable:
+            what = f'the model name "{_short(name)}" cannot be used: a name has {NAME_RULE}'
+            self._report("bad-name", path, what, "rename the model; the name is part of paths and actor names")
+        if fields is BROKEN:
+            return None
+        if not isinstance(fields, dict):
+            self._wrong_type(path, f'model "{_short(name)}"', "a mapping, like {source: ./models/tiny}")
+            return None
+        own = self._known(fields, _MODEL, path)
+        self._replicas_keys(own, (*path, "replicas"))
+        for key in defaults.keys() - own.keys():
+            self._inherit(path, key)
+        values = {**defaults, **own, "name": name if usable else "model", "base_dir": self._base_dir}
+        broken = broken_defaults - own.keys()
+        if "source" not in own and values.get("engine") == "echo":
+            values["source"] = "echo"  # it has no checkpoint
+        elif "source" not in own:
+            self._report("missing-key", path, f'model "{_short(name)}" has no source', _SOURCE_HINT)
+            broken.add("source")
+        if broken & {"source"}:
+            values["source"] = "./"
+        model = self._validated(ModelSpec, values, path, broken)
+        if model is None or not usable:
+            return None
+        source = "" if "source" in broken else model.source
+        return model.model_copy(update={"broken": frozenset(broken), "source": source})
+
+    def _inherit(self, path: Path, key: str) -> None:
+        """Where a model takes a default, the default's place stands for it."""
+        for rest, place in self._defaults_places.get(key, ()):
+            self._tree.places[(*path, key, *rest)] = place
+
+    def _replicas_keys(self, values: dict[str, Any], path: Path) -> None:
+        if isinstance(values.get("replicas"), dict):
+            values["replicas"] = self._known(values["replicas"], _REPLICAS, path)
+
+    def _known(self, values: dict[str, Any], allowed: tuple[str, ...], path: Path) -> dict[str, Any]:
+        """The known keys. A key that is surely a misspelt one is reported, and read as what it was meant to be."""
+        result: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in allowed:
+                result[key] = value
+                continue
+            meant = _meant(key, allowed)
+            where = (*path, key)
+            hint = _did_you_mean([meant] if meant else []) or _belongs(key, path)
+            hint = hint or f"known here are {', '.join(allowed)}"
+            self._report("unknown-key", where, f'"{_short(key)}" is not a known key{_of(path)}', hint)
+            if meant and meant not in values and meant not in result:
+                result[meant] = value
+                for known in [known for known in self._tree.places if known[: len(where)] == where]:
+                    renamed = (*path, meant, *known[len(where) :])
+                    self._tree.places[renamed] = self._tree.places[known]
+                    if known in self._tree.written:
+                        self._tree.written[renamed] = self._tree.written[known]
+        return result
+
+    def _validated(self, kind: type[_M], values: dict[str, Any], path: Path, broken: set[str]) -> _M | None:
+        """A value of ``kind``; fields that cannot be read are reported, left out, and added to ``broken``.
+
+        Good pins beside bad ones stay, for the rules that judge each pin.
+        """
+        values = dict(values)
+        for _ in range(2):
+            try:
+                return kind.model_validate(values)
+            except ValidationError as failure:
+                errors = failure.errors()
+                self._explain(errors, path)
+                for field in {str(error["loc"][0]) for error in errors if error["loc"]}:
+                    broken.add(field)
+                    items = {error["loc"][1] for error in errors if error["loc"][0] == field and error["loc"][1:]}
+                    if field == "cores" and items:
+                        self._remove_items(values, path, field, items)
+                    elif field == "source":
+                        values[field] = "./"
+                    else:
+                        values.pop(field, None)
+        return None
+
+    def _remove_items(self, values: dict[str, Any], path: Path, field: str, items: set[Any]) -> None:
+        """Take items out of a list; the places of those behind them move up."""
+        kept = [i for i in range(len(values[field])) if i not in items]
+        values[field] = [values[field][i] for i in kept]
+        for new, old in enumerate(kept):
+            place = self._tree.places.get((*path, field, old))
+            if place:
+                self._tree.places[(*path, field, new)] = place
+
+    def _explain(self, errors: list[ErrorDetails], path: Path) -> None:
+        seen: set[Path] = set()
+        for error in errors:
+            if error["input"] is BROKEN or (isinstance(error["input"], list) and BROKEN in error["input"]):
+                continue  # told by the tree
+            where = self._known_path(path, error["loc"])
+            if where not in seen:  # a union fails once for each of its members
+                seen.add(where)
+                self._explain_one(error, where)
+
+    def _known_path(self, path: Path, loc: tuple[int | str, ...]) -> Path:
+        """pydantic's location as a path of keys: the names of union members are left out."""
+        where = path
+        for part in loc:
+            if (*where, part) not in self._tree.places and (*where, part) not in self._tree.written:
+                break
+            where = (*where, part)
+        return where
+
+    def _explain_one(self, error: ErrorDetails, where: Path) -> None:
+        label = _label(where)
+        field = next((str(part) for part in reversed(where) if isinstance(part, str)), "")
+        written = self._tree.written.get(where)
+        shown = _shown(written.text, written.kind, written.plain) if written else "empty"
+        kind, context = error["type"], error.get("ctx", {})
+        if kind == "value_error":
+            id = {"cores": "bad-range", "source": "bad-source", "neff_cache": "bad-source", "name": "bad-name"}
+            what = str(context.get("error", error["msg"]))
+            self._report(id.get(field, "wrong-type"), where, f"{label}: {what}", _VALUE_HINTS.get(field, ""))
+        elif kind in _BOUNDS:
+            word = _BOUNDS[kind]
+            bound = next(iter(context.values()), "")
+            self._report(
+                "out-of-range", where, f"{label} is {shown}; it must be {word} {bound}", _BOUND_HINTS.get(field, "")
+            )
+        elif kind == "literal_error" and field in _CHOICES and written and written.kind in ("text", "a number"):
+            text = str(error["input"])
+            close = _VALUE_ALIASES.get(text.lower()) or next(
+                iter(difflib.get_close_matches(text.lower(), _CHOICES[field], 1)), ""
+            )
+            close = close if close in _CHOICES[field] else ""
+            known = ", ".join(_CHOICES[field])
+            self._report(
+                "unknown-value", where, f"{label} is {shown}; known: {known}", _did_you_mean([close] if close else [])
+            )
+        else:
+            self._wrong_type(where, label, _wanted(where, field))
+
+    def _wrong_type(self, where: Path, label: str, wanted: str) -> None:
+        written = self._tree.written.get(where)
+        if written is None or written.kind == "empty":
+            self._report("wrong-type", where, f"{label} is empty; it must be {wanted}", "")
+            return
+        shown = _shown(written.text, written.kind, written.plain)
+        if (
+            written.plain
+            and written.kind in ("a boolean", "a number")
+            and wanted in (_TEXT, _WANTS["engine"], _WANTS["dtype"])
+        ):
+            reading = "a number"
+            if written.kind == "a boolean":
+                reading = "true" if written.text.lower() in ("on", "yes", "true") else "false"
+            what = f"{label} is {written.text}, which YAML reads as {reading}; it must be {wanted}"
+            self._report("yaml-unquoted", where, what, f'write "{written.text}" in quotes')
+            return
+        hint = ""
+        if written.kind == "text" and not written.plain and wanted.startswith("a whole number"):
+            hint = "write the number without quotes"
+        if where == ("models",) and written.kind == "a list":
+            hint = "write each model as NAME: {source: ...} instead of a list item"
+        self._report("wrong-type", where, f"{label} is {shown}, {written.kind}; it must be {wanted}", hint)
+
+    def _report(self, id: str, path: Path, what: str, hint: str) -> None:
+        self._tree.report(id, self._nearest(path), what, hint)
+
+    def _nearest(self, path: Path) -> Place:
+        for length in range(len(path), 0, -1):
+            if path[:length] in self._tree.places:
+                return self._tree.places[path[:length]]
+        return self._tree.places.get((), Place(1, 1))
+
+
+_SOURCE_HINT = "add source: ./path, s3://bucket/prefix or a hub id"
+_BOUNDS = {
+    "greater_than_equal": "at least",
+    "less_than_equal": "at most",
+    "greater_than": "more than",
+    "less_than": "less than",
+}
+_BOUND_HINTS = {
+    "replicas": "a model that starts on its first request has replicas: {min: 0, max: 1}",
+    "max": "a model that starts on its first request has replicas: {min: 0, max: 1}",
+}
+_VALUE_HINTS = {
+    "cores": 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well',
+    "source": "a source is a path, s3://bucket/prefix or a hub id like org/model",
+}
+
+
+def _label(path: Path) -> str:
+    """ "tp_degree", "cores[1]", "replicas.max": the path as people say it, without the model's name."""
+    parts = path[2:] if path[:1] == ("models",) and len(path) > 2 else path[1:] if len(path) > 1 else path
+    label = ""
+    for part in parts:
+        label += f"[{part}]" if isinstance(part, int) else f".{part}" if label else part
+    return label or "the spec"
+
+
+def _wanted(where: Path, field: str) -> str:
+    if where[-2:-1] == ("engine_options",):
+        return "a number, text, true or false"
+    if isinstance(where[-1] if where else "", int):
+        return {"cores": 'a range, like "0-7"', "allow_degrees": _WHOLE}.get(field, _WHOLE)
+    if where[:2] == ("hosts", "reserve") and field == "cores":
+        return 'a list of core ids, like [20, "22-23"]'
+    return _WANTS.get(field, _WHOLE)
+
+
+def _shown(text: str, kind: str, plain: bool) -> str:
+    return f'"{text}"' if kind == "text" and plain else text
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _meant(key: str, allowed: tuple[str, ...]) -> str | None:
+    plain = key.lower().replace("-", "_").replace(" ", "_")
+    for known in allowed:
+        if plain == known or plain in _ALIASES.get(known, ()):
+            return known
+    return next(iter(difflib.get_close_matches(plain, allowed, 1, 0.7)), None)
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return f'did you mean "{names[0]}"?' if names else ""
+
+
+def _belongs(key: str, path: Path) -> str:
+    if key == "name" and path[:1] == ("models",):
+        return "the name of a model is the key that its fields stand under"
+    if path == ("defaults",) and key in _MODEL:
+        return f"{key} belongs to each model"
+    if not path and key in _MODEL:
+        return f"{key} belongs to a model, or to defaults"
+    if not path and key in _HOSTS:
+        return f"{key} belongs under hosts"
+    return ""
+
+
+def _of(path: Path) -> str:
+    if not path:
+        return " of a spec"
+    if path[0] == "models":
+        return f' of model "{_short(str(path[1]))}"' if len(path) == 2 else f" of {path[-1]}"
+    return f" of {'.'.join(str(part) for part in path)}"

@@ -1,0 +1,358 @@
+"""One test or more for each rule of placements.checks, told through the text of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from placements.checkpoints import Checkpoint
+from placements.checks import check
+from placements.hosts import Machine
+from placements.spec import Spec
+from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B, PLAIN, brief, host, model, problems_of
+
+REAL = "hosts: {instance: inf2.48xlarge}\n"
+TWO = "hosts: {instance: inf2.48xlarge, count: 2}\n"
+
+
+def one(fields: str, hosts: str = REAL) -> str:
+    """A spec of one model; its fields begin at 4:5."""
+    return f"{hosts}models:\n  a:\n    {fields}\n    source: ./a\n"
+
+
+def ids(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machine: Machine = LAPTOP) -> list[str]:
+    return brief(problems_of(text, checkpoints, machine))
+
+
+def whats(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machine: Machine = LAPTOP) -> list[str]:
+    return [problem.what for problem in problems_of(text, checkpoints, machine)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        # inside the host
+        ("{cores: ['16-23'], tp_degree: 8}", []),
+        ("{cores: ['20-27'], tp_degree: 8}", ["pin-outside-host 3:15"]),
+        ("{cores: ['inf2.48xlarge/0:24'], tp_degree: 1}", ["pin-outside-host 3:15"]),
+        # known hosts
+        ("{cores: ['inf2.48xlarge/1:0-7'], tp_degree: 8}", ["pin-unknown-host 3:15"]),
+        # length
+        ("{cores: ['0-7'], tp_degree: 4}", ["pin-length 3:15"]),
+        ("{cores: ['0-7']}", ["pin-length 3:15"]),
+        # alignment: legal, not preferred, judges pins
+        ("{cores: ['2-9'], tp_degree: 8}", []),
+        ("{cores: ['1-8'], tp_degree: 8}", ["pin-misaligned 3:15"]),
+        ("{cores: ['1-2'], tp_degree: 2}", ["pin-misaligned 3:15"]),
+        ("{cores: ['7'], tp_degree: 1}", []),
+        ("{cores: ['2-7'], tp_degree: 6, allow_degrees: [6]}", []),
+        ("{cores: ['3-8'], tp_degree: 6, allow_degrees: [6]}", ["pin-misaligned 3:15"]),
+        ("{cores: ['12-23'], tp_degree: 12, allow_degrees: [12]}", []),
+        ("{cores: ['2-13'], tp_degree: 12, allow_degrees: [12]}", ["pin-misaligned 3:15"]),
+        # degrees
+        ("{tp_degree: 24}", []),
+        ("{tp_degree: 6}", ["illegal-degree 3:7"]),
+        ("{tp_degree: 6, allow_degrees: [6]}", []),
+        ("{tp_degree: 6, allow_degrees: [10]}", ["illegal-degree 3:7"]),
+        ("{tp_degree: 12}", ["undocumented-degree 3:7"]),
+        ("{tp_degree: 32}", ["degree-exceeds-host 3:7"]),
+        ("{tp_degree: 32, allow_degrees: [32]}", ["degree-exceeds-host 3:7"]),
+        # replicas
+        ("{cores: ['0-1', '2-3'], tp_degree: 2}", ["too-many-pins 3:22"]),
+        ("{cores: ['0-1', '2-3'], tp_degree: 2, replicas: {min: 0, max: 2}}", []),
+        ("{replicas: {min: 3, max: 2}}", ["min-exceeds-max 3:18"]),
+        ("{tp_degree: 8, replicas: {min: 1, max: 3}}", []),
+        ("{tp_degree: 8, replicas: {min: 1, max: 4}}", ["max-never-fits 3:40"]),
+        ("{tp_degree: 8, replicas: 4}", ["max-never-fits 3:21"]),
+        # cores that are not taken
+        ("{cores: ['0-7'], tp_degree: 8, engine: cpu}", ["pin-without-effect 3:7"]),
+        ("{tp_degree: 7, engine: cpu}", []),
+    ],
+)
+def test_rules_about_one_model(fields: str, found: list[str]) -> None:
+    """Each on a real inf2.48xlarge, at its place."""
+    text = f"{REAL}models:\n  a: {fields[:-1]}, source: ./a}}\n"
+    assert ids(text) == found
+
+
+def test_a_pin_outside_is_told_with_the_cores_that_exist() -> None:
+    """Quotes the pin, names the host and its cores."""
+    assert whats(one("cores: ['20-27']\n    tp_degree: 8")) == [
+        'pin "20-27" ends at core 27; inf2.48xlarge/0 has cores 0-23'
+    ]
+
+
+def test_a_pin_on_reserved_cores_names_them() -> None:
+    """Reserved cores are nobody's."""
+    hosts = "hosts: {instance: inf2.48xlarge, reserve: {cores: [5, '22-23']}}\n"
+    assert whats(one("cores: ['16-23']\n    tp_degree: 8", hosts)) == ['pin "16-23" takes reserved cores 22, 23']
+
+
+def test_an_overlap_is_told_at_the_later_pin() -> None:
+    """The shared cores as a range, and the other model."""
+    text = REAL + (
+        "models:\n  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n  b: {source: ./b, tp_degree: 8, cores: ['4-11']}\n"
+    )
+    assert (ids(text), whats(text)) == (
+        ["pin-overlap 4:42"],
+        ['pin "4-11" of "b" shares cores 4-7 with "a", "0-7"'],
+    )
+
+
+def test_overlaps_of_three_are_all_told() -> None:
+    """Each pair once, at the later of the two."""
+    text = REAL + (
+        "models:\n"
+        "  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n"
+        "  b: {source: ./b, tp_degree: 8, cores: ['4-11']}\n"
+        "  c: {source: ./c, tp_degree: 8, cores: ['6-13']}\n"
+    )
+    assert whats(text) == [
+        'pin "4-11" of "b" shares cores 4-7 with "a", "0-7"',
+        'pin "6-13" of "c" shares cores 6-7 with "a", "0-7"',
+        'pin "6-13" of "c" shares cores 6-11 with "b", "4-11"',
+    ]
+
+
+def test_pins_of_one_model_may_not_overlap_either() -> None:
+    """Two replicas cannot share a core, whose ever they are; one core is no range."""
+    text = one("cores: ['0-1', '1-2']\n    tp_degree: 2\n    replicas: 2")
+    assert 'pin "1-2" of "a" shares core 1 with another pin of "a", "0-1"' in whats(text)
+
+
+def test_on_one_host_a_pin_that_names_it_clashes_with_one_that_names_none() -> None:
+    """There is nowhere else to go."""
+    text = REAL + (
+        "models:\n"
+        "  a: {source: ./a, tp_degree: 2, cores: ['4-5']}\n"
+        "  b: {source: ./b, tp_degree: 2, cores: ['inf2.48xlarge/0:4-5']}\n"
+    )
+    assert ids(text) == ["pin-overlap 4:42"]
+
+
+def test_pins_that_two_models_merge_from_one_mapping_overlap() -> None:
+    """The place is where the pin is written, and both models are named."""
+    text = REAL + ("models:\n  a: &a {source: ./a, tp_degree: 2, cores: ['4-5']}\n  b: {<<: *a}\n")
+    assert (ids(text), whats(text)) == (
+        ["pin-overlap 3:45"],
+        ['pin "4-5" of "b" shares cores 4-5 with "a", "4-5"'],
+    )
+
+
+def test_pins_on_different_hosts_do_not_overlap() -> None:
+    """Also where one of them names no host and may go to the other."""
+    text = TWO + (
+        "models:\n"
+        "  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n"
+        "  b: {source: ./b, tp_degree: 8, cores: ['inf2.48xlarge/0:0-7']}\n"
+    )
+    assert ids(text) == []
+
+
+def test_pins_overlap_when_no_host_is_left_for_them() -> None:
+    """Three times the same range on two hosts."""
+    text = TWO + "models:\n" + "".join(f"  {m}: {{source: ./a, tp_degree: 8, cores: ['0-7']}}\n" for m in "abc")
+    assert whats(text) == ['pin "0-7" of "c" shares cores 0-7 with "a", "0-7", and no other of 2 hosts is left for it']
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "more", "found"),
+    [
+        (25, 1, "", []),
+        (25, 8, "", ["heads-not-divisible 4:5"]),
+        (25, 8, "\n    allow_head_padding: true", []),
+        (32, 24, "", ["heads-not-divisible 4:5"]),
+        (32, 8, "", []),
+    ],
+)
+def test_tp_degree_divides_the_heads(heads: int, tp: int, more: str, found: list[str]) -> None:
+    """Strict, unless the spec allows padding."""
+    checkpoint = Checkpoint("llama", heads, heads, 1, heads * 64, 64, 64, 100, None, False, 1000)
+    assert ids(one(f"tp_degree: {tp}{more}"), {"a": checkpoint}) == found
+
+
+def test_heads_that_do_not_divide_name_the_degrees_that_do() -> None:
+    """gpt2-xl is documented for tp 1 only."""
+    (problem,) = problems_of(one("tp_degree: 8\n    max_len: 512"), {"a": GPT2_XL})
+    assert (problem.what, problem.hint.split(",")[0]) == (
+        "tp_degree 8 does not divide the 25 attention heads of a",
+        "take 1",
+    )
+
+
+def test_memory_prints_every_term_and_a_degree_that_fits() -> None:
+    """Llama-2-7B with 32 slots of 4096 on two cores."""
+    text = one("tp_degree: 2\n    max_batch: 32\n    max_len: 4096")
+    (problem,) = problems_of(text, {"a": LLAMA_2_7B})
+    assert (problem.id, problem.what, problem.hint) == (
+        "hbm-exceeded",
+        "a does not fit into memory with tp_degree 2, max_batch 32, max_len 4096, bf16: weights 6.28 + KV cache 32.00 "
+        "+ overhead 1.60 = 39.88 GiB on each core, more than 0.95 x 16 = 15.20 GiB of HBM",
+        "tp_degree 8 needs 11.17 GiB on each core; or lower max_batch or max_len, or set hbm_overhead_gib if you "
+        "measured the overhead",
+    )
+
+
+def test_memory_that_fits_is_not_mentioned() -> None:
+    """The same on eight cores; and the limit is 0.95 of the HBM, itself included."""
+    assert ids(one("tp_degree: 8\n    max_batch: 32\n    max_len: 4096"), {"a": LLAMA_2_7B}) == []
+
+
+def test_the_overhead_override_decides_a_close_case() -> None:
+    """13.55 GiB of weights and KV: 1.6 GiB of overhead fit, 2 do not."""
+    close = "max_len: 2048\n    max_batch: 1\n    hbm_overhead_gib: "
+    assert (ids(one(close + "1.6"), {"a": LLAMA_2_7B}), ids(one(close + "2"), {"a": LLAMA_2_7B})) == (
+        [],
+        ["hbm-exceeded 3:3"],
+    )
+
+
+def test_memory_of_an_emulated_host_is_judged_like_a_real_one() -> None:
+    """With the cpu engine's fp32: 25.1 GiB of weights on one core."""
+    text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./a, max_batch: 1}}"
+    assert [found for found in ids(text, {"a": LLAMA_2_7B}) if "threads" not in found] == ["hbm-exceeded 2:10"]
+
+
+def test_cpu_models_on_a_real_host_use_no_hbm() -> None:
+    """Nor do the degree and the heads matter there."""
+    assert ids(one("engine: cpu\n    tp_degree: 3"), {"a": LLAMA_2_7B}) == []
+
+
+def test_max_len_is_within_the_checkpoint_s_positions() -> None:
+    """An explicit length only; the default gives way by itself."""
+    assert (
+        ids(one("max_len: 2048"), {"a": GPT2_XL}),
+        ids(one("max_len: 1024"), {"a": GPT2_XL}),
+        ids(one("tp_degree: 1"), {"a": GPT2_XL}),
+    ) == (
+        ["max-len-exceeds-positions 4:5"],
+        [],
+        [],
+    )
+
+
+def test_without_a_checkpoint_its_rules_are_skipped() -> None:
+    """No checkpoint, no findings about heads, memory and length."""
+    assert ids(one("tp_degree: 24\n    max_len: 100000\n    max_batch: 512")) == []
+
+
+def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
+    """The plan is still of use."""
+    text = "hosts: {emulate: inf2.xlarge}\nmodels:\n  a: {engine: nxd-inference, source: ./a}\n"
+    problems = problems_of(text)
+    assert [(problem.id, problem.severity, problem.where) for problem in problems] == [
+        ("engine-needs-neuron", "warning", "f.yaml:3:7")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ("engine: echo\n    engine_options: {step_ms: 5}", []),
+        ("engine: echo\n    engine_options: {step: 5}", ["unknown-engine-option 5:22"]),
+        ("engine: cpu\n    engine_options: {step_ms: 5}", ["unknown-engine-option 5:22"]),
+    ],
+)
+def test_engine_options_are_those_of_the_engine(fields: str, found: list[str]) -> None:
+    """An option that the engine does not know would do nothing."""
+    assert ids(one(fields)) == found
+
+
+@pytest.mark.parametrize(
+    ("reserve", "found"),
+    [
+        ("{vcpus: 3, cores: [1]}", []),
+        ("{vcpus: 4}", ["reserve-exceeds-host 1:42"]),
+        ("{vcpus: 99}", ["reserve-exceeds-host 1:42"]),
+        ("{cores: [1, 2]}", ["reserve-outside-host 1:42"]),
+    ],
+)
+def test_the_reserve_leaves_something_of_the_host(reserve: str, found: list[str]) -> None:
+    """On an inf2.xlarge of 4 vCPUs and 2 cores."""
+    assert ids(f"hosts: {{instance: inf2.xlarge, reserve: {reserve}}}\nmodels: {{a: {{source: ./a}}}}") == found
+
+
+@pytest.mark.parametrize(
+    ("models", "threads"),
+    [
+        ("a: {source: ./a, tp_degree: 8, replicas: 2}", None),  # 1 + 1 threads on 2 CPUs
+        ("a: {source: ./a, tp_degree: 8, replicas: 3}", 3),
+        ("a: {source: ./a, tp_degree: 8, replicas: {min: 0, max: 3}}", 3),  # could run
+        ("a: {source: ./a, tp_degree: 24}", None),  # a share of exactly 2
+        ("a: {source: ./a, replicas: 900}", 24),  # no more than cores allow
+        ("a: {source: ./a, tp_degree: 8, replicas: 2}, b: {source: ./b, tp_degree: 12, replicas: 2}", None),
+        ("a: {source: ./a, tp_degree: 8, replicas: 2}, b: {source: ./b, tp_degree: 4, replicas: 2}", 4),
+        ("a: {source: ./a, threads: 3}", 3),
+        ("a: {source: ./a, tp_degree: 2, threads: lmi}", 4),
+    ],
+)
+def test_threads_beyond_the_budget_are_a_warning(models: str, threads: int | None) -> None:
+    """When replicas that fit on the cores together could exceed the CPUs; two of them here."""
+    found = [p for p in problems_of(f"hosts: {{emulate: inf2.48xlarge}}\nmodels: {{{models}}}") if "threads" in p.id]
+    told = [(p.id, p.severity, f"could run {threads} threads together" in p.what) for p in found]
+    assert told == ([("threads-oversubscribed", "warning", True)] if threads else [])
+
+
+def test_the_arithmetic_of_threads_is_told_once_for_each_degree() -> None:
+    """Two models of one degree, one sum."""
+    text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./a, replicas: 2}, b: {source: ./b, replicas: 2}}"
+    assert whats(text) == [
+        "replicas of this spec could run 4 threads together on inf2.48xlarge/0, which has 2 - 0 = 2 CPUs for them "
+        "(tp 1: floor((2 - 0) x 1 / 24) = 0, at least 1)"
+    ]
+
+
+def test_shares_of_a_real_host_never_exceed_it() -> None:
+    """A host full of single cores stays within 184 of 192 CPUs."""
+    assert ids(one("replicas: 24")) == []
+
+
+def test_max_counts_the_min_of_models_that_rank_as_high() -> None:
+    """b's min stands in the way of a's max; c ranks lower and does not."""
+    text = REAL + (
+        "models:\n"
+        "  a: {source: ./a, tp_degree: 8, replicas: {min: 1, max: 3}, priority: 1}\n"
+        "  b: {source: ./b, tp_degree: 8, priority: 1}\n"
+        "  c: {source: ./c, tp_degree: 8, replicas: 1}\n"
+    )
+    assert whats(text) == ["max 3 of a can never fit: there is room for 2 beside the min of the others"]
+
+
+def test_rules_that_read_a_broken_field_are_skipped() -> None:
+    """One mistake is not told twice in other words."""
+    assert ids(one("tp_degree: eight\n    cores: ['0-7']")) == ["wrong-type 4:5"]
+
+
+def test_a_misspelt_key_is_read_as_what_it_means() -> None:
+    """tp: 8 beside a pin of eight cores is one mistake, not two."""
+    assert ids(one("tp: 8\n    cores: ['0-7']")) == ["unknown-key 4:5"]
+
+
+def test_broken_pins_do_not_hide_overlaps_of_good_ones() -> None:
+    """Everything that can be judged is."""
+    text = REAL + (
+        "models:\n"
+        "  a: {source: ./a, tp_degree: 8, cores: ['0-7']}\n"
+        "  b: {source: ./b, tp_degree: 8, cores: ['0-x', '4-11'], replicas: 2}\n"
+    )
+    assert ids(text) == ["bad-range 4:42", "pin-overlap 4:49"]
+
+
+def test_broken_hosts_leave_rules_about_the_spec_alone() -> None:
+    """No made-up host gives further errors."""
+    text = "hosts: {instance: inf2.4xl}\nmodels:\n  a: {source: ./a, cores: ['90-99'], replicas: {min: 2, max: 1}}\n"
+    assert ids(text) == ["unknown-instance 1:9", "min-exceeds-max 3:49"]
+
+
+def test_the_real_machine_is_judged_when_hosts_are_omitted() -> None:
+    """An inf2.xlarge has two cores."""
+    assert ids("models:\n  a: {source: ./a, tp_degree: 8}", machine=Machine(tuple(range(4)), "inf2.xlarge")) == [
+        "degree-exceeds-host 2:20"
+    ]
+
+
+def test_mixed_hosts_are_judged_by_those_where_cores_are_taken() -> None:
+    """A plain CPU host beside a Neuron host does not make a degree illegal."""
+    spec = Spec(models=(model("a", 8, "0-7", engine="nxd-inference"),))
+    assert check(spec, [PLAIN, host()]) == ()

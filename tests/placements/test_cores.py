@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from placements.cores import CoreRange
+
+
+@pytest.mark.parametrize("text", ["0", "5", "4-7", "0-23", "0-127"])
+def test_notation_survives_parse_and_str(text: str) -> None:
+    """What is written as a core range is printed the same."""
+    assert str(CoreRange.parse(text)) == text
+
+
+def test_one_core_written_as_a_range_is_printed_as_one_id() -> None:
+    """NEURON_RT_VISIBLE_CORES of one core is "a", never "a-a"."""
+    assert str(CoreRange.parse("4-4")) == "4"
+
+
+@pytest.mark.parametrize(
+    "text", ["", " 4", "4-", "-4", "4--7", "4-7-9", "a-b", "4.0", "07", "0x4", "９", "4-1000", "4\n"]
+)
+def test_other_notation_is_refused_with_the_text_quoted(text: str) -> None:
+    """Every refusal quotes what was written."""
+    with pytest.raises(ValueError, match="is not a core range") as caught:
+        CoreRange.parse(text)
+    assert f'"{text}"' in str(caught.value)
+
+
+def test_a_list_is_refused_as_a_list() -> None:
+    """A comma list is told apart from nonsense."""
+    with pytest.raises(ValueError, match='"0,1" is a list; a core range is contiguous'):
+        CoreRange.parse("0,1")
+
+
+def test_a_range_that_runs_backwards_is_refused_with_its_remedy() -> None:
+    """The sentence holds the range the other way round."""
+    with pytest.raises(ValueError, match=r'"7-4" runs backwards.*"4-7"'):
+        CoreRange.parse("7-4")
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3)])
+def test_an_impossible_range_cannot_be_built(first: int, last: int) -> None:
+    """No CoreRange is empty or negative."""
+    with pytest.raises(ValueError):
+        CoreRange(first, last)
+
+
+def test_a_range_is_a_collection_of_core_ids() -> None:
+    """len, iteration and `in` agree."""
+    cores = CoreRange(4, 7)
+    assert (len(cores), list(cores), 4 in cores, 8 in cores, "4" in cores) == (4, [4, 5, 6, 7], True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"), [("0-7", "4-11", "4-7"), ("0-7", "8-9", "None"), ("0-7", "7", "7"), ("2", "0-3", "2")]
+)
+def test_overlap_is_what_both_hold(one: str, other: str, shared: str) -> None:
+    """Overlap is symmetric, and None when nothing is shared."""
+    a, b = CoreRange.parse(one), CoreRange.parse(other)
+    assert (str(a.overlap(b)), str(b.overlap(a))) == (shared, shared)
+
+
+def test_alignment_is_that_of_the_first_core() -> None:
+    """8-15 begins at a multiple of 8, 4-11 does not."""
+    assert (CoreRange(8, 15).aligned(8), CoreRange(4, 11).aligned(8)) == (True, False)
+
+
+def test_ranges_order_by_first_core() -> None:
+    """Sorting puts ranges in the order of the host."""
+    assert sorted([CoreRange(8, 9), CoreRange(0, 7), CoreRange(0, 3)]) == [
+        CoreRange(0, 3),
+        CoreRange(0, 7),
+        CoreRange(8, 9),
+    ]

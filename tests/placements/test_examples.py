@@ -1,0 +1,51 @@
+"""The specs in placements/examples, which the docs show, are good."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+import placements
+from placements.checkpoints import Checkpoint
+from placements.checks import check
+from placements.hosts import hosts_for
+from placements.parse import parse
+from placements.plan import plan
+from placements.problems import has_errors
+from placements.spec import json_schema
+from tests.placements.fleets import LAPTOP
+
+EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))
+
+
+def test_there_are_examples() -> None:
+    """The slice has at least two."""
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
+    """No problem but a warning of this machine's few CPUs, no opt-out, and nothing unplaced even at every max."""
+    parsed = parse(path.read_bytes(), path.name, str(path.parent))
+    assert parsed.spec is not None
+    checkpoints = {}
+    for model in parsed.spec.models:
+        config = Path(model.source_path or "") / "config.json"
+        if model.source_kind == "path":
+            checkpoints[model.name] = Checkpoint.from_config(json.loads(config.read_text()))
+    hosts = hosts_for(parsed.spec, LAPTOP)
+    problems = (*parsed.problems, *check(parsed.spec, hosts, checkpoints))
+    drawn = plan(parsed.spec, hosts, checkpoints, wanted={m.name: m.replicas.max for m in parsed.spec.models})
+    assert (has_errors(problems), {problem.id for problem in problems} - {"threads-oversubscribed"}) == (False, set())
+    assert drawn.unplaced == ()
+    assert not any(m.allow_head_padding or m.allow_degrees or m.hbm_overhead_gib for m in parsed.spec.models)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_agrees_with_the_json_schema(path: Path) -> None:
+    """Editors do not underline it."""
+    jsonschema.validate(yaml.safe_load(path.read_text()), json_schema())

@@ -1,0 +1,71 @@
+"""Golden files: a spec -> the exact rendered problems, or the exact plan.
+
+A spec under tests/golden/problems/ is compared with its .txt, one under tests/golden/plans/ with its .json and its core
+map, .map. UPDATE_GOLDEN=1 writes them anew; read the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from placements.checkpoints import Checkpoint
+from placements.checks import check
+from placements.explain import core_map
+from placements.hosts import hosts_for
+from placements.parse import parse
+from placements.plan import plan
+from placements.problems import in_order, render
+from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CHECKPOINTS = {"./llama-2-7b": LLAMA_2_7B, "./gpt2-xl": GPT2_XL}
+
+
+def specs(folder: str) -> list[Path]:
+    return sorted((GOLDEN / folder).glob("*.yaml"))
+
+
+def expected(path: Path, actual: str) -> str:
+    """The golden text, which is ``actual`` itself while UPDATE_GOLDEN is set."""
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(actual)
+    return path.read_text()
+
+
+def checkpoints(text: str) -> dict[str, Checkpoint]:
+    spec = parse(text).spec
+    models = spec.models if spec else ()
+    return {model.name: CHECKPOINTS[model.source] for model in models if model.source in CHECKPOINTS}
+
+
+@pytest.mark.parametrize("path", specs("problems"), ids=lambda path: path.stem)
+def test_a_bad_spec_gives_exactly_these_problems(path: Path) -> None:
+    """Every problem of the file, with place, fact and remedy."""
+    text = path.read_text()
+    parsed = parse(text, path.name)
+    problems = parsed.problems
+    if parsed.spec is not None:
+        problems = in_order((*problems, *check(parsed.spec, hosts_for(parsed.spec, LAPTOP), checkpoints(text))))
+    assert render(problems) == expected(path.with_suffix(".txt"), render(problems))
+
+
+@pytest.mark.parametrize("path", specs("plans"), ids=lambda path: path.stem)
+def test_a_spec_gives_exactly_this_plan(path: Path) -> None:
+    """The JSON of `plan`, on fixed CPUs, and its core map."""
+    parsed = parse(path.read_text(), path.name)
+    assert parsed.spec is not None
+    hosts = hosts_for(parsed.spec, LAPTOP)
+    drawn = plan(parsed.spec, hosts, {}).with_problems((*parsed.problems, *check(parsed.spec, hosts, {})))
+    actual = json.dumps(drawn.as_dict(), indent=2) + "\n"
+    assert actual == expected(path.with_suffix(".json"), actual)
+    assert core_map(drawn, hosts) == expected(path.with_suffix(".map"), core_map(drawn, hosts))
+
+
+@pytest.mark.parametrize("folder", ["problems", "plans"])
+def test_there_are_golden_specs(folder: str) -> None:
+    """A test that collects no file proves nothing."""
+    assert len(specs(folder)) >= 3

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from placements.hosts import Machine, default_reserve, hosts_for
+from placements.parse import parse
+from placements.spec import HostsSpec, Spec
+from placements.topology import TOPOLOGIES, Host
+from tests.placements.fleets import LAPTOP
+
+BIG = TOPOLOGIES["inf2.48xlarge"]
+
+
+def wish(**hosts: object) -> Spec:
+    return Spec(hosts=HostsSpec.model_validate(hosts))
+
+
+def test_an_instance_is_planned_from_its_topology_alone() -> None:
+    """Whatever this machine is, the hosts are those of the instance type."""
+    assert hosts_for(wish(instance="inf2.48xlarge", count=2), LAPTOP) == (
+        Host("inf2.48xlarge/0", BIG, tuple(range(192)), 8),
+        Host("inf2.48xlarge/1", BIG, tuple(range(192)), 8),
+    )
+
+
+def test_an_emulated_host_has_the_machine_s_cpus_and_reserves_none() -> None:
+    """Only the accelerator is emulated."""
+    assert hosts_for(wish(emulate="inf2.48xlarge"), LAPTOP) == (
+        Host("inf2.48xlarge/0", BIG, (0, 1), 0, frozenset(), emulated=True),
+    )
+
+
+def test_emulated_hosts_divide_the_machine_s_cpus() -> None:
+    """Each CPU belongs to one of them, so thread budgets add up."""
+    hosts = hosts_for(wish(emulate="inf2.xlarge", count=3), Machine(cpus=(3, 4, 5, 6, 7)))
+    assert [host.cpus for host in hosts] == [(3,), (4, 5), (6, 7)]
+
+
+def test_more_emulated_hosts_than_cpus_share_them() -> None:
+    """No host is left without a CPU."""
+    assert all(host.cpus for host in hosts_for(wish(emulate="inf2.xlarge", count=5), LAPTOP))
+
+
+def test_without_hosts_the_machine_s_own_type_is_taken() -> None:
+    """A real inf2.8xlarge, with its real CPUs and the default reserve."""
+    cpus = tuple(range(32))
+    assert hosts_for(Spec(), Machine(cpus, "inf2.8xlarge")) == (
+        Host("inf2.8xlarge/0", TOPOLOGIES["inf2.8xlarge"], cpus, 2),
+    )
+
+
+@pytest.mark.parametrize("instance", [None, "trn1.32xlarge", "m5.large"])
+def test_without_hosts_and_without_neuron_one_inf2_48xlarge_is_emulated(instance: str | None) -> None:
+    """What a laptop gets."""
+    (host,) = hosts_for(Spec(), Machine((0, 1), instance))
+    assert (host.name, host.emulated) == ("inf2.48xlarge/0", True)
+
+
+def test_reserves_of_the_spec_are_taken() -> None:
+    """vCPUs and cores of `reserve`, on real and emulated hosts."""
+    reserve = {"vcpus": 4, "cores": [23, "20-21"]}
+    real = hosts_for(wish(instance="inf2.48xlarge", reserve=reserve), LAPTOP)[0]
+    emulated = hosts_for(wish(emulate="inf2.48xlarge", reserve={"vcpus": 1}), LAPTOP)[0]
+    assert (real.reserve_vcpus, real.reserved_cores, emulated.usable_cpus) == (4, {20, 21, 23}, (1,))
+
+
+@pytest.mark.parametrize(("vcpus", "reserve"), [(4, 1), (32, 2), (96, 4), (192, 8)])
+def test_the_default_reserve_is_four_percent(vcpus: int, reserve: int) -> None:
+    """Rounded up, at least 1."""
+    assert default_reserve(vcpus) == reserve
+
+
+def test_hosts_that_could_not_be_read_are_none() -> None:
+    """A misspelt instance type does not turn into an emulated host."""
+    spec = parse("hosts: {instance: inf2.4xlarge}\nmodels: {a: {source: ./a}}").spec
+    assert spec is not None
+    assert hosts_for(spec, LAPTOP) == ()

@@ -1,0 +1,411 @@
+"""What a spec's text may do wrong, and what is said about it. Rules about values are in test_checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from placements.parse import parse
+from placements.problems import Problem
+from placements.spec import Spec
+from tests.placements.fleets import brief
+
+MODELS = "models: {a: {source: ./a}}\n"
+
+
+def problems(text: str | bytes) -> tuple[Problem, ...]:
+    return parse(text, "f.yaml").problems
+
+
+def only(text: str | bytes) -> Problem:
+    (problem,) = problems(text)
+    return problem
+
+
+def model(fields: str) -> str:
+    """A spec of one model; its fields begin at line 3, column 5."""
+    return f"models:\n  a:\n    {fields}\n    source: ./a\n"
+
+
+def test_a_good_spec_has_no_problems() -> None:
+    """Everything that DESIGN shows in one file."""
+    text = """
+    version: 1
+    name: chat-fleet
+    hosts: {instance: inf2.48xlarge, count: 1, reserve: {vcpus: 8, cores: [23]}}
+    defaults: {engine: transformers-neuronx, dtype: bf16}
+    models:
+      llama-2-7b-chat:
+        source: s3://models/llama-2-7b-chat-hf
+        tp_degree: 8
+        max_batch: 8
+        max_len: 4096
+        cores: ["0-7"]
+        replicas: {min: 1, max: 2}
+        neff_cache: s3://neffs/llama-2-7b-chat
+        priority: 10
+      tiny: {source: ./models/tiny, engine: cpu, replicas: {min: 0, max: 4}}
+    """
+    assert problems(text) == ()
+
+
+def test_defaults_are_taken_by_models_that_say_nothing() -> None:
+    """A model's own value outweighs the default."""
+    spec = parse(
+        "defaults: {engine: cpu, tp_degree: 2}\nmodels: {a: {source: ./a}, b: {source: ./b, tp_degree: 4}}"
+    ).spec
+    assert spec is not None
+    assert [(m.engine, m.tp_degree) for m in spec.models] == [("cpu", 2), ("cpu", 4)]
+
+
+def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
+    """Checks point at the defaults when the value comes from there."""
+    spec = parse("defaults:\n  tp_degree: 3\nmodels: {a: {source: ./a}}", "f.yaml").spec
+    assert spec is not None
+    assert spec.where("models", "a", "tp_degree") == "f.yaml:2:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "id", "where", "part"),
+    [
+        # YAML itself
+        ("models: [", "yaml-syntax", "1:10", "expected"),
+        ("models:\n\ta: 1", "yaml-syntax", "2:1", "a tab stands"),
+        ("a: b: c", "yaml-syntax", "1:5", "mapping values are not allowed"),
+        ("models: *x", "yaml-syntax", "1:9", "undefined alias"),
+        ("models: \x00", "yaml-syntax", "1:9", "U+0000"),
+        (b"models:\n a\xff", "yaml-syntax", "2:3", "0xff is not UTF-8"),
+        ("", "spec-empty", "1:1", "no content"),
+        ("# only a comment\n", "spec-empty", "1:1", "no content"),
+        ("---\n...\n", "spec-empty", "1:1", "no content"),
+        ("- a\n", "wrong-type", "1:1", "the spec is - a, a list"),
+        ("hello", "wrong-type", "1:1", 'the spec is "hello", text'),
+        (MODELS + "---\n" + MODELS, "yaml-many-documents", "3:1", "second document"),
+        ("models:\n  a: {source: !x y}", "yaml-tag", "2:15", '"!x"'),
+        (model("max_len: !!python/name:os.system x"), "yaml-tag", "3:14", "python/name:os.system"),
+        (model("max_len: !secret x"), "yaml-tag", "3:14", '"!secret"'),
+        # keys
+        (model("tp_degre: 8"), "unknown-key", "3:5", '"tp_degre"'),
+        (model("source: ./b"), "duplicate-key", "4:5", "the first is at line 3"),
+        (MODELS + MODELS, "duplicate-key", "2:1", '"models" is given twice; the first is at line 1'),
+        ("models:\n  a: {source: ./a}\n  a: {source: ./b}", "duplicate-key", "3:3", '"a"'),
+        ("nmae: x\n" + MODELS, "unknown-key", "1:1", '"nmae"'),
+        ("models:\n  on: {source: ./a}", "yaml-unquoted", "2:3", "the key on is true in YAML"),
+        ("models:\n  7: {source: ./a}", "yaml-unquoted", "2:3", "the key 7 is a number in YAML"),
+        ("models:\n  ? [a]\n  : {}\n  b: {source: ./a}", "wrong-type", "2:5", "the key [a] is not a word"),
+        # what must be there
+        ("version: 1", "missing-key", "1:1", "lists no models"),
+        ("{}", "missing-key", "1:1", "lists no models"),
+        ("models: {}", "missing-key", "1:1", "lists no models"),
+        ("models:\n", "missing-key", "1:1", "lists no models"),
+        ("models:\n  a: {tp_degree: 2}", "missing-key", "2:3", 'model "a" has no source'),
+        ("models:\n  a: {}", "missing-key", "2:3", 'model "a" has no source'),
+        # shapes
+        ("models:\n  - name: a", "wrong-type", "1:1", "models is - name: a, a list"),
+        ("models: 3", "wrong-type", "1:1", "models is 3, a number"),
+        ("models:\n  a: ./a", "wrong-type", "2:3", 'model "a" is "./a", text'),
+        ("models:\n  a:", "wrong-type", "2:3", 'model "a" is empty'),
+        ("hosts: inf2.48xlarge\n" + MODELS, "wrong-type", "1:1", 'hosts is "inf2.48xlarge", text'),
+        ("hosts:\n" + MODELS, "wrong-type", "1:1", "hosts is empty"),
+        ("defaults: [cpu]\n" + MODELS, "wrong-type", "1:1", "defaults is [cpu], a list"),
+        # values
+        ("version: 2\n" + MODELS, "unknown-value", "1:1", "version is 2; known: 1"),
+        ("name: my fleet\n" + MODELS, "bad-name", "1:1", '"my fleet"'),
+        ("models:\n  a b: {source: ./a}", "bad-name", "2:3", '"a b"'),
+        (model("tp_degree: eight"), "wrong-type", "3:5", 'tp_degree is "eight", text; it must be a whole number'),
+        (model('tp_degree: "8"'), "wrong-type", "3:5", 'tp_degree is "8", text'),
+        (model("tp_degree: 8.0"), "wrong-type", "3:5", "tp_degree is 8.0, a number"),
+        (model("tp_degree: yes"), "wrong-type", "3:5", "tp_degree is yes, a boolean"),
+        (model("tp_degree: [8]"), "wrong-type", "3:5", "tp_degree is [8], a list"),
+        (model("tp_degree:"), "wrong-type", "3:5", "tp_degree is empty"),
+        (model("tp_degree: 0"), "out-of-range", "3:5", "tp_degree is 0; it must be at least 1"),
+        (model("tp_degree: 1000"), "out-of-range", "3:5", "tp_degree is 1000; it must be at most 128"),
+        (model("tp_degree: 010"), "yaml-number", "3:16", "010 is octal in YAML, so 8"),
+        (model("max_len: 1:30"), "yaml-number", "3:14", "base of 60"),
+        (model("max_len: " + "9" * 5000), "yaml-number", "3:14", "not a number that fits"),
+        (model("engine: tnx"), "unknown-value", "3:5", 'engine is "tnx"; known: auto, cpu, echo'),
+        (model("engine: on"), "yaml-unquoted", "3:5", "engine is on, which YAML reads as true"),
+        (model("dtype: bfloat16"), "unknown-value", "3:5", 'dtype is "bfloat16"'),
+        (model("threads: many"), "wrong-type", "3:5", 'threads is "many", text; it must be share, lmi or'),
+        (model("threads: 0"), "wrong-type", "3:5", "threads is 0"),
+        (model("allow_head_padding: 1"), "wrong-type", "3:5", "it must be true or false"),
+        (model("allow_degrees: 6"), "wrong-type", "3:5", "it must be a list of whole numbers"),
+        (model("allow_degrees: [6, x]"), "wrong-type", "3:24", 'allow_degrees[1] is "x"'),
+        (model("hbm_overhead_gib: .nan"), "out-of-range", "3:5", "hbm_overhead_gib is .nan"),
+        (model("hbm_overhead_gib: -1"), "out-of-range", "3:5", "it must be at least 0"),
+        (model("engine_options: 3"), "wrong-type", "3:5", "engine_options is 3, a number; it must be a mapping"),
+        (
+            model("engine_options: {a: [1]}"),
+            "wrong-type",
+            "3:22",
+            "engine_options.a is [1], a list; it must be a number",
+        ),
+        (model("neff_cache: gpt2"), "bad-source", "3:5", '"gpt2" is neither a path'),
+        (model("replicas: 0"), "out-of-range", "3:5", "replicas is 0; it must be at least 1"),
+        (model("replicas: many"), "wrong-type", "3:5", "a whole number, or {min: 1, max: 2}"),
+        (model("replicas: {min: 0, max: 0}"), "out-of-range", "3:24", "replicas.max is 0"),
+        (model("replicas: {min: 0, mxa: 2}"), "unknown-key", "3:24", '"mxa" is not a known key of replicas'),
+        (model("cores: 0-7"), "wrong-type", "3:5", 'cores is "0-7", text; it must be a list of ranges'),
+        (model('cores: ["7-0"]'), "bad-range", "3:13", '"7-0" runs backwards'),
+        (model('cores: ["0-7", "8-x"]'), "bad-range", "3:20", '"8-x" is not a core range'),
+        (model('cores: ["0,1"]'), "bad-range", "3:13", '"0,1" is a list'),
+        (model('cores: [":0-7"]'), "bad-range", "3:13", '":0-7" names no host'),
+        (model("cores: [4.5]"), "wrong-type", "3:13", "cores[0] is 4.5, a number; it must be a range"),
+        (model("cores: [-1]"), "bad-range", "3:13", '"-1" is not a core range'),
+        (model("cores: [true]"), "wrong-type", "3:13", "cores[0] is true"),
+        ("models:\n  a: {source: http://x/y}", "bad-source", "2:7", '"http://x/y" has an unknown scheme'),
+        ("models:\n  a: {source: yes}", "yaml-unquoted", "2:7", "source is yes, which YAML reads as true"),
+        ("models:\n  a: {source: 7}", "yaml-unquoted", "2:7", "source is 7, which YAML reads as a number"),
+        ("models:\n  a: {source: }", "wrong-type", "2:7", "source is empty"),
+        ("models:\n  a: {source: ''}", "bad-source", "2:7", '"" is not a hub id'),
+        # hosts
+        ("hosts: {count: 2}\n" + MODELS, "hosts-ambiguous", "1:1", "names no instance type"),
+        (
+            "hosts: {instance: inf2.xlarge, emulate: inf2.xlarge}\n" + MODELS,
+            "hosts-ambiguous",
+            "1:1",
+            "names both instance and emulate",
+        ),
+        ("hosts: {instance: inf2.4xlarge}\n" + MODELS, "unknown-instance", "1:9", '"inf2.4xlarge"'),
+        ("hosts: {emulate: trn1.32xlarge}\n" + MODELS, "unsupported-instance", "1:9", "supported are inf2.xlarge"),
+        ("hosts: {instance: 7}\n" + MODELS, "yaml-unquoted", "1:9", "instance is 7"),
+        ("hosts: {instance: inf2.xlarge, count: 0}\n" + MODELS, "out-of-range", "1:32", "count is 0"),
+        ("hosts: {instance: inf2.xlarge, reserve: 8}\n" + MODELS, "wrong-type", "1:32", "reserve is 8"),
+        (
+            "hosts: {instance: inf2.xlarge, reserve: {cores: 1}}\n" + MODELS,
+            "wrong-type",
+            "1:42",
+            "reserve.cores is 1, a number; it must be a list of core ids",
+        ),
+        (
+            'hosts: {instance: inf2.xlarge, reserve: {cores: ["x"]}}\n' + MODELS,
+            "bad-range",
+            "1:42",
+            '"x" is not a core range',
+        ),
+        ("hosts: {instance: inf2.xlarge, reserve: {cpus: 1}}\n" + MODELS, "unknown-key", "1:42", "hosts.reserve"),
+        # defaults
+        ("defaults: {source: ./a}\n" + MODELS, "unknown-key", "1:12", '"source" is not a known key of defaults'),
+        ("defaults: {engine: tnx}\n" + MODELS, "unknown-value", "1:12", 'engine is "tnx"'),
+        ("defaults: {replicas: {min: x}}\n" + MODELS, "wrong-type", "1:23", 'replicas.min is "x"'),
+    ],
+)
+def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, where: str, part: str) -> None:
+    """One mistake, one problem, with line and column, and the offending value as written."""
+    problem = only(text)
+    assert (problem.id, problem.severity, problem.where) == (id, "error", f"f.yaml:{where}")
+    assert part in problem.what
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (model("tp: 8"), 'did you mean "tp_degree"?'),
+        (model("tensor_parallel_degree: 8"), 'did you mean "tp_degree"?'),
+        (model("TP-Degree: 8"), 'did you mean "tp_degree"?'),
+        (model("batch_size: 8"), 'did you mean "max_batch"?'),
+        (model("n_positions: 512"), 'did you mean "max_len"?'),
+        (model("amp: bf16"), 'did you mean "dtype"?'),
+        (model("replica: 2"), 'did you mean "replicas"?'),
+        (model("max_lenn: 512"), 'did you mean "max_len"?'),
+        (model("name: x"), "the name of a model is the key that its fields stand under"),
+        (model("zzz: 8"), "known here are source, engine, dtype"),
+        ("tp_degree: 8\n" + MODELS, "tp_degree belongs to a model, or to defaults"),
+        ("instance: inf2.xlarge\n" + MODELS, "instance belongs under hosts"),
+        ("defaults: {cores: []}\n" + MODELS, "cores belongs to each model"),
+        ("model: {a: {source: ./a}}", 'did you mean "models"?'),
+        ("hosts: {instance: inf2.48xl}\n" + MODELS, 'did you mean "inf2.48xlarge"?'),
+        (model("engine: transformers_neuronx"), 'did you mean "transformers-neuronx"?'),
+        (model("dtype: float16"), 'did you mean "fp16"?'),
+        (model('max_len: "512"'), "write the number without quotes"),
+        (model("max_len: 0512"), "write 512 without leading zeros"),
+        (model("engine: no"), 'write "no" in quotes'),
+        ("models:\n\ta: 1", "indent with spaces, not with tabs"),
+        ("a: b: c", "needs quotes"),
+        ("models: [{source: ./a}]", "write each model as NAME: {source: ...} instead of a list item"),
+    ],
+)
+def test_the_hint_says_what_to_write(text: str, hint: str) -> None:
+    """Suggestions come from common names of other tools, then from likeness."""
+    assert any(hint in problem.hint for problem in problems(text))
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file() -> None:
+    """None hides another."""
+    text = """\
+version: 3
+hosts: {instance: inf2.4xl, reserve: {cpu: 1}}
+defaults: {engine: nope, source: x}
+models:
+  a: {tp: 8, cores: [x, 4.5, "0-7"], replicas: {max: no}}
+  a: {source: ./a}
+  "b c": {max_len: "9"}
+extra: 1
+"""
+    assert brief(problems(text)) == [
+        "unknown-value 1:1",
+        "unknown-instance 2:9",
+        "unknown-key 2:39",
+        "unknown-value 3:12",
+        "unknown-key 3:26",
+        "missing-key 5:3",
+        "unknown-key 5:7",
+        "bad-range 5:22",
+        "wrong-type 5:25",
+        "wrong-type 5:49",
+        "duplicate-key 6:3",
+        "bad-name 7:3",
+        "missing-key 7:3",
+        "wrong-type 7:11",
+        "unknown-key 8:1",
+    ]
+
+
+def test_what_could_be_read_is_still_there() -> None:
+    """Rules about the rest can be judged; what could not be read is named."""
+    parsed = parse('models:\n  a: {source: ./a, tp: 8, max_len: x, cores: ["0-x", "8-15"]}', "f.yaml")
+    assert parsed.spec is not None
+    (a,) = parsed.spec.models
+    assert (parsed.ok, a.tp_degree, a.broken, [str(pin) for pin in a.cores]) == (
+        False,
+        8,
+        {"max_len", "cores"},
+        ["8-15"],
+    )
+
+
+def test_a_pin_keeps_its_place_when_one_before_it_is_broken() -> None:
+    """The place of the second pin moves with it."""
+    spec = parse('models:\n  a: {source: ./a, cores: ["0-x", "8-15"]}', "f.yaml").spec
+    assert spec is not None
+    assert spec.where("models", "a", "cores", 0) == "f.yaml:2:35"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        model("cores: [010]"),
+        model("allow_degrees: [6, 010]"),
+        model("replicas: {min: 010}"),
+        model("replicas: 010"),
+        model("threads: 010"),
+        "hosts: {instance: inf2.xlarge, reserve: {cores: [010]}}\n" + MODELS,
+        "hosts: {instance: inf2.xlarge, reserve: {vcpus: 010}}\n" + MODELS,
+        "hosts: {instance: inf2.xlarge, reserve: 010}\n" + MODELS,
+        "hosts: 010\n" + MODELS,
+        "defaults: 010\n" + MODELS,
+        "defaults: {tp_degree: 010}\n" + MODELS,
+        "version: 010\n" + MODELS,
+        "models: 010\n",
+        "models: {a: 010}\n",
+        "010",
+    ],
+)
+def test_a_value_that_yaml_cannot_give_is_told_once(text: str) -> None:
+    """What the YAML reader reports is not reported again by the schema."""
+    assert only(text).id == "yaml-number"
+
+
+def test_a_value_that_yaml_cannot_give_is_named_as_broken() -> None:
+    """So that no rule judges the default in its place."""
+    spec = parse(model("tp_degree: 010")).spec
+    assert spec is not None
+    assert spec.models[0].broken == {"tp_degree"}
+
+
+def test_a_broken_default_is_told_once() -> None:
+    """Not once for each model that takes it."""
+    text = "defaults: {tp_degree: x}\nmodels: {a: {source: ./a}, b: {source: ./b}}"
+    parsed = parse(text, "f.yaml")
+    assert parsed.spec is not None
+    assert (brief(parsed.problems), [m.broken for m in parsed.spec.models]) == (
+        ["wrong-type 1:12"],
+        [{"tp_degree"}, {"tp_degree"}],
+    )
+
+
+def test_anchors_and_merges_work_and_problems_point_at_what_is_written() -> None:
+    """YAML's own way of sharing values; the mapping's own keys outweigh merged ones."""
+    text = """\
+models:
+  a: &small
+    source: ./a
+    tp_degree: 2
+  b:
+    <<: *small
+    tp_degree: x
+"""
+    parsed = parse(text, "f.yaml")
+    assert parsed.spec is not None
+    assert (brief(parsed.problems), [m.source for m in parsed.spec.models]) == (["wrong-type 7:5"], ["./a", "./a"])
+
+
+def test_a_list_of_merges_prefers_the_earlier() -> None:
+    """As YAML's merge key is defined."""
+    text = "models:\n  a: &a {source: ./a}\n  b: &b {source: ./b, tp_degree: 2}\n  c: {<<: [*a, *b]}\n"
+    spec = parse(text).spec
+    assert spec is not None
+    assert (spec.models[2].source, spec.models[2].tp_degree) == ("./a", 2)
+
+
+def test_merging_what_is_no_mapping_is_told() -> None:
+    """ "<<: 3"."""
+    assert only("models:\n  a: {<<: 3, source: ./a}").what == '"<<" merges mappings, and 3 is none'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(
+            f"{new}: &{new} [{', '.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "a: &a {k: v}\n"
+        + "".join(
+            f"{new}: &{new} {{<<: [{', '.join(['*' + old] * 9)}]}}\n"
+            for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "models: &a {a: *a}",
+        "models: &a [*a]",
+        "models: &a {<<: *a}",
+        "[" * 5000,
+        "[" * 30 + "]" * 30,
+        "models: " + "{a: " * 200 + "1" + "}" * 200,
+        "# " + "x" * 300_000,
+    ],
+    ids=["laughs", "merged laughs", "self", "self list", "self merge", "open", "deep", "deep maps", "long"],
+)
+def test_hostile_documents_are_refused(text: str) -> None:
+    """Aliases that explode, hold themselves, endless nesting and size end in one plain problem."""
+    assert {problem.id for problem in problems(text)} <= {"yaml-too-large", "yaml-syntax"}
+    assert problems(text)
+
+
+def test_dates_and_versions_are_text_where_text_is_wanted() -> None:
+    """A model may be called 2024-05-01; YAML's dates are of no use here."""
+    spec = parse("models: {2024-05-01: {source: org/2024-05-01}}").spec
+    assert spec is not None
+    assert [m.name for m in spec.models] == ["2024-05-01"]
+
+
+def test_a_core_may_be_written_as_a_number() -> None:
+    """cores: [5] is the range "5"."""
+    spec = parse(model("cores: [5]")).spec
+    assert spec is not None
+    assert str(spec.models[0].cores[0]) == "5"
+
+
+def test_a_byte_order_mark_is_no_problem() -> None:
+    """Some editors write one."""
+    assert problems("\ufeff" + MODELS) == problems(b"\xef\xbb\xbf" + MODELS.encode()) == ()
+
+
+def test_windows_line_ends_do_not_shift_lines() -> None:
+    """Line and column count as editors do."""
+    assert only("version: 1\r\nnmae: x\r\n" + MODELS).where == "f.yaml:2:1"
+
+
+def test_the_spec_holds_its_file_name_and_folder() -> None:
+    """For places and relative sources."""
+    spec = parse(MODELS, "specs/f.yaml", "/specs").spec
+    assert isinstance(spec, Spec)
+    assert (spec.filename, spec.base_dir, spec.models[0].source_path) == ("specs/f.yaml", "/specs", "/specs/a")

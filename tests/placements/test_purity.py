@@ -1,0 +1,49 @@
+"""placements is pure: it imports little, and reads neither files nor clocks."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import placements
+
+FILES = sorted(Path(placements.__path__[0]).glob("*.py"))
+ALLOWED = {"placements", "pydantic", "pydantic_core", "yaml", *sys.stdlib_module_names}
+IMPURE = {"time", "socket", "subprocess", "random", "threading", "asyncio", "logging", "os", "io", "shutil", "tempfile"}
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_only_the_standard_library_pydantic_and_yaml_are_imported() -> None:
+    """Neither Ray nor torch, nor the folders above."""
+    assert {path.name: sorted(imported(path) - ALLOWED) for path in FILES if imported(path) - ALLOWED} == {}
+
+
+def test_no_module_can_reach_clocks_files_or_processes() -> None:
+    """None of the standard modules that would is imported."""
+    assert {path.name: sorted(imported(path) & IMPURE) for path in FILES if imported(path) & IMPURE} == {}
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    """Importing all of it in a fresh process loads neither Ray nor torch nor transformers."""
+    modules = ", ".join(f"placements.{path.stem}" for path in FILES if path.stem != "__init__")
+    heavy = {"ray", "torch", "transformers", "workers", "orchestrator"}
+    code = f"import sys, {modules}; print({heavy} & set(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(placements.__path__[0]).parent,
+    )
+    assert run.stdout.strip() == "set()"

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import pickle
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+
+from placements.cores import CoreRange
+from placements.parse import parse
+from placements.spec import ModelSpec, Pin, Replicas, Spec, json_schema, source_kind
+from tests.placements.fleets import GPT2_XL, LLAMA_2_7B, model
+
+TEXT = "models:\n  a: {source: ./a, cores: [0-7], tp_degree: 8}\n"
+
+
+def read(text: str, base_dir: str | None = None) -> Spec:
+    parsed = parse(text, "f.yaml", base_dir)
+    assert parsed.spec is not None
+    assert parsed.problems == ()
+    return parsed.spec
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("/m/a", "path"),
+        ("./a", "path"),
+        ("../a", "path"),
+        ("~/a", "path"),
+        ("s3://bucket/prefix", "s3"),
+        ("s3://bucket", "s3"),
+        ("gpt2", "hub"),
+        ("meta-llama/Llama-2-7b-chat-hf", "hub"),
+    ],
+)
+def test_kinds_of_sources(source: str, kind: str) -> None:
+    """The beginning decides."""
+    assert source_kind(source) == kind
+
+
+@pytest.mark.parametrize("source", ["http://x/y", "s3://", "s3://B_d/x", "a/b/c", "a b", "", "-x", "s3:/bucket/x"])
+def test_sources_that_can_be_nothing_are_refused(source: str) -> None:
+    """The refusal quotes the source."""
+    with pytest.raises(ValueError) as caught:
+        source_kind(source)
+    assert f'"{source}"' in str(caught.value)
+
+
+def test_a_relative_source_begins_at_the_spec_file() -> None:
+    """base_dir is the folder of the file, not the current one."""
+    (tiny,) = read("models: {a: {source: ../tiny, neff_cache: ./neffs}}", "/specs").models
+    assert (tiny.source_path, tiny.neff_cache_location) == ("/specs/../tiny", "/specs/neffs")
+
+
+def test_an_absolute_source_stays_and_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """~ is the user's home, wherever the spec lies."""
+    monkeypatch.setenv("HOME", "/home/me")
+    spec = read("models: {a: {source: /m/a}, b: {source: ~/b}}", "/specs")
+    assert [entry.source_path for entry in spec.models] == ["/m/a", "/home/me/b"]
+
+
+def test_s3_and_hub_sources_have_no_path() -> None:
+    """Only a path source has one."""
+    spec = read("models: {a: {source: s3://bucket/x, neff_cache: s3://neffs/x}, b: {source: org/b}}")
+    assert [(m.source_kind, m.source_path, m.neff_cache_location) for m in spec.models] == [
+        ("s3", None, "s3://neffs/x"),
+        ("hub", None, None),
+    ]
+
+
+def test_defaults_of_a_model() -> None:
+    """What a model is when only its source is given."""
+    (m,) = read("models: {a: {source: ./a}}").models
+    assert (m.engine, m.dtype, m.tp_degree, m.max_batch, m.max_len, m.cores) == ("auto", None, 1, 4, None, ())
+    assert (m.replicas, m.neff_cache, m.priority, m.max_queue, m.threads) == (
+        Replicas(min=1, max=1),
+        None,
+        0,
+        256,
+        "share",
+    )
+    assert (m.allow_head_padding, m.allow_degrees, m.hbm_overhead_gib) == (False, (), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [
+        ("2", (2, 2)),
+        ("{min: 0, max: 4}", (0, 4)),
+        ("{min: 3}", (3, 3)),
+        ("{min: 0}", (0, 1)),
+        ("{max: 3}", (1, 3)),
+        ("{}", (1, 1)),
+    ],
+)
+def test_replicas_may_be_written_short(text: str, bounds: tuple[int, int]) -> None:
+    """A number is both bounds; max defaults to min, and min to 1."""
+    (m,) = read(f"models: {{a: {{source: ./a, replicas: {text}}}}}").models
+    assert (m.replicas.min, m.replicas.max) == bounds
+
+
+def test_length_is_max_len_or_2048_or_what_the_checkpoint_allows() -> None:
+    """An explicit length stands; the default gives way to a checkpoint with fewer positions."""
+    given, default = model("m", max_len=4000), model("m")
+    assert (given.length(GPT2_XL), default.length(GPT2_XL), default.length(LLAMA_2_7B), default.length(None)) == (
+        4000,
+        1024,
+        2048,
+        2048,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "pin"),
+    [
+        ("0-7", Pin(CoreRange(0, 7))),
+        ("5", Pin(CoreRange(5, 5))),
+        ("inf2.48xlarge/0:0-7", Pin(CoreRange(0, 7), "inf2.48xlarge/0")),
+        ("fd00::1:0-7", Pin(CoreRange(0, 7), "fd00::1")),
+    ],
+)
+def test_a_pin_names_cores_and_perhaps_a_host(text: str, pin: Pin) -> None:
+    """Pins read and print the same."""
+    assert (Pin.parse(text), str(pin)) == (pin, text)
+
+
+def test_a_pin_without_a_host_before_its_colon_is_refused() -> None:
+    """ ":0-7" names no host."""
+    with pytest.raises(ValueError, match="names no host"):
+        Pin.parse(":0-7")
+
+
+def test_specs_are_frozen() -> None:
+    """Nothing in a spec can be set."""
+    spec = read(TEXT)
+    with pytest.raises(ValidationError):
+        spec.models[0].tp_degree = 4  # type: ignore[misc]
+
+
+def test_where_a_thing_is_written_is_no_part_of_its_value() -> None:
+    """Two texts that say the same give equal specs."""
+    assert read(TEXT) == read("# other lines\n\n" + TEXT)
+
+
+def test_a_spec_survives_pickling_with_its_places() -> None:
+    """The controller gets it as it is."""
+    spec = pickle.loads(pickle.dumps(read(TEXT)))
+    assert (spec, spec.where("models", "a", "cores", 0)) == (read(TEXT), "f.yaml:2:28")
+
+
+def test_the_json_of_a_model_makes_the_same_model() -> None:
+    """What is dumped can be validated again."""
+    (m,) = read(TEXT).models
+    assert ModelSpec.model_validate_json(m.model_dump_json()) == m
+
+
+def test_where_falls_back_to_the_key_above() -> None:
+    """A field that is not written has the place of its model, a model without a file none."""
+    spec = read(TEXT)
+    assert (spec.where("models", "a", "max_len"), spec.where("hosts"), Spec().where("hosts")) == (
+        "f.yaml:2:3",
+        "f.yaml:1:1",
+        "",
+    )
+
+
+def test_unknown_fields_are_refused_by_the_schema_itself() -> None:
+    """extra="forbid" holds for specs built in Python, too."""
+    with pytest.raises(ValidationError):
+        ModelSpec.model_validate({"name": "a", "source": "./a", "tp": 8})
+
+
+@pytest.mark.parametrize("name", ["a b", "", "a/b", "-a", ".a", "a" * 64, "ä"])
+def test_a_model_s_name_is_safe_for_paths_and_actors(name: str) -> None:
+    """Letters, digits, dot, underscore and dash."""
+    with pytest.raises(ValidationError, match="is not a usable name"):
+        model(name)
+
+
+def test_the_json_schema_is_one() -> None:
+    """Draft 2020-12."""
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+
+@pytest.mark.parametrize(
+    ("document", "valid"),
+    [
+        ({"models": {"a": {"source": "./a", "replicas": 2, "cores": ["0-7", 8], "threads": 4}}}, True),
+        ({"models": {"a": {"source": "./a", "replicas": {"min": 0, "max": 2}}}, "defaults": {"engine": "cpu"}}, True),
+        ({"hosts": {"instance": "inf2.xlarge", "reserve": {"cores": [1]}}, "models": {"a": {"source": "./a"}}}, True),
+        ({"models": {"a": {"source": "./a", "tp": 2}}}, False),
+        ({"models": {"a b": {"source": "./a"}}}, False),
+        ({"models": {"a": {"source": "./a", "engine": "tnx"}}}, False),
+        ({"defaults": {"source": "./a"}, "models": {"a": {"source": "./a"}}}, False),
+        ({"models": {}}, False),
+        ({}, False),
+    ],
+)
+def test_the_json_schema_agrees_with_the_parser(document: dict[str, object], valid: bool) -> None:
+    """Editors and `validate` say the same of these documents."""
+    import json
+
+    by_schema = jsonschema.Draft202012Validator(json_schema()).is_valid(document)
+    assert (by_schema, parse(json.dumps(document)).ok) == (valid, valid)
