@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +25,7 @@ class ControllerActor:
     """Named `controller`; Ray starts it again when it dies, and it adopts the replicas that live."""
 
     def __init__(self, settings: FleetSettings) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        _log_to(Path(settings.home) / "logs" / "controller.log")
         self._down = asyncio.Event()
         self._controller = Controller(settings, RayCluster())
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
@@ -87,7 +88,8 @@ class RemoteController:
 class GatewayDeployment:
     """Serve keeps it alive and shows it in the dashboard; requests come over its own port, not through Serve."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, logs: str) -> None:
+        _log_to(Path(logs) / "gateway.log")
         self._server = GatewayServer(RemoteController(), host, port)
         self._server.start()
 
@@ -109,11 +111,22 @@ _gateway: Any = serve.deployment(
 )(GatewayDeployment)
 
 
-def start_gateway(host: str, port: int) -> None:
+def _log_to(path: Path) -> None:
+    """Log to a file of the home beside Ray's own log, which the dashboard shows."""
+    form = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ours = logging.getLogger("orchestrator")
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    for handler in (logging.FileHandler(path), logging.StreamHandler()):
+        handler.setFormatter(form)
+        ours.addHandler(handler)
+
+
+def start_gateway(host: str, port: int, logs: str) -> None:
     """Deploy the gateway and wait until it listens. Raises RuntimeError when it does not come up."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
-    serve.run(_gateway.bind(host, port), name=GATEWAY, route_prefix=None)
+    serve.run(_gateway.bind(host, port, logs), name=GATEWAY, route_prefix=None)
 
 
 def stop_gateway() -> None:

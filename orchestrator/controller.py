@@ -75,15 +75,21 @@ class Controller:
         await self._adopt()
         while not self._closing:
             self._wake.clear()
-            await self._observe_claims()
-            self._plan = self._make_plan()
-            observed = Observed(self._clock(), dict(self._views))
-            for action in reconcile(self._plan.placements, observed, self.settings.start_deadline_s):
-                self._apply(action)
-            await self._publish()
+            try:
+                await self._round()
+            except Exception:  # whatever it was: the next round reads the world again, and the fleet goes on serving
+                log.exception("a round failed")
             tick = asyncio.get_running_loop().call_later(TICK_S, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
             tick.cancel()
+
+    async def _round(self) -> None:
+        await self._observe_claims()
+        self._plan = self._make_plan()
+        observed = Observed(self._clock(), dict(self._views))
+        for action in reconcile(self._plan.placements, observed, self.settings.start_deadline_s):
+            self._apply(action)
+        await self._publish()
 
     async def shutdown(self, drain_s: float) -> None:
         """Drain every replica for at most ``drain_s``, end it, and see its process dead."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S, FleetSettings
 from orchestrator.gateway.server import listen
 from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, end_leftovers
@@ -28,16 +29,7 @@ log = logging.getLogger(__name__)
 LEFTOVERS_DEADLINE_S = 8.0
 LAST_DEADLINE_S = 5.0
 STATUS_WAIT_S = 5.0
-
-
-class UpError(Exception):
-    """`up` cannot begin, or its fleet has broken: an id, the fact, the remedy."""
-
-    def __init__(self, id: str, what: str, hint: str) -> None:
-        super().__init__(f"{id}: {what}")
-        self.id = id
-        self.what = what
-        self.hint = hint
+READY_POLL_S = 0.5  # between looks at whether a signal has come
 
 
 class _Interrupted(Exception):
@@ -77,6 +69,9 @@ class Daemon:
         self._tell = tell
         self._fleet = secrets.token_hex(8)
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._seen = 0  # version of the status that was told last
+        self._told: dict[str, str] = {}
+        self._ending = False
         self._controller: Any = None
         self._asking = False
         self._ray_up = False
@@ -85,14 +80,14 @@ class Daemon:
     def run(self, on_ready: Callable[[FleetRecord], None]) -> int:
         """Start the fleet, call ``on_ready`` once, and stay until a signal or `down`. Must run on the main thread.
 
-        Gives the exit code. Raises UpError when the fleet cannot start.
+        Gives the exit code. Raises Failed when the fleet cannot start.
         """
         self._home.prepare()
         lock = self._home.lock()
         record = self._home.read_record()
         if lock is None:
             where = f" at {record.url} (pid {record.pid})" if record is not None else ""
-            raise UpError("fleet-already-running", f"a fleet of {self._home.path} runs{where}", "corewright down")
+            raise Failed("fleet-already-running", f"a fleet of {self._home.path} runs{where}", "corewright down")
         self._end_previous(record)
         _check_port(self._options.host, self._options.port)
         previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -100,6 +95,7 @@ class Daemon:
             record = self._start()
             self._wait_ready()
             on_ready(record)
+            threading.Thread(target=self._narrate, name="narrate", daemon=True).start()
             reason = self._asked.get()
             self._tell(f"{reason}: draining for at most {DRAIN_S:.0f} s (once more ends at once)")
             return 0
@@ -122,7 +118,7 @@ class Daemon:
         left = end_leftovers(self._home, record.fleet, LEFTOVERS_DEADLINE_S)
         if left:
             pids = ", ".join(map(str, left))
-            raise UpError("leftover-processes", f"processes of an earlier fleet do not die: {pids}", "end them by hand")
+            raise Failed("leftover-processes", f"processes of an earlier fleet do not die: {pids}", "end them by hand")
         self._home.forget_fleet()
         self._home.prepare()
 
@@ -161,7 +157,7 @@ class Daemon:
             log.exception("Ray does not start")
             cause = str(error).strip().splitlines()[0]
             hint = f"its logs are under {self._home.ray}; ours is {self._home.logs / 'daemon.log'}"
-            raise UpError("ray-not-started", f"Ray does not start: {cause}", hint) from None
+            raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
         self._listen_to_signals()
         dashboard = addresses.get("webui_url")
         record = record_with(
@@ -189,35 +185,42 @@ class Daemon:
         threading.Thread(target=self._wait_down, name="wait-down", daemon=True).start()
         self._tell("starting the gateway")
         self._serve_up = True
-        actors.start_gateway(self._options.host, self._options.port)
+        actors.start_gateway(self._options.host, self._options.port, str(self._home.logs))
         return record
 
     def _wait_ready(self) -> None:
+        while not self._narrate_once(READY_POLL_S):
+            self._raise_if_asked()
+
+    def _narrate(self) -> None:
+        """Go on telling what becomes of the replicas, until Ray is gone."""
         import ray
 
-        seen = 0
-        told: dict[str, str] = {}
-        while True:
-            self._raise_if_asked()
-            try:
-                seen, status = ray.get(self._controller.status.remote(seen, STATUS_WAIT_S / 10))
-            except ray.exceptions.RayTaskError as error:
-                raise UpError(
-                    "controller-failed", f"the controller has ended: {error.cause}", "this is a bug: report it"
-                ) from None
-            except ray.exceptions.RayActorError:
-                continue  # Ray starts it again
-            for model in status["models"]:
-                for replica in model["replicas"]:
-                    line = _progress(replica)
-                    if told.get(replica["id"]) != line:
-                        told[replica["id"]] = line
-                        self._tell(line)
-                if not model["replicas"] and model["reason"] and told.get(model["name"]) != model["reason"]:
-                    told[model["name"]] = model["reason"]
-                    self._tell(f"{model['name']}: {model['reason']}")
-            if status["ready"]:
-                return
+        with contextlib.suppress(ray.exceptions.RayError):
+            while not self._ending:
+                self._narrate_once(STATUS_WAIT_S)
+
+    def _narrate_once(self, wait_s: float) -> bool:
+        """Tell what has changed, waiting for at most ``wait_s``. Gives whether the fleet has become ready."""
+        import ray
+
+        try:
+            self._seen, status = ray.get(self._controller.status.remote(self._seen, wait_s))
+        except ray.exceptions.RayTaskError as error:
+            what = f"the controller has ended: {error.cause}"
+            raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
+        except ray.exceptions.RayActorError:
+            self._seen = 0  # Ray starts it again
+            return False
+        for model in status["models"]:
+            lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
+            if not lines and model["reason"]:
+                lines[model["name"]] = f"{model['name']} {model['state']}: {model['reason']}"
+            for id, line in lines.items():
+                if self._told.get(id) != line and not self._ending:
+                    self._told[id] = line
+                    self._tell(line)
+        return bool(status["ready"])
 
     def _listen_to_signals(self) -> None:
         def asked(number: int, _: FrameType | None) -> None:
@@ -256,6 +259,7 @@ class Daemon:
 
         from orchestrator import actors, cluster
 
+        self._ending = True
         if self._ray_up and ray.is_initialized():
             if self._controller is not None:
                 with contextlib.suppress(ray.exceptions.RayError):
@@ -290,7 +294,7 @@ def _check_port(host: str, port: int) -> None:
     try:
         listen(host, port, shared=False).close()
     except OSError as error:
-        raise UpError(
+        raise Failed(
             "port-in-use", f"{host}:{port} cannot be bound: {error.strerror}", "choose another --port"
         ) from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from orchestrator.failure import Failed
 from workers import host
 
 FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
@@ -87,11 +88,15 @@ class Home:
         return self.logs / f"{model}-{replica}.log"
 
     def prepare(self) -> None:
-        """Make the folders, readable by this user only. Raises OSError naming the one that cannot be made."""
+        """Make the folders, for this user only. Raises Failed naming the one that cannot be made."""
         for folder in (self.path, self.logs, self.sockets.parent, self.sockets):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.sockets.parent.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self.sockets.parent} belongs to another user")
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                owner = folder.lstat().st_uid
+            except OSError as error:
+                raise Failed("home-unusable", f"{folder} cannot be made: {error.strerror}", "COREWRIGHT_HOME") from None
+            if owner != os.getuid():
+                raise Failed("home-unusable", f"{folder} belongs to user {owner}", "remove it, or use your own home")
 
     def lock(self) -> int | None:
         """Become the one daemon of this home until the process ends; None when another one is. Keep the descriptor."""

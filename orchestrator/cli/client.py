@@ -9,20 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.failure import Failed
 from orchestrator.fleet import ADMIN_PATH
 from orchestrator.home import FleetRecord, Home, daemon_alive
 
 DEADLINE_S = 10.0
-
-
-class FleetError(Exception):
-    """No fleet, or one that does not answer: an id, the fact, the remedy."""
-
-    def __init__(self, id: str, what: str, hint: str) -> None:
-        super().__init__(f"{id}: {what}")
-        self.id = id
-        self.what = what
-        self.hint = hint
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class AdminClient:
     record: FleetRecord | None
 
     def get(self, path: str) -> Any:
-        """The JSON below /admin/v1. Raises FleetError."""
+        """The JSON below /admin/v1. Raises Failed."""
         return self._ask("GET", path)
 
     def post(self, path: str) -> Any:
@@ -44,7 +35,7 @@ class AdminClient:
     def _ask(self, method: str, path: str) -> Any:
         parts = urlsplit(self.url)
         if parts.hostname is None or parts.scheme not in ("http", "https"):
-            raise FleetError("fleet-url-wrong", f"{self.url!r} is no address", "COREWRIGHT_URL=http://127.0.0.1:PORT")
+            raise Failed("fleet-url-wrong", f"{self.url!r} is no address", "COREWRIGHT_URL=http://127.0.0.1:PORT")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname, parts.port, timeout=DEADLINE_S)
         try:
@@ -53,16 +44,16 @@ class AdminClient:
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
             what = f"the controller at {self.url} does not answer: {error}"
-            raise FleetError("fleet-unreachable", what, "is it still starting? `corewright status` again") from None
+            raise Failed("fleet-unreachable", what, "is it still starting? `corewright status` again") from None
         finally:
             connection.close()
         try:
             answer = json.loads(body)
         except ValueError:
-            raise FleetError("fleet-unreachable", f"{self.url} is no admin API", "see COREWRIGHT_URL") from None
+            raise Failed("fleet-unreachable", f"{self.url} is no admin API", "see COREWRIGHT_URL") from None
         if response.status >= 400:
             message = answer.get("error", {}).get("message", response.reason)
-            raise FleetError("fleet-refused", f"{method} {path}: {response.status} {message}", "see COREWRIGHT_TOKEN")
+            raise Failed("fleet-refused", f"{method} {path}: {response.status} {message}", "see COREWRIGHT_TOKEN")
         return answer
 
 
@@ -80,9 +71,9 @@ def find_fleet() -> AdminClient | None:
 
 
 def the_fleet() -> AdminClient:
-    """As ``find_fleet``; raises FleetError `no-fleet` when there is none."""
+    """As ``find_fleet``; raises Failed `no-fleet` when there is none."""
     client = find_fleet()
     if client is None:
         what = f"no fleet runs ({Home.from_environment().record_file} names none that lives)"
-        raise FleetError("no-fleet", what, "corewright up SPEC; or set COREWRIGHT_URL and COREWRIGHT_TOKEN")
+        raise Failed("no-fleet", what, "corewright up SPEC; or set COREWRIGHT_URL and COREWRIGHT_TOKEN")
     return client

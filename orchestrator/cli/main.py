@@ -9,13 +9,14 @@ from __future__ import annotations
 import ipaddress
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.main import get_command
 
-from orchestrator.cli.client import FleetError, find_fleet, the_fleet
+from orchestrator.cli.client import find_fleet, the_fleet
 from orchestrator.cli.output import Format, columns, complain, say, show
+from orchestrator.failure import Failed
 from orchestrator.version import corewright_version
 
 USAGE = 64  # EX_USAGE of sysexits.h
@@ -47,7 +48,7 @@ def up(
     from orchestrator.specfile import load
 
     if not _is_loopback(host):
-        _fail(
+        raise Failed(
             "host-not-loopback", f"--host {host} would open the fleet to the network without keys", "--host 127.0.0.1"
         )
     raise typer.Exit(run_up(load(spec), host, port, dashboard))
@@ -130,7 +131,9 @@ def down() -> None:
     deadline = time.monotonic() + DOWN_DEADLINE_S
     while daemon_alive(client.record):
         if time.monotonic() > deadline:
-            _fail("down-late", f"pid {client.record.pid} still runs after {DOWN_DEADLINE_S:.0f} s", "see its terminal")
+            raise Failed(
+                "down-late", f"pid {client.record.pid} still runs after {DOWN_DEADLINE_S:.0f} s", "see its terminal"
+            )
         time.sleep(0.1)
     say("stopped")
 
@@ -150,11 +153,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _fail(id: str, what: str, hint: str) -> Any:
-    say(f"error[{id}]: {what}\n  = help: {hint}")
-    raise typer.Exit(FAILED)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -170,8 +168,8 @@ def run(arguments: list[str]) -> int:
         return ended.exit_code
     except typer.Abort:
         return FAILED
-    except FleetError as error:
-        say(f"error[{error.id}]: {error.what}\n  = help: {error.hint}")
+    except Failed as error:
+        complain([error.problem])
         return FAILED
     except BrokenPipeError:
         sys.stderr.close()

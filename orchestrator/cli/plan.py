@@ -29,7 +29,7 @@ class PlanResult:
 
 
 def make_plan(file: SpecFile, fleet: AdminClient | None) -> PlanResult:
-    """Plan the spec from the fleet's state, or from nothing. Raises FleetError when the fleet does not answer."""
+    """Plan the spec from the fleet's state, or from nothing. Raises Failed when the fleet does not answer."""
     if file.spec is None or has_errors(file.problems):
         data = {"placements": [], "unplaced": [], "problems": [problem.as_dict() for problem in file.problems]}
         return PlanResult(data, "", file.problems, failed=True, changes=False)

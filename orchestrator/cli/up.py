@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
-from orchestrator.daemon import Daemon, UpError, UpOptions
+from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.home import FleetRecord, Home
 from orchestrator.specfile import SpecFile, start_problems
 from placements.explain import core_map
@@ -14,7 +14,7 @@ from placements.problems import has_errors
 
 
 def run_up(file: SpecFile, host: str, port: int, dashboard: bool) -> int:
-    """Gives the exit code."""
+    """Gives the exit code. Raises Failed when the fleet cannot start."""
     problems = (*file.problems, *start_problems(file))
     complain(problems)
     if file.spec is None or has_errors(problems):
@@ -47,12 +47,8 @@ def run_up(file: SpecFile, host: str, port: int, dashboard: bool) -> int:
         file.machine.instance,
         say,
     )
-    try:
-        with libraries_to_log(home.logs / "daemon.log"):
-            return daemon.run(announce)
-    except UpError as error:
-        say(f"error[{error.id}]: {error.what}\n  = help: {error.hint}")
-        return 1
+    with libraries_to_log(home.logs / "daemon.log"):
+        return daemon.run(announce)
 
 
 def _addresses(record: FleetRecord, file: SpecFile) -> str:
@@ -60,13 +56,12 @@ def _addresses(record: FleetRecord, file: SpecFile) -> str:
     token = os.environ.get("RAY_AUTH_TOKEN_PATH")
     dashboard = record.dashboard_url or "off"
     if record.dashboard_url and os.environ.get("RAY_AUTH_MODE") == "token" and token:
-        dashboard += f"   (its token: {token})"
+        dashboard += f"   (log in with the token in {token})"
     model, record_logs = file.spec.models[0].name, Home.from_environment().logs
     chat = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a NeuronCore?"}}]}}'
     lines = [
         f"ready        {record.url}/v1   (models: {', '.join(model.name for model in file.spec.models)})",
         f"dashboard    {dashboard}",
-        "",
         f"logs         {record_logs}",
         "",
         "Try, in another terminal:",

@@ -100,6 +100,8 @@ class Gateway:
                 self.queues[routes.name] = queue
                 self._tokenizers.fetch(routes.engine, routes.source)
             queue.update(routes)
+            if table.stopping:
+                queue.close()
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
 

@@ -162,7 +162,7 @@ def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixtur
 def test_commands_about_a_fleet_say_that_there_is_none(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 and the id `no-fleet`."""
     assert run(command) == 1
-    assert "error[no-fleet]" in capsys.readouterr().err
+    assert "error: no-fleet" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_read_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

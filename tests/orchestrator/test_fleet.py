@@ -276,7 +276,7 @@ def test_a_second_up_in_the_same_home_is_refused(fleet: LiveFleet) -> None:
     result = fleet.corewright("up", str(fleet.spec), "--port", "1")
 
     assert result.returncode == 1
-    assert "error[fleet-already-running]" in result.stderr
+    assert "error: fleet-already-running" in result.stderr
     assert fleet.http.get("/readyz").status_code == 200
 
 
@@ -292,7 +292,7 @@ def test_a_port_that_is_taken_is_refused(fleet: LiveFleet, tmp_path: Path) -> No
     )
 
     assert result.returncode == 1
-    assert "error[port-in-use]" in result.stderr
+    assert "error: port-in-use" in result.stderr
 
 
 def test_the_admin_api_needs_the_token(fleet: LiveFleet) -> None:
