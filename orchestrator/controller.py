@@ -288,7 +288,9 @@ class Controller:
     async def _take_down(self, view: ReplicaView, drain_s: float) -> None:
         name = actor_name(view.model, view.replica, view.epoch)
         if view.state is State.READY:
+            self._signal(view, Signal.DRAIN)
             await self._cluster.drain(name, drain_s)
+        self._signal(view, Signal.STOP, "the fleet ends")
         gone = await self._cluster.end(name, view.pid, view.started)
         log.info("%s: %s", view.id, "gone" if gone else "still alive")
 

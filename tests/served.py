@@ -6,6 +6,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+import workers
+from orchestrator.version import corewright_version
 from workers.batcher import Batcher
 from workers.dataplane import DataPlane
 from workers.engines.echo import EchoEngine
@@ -19,13 +21,14 @@ EPOCH = 3
 class Served:
     """One replica. ``kill`` ends it as kill -9 ends a process: its connections break, and nothing is said."""
 
-    def __init__(self, slots: int = 4, step_ms: float = 0.0, max_len: int = 4096) -> None:
+    def __init__(self, slots: int = 4, step_ms: float = 0.0, max_len: int = 4096, version: str | None = None) -> None:
         engine = EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
         engine.load()
         self.folder = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
         self.path = Path(self.folder.name) / "s"
         self.batcher = Batcher(engine, load_tokenizer("echo", None), lambda events: self.plane.emit(events))
-        self._welcome = Welcome("0", "here", slots, max_len, max_len, 257)
+        package = str(Path(workers.__file__).parent)
+        self._welcome = Welcome(version or corewright_version(), package, slots, max_len, max_len, 257)
         self.restart_plane()
         self.thread = threading.Thread(target=self.batcher.run)
         self.thread.start()

@@ -6,10 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
+import workers
 from orchestrator.gateway.ticket import Ticket
 from orchestrator.routes import Route
+from orchestrator.version import corewright_version
 from workers.requests import FinishReason
 from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Submit, Welcome, WireError, encode
 
@@ -103,13 +106,28 @@ class ReplicaLink(asyncio.Protocol):
         if isinstance(message, Step):
             self._deliver(message)
         elif isinstance(message, Welcome):
-            self.welcome = message
-            self._on_change(None)
+            self._receive_welcome(message)
         elif isinstance(message, Refused):
             self.refused = True
             log.error("%s refused the connection: %s", self.route.id, message.reason)
         else:
             raise WireError(f"a replica does not send {type(message).__name__}")
+
+    def _receive_welcome(self, welcome: Welcome) -> None:
+        ours = (corewright_version(), str(Path(workers.__file__).parent))
+        if (welcome.version, welcome.package) != ours:
+            self.refused = True
+            log.error(
+                "%s runs corewright %s from %s, and this is %s from %s",
+                self.route.id,
+                welcome.version,
+                welcome.package,
+                *ours,
+            )
+            self.close()
+            return
+        self.welcome = welcome
+        self._on_change(None)
 
     def _deliver(self, step: Step) -> None:
         for event in step.events:

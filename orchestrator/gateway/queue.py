@@ -34,6 +34,7 @@ class ModelQueue:
         self._gateway = gateway
         self._token = token
         self._wake = wake
+        self.refused_replicas = 0  # that would not serve us, or are of another version
         self._waiting: deque[Ticket] = deque()
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
@@ -133,6 +134,7 @@ class ModelQueue:
                 self._pump()  # its Welcome may be here already
             await link.closed.wait()
             if link.refused:
+                self.refused_replicas += 1
                 return
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:

@@ -95,6 +95,10 @@ class LiveGateway:
         until(connected, 10, "every replica is connected")
         return self
 
+    @property
+    def queues(self) -> dict[str, ModelQueue]:
+        return self._server.gateway.queues
+
     def queue(self, model: str) -> ModelQueue:
         return self._server.gateway.queues[model]
 

@@ -404,3 +404,14 @@ def test_token_ids_are_returned_on_request(gateway: LiveGateway, replica: Make, 
     answers = events_of(response.text.splitlines()) if stream else [response.json()]
     ids = [id for answer in answers for id in answer["choices"][0]["token_ids"]]
     assert ids == echo_tokens(list(b"hello"), 6)
+
+
+def test_a_replica_of_another_version_gets_no_request(gateway: LiveGateway, replica: Make) -> None:
+    """Gateway and replica must be of the same code: another one is not connected, and not asked again and again."""
+    other = replica(version="0.0.1")
+    gateway.controller.set(routes("m", other))
+
+    queue = until(lambda: gateway.queue("m") if "m" in gateway.queues else None, 5, "the model is known")
+    until(lambda: queue.refused_replicas == 1, 5, "the replica is refused")
+
+    assert queue.slots == 0
