@@ -181,7 +181,10 @@ class RayCluster:
 def _death(error: RayError) -> str:
     """Ray's account of an actor's death, without its advice and frames."""
     text = str(error)
-    for line in text.splitlines():
-        if "cause" in line.lower() or "exit type" in line.lower() or "exit detail" in line.lower():
-            return line.strip()
+    if "killed by `ray.kill`" in text:
+        return "it was ended"
+    if "SYSTEM_ERROR" in text:  # Ray saw only the end of its connection
+        return "its process ended without a word: killed by a signal (for want of memory?), or crashed"
+    if "creation task" in text:
+        return text.strip().splitlines()[-1]
     return text.splitlines()[0] if text else type(error).__name__

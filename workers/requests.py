@@ -27,11 +27,31 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # on prompt and output, as transformers'
+    presence_penalty: float = 0.0  # on the output alone, as OpenAI's
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0  # 0 is off
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
+    guide: str | None = None  # a JSON schema, as text, that the answer must keep
     stop: list[str] = []
     stop_token_ids: list[int] = []
     seed: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log probability of one produced token, and of the most probable ones in its place (natural logarithm)."""
+
+    id: int
+    logprob: float
+    text: str
+    bytes: list[int]  # of the token's own UTF-8, complete or not
+    top: list[tuple[int, float, str, list[int]]]  # id, logprob, text, bytes; most probable first
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,5 +65,6 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     text: str = ""
     token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where they were asked for
     finish: FinishReason | None = None
     error: str | None = None

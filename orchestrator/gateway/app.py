@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,22 +16,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from orchestrator.gateway import errors, protocol
+from orchestrator.gateway.answers import Answer, Choice
+from orchestrator.gateway.asgi import ClientGone, JsonEndpoint, respond, unless_gone
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.generation import requests_for
 from orchestrator.gateway.queue import ModelQueue
+from orchestrator.gateway.streaming import raise_if_failed, write_stream
 from orchestrator.gateway.ticket import Ticket
 from orchestrator.gateway.tokenizers import TokenizerShelf
 from orchestrator.routes import RouteTable
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.tokenizer import ChatTemplateError, NoChatTemplate
+from workers.requests import TokenEvent
+from workers.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
 CONTROLLER_SILENT_S = 10.0  # the controller answers a long poll every few seconds
-T = TypeVar("T")
 
 
 class Controller(Protocol):
@@ -39,10 +42,6 @@ class Controller(Protocol):
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
-
-
-class ClientGone(Exception):
-    """Nobody reads the answer any more."""
 
 
 class Gateway:
@@ -61,8 +60,8 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self.app = Starlette(
             routes=[
-                Route("/v1/chat/completions", _Endpoint(self.chat), methods=["POST"]),
-                Route("/v1/completions", _Endpoint(self.complete), methods=["POST"]),
+                Route("/v1/chat/completions", JsonEndpoint(self.chat, self._max_body_bytes), methods=["POST"]),
+                Route("/v1/completions", JsonEndpoint(self.complete, self._max_body_bytes), methods=["POST"]),
                 Route("/v1/models", self.models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self.model, methods=["GET"]),
                 Route("/livez", self.livez, methods=["GET"]),
@@ -141,31 +140,29 @@ class Gateway:
         }
 
     async def chat(self, body: bytes, receive: Receive, send: Send) -> None:
-        request = protocol.read_chat(body)
-        queue = self._queue(request.model)
+        asked = protocol.read_chat(body)
+        queue = self._queue(asked.model)
         tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source)
-        messages = [{"role": message.role, "content": message.text()} for message in request.messages]
+        messages = [{"role": message.role, "content": message.text()} for message in asked.messages]
         try:
-            ids = await asyncio.to_thread(tokenizer.apply_chat_template, messages)
+            prompt = await asyncio.to_thread(tokenizer.apply_chat_template, messages)
         except NoChatTemplate as error:
             raise errors.invalid(f"{queue.name}: {error}", param="messages", code="no_chat_template") from None
         except (ChatTemplateError, ValueError) as error:
             raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
-        await self._answer(request, queue, ids, None, receive, send, chat=True)
+        await self._answer(asked, queue, [prompt], [""], None, receive, send)
 
     async def complete(self, body: bytes, receive: Receive, send: Send) -> None:
-        request = protocol.read_completion(body)
-        queue = self._queue(request.model)
+        asked = protocol.read_completion(body)
+        given = asked.prompts()
+        queue = self._queue(asked.model)
         tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source)
-        prompt = protocol.one_prompt(request.prompt)
-        if isinstance(prompt, str):
-            try:
-                ids = await asyncio.to_thread(tokenizer.encode, prompt)
-            except ValueError as error:
-                raise errors.invalid(f"prompt: {error}", param="prompt") from None
-        else:
-            ids = prompt
-        await self._answer(request, queue, ids, protocol.DEFAULT_COMPLETION_TOKENS, receive, send, chat=False)
+        try:
+            prompts = await asyncio.to_thread(_tokenized, tokenizer, given)
+        except ValueError as error:
+            raise errors.invalid(f"prompt: {error}", param="prompt") from None
+        echoes = [_echo(tokenizer, part) for part in given] if asked.echo else [""] * len(prompts)
+        await self._answer(asked, queue, prompts, echoes, protocol.DEFAULT_COMPLETION_TOKENS, receive, send)
 
     def _queue(self, model: str) -> ModelQueue:
         if self._table is None:
@@ -178,154 +175,62 @@ class Gateway:
 
     async def _answer(
         self,
-        asked: protocol.SamplingFields,
+        asked: protocol.ChatRequest | protocol.CompletionRequest,
         queue: ModelQueue,
-        ids: list[int],
+        prompts: list[list[int]],
+        echoes: list[str],
         default_tokens: int | None,
         receive: Receive,
         send: Send,
-        *,
-        chat: bool,
     ) -> None:
-        """Queue the request and write its answer. ``default_tokens`` None means the rest of the model's length."""
+        """Queue the request's choices and write its answer."""
+        chat = isinstance(asked, protocol.ChatRequest)
         id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        request = _generate_request(f"{self._id}-{next(self._numbers)}", asked, queue, ids, default_tokens)
-        answer = protocol.Answer(
+        names = (f"{self._id}-{number}" for number in self._numbers)
+        requests = requests_for(asked, prompts, queue.limits, default_tokens, names)
+        copies = asked.n or 1
+        choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
+        answer = Answer(
             id=id,
             model=queue.name,
             created=int(time.time()),
             chat=chat,
-            prompt_ids=ids,
+            choices=choices,
             with_ids=bool(asked.return_token_ids),
         )
-        ticket = queue.submit(request)
+        tickets: list[Ticket] = []
         try:
+            tickets.extend(queue.submit(request) for request in requests)  # those before a refusal are kept
             if asked.stream:
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
-                await _unless_gone(receive, _stream(ticket, queue.name, answer, send, include_usage=usage))
+                writing = write_stream(list(zip(choices, tickets, strict=True)), queue.name, answer, send, usage)
+                await unless_gone(receive, writing)
             else:
-                events = await _unless_gone(receive, ticket.take_all())
-                _raise_if_failed(events, queue.name)
-                await _respond(send, 200, answer.whole(events))
+                events = await unless_gone(receive, _take_all(tickets, queue.name))
+                await respond(send, 200, answer.whole(list(zip(choices, events, strict=True))))
         except ClientGone:
             log.info("%s: its client is gone", id)
         finally:
-            ticket.leave()
+            for ticket in tickets:
+                ticket.leave()
 
 
-async def _stream(ticket: Ticket, model: str, answer: protocol.Answer, send: Send, *, include_usage: bool) -> None:
-    events = await ticket.take()  # an error before the first token is an ordinary answer with its own status
-    _raise_if_failed(events, model)
-    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    chunk = answer.opening()
-    try:
-        while True:
-            chunk += answer.events(events)
-            if events[-1].finish is not None:
-                break
-            if chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            chunk = b""
-            events = await ticket.take()
-            _raise_if_failed(events, model)
-        chunk += answer.closing(include_usage=include_usage)
-    except ApiError as error:
-        chunk += protocol.error_event(error)
-    await send({"type": "http.response.body", "body": chunk, "more_body": False})
+async def _take_all(tickets: list[Ticket], model: str) -> list[list[TokenEvent]]:
+    found = [await ticket.take_all() for ticket in tickets]
+    for events in found:
+        raise_if_failed(events, model)
+    return found
 
 
-def _raise_if_failed(events: list[TokenEvent], model: str) -> None:
-    if events[-1].finish is FinishReason.ERROR:
-        raise errors.engine_failed(model, events[-1].error or "no cause was given")
+def _tokenized(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[list[int]]:
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _generate_request(
-    id: str, asked: protocol.SamplingFields, queue: ModelQueue, ids: list[int], default_tokens: int | None
-) -> GenerateRequest:
-    """Check the lengths before the queue. Raises ApiError 400 with the numbers."""
-    max_len = queue.routes.max_len
-    param = "messages" if isinstance(asked, protocol.ChatRequest) else "prompt"
-    longest = min(queue.longest_prompt or max_len, max_len)
-    if not ids:
-        raise errors.invalid("the prompt has no tokens", param=param)
-    if len(ids) > longest or len(ids) >= max_len:
-        raise errors.too_long(param, len(ids), asked.max_tokens, max_len, longest)
-    rest = max_len - len(ids)
-    if asked.max_tokens is not None and asked.max_tokens > rest:
-        raise errors.too_long(param, len(ids), asked.max_tokens, max_len, longest)
-    vocabulary = queue.vocab_size
-    if vocabulary is not None and (max(ids) >= vocabulary or min(ids) < 0):
-        wrong = next(id for id in ids if not 0 <= id < vocabulary)
-        raise errors.invalid(f"prompt: {wrong} is no token id of this model (0 to {vocabulary - 1})", param="prompt")
-    return GenerateRequest(
-        id=id,
-        prompt_ids=ids,
-        max_tokens=asked.max_tokens or min(default_tokens or rest, rest),
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        stop=asked.stops(),
-        stop_token_ids=asked.stop_token_ids or [],
-        seed=asked.seed,
-        ignore_eos=bool(asked.ignore_eos),
-        skip_special_tokens=asked.skip_special_tokens is not False,
-    )
-
-
-class _Endpoint:
-    """An ASGI endpoint that reads a JSON body within the limit and writes its own answer."""
-
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
-        self._limit: int = handler.__self__._max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await _read_body(receive, self._limit)
-            await self._handler(body, receive, send)
-        except ApiError as error:
-            await _respond(send, error.status, msgspec.json.encode(error.body()), error.headers())
-        except ClientGone:
-            return
-
-
-async def _read_body(receive: Receive, limit: int) -> bytes:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise errors.body_too_large(limit)
-        if not message.get("more_body"):
-            return bytes(body)
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled as soon as the client hangs up. Raises ClientGone then."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _respond(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    raw = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    stream = tokenizer.stream([])
+    return "".join([*(stream.push(id) for id in prompt), stream.flush()])
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

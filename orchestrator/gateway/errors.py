@@ -62,6 +62,11 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request's body is over the limit of {limit} bytes.", code="body_too_large")
 
 
+def wrong_content_type(given: str) -> ApiError:
+    message = f"The body's content type is {given!r}; it must be 'application/json'."
+    return ApiError(415, message, code="unsupported_media_type")
+
+
 def queue_full(model: str, waiting: int, retry_after_s: int) -> ApiError:
     message = f"The queue of {model!r} is full: {waiting} requests wait. Try again in {retry_after_s} s."
     return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)

@@ -1,18 +1,20 @@
-"""OpenAI's requests and answers as values: what a body may hold, and how an answer is written."""
+"""OpenAI's requests as values: what a body may hold, and what is wrong with one."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from orchestrator.gateway.errors import ApiError, invalid
-from workers.requests import FinishReason, TokenEvent
 
 R = TypeVar("R")
 MAX_STOPS = 16
+MAX_CHOICES = 128  # of `n`, as OpenAI's
+MAX_TOP_LOGPROBS = 20  # as OpenAI's
+MAX_PROMPTS = 2048
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -24,6 +26,8 @@ class TextPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
+    """One message. Fields that only other models need (a name, an audio) are ignored."""
+
     role: str
     content: str | list[TextPart] | None = None
 
@@ -33,9 +37,8 @@ class ChatMessage(msgspec.Struct):
             return self.content or ""
         for part in self.content:
             if part.type != "text":
-                raise invalid(
-                    f"messages: a part of type {part.type!r} is not understood; only text is", param="messages"
-                )
+                what = f"messages: a part of type {part.type!r} is not understood; only text is"
+                raise invalid(what, param="messages")
         return "".join(part.text for part in self.content)
 
 
@@ -43,224 +46,235 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class JsonSchema(msgspec.Struct):
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints take. ``None`` means the default, as OpenAI's clients send it."""
 
     model: str
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    seed: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None  # vLLM's: the ids beside the text
-    # Known and not served by this version: any value that would change the answer is refused, not ignored.
-    n: int | None = None
-    logprobs: bool | int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    # Ignored: they say nothing about the answer's tokens.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
     def stops(self) -> list[str]:
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    def guide(self) -> str | None:
+        """The JSON schema that the answer must keep, as text; None for free text. Raises ApiError."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return '{"type": "object"}'
+        if wanted.type == "json_schema":
+            if wanted.json_schema is None or wanted.json_schema.schema is None:
+                raise invalid("response_format: json_schema needs a schema", param="response_format")
+            return msgspec.json.encode(wanted.json_schema.schema).decode()
+        what = f"response_format: {wanted.type!r} is none of text, json_object and json_schema"
+        raise invalid(what, param="response_format")
 
-class ChatRequest(SamplingFields, kw_only=True):
+
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    # Ignored, as above.
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
-    """POST /v1/completions. A prompt is text (tokenized with its special tokens) or token ids (taken as they are)."""
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. A prompt is text (tokenized with its special tokens), token ids (taken as they are), or a
+    list of either."""
 
-    prompt: str | list[str | int]
+    prompt: str | list[Any]
+    logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt of its own. Raises ApiError for what is no prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and all(type(part) is int for part in self.prompt):
+            return [self.prompt]
+        for i, part in enumerate(self.prompt):
+            if not (isinstance(part, str) or (isinstance(part, list) and all(type(id) is int for id in part))):
+                what = f"prompt[{i}]: {_kind(part)} is neither a text nor a list of token ids"
+                raise invalid(what, param="prompt")
+            if not part:
+                raise invalid(f"prompt[{i}]: it is empty", param="prompt")
+        return self.prompt
 
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
-_encode = msgspec.json.encode
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
 
 
 def read_chat(body: bytes) -> ChatRequest:
     """Raises ApiError 400 with the parameter at fault."""
     request = _decode(_chat_decoder, body)
-    _check(request)
     if not request.messages:
         raise invalid("messages: at least one message is needed", param="messages")
     if request.max_completion_tokens is not None:
-        _positive("max_completion_tokens", request.max_completion_tokens)
+        _within("max_completion_tokens", request.max_completion_tokens, 1, None)
         if request.max_tokens not in (None, request.max_completion_tokens):
-            raise invalid("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+            both = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
+            raise invalid(f"{both} differ; send one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
-    if request.tools:
-        raise _not_served("tools")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise _not_served("response_format")
+    _within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs is only for logprobs: true", param="top_logprobs")
+    if request.tools or request.functions:
+        raise _not_served("tools" if request.tools else "functions")
+    _check(request)
     return request
 
 
 def read_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError 400 with the parameter at fault."""
     request = _decode(_completion_decoder, body)
-    _check(request)
     if len(request.prompt) == 0:
         raise invalid("prompt: it is empty", param="prompt")
-    for name in ("echo", "suffix"):
-        if getattr(request, name):
-            raise _not_served(name)
-    if request.best_of not in (None, 1):
-        raise _not_served("best_of")
+    if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int):
+        _within("the number of prompts", len(request.prompt), 1, MAX_PROMPTS, param="prompt")
+    _within("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
+    if request.suffix:
+        raise _not_served("suffix")
+    if request.best_of not in (None, request.n or 1):
+        raise invalid(f"best_of: {request.best_of} is not n; this server does not rank answers", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise invalid("echo with logprobs: the prompt's own logprobs are not computed", param="echo")
+    _check(request)
     return request
-
-
-def one_prompt(prompt: str | list[str | int]) -> str | list[int]:
-    """The prompt of a request: text, or token ids. Raises ApiError for a list of several texts."""
-    if isinstance(prompt, str):
-        return prompt
-    ids = [part for part in prompt if isinstance(part, int)]
-    if len(ids) == len(prompt):
-        return ids
-    if len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
-        return prompt[0]
-    raise invalid("prompt: this version takes one text, or one list of token ids", param="prompt")
 
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        match = _AT.match(str(error))
-        assert match is not None
-        what, path = match["what"], match["path"]
-        missing = _MISSING.search(what)
-        if missing is not None:
-            field = missing["field"] if not path else f"{path}.{missing['field']}"
-            raise invalid(f"you must provide {field!r}", param=field) from None
-        raise invalid(f"{path or 'the body'}: {what.replace('`', '')}", param=path or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explained(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
 
 
+def _explained(text: str) -> ApiError:
+    """msgspec's account of a wrong value, with the parameter first."""
+    match = _AT.match(text)
+    what, path = (match["what"], match["path"]) if match is not None else (text, None)
+    missing, unknown = _MISSING.search(what), _UNKNOWN.search(what)
+    if missing is not None:
+        field = missing["field"] if not path else f"{path}.{missing['field']}"
+        return invalid(f"you must provide {field!r}", param=field)
+    if unknown is not None:
+        return invalid(f"Unrecognized request argument supplied: {unknown['field']}", param=unknown["field"])
+    return invalid(f"{path or 'the body'}: {what.replace('`', '')}", param=path or None)
+
+
 def _check(request: SamplingFields) -> None:
-    if request.max_tokens is not None:
-        _positive("max_tokens", request.max_tokens)
-    if request.temperature is not None and not 0 <= request.temperature <= 2:
-        raise invalid(f"temperature: {request.temperature} is not between 0 and 2", param="temperature")
-    if request.top_p is not None and not 0 < request.top_p <= 1:
-        raise invalid(f"top_p: {request.top_p} is not above 0 and at most 1", param="top_p")
+    _within("max_tokens", request.max_tokens, 1, None)
+    _within("min_tokens", request.min_tokens, 0, request.max_tokens)
+    _within("temperature", request.temperature, 0, 2)
+    _within("top_p", request.top_p, 0, 1, above=True)
+    _within("top_k", request.top_k, -1, None)
+    _within("min_p", request.min_p, 0, 1)
+    _within("repetition_penalty", request.repetition_penalty, 0, 10, above=True)
+    _within("presence_penalty", request.presence_penalty, -2, 2)
+    _within("frequency_penalty", request.frequency_penalty, -2, 2)
+    _within("no_repeat_ngram_size", request.no_repeat_ngram_size, 0, None)
+    _within("n", request.n, 1, MAX_CHOICES)
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise invalid(f"seed: {request.seed} does not fit in 64 bits", param="seed")
+    for id, bias in (request.logit_bias or {}).items():
+        if not id.isdecimal():
+            raise invalid(f"logit_bias: {id!r} is no token id", param="logit_bias")
+        _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
     if len(request.stops()) > MAX_STOPS:
         raise invalid(f"stop: {len(request.stops())} strings are more than {MAX_STOPS}", param="stop")
     if "" in request.stops():
         raise invalid("stop: an empty string stops nothing", param="stop")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only for stream: true", param="stream_options")
-    if request.n not in (None, 1):
-        raise _not_served("n")
-    for name in ("frequency_penalty", "presence_penalty", "logit_bias", "logprobs"):
-        if getattr(request, name) not in (None, 0, False, {}):
-            raise _not_served(name)
+    request.guide()
 
 
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise invalid(f"{name}: {value} is below 1", param=name)
+def _within(
+    name: str,
+    value: float | None,
+    lowest: float,
+    highest: float | None,
+    *,
+    above: bool = False,
+    param: str | None = None,
+) -> None:
+    """``above``: the lowest value itself is excluded."""
+    if value is None:
+        return
+    too_low = value <= lowest if above else value < lowest
+    if too_low or not math.isfinite(value) or (highest is not None and value > highest):
+        bounds = f"{'above' if above else 'at least'} {lowest:g}" + (
+            "" if highest is None else f" and at most {highest:g}"
+        )
+        raise invalid(f"{name}: {value} is out of range; it must be {bounds}", param=param or name)
 
 
 def _not_served(name: str) -> ApiError:
     return invalid(f"{name}: this version does not serve it", param=name, code="unsupported_parameter")
 
 
-class Answer:
-    """Writes one completion: whole, or as server-sent events. ``chat`` picks the shape."""
-
-    def __init__(
-        self, *, id: str, model: str, created: int, chat: bool, prompt_ids: Sequence[int], with_ids: bool = False
-    ) -> None:
-        self._chat = chat
-        self._prompt_tokens = len(prompt_ids)
-        self._prompt_ids = list(prompt_ids) if with_ids else None
-        self._completion_tokens = 0
-        self._head: dict[str, Any] = {
-            "id": id,
-            "object": "chat.completion" if chat else "text_completion",
-            "created": created,
-            "model": model,
-        }
-
-    def whole(self, events: Sequence[TokenEvent]) -> bytes:
-        """The JSON body of an answer whose last event says why it ended."""
-        self._count(events)
-        text = "".join(event.text for event in events)
-        finish = _finish(events[-1])
-        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
-        head = dict(self._head)
-        if self._prompt_ids is not None:
-            choice["token_ids"] = [id for event in events for id in event.token_ids]
-            (head if self._chat else choice)["prompt_token_ids"] = self._prompt_ids
-        return _encode({**head, "choices": [choice], "usage": self._usage()})
-
-    def opening(self) -> bytes:
-        """The event that begins a stream: a chat names its role; a completion needs none."""
-        self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
-        return self._chunk({"role": "assistant", "content": ""}, None, []) if self._chat else b""
-
-    def events(self, events: Sequence[TokenEvent]) -> bytes:
-        """Server-sent events for what came since the last call; nothing for tokens that gave no text yet."""
-        self._count(events)
-        lines = []
-        for event in events:
-            if event.text or (self._prompt_ids is not None and event.token_ids):
-                delta = {"content": event.text} if self._chat else event.text
-                lines.append(self._chunk(delta, None, event.token_ids))
-            if event.finish is not None:
-                lines.append(self._chunk({} if self._chat else "", _finish(event), []))
-        return b"".join(lines)
-
-    def closing(self, *, include_usage: bool) -> bytes:
-        """What ends a stream: usage where it was asked for, and `[DONE]`."""
-        usage = _event({**self._head, "choices": [], "usage": self._usage()}) if include_usage else b""
-        return usage + b"data: [DONE]\n\n"
-
-    def _chunk(self, delta: dict[str, str] | str, finish: str | None, ids: list[int]) -> bytes:
-        content: dict[str, Any] = {"delta": delta} if self._chat else {"text": delta}
-        if self._prompt_ids is not None:
-            content["token_ids"] = ids
-        return _event({**self._head, "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": finish}]})
-
-    def _count(self, events: Sequence[TokenEvent]) -> None:
-        self._completion_tokens += sum(len(event.token_ids) for event in events)
-
-    def _usage(self) -> dict[str, int]:
-        prompt, completion = self._prompt_tokens, self._completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def error_event(error: ApiError) -> bytes:
-    """What ends a stream that fails after it has begun."""
-    return _event(error.body())
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + _encode(value) + b"\n\n"
-
-
-def _finish(event: TokenEvent) -> str:
-    return "length" if event.finish is FinishReason.LENGTH else "stop"
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from orchestrator.gateway import errors
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.generation import Limits
 from orchestrator.gateway.link import ReplicaLink
 from orchestrator.gateway.ticket import Ticket
 from orchestrator.lifecycle import ModelState
@@ -63,6 +64,11 @@ class ModelQueue:
     def vocab_size(self) -> int | None:
         """Token ids are below this; None before a replica has said it."""
         return next((link.welcome.vocab_size for link in self._links.values() if link.welcome is not None), None)
+
+    @property
+    def limits(self) -> Limits:
+        """Of a request of this model, as far as a replica has told them."""
+        return Limits(self.routes.max_len, self.longest_prompt or self.routes.max_len, self.vocab_size)
 
     def submit(self, request: GenerateRequest) -> Ticket:
         """Queue a request. Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes.

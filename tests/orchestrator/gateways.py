@@ -53,14 +53,16 @@ def routes(
     max_len: int = 4096,
     holds: bool = False,
     reason: str | None = None,
+    engine: str = "echo",
+    source: str | None = None,
 ) -> ModelRoutes:
     """The routes of an echo model with these replicas."""
     return ModelRoutes(
         name=name,
         state=state or (ModelState.READY if replicas else ModelState.LOADING),
         reason=reason,
-        engine="echo",
-        source=None,
+        engine=engine,
+        source=source,
         max_len=max_len,
         max_queue=max_queue,
         holds=holds,

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from openai import NotFoundError, OpenAI
 
-from orchestrator.gateway.app import MAX_BODY_BYTES
 from orchestrator.lifecycle import ModelState
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -166,76 +165,7 @@ def test_the_last_routes_stay_in_force_while_the_controller_is_away(gateway: Liv
         gateway.controller.answers = True
 
 
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "code", "says"),
-    [
-        (b"{", 400, "invalid_json", "not JSON"),
-        (b"\xff", 400, "invalid_json", "not JSON"),
-        (b"[]", 400, None, "the body: Expected object, got array"),
-        (b'{"prompt": "x"}', 400, None, "you must provide 'model'"),
-        (b'{"model": "m"}', 400, None, "you must provide 'prompt'"),
-        (b'{"model": "m", "prompt": ""}', 400, None, "prompt: it is empty"),
-        (b'{"model": "m", "prompt": []}', 400, None, "prompt: it is empty"),
-        (b'{"model": "m", "prompt": 3}', 400, None, "prompt: Expected str | array, got int"),
-        (b'{"model": "m", "prompt": [999]}', 400, None, "999 is no token id of this model (0 to 256)"),
-        (b'{"model": "m", "prompt": [-1]}', 400, None, "-1 is no token id"),
-        (b'{"model": "m", "prompt": "x", "max_tokens": 0}', 400, None, "max_tokens: 0 is below 1"),
-        (b'{"model": "m", "prompt": "x", "max_tokens": "9"}', 400, None, "max_tokens: Expected int | null, got str"),
-        (b'{"model": "m", "prompt": "x", "temperature": 3}', 400, None, "temperature: 3.0 is not between 0 and 2"),
-        (b'{"model": "m", "prompt": "x", "temperature": NaN}', 400, "invalid_json", "not JSON"),
-        (b'{"model": "m", "prompt": "x", "top_p": 0}', 400, None, "top_p: 0.0 is not above 0"),
-        (b'{"model": "m", "prompt": "x", "stop": [""]}', 400, None, "an empty string stops nothing"),
-        (b'{"model": "m", "prompt": "x", "n": 2}', 400, "unsupported_parameter", "n: this version does not serve it"),
-        (b'{"model": "m", "prompt": "x", "stream_options": {}}', 400, None, "only for stream: true"),
-        (b'{"model": "zzz", "prompt": "x"}', 404, "model_not_found", "'zzz' does not exist here. Models: m."),
-    ],
-)
-def test_a_bad_request_is_answered_with_what_is_wrong(
-    gateway: LiveGateway, replica: Make, body: bytes, status: int, code: str | None, says: str
-) -> None:
-    """Each mistake has its status, code and a message that names it."""
-    gateway.serve(routes("m", replica()))
-
-    response = gateway.http.post("/v1/completions", content=body)
-
-    found = error_of(response)
-    assert (response.status_code, found["code"]) == (status, code)
-    assert says in found["message"]
-
-
-def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(gateway: LiveGateway, replica: Make) -> None:
-    """Lengths are checked before the queue."""
-    gateway.serve(routes("m", replica(max_len=64), max_len=64))
-
-    alone = complete(gateway, prompt="x" * 65)
-    together = complete(gateway, prompt="x" * 60, max_tokens=5)
-
-    assert (alone.status_code, error_of(alone)["code"]) == (400, "context_length_exceeded")
-    assert "at most 64 tokens; this one has 65" in error_of(alone)["message"]
-    assert "maximum context length is 64 tokens; you asked for 65 (60 in the prompt, 5" in error_of(together)["message"]
-    assert complete(gateway, prompt="x" * 60, max_tokens=4).status_code == 200
-
-
-def test_a_body_over_the_limit_is_413(gateway: LiveGateway, replica: Make) -> None:
-    """The limit is told, and the connection does not wait for the rest."""
-    gateway.serve(routes("m", replica()))
-
-    response = gateway.http.post("/v1/completions", content=b"x" * (MAX_BODY_BYTES + 1))
-
-    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
-    assert str(MAX_BODY_BYTES) in error_of(response)["message"]
-
-
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/completions", 405)])
-def test_a_wrong_route_or_method_has_openais_shape(gateway: LiveGateway, method: str, path: str, status: int) -> None:
-    """Even what no handler sees is answered with the error object."""
-    response = gateway.http.request(method, path)
-
-    assert response.status_code == status
-    assert error_of(response)["message"]
+# A model that is down
 
 
 def test_a_model_that_is_down_answers_503_with_retry_after(gateway: LiveGateway) -> None:
@@ -415,3 +345,39 @@ def test_a_replica_of_another_version_gets_no_request(gateway: LiveGateway, repl
     until(lambda: queue.refused_replicas == 1, 5, "the replica is refused")
 
     assert queue.slots == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_and_choices_are_answered_in_one(gateway: LiveGateway, replica: Make, stream: bool) -> None:
+    """A list of prompts with n=2: choices in order, each with its own text, streamed or not."""
+    gateway.serve(routes("m", replica()))
+    body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 6, "stream": stream}
+
+    response = complete(gateway, **body)
+
+    answers = events_of(response.text.splitlines()) if stream else [response.json()]
+    texts = [""] * 6
+    for answer in answers:
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [echo_text(prompt, 6) for prompt in ("one", "one", "two", "two", "three", "three")]
+
+
+def test_echo_repeats_the_prompt(gateway: LiveGateway, replica: Make) -> None:
+    """`echo` puts the prompt's text before the answer, for text and for token ids."""
+    gateway.serve(routes("m", replica()))
+
+    for prompt in ("hello", list(b"hello")):
+        answer = complete(gateway, prompt=prompt, max_tokens=3, echo=True).json()
+        assert answer["choices"][0]["text"] == "hello" + echo_text("hello", 3)
+
+
+def test_a_refused_choice_takes_the_others_back(gateway: LiveGateway, replica: Make) -> None:
+    """Four choices that do not all fit in the queue are refused together, and none of them runs."""
+    served = replica(slots=1, step_ms=5)
+    gateway.serve(routes("m", served, max_queue=2))
+
+    refused = complete(gateway, n=4, max_tokens=1000)
+
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+    until(lambda: served.batcher.stats.live == 0 and gateway.queue("m").waiting == 0, 5, "nothing runs")

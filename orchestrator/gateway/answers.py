@@ -1,0 +1,140 @@
+"""OpenAI's answers: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from orchestrator.gateway.errors import ApiError
+from workers.requests import FinishReason, TokenEvent, TokenLogprobs
+
+_encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Choice:
+    """One of the answers to a request: which prompt it continues, and how much of it is written."""
+
+    index: int
+    prompt_ids: Sequence[int]
+    echo: str = ""  # the prompt's text, where it is to be repeated
+    tokens: int = 0  # generated so far
+    offset: int = 0  # characters of token text so far, for the completions' text_offset
+
+
+class Answer:
+    """Writes one request's choices. ``chat`` picks the shape; ``with_ids`` adds vLLM's token id fields."""
+
+    def __init__(
+        self, *, id: str, model: str, created: int, chat: bool, choices: Sequence[Choice], with_ids: bool = False
+    ) -> None:
+        self._chat = chat
+        self._choices = choices
+        self._with_ids = with_ids
+        self._head: dict[str, Any] = {
+            "id": id,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": created,
+            "model": model,
+        }
+
+    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes:
+        """The JSON body of an answer. The last event of each choice says why it ended."""
+        choices = []
+        head = dict(self._head)
+        for choice, events in answers:
+            text = choice.echo + "".join(event.text for event in events)
+            written: dict[str, Any] = {"index": choice.index}
+            written |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            written["logprobs"] = self._logprobs(choice, [item for event in events for item in event.logprobs])
+            written["finish_reason"] = _finish(events[-1])
+            if self._with_ids:
+                written["token_ids"] = [id for event in events for id in event.token_ids]
+                (head if self._chat else written)["prompt_token_ids"] = list(choice.prompt_ids)
+            choice.tokens += sum(len(event.token_ids) for event in events)
+            choices.append(written)
+        return _encode({**head, "choices": choices, "usage": self._usage()})
+
+    def opening(self, choice: Choice) -> bytes:
+        """The event that begins a choice of a stream: a chat names its role, a completion its echoed prompt."""
+        self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
+        if self._chat:
+            return self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
+        return self._chunk(choice, choice.echo, None, None) if choice.echo else b""
+
+    def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        """Server-sent events for what came since the last call; nothing for tokens that gave no text yet."""
+        lines = []
+        for event in events:
+            choice.tokens += len(event.token_ids)
+            if event.text or event.logprobs or (self._with_ids and event.token_ids):
+                delta = {"content": event.text} if self._chat else event.text
+                lines.append(self._chunk(choice, delta, None, event))
+            if event.finish is not None:
+                lines.append(self._chunk(choice, {} if self._chat else "", _finish(event), None))
+        return b"".join(lines)
+
+    def closing(self, *, include_usage: bool) -> bytes:
+        """What ends a stream: usage where it was asked for, and `[DONE]`."""
+        return (sse({**self._head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
+
+    def _chunk(
+        self, choice: Choice, delta: dict[str, str] | str, finish: str | None, event: TokenEvent | None
+    ) -> bytes:
+        written: dict[str, Any] = {"index": choice.index}
+        written |= {"delta": delta} if self._chat else {"text": delta}
+        written["logprobs"] = self._logprobs(choice, event.logprobs) if event is not None else None
+        written["finish_reason"] = finish
+        if self._with_ids:
+            written["token_ids"] = event.token_ids if event is not None else []
+        return sse({**self._head, "choices": [written]})
+
+    def _logprobs(self, choice: Choice, items: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not items:
+            return None
+        if self._chat:
+            content = [
+                {
+                    "token": item.text,
+                    "logprob": item.logprob,
+                    "bytes": item.bytes,
+                    "top_logprobs": [
+                        {"token": text, "logprob": logprob, "bytes": raw} for _, logprob, text, raw in item.top
+                    ],
+                }
+                for item in items
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for item in items:
+            offsets.append(len(choice.echo) + choice.offset)
+            choice.offset += len(item.text)
+        return {
+            "tokens": [item.text for item in items],
+            "token_logprobs": [item.logprob for item in items],
+            "top_logprobs": [{text: logprob for _, logprob, text, _ in item.top} for item in items],
+            "text_offset": offsets,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in self._choices}  # one prompt, n choices
+        prompt, completion = sum(prompts.values()), sum(choice.tokens for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def error_event(error: ApiError) -> bytes:
+    """What ends a stream that fails after it has begun."""
+    return sse(error.body())
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def _finish(event: TokenEvent) -> str:
+    return "length" if event.finish is FinishReason.LENGTH else "stop"

@@ -1,0 +1,100 @@
+"""From what a client asked to the requests that go into the queue: lengths and ids are checked here, before it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from orchestrator.gateway import errors
+from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
+from workers.requests import GenerateRequest
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model's replicas were compiled for."""
+
+    max_len: int  # tokens of a slot: prompt + generated
+    max_prompt: int  # tokens of the largest prefill bucket
+    vocab_size: int | None  # None while no replica has told it
+
+
+def requests_for(
+    asked: ChatRequest | CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    default_tokens: int | None,
+    ids: Iterator[str],
+) -> list[GenerateRequest]:
+    """``n`` requests for each prompt, in order; ``ids`` names them. ``default_tokens`` None: the rest of max_len.
+
+    Raises ApiError 400 with the numbers for a prompt that is too long, empty, or holds ids that the model has not.
+    """
+    guide, biases = asked.guide(), _biases(asked, limits)
+    shared = functools.partial(
+        GenerateRequest,
+        min_tokens=asked.min_tokens or 0,
+        temperature=_or(asked.temperature, 1.0),
+        top_p=_or(asked.top_p, 1.0),
+        top_k=max(0, asked.top_k or 0),  # vLLM's -1 means off, as 0 does
+        min_p=_or(asked.min_p, 0.0),
+        repetition_penalty=_or(asked.repetition_penalty, 1.0),
+        presence_penalty=_or(asked.presence_penalty, 0.0),
+        frequency_penalty=_or(asked.frequency_penalty, 0.0),
+        no_repeat_ngram_size=asked.no_repeat_ngram_size or 0,
+        logit_bias=biases,
+        stop=asked.stops(),
+        stop_token_ids=asked.stop_token_ids or [],
+        ignore_eos=bool(asked.ignore_eos),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+        logprobs=asked.wanted_logprobs(),
+        guide=guide,
+    )
+    rooms = [_room(asked, prompt, limits) for prompt in prompts]
+    return [
+        shared(
+            id=next(ids),
+            prompt_ids=list(prompt),
+            max_tokens=asked.max_tokens or min(default_tokens or room, room),
+            # each of n choices has a seed of its own, so that they differ and all can be had again
+            seed=None if asked.seed is None else _wrapped(asked.seed + copy),
+        )
+        for prompt, room in zip(prompts, rooms, strict=True)
+        for copy in range(asked.n or 1)
+    ]
+
+
+def _room(asked: ChatRequest | CompletionRequest, prompt: Sequence[int], limits: Limits) -> int:
+    """Tokens that may follow the prompt."""
+    param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+    if not prompt:
+        raise errors.invalid("the prompt has no tokens", param=param)
+    room = limits.max_len - len(prompt)
+    longest = min(limits.max_prompt, limits.max_len)
+    if len(prompt) > longest or room < 1 or (asked.max_tokens or 0) > room:
+        raise errors.too_long(param, len(prompt), asked.max_tokens, limits.max_len, longest)
+    if limits.vocab_size is not None and (max(prompt) >= limits.vocab_size or min(prompt) < 0):
+        wrong = next(id for id in prompt if not 0 <= id < limits.vocab_size)
+        raise errors.invalid(
+            f"{param}: {wrong} is no token id of this model (0 to {limits.vocab_size - 1})", param=param
+        )
+    return room
+
+
+def _biases(asked: ChatRequest | CompletionRequest, limits: Limits) -> dict[int, float]:
+    biases = {int(id): bias for id, bias in (asked.logit_bias or {}).items()}
+    for id in biases:
+        if limits.vocab_size is not None and id >= limits.vocab_size:
+            what = f"logit_bias: {id} is no token id of this model (0 to {limits.vocab_size - 1})"
+            raise errors.invalid(what, param="logit_bias")
+    return biases
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _wrapped(seed: int) -> int:
+    """Within 64 bits, as a seed must be."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,127 @@
+"""The shapes of answers: choices, usage and logprobs, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from orchestrator.gateway import protocol
+from orchestrator.gateway.answers import Answer, Choice
+from orchestrator.gateway.generation import Limits, requests_for
+from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+
+LIMITS = Limits(max_len=100, max_prompt=100, vocab_size=1000)
+
+
+def event(text: str, id: int, finish: FinishReason | None = None) -> TokenEvent:
+    top = [(id, -0.5, text, list(text.encode())), (9, -1.5, "z", [122])]
+    logprobs = TokenLogprobs(id=id, logprob=-0.5, text=text, bytes=list(text.encode()), top=top)
+    return TokenEvent(id="r", text=text, token_ids=[id], logprobs=[logprobs], finish=finish)
+
+
+def answer(chat: bool, choices: list[Choice]) -> Answer:
+    return Answer(id="i", model="m", created=1, chat=chat, choices=choices)
+
+
+def asked(body: dict[str, Any]) -> list[GenerateRequest]:
+    """The requests of a completion of the prompts [1, 2] and [3]."""
+    read = protocol.read_completion(json.dumps({"model": "m", "prompt": [[1, 2], [3]], **body}).encode())
+    prompts = [prompt for prompt in read.prompts() if isinstance(prompt, list)]
+    return requests_for(read, prompts, LIMITS, 16, iter("abcdefgh"))
+
+
+def test_chat_logprobs_have_openais_shape() -> None:
+    """content: token, logprob, bytes and the top ones, each with its own."""
+    choice = Choice(0, [1, 2])
+
+    body = json.loads(answer(True, [choice]).whole([(choice, [event("a", 5), event("é", 6, FinishReason.STOP)])]))
+
+    (only,) = body["choices"]
+    assert only["message"] == {"role": "assistant", "content": "aé"}
+    assert only["logprobs"]["content"][1] == {
+        "token": "é",
+        "logprob": -0.5,
+        "bytes": [195, 169],
+        "top_logprobs": [
+            {"token": "é", "logprob": -0.5, "bytes": [195, 169]},
+            {"token": "z", "logprob": -1.5, "bytes": [122]},
+        ],
+    }
+
+
+def test_completion_logprobs_have_their_own_shape_with_offsets() -> None:
+    """tokens, token_logprobs, top_logprobs and text_offset, which goes on behind an echoed prompt."""
+    choice = Choice(0, [1, 2], echo="pre")
+
+    body = json.loads(answer(False, [choice]).whole([(choice, [event("ab", 5), event("c", 6, FinishReason.LENGTH)])]))
+
+    (only,) = body["choices"]
+    assert only["text"] == "preabc"
+    assert only["logprobs"] == {
+        "tokens": ["ab", "c"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"ab": -0.5, "z": -1.5}, {"c": -0.5, "z": -1.5}],
+        "text_offset": [3, 5],
+    }
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_usage_counts_each_prompt_once_and_every_choices_tokens(chat: bool) -> None:
+    """Two choices of one prompt: its tokens once, the answers' tokens twice."""
+    prompt = [1, 2, 3]
+    choices = [Choice(0, prompt), Choice(1, prompt)]
+
+    body = json.loads(answer(chat, choices).whole([(c, [event("a", 5, FinishReason.STOP)]) for c in choices]))
+
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_n_choices_of_each_prompt_have_seeds_of_their_own() -> None:
+    """Prompt by prompt, choice by choice; each can be had again by its own seed."""
+    requests = asked({"n": 2, "seed": 7})
+
+    assert [(request.prompt_ids, request.seed) for request in requests] == [
+        ([1, 2], 7),
+        ([1, 2], 8),
+        ([3], 7),
+        ([3], 8),
+    ]
+
+
+def test_every_sampling_parameter_reaches_the_replica() -> None:
+    """What the body says is what the request holds; what it leaves out is neutral."""
+    fields = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "no_repeat_ngram_size": 3,
+        "stop_token_ids": [7],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": 2,
+    }
+    whole = asked({**fields, "stop": "x", "logit_bias": {"5": -100}, "response_format": {"type": "json_object"}})[0]
+
+    assert {name: getattr(whole, name) for name in fields} == fields
+    assert (whole.stop, whole.logit_bias, whole.guide) == (["x"], {5: -100.0}, '{"type": "object"}')
+    assert asked({})[1] == GenerateRequest(id="b", prompt_ids=[3], max_tokens=16)
+
+
+def test_a_json_schema_is_handed_on_as_text() -> None:
+    """The schema inside response_format, not its wrapping."""
+    schema = {"type": "array", "items": {"type": "integer"}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+    (request, _) = asked({"response_format": wanted})
+
+    assert request.guide is not None
+    assert json.loads(request.guide) == schema
