@@ -378,6 +378,8 @@ class Controller:
                     "pid": None if view.gone else view.pid,
                     "restarts": view.restarts,
                     "reason": view.reason,
+                    "failures": view.failures,
+                    "pause_s": view.pause_s if view.state is State.FAILED else None,
                     "log": list(view.log),
                     "log_file": str(self._home.log(view.model, view.replica)),
                 }

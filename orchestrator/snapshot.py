@@ -10,7 +10,8 @@ from orchestrator.lifecycle import State
 from placements.cores import CoreRange
 
 FIRST_BACKOFF_S = 1.0
-LONGEST_BACKOFF_S = 60.0
+BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses: from then on it is tried seldom
+BREAKER_PAUSE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,24 @@ class ReplicaView:
         return State.PENDING if self.state is State.FAILED and self.failures == 0 else self.state
 
     @property
-    def retry_at(self) -> float:
-        """When a failed replica may be started again. The first restart of one that had served comes at once."""
+    def pause_s(self) -> float:
+        """How long a failed replica waits for its next start: not at all when it had served, then ever longer; once
+        the breaker is open, until the pause that only sees whether the cause is gone."""
         if self.failures == 0:
-            return self.since
-        return self.since + min(FIRST_BACKOFF_S * 2.0 ** (self.failures - 1), LONGEST_BACKOFF_S)
+            return 0.0
+        if self.breaker_open:
+            return BREAKER_PAUSE_S
+        return FIRST_BACKOFF_S * 2.0 ** (self.failures - 1)
+
+    @property
+    def breaker_open(self) -> bool:
+        """Whether so many starts in a row have failed that the cause will not go away by itself."""
+        return self.failures >= BREAKER_AFTER
+
+    @property
+    def retry_at(self) -> float:
+        """When a failed replica may be started again."""
+        return self.since + self.pause_s
 
 
 @dataclass(frozen=True)

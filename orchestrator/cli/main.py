@@ -105,6 +105,8 @@ def status(output: FormatOption = Format.TABLE) -> None:
             )
             if replica["reason"]:
                 notes.append(f"{replica['id']}: {replica['reason']}")
+                if replica["pause_s"]:
+                    notes.append(f"    {replica['failures']} failed starts; the next {replica['pause_s']:.0f} s later")
                 notes += [f"    | {line}" for line in replica["log"]]
         if not model["replicas"]:
             rows.append((model["name"], model["state"], None, None, None, None))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.lifecycle import Signal, State, advance
 from orchestrator.reconcile import Action, Drain, Forget, Release, Start, Stop, reconcile
-from orchestrator.snapshot import LONGEST_BACKOFF_S, Observed, ReplicaView
+from orchestrator.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from placements.cores import CoreRange
 from placements.plan import Placement
 
@@ -54,12 +54,19 @@ def test_a_dead_replica_is_released_before_it_is_started_again() -> None:
 
 
 def test_a_replica_that_cannot_start_is_tried_later_and_later() -> None:
-    """The pause doubles with each failure in a row, up to a minute."""
+    """The pause doubles with each failure in a row."""
     failed = view(State.FAILED, gone=True, failures=3)
 
     assert decide([placement()], failed, now=13.9) == []
     assert decide([placement()], failed, now=14.0) == [Start(placement(), failed)]
-    assert view(State.FAILED, failures=50).retry_at == 10.0 + LONGEST_BACKOFF_S
+
+
+def test_the_breaker_opens_after_six_failed_starts() -> None:
+    """A cause that does not go away is tried seldom, and a replica that has served starts afresh."""
+    pauses = [view(State.FAILED, failures=n).pause_s for n in range(8)]
+
+    assert pauses == [0, 1, 2, 4, 8, 16, BREAKER_PAUSE_S, BREAKER_PAUSE_S]
+    assert not view(State.FAILED, failures=5).breaker_open
 
 
 def test_a_replica_that_is_not_planned_drains_then_is_forgotten() -> None:
