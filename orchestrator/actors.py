@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -49,10 +48,10 @@ class ControllerActor:
         await self._down.wait()
 
     async def shutdown(self, drain_s: float) -> None:
-        await self._controller.shutdown(drain_s)
-        self._running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._running
+        try:
+            await self._controller.shutdown(drain_s)
+        finally:
+            self._down.set()  # nobody need wait any longer
 
     async def _ask_down(self) -> None:
         self._down.set()
@@ -81,8 +80,9 @@ class RemoteController:
         return answer
 
     async def wake(self, model: str) -> None:
-        if self._actor is not None:
-            await self._actor.wake.remote(model)
+        if self._actor is None:
+            self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+        await self._actor.wake.remote(model)
 
 
 class GatewayDeployment:

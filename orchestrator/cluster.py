@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "corewright"
 CONTROLLER = "controller"
-WATCH_S = 5.0  # a watch answers at least this often; silence for longer is a hung process
-CALL_DEADLINE_S = 10.0
+WATCH_S = 5.0  # a watch answers at least this often
+CALL_DEADLINE_S = 10.0  # silence for longer is a hung process: a call takes a millisecond
+ADOPT_S = 3.0  # for a living replica to say what it is, while nobody is served anew
 CONFIRM_DEATH_S = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens go over sockets: Ray's store stays all but empty
 
@@ -121,7 +122,12 @@ class RayCluster:
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         try:
-            status: ReplicaStatus = await self._actors[name].watch.remote(seen, WATCH_S)
+            status: ReplicaStatus = await asyncio.wait_for(
+                _of(self._actors[name].watch.remote(seen, WATCH_S)), WATCH_S + CALL_DEADLINE_S
+            )
+        except asyncio.TimeoutError:
+            what = f"it has not answered for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
+            raise ReplicaDied(what) from None
         except RayTaskError as error:
             raise ReplicaDied(f"the actor failed: {error.cause}") from None
         except RayError as error:
@@ -155,27 +161,47 @@ class RayCluster:
         held: dict[int, int | None] = await self._host.held_cores.remote(claims)
         return held
 
-    async def survivors(self) -> Sequence[Survivor]:
-        found = []
-        for entry in ray.util.list_named_actors(all_namespaces=True):
-            name = entry["name"]
-            if entry["namespace"] != NAMESPACE or "/" not in name or name.startswith("host/"):
-                continue
-            with contextlib.suppress(RayError, ValueError, asyncio.TimeoutError):
-                actor = ray.get_actor(name, NAMESPACE)
-                config, status = await asyncio.wait_for(actor.describe.remote(), CALL_DEADLINE_S)
-                self._actors[name] = actor
-                found.append(Survivor(config, status))
-        return found
+    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
+        names = [
+            entry["name"]
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if entry["namespace"] == NAMESPACE and "/" in entry["name"] and not entry["name"].startswith("host/")
+        ]
+        found = await asyncio.gather(*(self._survivor(name) for name in names))
+        lost: dict[str, int] = {}
+        for name, survivor in zip(names, found, strict=True):
+            if survivor is None:
+                id, _, epoch = name.rpartition(".")
+                lost[id] = max(int(epoch), lost.get(id, 0))
+        return [survivor for survivor in found if survivor is not None], lost
+
+    async def _survivor(self, name: str) -> Survivor | None:
+        """What the replica says of itself; None, and its end, when it says nothing."""
+        try:
+            actor = ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            return None
+        try:
+            config, status = await asyncio.wait_for(_of(actor.describe.remote()), ADOPT_S)
+        except (RayError, asyncio.TimeoutError) as error:
+            log.warning("%s does not answer and is ended: %s", name, error)
+            ray.kill(actor, no_restart=True)
+            return None
+        self._actors[name] = actor
+        return Survivor(config, status)
 
     async def _is_dead(self, actor: Any) -> bool:
         try:
-            await asyncio.wait_for(actor.watch.remote(0, 0.0), CALL_DEADLINE_S)
+            await asyncio.wait_for(_of(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
         except RayActorError:
             return True
         except (RayError, asyncio.TimeoutError):
             return False
         return False
+
+
+async def _of(reference: Any) -> Any:
+    return await reference
 
 
 def _death(error: RayError) -> str:

@@ -18,7 +18,7 @@ from orchestrator.effects import Cluster, ReplicaDied, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.home import Home
 from orchestrator.lifecycle import ModelState, Signal, State, advance, model_state
-from orchestrator.reconcile import Action, Drain, Forget, Release, Start, Stop, reconcile
+from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from orchestrator.snapshot import Observed, ReplicaView
 from orchestrator.sources import read_checkpoints
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0  # how often the world is read again when nothing happens
 LOG_LINES = 8
-_SIGNALS = {Phase.LOADING: Signal.STARTED, Phase.READY: Signal.LOADED, Phase.FAILED: Signal.FAILED}
 
 
 class Controller:
@@ -67,12 +66,15 @@ class Controller:
         self._picture: tuple[RouteTable, dict[str, Any]] | None = None
         self._was_ready = False
         self._closing = False
+        self._settled = asyncio.Event()  # what lived before is known: only then may anyone ask
 
     # The loop
 
     async def run(self) -> None:
         """Until ``shutdown``."""
         await self._adopt()
+        await self._round()
+        self._settled.set()
         while not self._closing:
             self._wake.clear()
             try:
@@ -85,6 +87,8 @@ class Controller:
 
     async def _round(self) -> None:
         await self._observe_claims()
+        if self._closing:
+            return
         self._plan = self._make_plan()
         observed = Observed(self._clock(), dict(self._views))
         for action in reconcile(self._plan.placements, observed, self.settings.start_deadline_s):
@@ -96,7 +100,10 @@ class Controller:
         self._closing = True
         self._wake.set()
         await self._publish()
-        await asyncio.gather(*(self._take_down(view, drain_s) for view in self._views.values()))
+        ended = await asyncio.gather(*(self._take_down(id, drain_s) for id in self._views), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                log.error("a replica did not end in order", exc_info=error)
 
     async def wake(self, model: str) -> None:
         """A request came for a model without replicas (`min: 0`): start one. Raises KeyError for an unknown model."""
@@ -106,7 +113,9 @@ class Controller:
             self._wake.set()
 
     async def _adopt(self) -> None:
-        for survivor in await self._cluster.survivors():
+        survivors, lost = await self._cluster.survivors()
+        self._epochs.update(lost)
+        for survivor in survivors:
             config, status = survivor.config, survivor.status
             id = f"{config.model}/{config.replica}"
             cores = CoreRange(config.cores[0], config.cores[-1]) if config.cores else None
@@ -127,25 +136,37 @@ class Controller:
             if config.model in self._wanted:
                 self._wanted[config.model] = max(self._wanted[config.model], config.replica + 1)
             log.info("%s: adopted, epoch %d, pid %d", id, config.epoch, status.pid)
+            if state is State.DRAINING:
+                self._spawn(self._drain(self._views[id]))
             self._spawn(self._follow(id, config.epoch))
 
     async def _observe_claims(self) -> None:
         """Cores that a process holds which is none of ours are quarantined for as long as it holds them."""
-        ours = {view.pid for view in self._views.values()}
-        starting = any(view.pid is None for view in self._views.values())
         for index, host in enumerate(self.hosts):
-            if host.emulated and not starting:  # a replica may hold its cores before it could tell its pid
-                held = await self._cluster.held_cores(str(self._home.claims(index)))
-                self._quarantined[host.name] = {core: pid for core, pid in held.items() if pid not in ours}
+            if not host.emulated:
+                continue
+            held = await self._cluster.held_cores(str(self._home.claims(index)))
+            mine = [view for view in self._views.values() if view.host == host.name]
+            ours = {view.pid for view in mine}
+            # a replica may hold its cores before it could tell its pid
+            starting = {core for view in mine if view.pid is None and not view.gone for core in view.cores or ()}
+            self._quarantined[host.name] = {
+                core: pid for core, pid in held.items() if pid not in ours and core not in starting
+            }
 
     def _make_plan(self) -> Plan:
         running = [
             Running(view.model, view.replica, view.host, view.cores)
             for view in self._views.values()
-            if view.state not in (State.DRAINING, State.STOPPING) and view.model in self._wanted
+            if view.state not in (State.DRAINING, State.STOPPING)
+            and view.model in self._wanted
+            and not (view.state is State.FAILED and self._is_quarantined(view))  # it had better go elsewhere
         ]
         blocked = {host: frozenset(cores) for host, cores in self._quarantined.items() if cores}
         return plan(self.spec, self.hosts, self._checkpoints, running, self._wanted, blocked)
+
+    def _is_quarantined(self, view: ReplicaView) -> bool:
+        return any(core in self._quarantined[view.host] for core in view.cores or ())
 
     def _apply(self, action: Action) -> None:
         if isinstance(action, Start):
@@ -155,6 +176,8 @@ class Controller:
             self._spawn(self._drain(action.replica))
         elif isinstance(action, Stop):
             self._signal(action.replica, Signal.STOP, action.reason)
+        elif isinstance(action, Fail):
+            self._signal(action.replica, Signal.FAILED, action.reason)
         elif isinstance(action, Release):
             if action.replica.id not in self._busy:
                 self._busy.add(action.replica.id)
@@ -181,6 +204,7 @@ class Controller:
             restarts=0 if previous is None else previous.restarts + 1,
             failures=0 if previous is None else previous.failures,
             reason=None if previous is None else previous.reason,
+            log=() if previous is None else previous.log,
         )
         log.info("%s: start, epoch %d, cores %s", id, epoch, placement.cores)
         self._spawn(self._start_and_follow(id, config))
@@ -254,9 +278,9 @@ class Controller:
         state = advance(before.state, signal)
         if state is before.state:
             return before
-        after = dataclasses.replace(before, state=state, since=self._clock(), reason=reason)
-        if state is State.READY:
-            after = dataclasses.replace(after, failures=0, log=())
+        after = dataclasses.replace(before, state=state, since=self._clock(), reason=reason or before.reason)
+        if state is State.READY:  # only now is the last failure over
+            after = dataclasses.replace(after, failures=0, log=(), reason=None)
         elif state is State.FAILED and before.state in (State.PENDING, State.LOADING):
             after = dataclasses.replace(after, failures=before.failures + 1)
         log.info("%s: %s -> %s%s", view.id, before.state.value, state.value, f" ({reason})" if reason else "")
@@ -285,12 +309,13 @@ class Controller:
             self._busy.discard(view.id)
             self._wake.set()
 
-    async def _take_down(self, view: ReplicaView, drain_s: float) -> None:
+    async def _take_down(self, id: str, drain_s: float) -> None:
+        view = self._views[id]
         name = actor_name(view.model, view.replica, view.epoch)
         if view.state is State.READY:
             self._signal(view, Signal.DRAIN)
             await self._cluster.drain(name, drain_s)
-        self._signal(view, Signal.STOP, "the fleet ends")
+        view = self._signal(self._views[id], Signal.STOP, "the fleet ends")
         gone = await self._cluster.end(name, view.pid, view.started)
         log.info("%s: %s", view.id, "gone" if gone else "still alive")
 
@@ -319,7 +344,11 @@ class Controller:
                 self._changed.notify_all()
 
     async def change(self, seen: int, timeout_s: float) -> int:
-        """The version of the routes and the status, as soon as it is above ``seen``; after ``timeout_s`` as it is."""
+        """The version of the routes and the status, as soon as it is above ``seen``; after ``timeout_s`` as it is.
+
+        Not before the living replicas are adopted: a table without them would end their links.
+        """
+        await self._settled.wait()
         async with self._changed:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(lambda: self._version > seen), timeout_s)
@@ -393,17 +422,22 @@ class Controller:
             for view in self._views.values()
             if view.host == host.name and view.cores is not None and not view.gone
         }
-        leased = {core for cores in leases.values() for core in cores}
-        quarantined = set(self._quarantined[host.name]) - leased
-        total = host.cores
+        leased = sum(len(cores) for cores in leases.values())
+        taken = {core for cores in leases.values() for core in cores}
+        quarantined = set(self._quarantined[host.name]) - taken
+        reserved = set(host.reserved_cores) - taken - quarantined
+        free = set(range(host.cores)) - taken - quarantined - reserved
+        if leased + len(free) + len(quarantined) + len(reserved) != host.cores:
+            log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
         return {
             "name": host.name,
             "instance": None if host.topology is None else host.topology.instance,
             "emulated": host.emulated,
-            "cores": total,
-            "leased": len(leased),
-            "free": total - len(leased | quarantined),
+            "cores": host.cores,
+            "leased": leased,
+            "free": len(free),
             "quarantined": len(quarantined),
+            "reserved": len(reserved),
             "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
         }
 

@@ -26,10 +26,23 @@ from workers import host as this_host
 
 log = logging.getLogger(__name__)
 
-LEFTOVERS_DEADLINE_S = 8.0
-LAST_DEADLINE_S = 5.0
-STATUS_WAIT_S = 5.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The end: drain 20 s, and all gone within 30 s.
+DRAIN_GRACE_S = 2.0  # to end the replicas after the drain
+GATEWAY_STOP_S = 3.0
+LAST_DEADLINE_S = 3.0  # for what is killed at last
+LEFTOVERS_DEADLINE_S = 8.0  # for what a killed daemon left: the promise is 10 s
+STATUS_WAIT_S = 1.0  # a background call to Ray lasts no longer, so that the end need not wait for it
+CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
+CONTROLLER_RETRY_S = 0.2
 READY_POLL_S = 0.5  # between looks at whether a signal has come
+
+
+def _quietly(stop: Callable[[], None]) -> None:
+    try:
+        stop()
+    except Exception:
+        log.exception("the gateway did not stop in order")
 
 
 class _Interrupted(Exception):
@@ -68,7 +81,8 @@ class Daemon:
         self._instance = instance
         self._tell = tell
         self._fleet = secrets.token_hex(8)
-        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._seen = 0  # version of the status that was told last
         self._told: dict[str, str] = {}
         self._ending = False
@@ -87,26 +101,38 @@ class Daemon:
         record = self._home.read_record()
         if lock is None:
             where = f" at {record.url} (pid {record.pid})" if record is not None else ""
-            raise Failed("fleet-already-running", f"a fleet of {self._home.path} runs{where}", "corewright down")
+            raise Failed(
+                "fleet-already-running",
+                f"a fleet of {self._home.path} runs{where}",
+                "corewright down; this version does not update a running fleet",
+            )
         self._end_previous(record)
         _check_port(self._options.host, self._options.port)
-        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        previous = {number: signal.getsignal(number) for number in SIGNALS}
+        self._listen_to_signals()
         try:
             record = self._start()
             self._wait_ready()
             on_ready(record)
-            threading.Thread(target=self._narrate, name="narrate", daemon=True).start()
-            reason = self._asked.get()
-            self._tell(f"{reason}: draining for at most {DRAIN_S:.0f} s (once more ends at once)")
+            self._in_background(self._narrate)
+            asked = self._asked.get()
+            if isinstance(asked, Failed):
+                raise asked
+            self._asking = True
+            self._tell(f"{asked}: draining for at most {DRAIN_S:.0f} s (a signal more ends at once)")
             return 0
-        except _Interrupted as reason:
+        except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
             self._tell(f"{reason}: ended before the fleet was ready")
             return 1
         finally:
-            self._take_down()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            os.close(lock)
+            try:
+                self._take_down()
+            finally:
+                self._end_everything()
+                self._tell("stopped")
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+                os.close(lock)
 
     # Start
 
@@ -149,6 +175,7 @@ class Daemon:
         cpus = this_host.usable_cpus()
         cores = max((host.cores for host in self._hosts), default=0)
         self._ray_up = True
+        self._raise_if_asked()
         try:
             addresses = cluster.start_ray(
                 self._home.ray, cores=cores, cpus=len(cpus), dashboard=self._options.dashboard
@@ -182,36 +209,64 @@ class Daemon:
         )
         self._tell("starting the controller and the replicas")
         self._controller = actors.start_controller(settings)
-        threading.Thread(target=self._wait_down, name="wait-down", daemon=True).start()
+        self._in_background(self._wait_down)
         self._tell("starting the gateway")
         self._serve_up = True
-        actors.start_gateway(self._options.host, self._options.port, str(self._home.logs))
+        try:
+            actors.start_gateway(self._options.host, self._options.port, str(self._home.logs))
+        except Exception as error:  # of Serve, of many kinds
+            log.exception("the gateway does not start")
+            hint = f"see {self._home.logs / 'gateway.log'}"
+            raise Failed("gateway-not-started", f"the gateway does not start: {error}", hint) from None
         return record
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which calls Ray, until it sees that the end has begun; what it raises ends the fleet."""
+
+        def run() -> None:
+            try:
+                work()
+            except Failed as failure:
+                self._asked.put(failure)
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _ask_controller(self, call: Callable[[], Any]) -> Any:
+        """What ``call`` gives, through restarts of the controller; None at the end. Raises Failed if it stays away."""
+        import ray
+
+        away_since = time.monotonic()
+        while not self._ending:
+            try:
+                return ray.get(call())
+            except ray.exceptions.RayTaskError as error:
+                cause = f"the controller has failed: {error.cause}"
+                raise Failed("controller-failed", cause, f"see {self._home.logs / 'controller.log'}") from None
+            except ray.exceptions.RayError as error:
+                if time.monotonic() - away_since > CONTROLLER_AWAY_S:
+                    what = f"the controller does not come back: {str(error).splitlines()[0]}"
+                    raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
+                self._seen = 0  # Ray starts it again, and it counts anew
+                time.sleep(CONTROLLER_RETRY_S)
+        return None
 
     def _wait_ready(self) -> None:
         while not self._narrate_once(READY_POLL_S):
             self._raise_if_asked()
 
     def _narrate(self) -> None:
-        """Go on telling what becomes of the replicas, until Ray is gone."""
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError):
-            while not self._ending:
-                self._narrate_once(STATUS_WAIT_S)
+        """Go on telling what becomes of the replicas."""
+        while not self._ending:
+            self._narrate_once(STATUS_WAIT_S)
 
     def _narrate_once(self, wait_s: float) -> bool:
         """Tell what has changed, waiting for at most ``wait_s``. Gives whether the fleet has become ready."""
-        import ray
-
-        try:
-            self._seen, status = ray.get(self._controller.status.remote(self._seen, wait_s))
-        except ray.exceptions.RayTaskError as error:
-            what = f"the controller has ended: {error.cause}"
-            raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
-        except ray.exceptions.RayActorError:
-            self._seen = 0  # Ray starts it again
+        answer = self._ask_controller(lambda: self._controller.status.remote(self._seen, wait_s))
+        if answer is None:
             return False
+        self._seen, status = answer
         for model in status["models"]:
             lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
             if not lines and model["reason"]:
@@ -231,45 +286,42 @@ class Daemon:
             self._asking = True
             self._asked.put(signal.Signals(number).name)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in SIGNALS:
             signal.signal(number, asked)
 
     def _wait_down(self) -> None:
-        import ray
-
-        while True:
-            try:
-                ray.get(self._controller.wait_down.remote())
-            except ray.exceptions.RayActorError:
-                time.sleep(0.2)  # Ray starts it again
-                continue
-            except ray.exceptions.RayError:
-                return
-            self._asked.put("down")
-            return
+        self._ask_controller(lambda: self._controller.wait_down.remote())
+        self._asked.put("down")
 
     def _raise_if_asked(self) -> None:
         with contextlib.suppress(queue.Empty):
-            raise _Interrupted(self._asked.get_nowait())
+            asked = self._asked.get_nowait()
+            raise asked if isinstance(asked, Failed) else _Interrupted(asked)
 
     # End
 
     def _take_down(self) -> None:
+        """Drain and stop in order, whatever then still lives is killed by ``_end_everything``."""
+        self._ending = True
+        if not self._ray_up:
+            return
         import ray
 
         from orchestrator import actors, cluster
 
-        self._ending = True
-        if self._ray_up and ray.is_initialized():
-            if self._controller is not None:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(self._controller.shutdown.remote(DRAIN_S), timeout=DRAIN_S + LAST_DEADLINE_S)
-            if self._serve_up:
-                with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                    actors.stop_gateway()
+        if not ray.is_initialized():
+            return
+        if self._controller is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(self._controller.shutdown.remote(DRAIN_S), timeout=DRAIN_S + DRAIN_GRACE_S)
+        if self._serve_up:
+            stopping = threading.Thread(target=_quietly, args=(actors.stop_gateway,), daemon=True)
+            stopping.start()
+            stopping.join(GATEWAY_STOP_S)
+        for thread in self._threads:  # a call to Ray after its shutdown would end this process at once
+            thread.join(STATUS_WAIT_S + CONTROLLER_RETRY_S)
+        if not any(thread.is_alive() for thread in self._threads):
             cluster.stop_ray()
-        self._end_everything()
-        self._tell("stopped")
 
     def _end_everything(self) -> None:
         left = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)

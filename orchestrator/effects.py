@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,7 @@ class Cluster(Protocol):
         """The cores that any process holds on an emulated host, with the owners' pids."""
         ...
 
-    async def survivors(self) -> Sequence[Survivor]:
-        """Replicas that a former controller started and that still live."""
+    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
+        """Replicas that a former controller started and that still live; and of those that do not answer, which are
+        ended, the epoch by id."""
         ...

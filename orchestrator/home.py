@@ -112,7 +112,7 @@ class Home:
         """The record of the last `up`, whether or not it still runs; None without one, or when it cannot be read."""
         try:
             return msgspec.json.decode(self.record_file.read_bytes(), type=FleetRecord)
-        except (FileNotFoundError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError):
             return None
 
     def write_record(self, record: FleetRecord) -> None:

@@ -34,6 +34,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Fail:
+    """It has not started in time: that is a failure like any other."""
+
+    replica: ReplicaView
+    reason: str
+
+
+@dataclass(frozen=True)
 class Release:
     """Have its host confirm that the process is dead, so that its cores are free."""
 
@@ -47,7 +55,7 @@ class Forget:
     replica: ReplicaView
 
 
-Action = Start | Drain | Stop | Release | Forget
+Action = Start | Drain | Stop | Fail | Release | Forget
 
 
 def reconcile(placements: Iterable[Placement], observed: Observed, start_deadline_s: float) -> list[Action]:
@@ -59,7 +67,7 @@ def reconcile(placements: Iterable[Placement], observed: Observed, start_deadlin
          2a. seen dead                                     -> Forget
          2b. ready                                         -> Drain
          2c. pending, loading                              -> Stop
-      3. pending or loading for longer than the deadline   -> Stop
+      3. pending or loading for longer than the deadline   -> Fail
       4. failed or stopping, seen dead, its back-off over  -> Start with the next epoch
     For each placement without a replica:
       5.                                                   -> Start
@@ -83,7 +91,7 @@ def reconcile(placements: Iterable[Placement], observed: Observed, start_deadlin
             if observed.now >= replica.retry_at and not _held(placement, observed):
                 actions.append(Start(placement, replica))
         elif replica.state in (State.PENDING, State.LOADING) and observed.now - replica.since > start_deadline_s:  # 3
-            actions.append(Stop(replica, f"start-deadline: not ready after {start_deadline_s:.0f} s"))
+            actions.append(Fail(replica, f"start-deadline: not ready after {start_deadline_s:.0f} s"))
     for id, placement in wanted.items():
         if id not in observed.replicas and not _held(placement, observed):  # 5
             actions.append(Start(placement, None))

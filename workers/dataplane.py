@@ -116,8 +116,14 @@ class DataPlane:
         self._owners[request.id] = connection  # before the submit: its first event may come at once
         try:
             self._batcher.submit(request)
-        except (ValueError, BatcherClosed) as error:
-            self._send([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=str(error))])
+        except BatcherClosed as error:
+            self._send([TokenEvent(id=request.id, finish=FinishReason.REFUSED, error=str(error))])
+        except ValueError as error:
+            self._send([TokenEvent(id=request.id, finish=FinishReason.INVALID, error=str(error))])
+        except Exception as error:  # one request must not end the connection that all share
+            log.exception("a request could not be accepted")
+            what = f"{type(error).__name__}: {error}"
+            self._send([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=what)])
 
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)

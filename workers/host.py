@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 LOG_TAIL_BYTES = 64 * 1024
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray writes for its own log reader
 DMI_PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")  # the instance type on EC2
 
 
@@ -81,7 +82,7 @@ def log_tail(path: Path, lines: int) -> list[str]:
             text = log.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-lines:]
+    return [line for line in text.splitlines() if line.strip() and not line.startswith(RAY_MARKS)][-lines:]
 
 
 def facts() -> dict[str, str | int | list[int] | None]:

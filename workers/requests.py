@@ -13,6 +13,8 @@ class FinishReason(str, Enum):
     STOP = "stop"  # an EOS id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the slot's max_len
     CANCELLED = "cancelled"  # the client went away
+    INVALID = "invalid"  # the replica cannot serve such a request; TokenEvent.error says why
+    REFUSED = "refused"  # the replica takes nothing new; another one may
     ERROR = "error"  # the engine failed; TokenEvent.error says how
 
 

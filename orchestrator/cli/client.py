@@ -34,10 +34,14 @@ class AdminClient:
 
     def _ask(self, method: str, path: str) -> Any:
         parts = urlsplit(self.url)
-        if parts.hostname is None or parts.scheme not in ("http", "https"):
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.hostname is None or parts.scheme not in ("http", "https") or port == -1:
             raise Failed("fleet-url-wrong", f"{self.url!r} is no address", "COREWRIGHT_URL=http://127.0.0.1:PORT")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname, parts.port, timeout=DEADLINE_S)
+        connection = kind(parts.hostname, port, timeout=DEADLINE_S)
         try:
             connection.request(method, f"{ADMIN_PATH}/{path}", headers={"Authorization": f"Bearer {self.token}"})
             response = connection.getresponse()
@@ -53,7 +57,11 @@ class AdminClient:
             raise Failed("fleet-unreachable", f"{self.url} is no admin API", "see COREWRIGHT_URL") from None
         if response.status >= 400:
             message = answer.get("error", {}).get("message", response.reason)
-            raise Failed("fleet-refused", f"{method} {path}: {response.status} {message}", "see COREWRIGHT_TOKEN")
+            raise Failed(
+                "fleet-refused",
+                f"{method} {path}: {response.status} {message}",
+                "is it the admin API's address and token? see COREWRIGHT_URL, COREWRIGHT_TOKEN",
+            )
         return answer
 
 
@@ -63,8 +71,8 @@ def find_fleet() -> AdminClient | None:
     record = home.read_record()
     url = os.environ.get("COREWRIGHT_URL")
     if url:
-        token = os.environ.get("COREWRIGHT_TOKEN") or (record.token if record is not None else "")
-        return AdminClient(url.rstrip("/"), token, None)
+        ours = record.token if record is not None and record.admin_url == url.rstrip("/") else ""  # for no one else
+        return AdminClient(url.rstrip("/"), os.environ.get("COREWRIGHT_TOKEN") or ours, None)
     if record is None or not daemon_alive(record):
         return None
     return AdminClient(record.admin_url, record.token, record)

@@ -41,12 +41,16 @@ def up(
     spec: SpecArgument,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI-compatible address.")] = 8080,
+    ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to run on; not served yet.")] = None,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard.")] = True,
 ) -> None:
     """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
     from orchestrator.cli.up import run_up
     from orchestrator.specfile import load
 
+    if ray_address is not None:
+        what = f"--ray-address {ray_address}: `up` of this version starts a Ray of its own, on this machine"
+        raise Failed("cluster-not-served", what, "leave the option out")
     if not _is_loopback(host):
         raise Failed(
             "host-not-loopback", f"--host {host} would open the fleet to the network without keys", "--host 127.0.0.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon import Daemon, UpOptions
@@ -47,6 +48,7 @@ def run_up(file: SpecFile, host: str, port: int, dashboard: bool) -> int:
         file.machine.instance,
         say,
     )
+    home.prepare()
     with libraries_to_log(home.logs / "daemon.log"):
         return daemon.run(announce)
 
@@ -67,6 +69,6 @@ def _addresses(record: FleetRecord, file: SpecFile) -> str:
         "Try, in another terminal:",
         f"  curl {record.url}/v1/models",
         f"  curl {record.url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{chat}'",
-        "  corewright status",
+        f"  {sys.argv[0]} status",
     ]
     return "\n".join(lines)

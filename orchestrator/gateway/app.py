@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import msgspec
+import msgspec.structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -91,6 +92,8 @@ class Gateway:
                 self._update(table)
 
     def _update(self, table: RouteTable) -> None:
+        if self._table is not None and self._table.ready and not table.ready:
+            table = msgspec.structs.replace(table, ready=True)  # a controller that was started again has forgotten it
         self._table = table
         for routes in table.models:
             queue = self.queues.get(routes.name)

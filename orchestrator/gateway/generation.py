@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.gateway import errors
-from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
+from orchestrator.gateway.protocol import MOST, ChatRequest, CompletionRequest
 from workers.requests import GenerateRequest
 
 
@@ -74,19 +74,18 @@ def _room(asked: ChatRequest | CompletionRequest, prompt: Sequence[int], limits:
     longest = min(limits.max_prompt, limits.max_len)
     if len(prompt) > longest or room < 1 or (asked.max_tokens or 0) > room:
         raise errors.too_long(param, len(prompt), asked.max_tokens, limits.max_len, longest)
-    if limits.vocab_size is not None and (max(prompt) >= limits.vocab_size or min(prompt) < 0):
-        wrong = next(id for id in prompt if not 0 <= id < limits.vocab_size)
-        raise errors.invalid(
-            f"{param}: {wrong} is no token id of this model (0 to {limits.vocab_size - 1})", param=param
-        )
+    vocabulary = limits.vocab_size or MOST  # while no replica has told it, only what no model has is refused
+    if max(prompt) >= vocabulary or min(prompt) < 0:
+        wrong = next(id for id in prompt if not 0 <= id < vocabulary)
+        raise errors.invalid(f"{param}: {wrong} is no token id of this model (0 to {vocabulary - 1})", param=param)
     return room
 
 
 def _biases(asked: ChatRequest | CompletionRequest, limits: Limits) -> dict[int, float]:
     biases = {int(id): bias for id, bias in (asked.logit_bias or {}).items()}
     for id in biases:
-        if limits.vocab_size is not None and id >= limits.vocab_size:
-            what = f"logit_bias: {id} is no token id of this model (0 to {limits.vocab_size - 1})"
+        if id >= (limits.vocab_size or MOST):
+            what = f"logit_bias: {id} is no token id of this model (0 to {(limits.vocab_size or MOST) - 1})"
             raise errors.invalid(what, param="logit_bias")
     return biases
 

@@ -14,7 +14,7 @@ from orchestrator.gateway.ticket import Ticket
 from orchestrator.routes import Route
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason
-from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Submit, Welcome, WireError, encode
+from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Welcome, WireError, encode
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class ReplicaLink(asyncio.Protocol):
         on_lost: Callable[[ReplicaLink, list[Ticket]], None],
     ) -> None:
         """``on_change`` is called when a slot may be free: with the seconds that its request held it, or None at the
-        Welcome. ``on_lost`` is called once, with the requests that had not ended."""
+        Welcome. ``on_lost`` gets back the requests that the replica will not answer: at the end of the connection,
+        and one that it refuses because it is draining."""
         self.route = route
         self.welcome: Welcome | None = None
         self._hello = Hello(gateway, token, route.epoch)
@@ -66,12 +67,16 @@ class ReplicaLink(asyncio.Protocol):
         assert self.free_slots > 0
         self._live[ticket.id] = ticket
         ticket.sent_to(self)
-        self._transport.write(encode(Submit(ticket.request)))
+        self._transport.write(ticket.frame)
 
     def cancel(self, ticket: Ticket) -> None:
         """Tell the replica that nobody reads the answer; the slot counts as taken until the replica says otherwise."""
         if self._transport is not None and ticket.id in self._live:
             self._transport.write(encode(Cancel(ticket.id)))
+
+    def resume(self) -> None:
+        """The replica is in the routes again."""
+        self._retired = False
 
     def retire(self) -> None:
         """The replica left the routes: send it nothing more, and hang up when its requests have ended."""
@@ -133,6 +138,10 @@ class ReplicaLink(asyncio.Protocol):
         for event in step.events:
             ticket = self._live.get(event.id)
             if ticket is None:
+                continue
+            if event.finish is FinishReason.REFUSED:
+                del self._live[event.id]
+                self._on_lost(self, [ticket])
                 continue
             if event.finish is not FinishReason.CANCELLED:
                 ticket.deliver(event)

@@ -15,6 +15,7 @@ MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
 MAX_TOP_LOGPROBS = 20  # as OpenAI's
 MAX_PROMPTS = 2048
+MOST = 2**31 - 1  # of any count or token id
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -171,7 +172,7 @@ def read_chat(body: bytes) -> ChatRequest:
     if not request.messages:
         raise invalid("messages: at least one message is needed", param="messages")
     if request.max_completion_tokens is not None:
-        _within("max_completion_tokens", request.max_completion_tokens, 1, None)
+        _within("max_completion_tokens", request.max_completion_tokens, 1, MOST)
         if request.max_tokens not in (None, request.max_completion_tokens):
             both = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
             raise invalid(f"{both} differ; send one of them", param="max_tokens")
@@ -226,16 +227,16 @@ def _explained(text: str) -> ApiError:
 
 
 def _check(request: SamplingFields) -> None:
-    _within("max_tokens", request.max_tokens, 1, None)
-    _within("min_tokens", request.min_tokens, 0, request.max_tokens)
+    _within("max_tokens", request.max_tokens, 1, MOST)
+    _within("min_tokens", request.min_tokens, 0, request.max_tokens or MOST)
     _within("temperature", request.temperature, 0, 2)
     _within("top_p", request.top_p, 0, 1, above=True)
-    _within("top_k", request.top_k, -1, None)
+    _within("top_k", request.top_k, -1, MOST)
     _within("min_p", request.min_p, 0, 1)
     _within("repetition_penalty", request.repetition_penalty, 0, 10, above=True)
     _within("presence_penalty", request.presence_penalty, -2, 2)
     _within("frequency_penalty", request.frequency_penalty, -2, 2)
-    _within("no_repeat_ngram_size", request.no_repeat_ngram_size, 0, None)
+    _within("no_repeat_ngram_size", request.no_repeat_ngram_size, 0, MOST)
     _within("n", request.n, 1, MAX_CHOICES)
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise invalid(f"seed: {request.seed} does not fit in 64 bits", param="seed")
@@ -243,6 +244,8 @@ def _check(request: SamplingFields) -> None:
         if not id.isdecimal():
             raise invalid(f"logit_bias: {id!r} is no token id", param="logit_bias")
         _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
+    for stop_id in request.stop_token_ids or ():
+        _within("stop_token_ids", stop_id, 0, MOST)
     if len(request.stops()) > MAX_STOPS:
         raise invalid(f"stop: {len(request.stops())} strings are more than {MAX_STOPS}", param="stop")
     if "" in request.stops():

@@ -8,6 +8,8 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+import msgspec.structs
+
 from orchestrator.gateway import errors
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.generation import Limits
@@ -35,7 +37,8 @@ class ModelQueue:
         self._gateway = gateway
         self._token = token
         self._wake = wake
-        self.refused_replicas = 0  # that would not serve us, or are of another version
+        self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
+        self._closed = False
         self._waiting: deque[Ticket] = deque()
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
@@ -79,7 +82,8 @@ class ModelQueue:
         """
         state = self.routes.state
         loads_on_request = self.routes.holds and state in (ModelState.UNLOADED, ModelState.LOADING)
-        if not self.routes.replicas and not loads_on_request:  # 3
+        usable = any(route not in self._refused for route in self.routes.replicas)
+        if self._closed or not (usable or loads_on_request):  # 3
             raise errors.model_unavailable(self.name, state.value, self.routes.reason)
         ticket = Ticket(request, self._left)
         self._waiting.append(ticket)
@@ -94,16 +98,21 @@ class ModelQueue:
     def update(self, routes: ModelRoutes) -> None:
         """Take over what the controller says: open links to new replicas, retire those that left."""
         self.routes = routes
+        self._refused &= set(routes.replicas)
         for route, link in list(self._links.items()):
-            if route not in routes.replicas:
-                link.retire()
+            link.resume() if route in routes.replicas else link.retire()
         for route in routes.replicas:
             self._keep_link(route)
+        self._pump()
+        if routes.state is ModelState.UNLOADED and self._waiting:
+            self._wake(self.name)  # the controller may have been started again since we asked
         if routes.state is ModelState.FAILED:
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
 
     def close(self) -> None:
-        """The model is gone from the routes, or the gateway ends: nothing more is accepted or begun."""
+        """The model is gone from the routes, or the fleet ends: nothing more is accepted or begun."""
+        self._closed = True
+        self.routes = msgspec.structs.replace(self.routes, replicas=[])
         self._fail_waiting(errors.model_unavailable(self.name, "stopping", None))
         for link in self._links.values():
             link.retire()
@@ -111,7 +120,7 @@ class ModelQueue:
     # Inside
 
     def _keep_link(self, route: Route) -> None:
-        if route not in self._keeping:
+        if route not in self._keeping and route not in self._refused:
             task = asyncio.get_running_loop().create_task(self._keep(route))
             self._keeping[route] = task
             task.add_done_callback(lambda _: self._keeping.pop(route))
@@ -140,13 +149,18 @@ class ModelQueue:
                 self._pump()  # its Welcome may be here already
             await link.closed.wait()
             if link.refused:
-                self.refused_replicas += 1
+                self._refused.add(route)
+                if not self.slots:
+                    self._fail_waiting(errors.model_unavailable(self.name, "unusable", "see the gateway's log"))
                 return
+            if link.welcome is None:
+                await asyncio.sleep(RECONNECT_S)  # it hung up at once; do not spin
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
-        self._links.pop(link.route, None)
+        if link.closed.is_set():
+            self._links.pop(link.route, None)
         for ticket in reversed(tickets):
-            if ticket.can_retry:
+            if ticket.can_retry and not self._closed:
                 ticket.restart()
                 self._waiting.appendleft(ticket)
             else:

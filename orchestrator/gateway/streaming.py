@@ -45,7 +45,9 @@ async def _send_some(send: Send, chunk: bytes) -> None:
 
 
 def raise_if_failed(events: Sequence[TokenEvent], model: str) -> None:
-    """Raises ApiError for a request that its engine has failed."""
+    """Raises ApiError for a request that the replica cannot serve, or that its engine has failed."""
+    if events[-1].finish is FinishReason.INVALID:
+        raise errors.invalid(events[-1].error or "the replica cannot serve this request")
     if events[-1].finish is FinishReason.ERROR:
         raise errors.engine_failed(model, events[-1].error or "no cause was given")
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.errors import ApiError, invalid
 from workers.requests import GenerateRequest, TokenEvent
+from workers.wire import Submit, WireError, encode
 
 if TYPE_CHECKING:
     from orchestrator.gateway.link import ReplicaLink
@@ -21,10 +22,13 @@ class Ticket:
     to another replica; once one is taken, the request stands or falls with its replica."""
 
     def __init__(self, request: GenerateRequest, leave: Callable[[Ticket], None]) -> None:
-        """``leave`` takes the ticket out of wherever it is."""
+        """``leave`` takes the ticket out of wherever it is. Raises ApiError for a request that no frame can hold."""
         self.request = request
-        self.queued_at = time.monotonic()
-        self.sent_at = self.queued_at
+        try:
+            self.frame = encode(Submit(request))
+        except (OverflowError, WireError) as error:
+            raise invalid(f"the request cannot be sent to a replica: {error}") from None
+        self.sent_at = 0.0
         self.retries = 0
         self.link: ReplicaLink | None = None
         self._leave = leave

@@ -17,6 +17,14 @@ def gateway() -> Iterator[LiveGateway]:
 
 
 @pytest.fixture
+def fresh_gateway() -> Iterator[LiveGateway]:
+    """A gateway that has never been ready."""
+    live = LiveGateway()
+    yield live
+    live.close()
+
+
+@pytest.fixture
 def replica() -> Iterator[Callable[..., Served]]:
     """Makes replicas, and ends them after the test."""
     made: list[Served] = []

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from orchestrator.controller import Controller
 from orchestrator.effects import ReplicaDied, Survivor, actor_name
 from orchestrator.fleet import FleetSettings
+from orchestrator.lifecycle import Signal
 from workers.config import ReplicaConfig
 from workers.status import Failure, Phase, ReplicaStatus
 
@@ -63,6 +62,8 @@ class FakeCluster:
         self.loads = True
         self.held: dict[int, int | None] = {}
         self.refuses_start: Exception | None = None
+        self.lost: dict[str, int] = {}
+        self.late: asyncio.Event | None = None  # what has died is told only after this
 
     async def start(self, config: ReplicaConfig) -> None:
         if self.refuses_start is not None:
@@ -78,6 +79,8 @@ class FakeCluster:
         async with replica.changed:
             await replica.changed.wait_for(lambda: replica.dead is not None or replica.status.version > seen)
         if replica.dead is not None:
+            if self.late is not None:
+                await self.late.wait()
             raise ReplicaDied(replica.dead)
         return replica.status
 
@@ -96,8 +99,9 @@ class FakeCluster:
     async def held_cores(self, claims: str) -> dict[int, int | None]:
         return self.held
 
-    async def survivors(self) -> Sequence[Survivor]:
-        return [Survivor(replica.config, replica.status) for replica in self.replicas.values() if replica.dead is None]
+    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
+        living = [replica for replica in self.replicas.values() if replica.dead is None]
+        return [Survivor(replica.config, replica.status) for replica in living], self.lost
 
     def configs(self, model: str) -> list[ReplicaConfig]:
         return [config for config in self.started if config.model == model]
@@ -303,17 +307,67 @@ async def test_a_core_that_a_stranger_holds_is_not_given_to_a_replica(tmp_path: 
         await fleet.until(lambda: fleet.replica("a/0").get("state") == "ready", "placed when the core is free")
 
 
-@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.READY])
-async def test_what_an_old_epoch_says_is_not_heard(tmp_path: Path, phase: Phase) -> None:
+async def test_what_an_old_epoch_says_is_not_heard(tmp_path: Path) -> None:
     """A late word of a replaced start does not change the state of its successor."""
     async with running(tmp_path) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
-        old = fleet.cluster.replicas["b/0.1"]
-        await old.die("killed")
+        cluster = fleet.cluster
+        old = cluster.replicas["b/0.1"]
+        cluster.late = asyncio.Event()
+        await old.die("killed")  # heard by the watch that is under way only after the new start
+        fleet.controller._signal(fleet.controller._views["b/0"], Signal.FAILED, "seen elsewhere")
         await fleet.until(lambda: fleet.replica("b/0")["restarts"] == 1, "started again")
         await fleet.until(lambda: fleet.replica("b/0")["state"] == "ready", "ready again")
 
-        await old.set(phase)
+        cluster.late.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
 
-        assert fleet.replica("b/0")["pid"] != old.status.pid
         assert fleet.replica("b/0")["state"] == "ready"
+        assert fleet.replica("b/0")["restarts"] == 1
+
+
+async def test_the_cause_and_the_log_stay_until_the_replica_is_ready(tmp_path: Path) -> None:
+    """While the next start is under way, `status` still says why the last one failed."""
+    cluster = FakeCluster()
+    cluster.loads = False
+    async with running(tmp_path, cluster) as fleet:
+        await fleet.until(lambda: "a/0.1" in cluster.replicas, "asked for")
+        await cluster.replicas["a/0.1"].set(Phase.FAILED, Failure("weights-missing", "no safetensors"))
+        await fleet.until(lambda: "a/0.2" in cluster.replicas, "the second start")
+        await cluster.replicas["a/0.2"].set(Phase.LOADING)
+        await fleet.until(lambda: fleet.replica("a/0")["state"] == "loading", "it loads")
+
+        assert fleet.replica("a/0")["reason"] == "weights-missing: no safetensors"
+        assert fleet.replica("a/0")["log"] == ["the end of a-0.log"]
+        await cluster.replicas["a/0.2"].set(Phase.READY)
+        await fleet.until(lambda: fleet.replica("a/0")["state"] == "ready", "ready")
+        assert (fleet.replica("a/0")["reason"], fleet.replica("a/0")["log"]) == (None, [])
+
+
+async def test_nobody_is_told_routes_before_the_living_replicas_are_adopted(tmp_path: Path) -> None:
+    """A restarted controller says nothing rather than something untrue."""
+    async with running(tmp_path) as first:
+        await first.until(lambda: first.controller.status()["ready"], "ready")
+        cluster = first.cluster
+    fresh = Running(tmp_path, cluster)
+    asked = asyncio.create_task(fresh.controller.change(0, 0.01))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not asked.done()
+
+    task = asyncio.create_task(fresh.controller.run())
+    await asyncio.wait_for(asked, DEADLINE_S)
+
+    assert [len(model.replicas) for model in fresh.controller.routes().models] == [1, 2, 0]
+    task.cancel()
+
+
+async def test_a_replica_that_did_not_answer_is_started_with_the_next_epoch(tmp_path: Path) -> None:
+    """Its name is never used twice, although nothing of it could be adopted."""
+    cluster = FakeCluster()
+    cluster.lost = {"a/0": 4}
+    async with running(tmp_path, cluster) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+
+        assert [config.epoch for config in cluster.configs("a")] == [5]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ name: exact
 hosts: {emulate: inf2.48xlarge}
 defaults: {engine: cpu, dtype: fp32, max_len: 128, max_batch: 4}
 models:
-  llama: {source: ./llama, tp_degree: 2}
-  gpt2: {source: ./gpt2, tp_degree: 2}
-  bloom: {source: ./bloom, tp_degree: 1}
 """
+FEW = {"llama": 2, "gpt2": 2, "bloom": 1}  # configuration -> tp_degree
+ALL = dict.fromkeys(FAMILIES, 2)  # all 24 cores
+ALL_READY_S = 180.0  # twelve processes import torch at once
 REQUESTS = 16
 
 
@@ -39,14 +41,21 @@ def requests(seed: int) -> list[tuple[list[int], int]]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
-    folder = tmp_path_factory.mktemp("exact")
-    for family in FAMILIES:
+    with serving(tmp_path_factory.mktemp("exact"), FEW) as live:
+        yield live.wait_ready()
+
+
+@contextmanager
+def serving(folder: Path, degrees: dict[str, int]) -> Iterator[LiveFleet]:
+    """A fleet of a model for each configuration, named like it; each with an EOS that does occur."""
+    for family in degrees:
         make_checkpoint(folder / family, family, eos=eos_of(folder, family))
     spec = folder / "spec.yaml"
-    spec.write_text(SPEC)
+    models = [f"  {family}: {{source: ./{family}, tp_degree: {tp}}}\n" for family, tp in degrees.items()]
+    spec.write_text(SPEC + "".join(models))
     live = LiveFleet(spec)
     try:
-        yield live.wait_ready()
+        yield live
     finally:
         live.clean()
 
@@ -94,16 +103,39 @@ def ask_all(fleet: LiveFleet, model: str, bodies: list[dict[str, Any]]) -> list[
     return answers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_greedy_output_equals_generate_for_each_request_alone(fleet: LiveFleet, family: str) -> None:
     """16 ragged requests at once through 4 slots; some end by an EOS that does occur."""
     asked = requests(1)
     model = load(fleet.spec.parent / family)
+
+    answers = ask_all(fleet, family, greedy(asked))
+
+    check_greedy(answers, asked, model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_fleet_of_every_configuration_equals_generate(tmp_path: Path) -> None:
+    """Twelve models on one emulated host, asked all at once, 16 requests each: as each request alone."""
+    asked = requests(1)
+    with serving(tmp_path, ALL) as live:
+        live.wait_ready(ALL_READY_S)
+        with ThreadPoolExecutor(len(ALL)) as clients:
+            answers = list(clients.map(lambda family: ask_all(live, family, greedy(asked)), ALL))
+
+    for family, found in zip(ALL, answers, strict=True):
+        check_greedy(found, asked, load(tmp_path / family))
+
+
+def greedy(asked: list[tuple[list[int], int]]) -> list[dict[str, Any]]:
+    return [{"prompt": ids, "max_tokens": count, "temperature": 0} for ids, count in asked]
+
+
+def check_greedy(answers: list[Any], asked: list[tuple[list[int], int]], model: Any) -> None:
+    """The answers are generate's, and so are the reasons for their ends."""
     eos = model.generation_config.eos_token_id
     assert eos != EOS_ID
-
-    answers = ask_all(fleet, family, [{"prompt": ids, "max_tokens": count, "temperature": 0} for ids, count in asked])
-
     expected = [generate(model, ids, count, eos) for ids, count in asked]
     assert [answer["token_ids"] for answer in answers] == expected
     reasons = ["stop" if ids[-1] == eos else "length" for ids in expected]

@@ -139,8 +139,9 @@ def test_every_answer_belongs_to_its_request(gateway: LiveGateway, replica: Make
 # Probes
 
 
-def test_readyz_follows_the_controller(gateway: LiveGateway, replica: Make) -> None:
-    """Not ready before every model is, ready after, not ready again while the fleet stops."""
+def test_readyz_follows_the_controller(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """Not ready before every model is, ready after and whatever a restarted controller says, not while stopping."""
+    gateway = fresh_gateway
     gateway.serve(routes("m"), ready=False)
     until(lambda: gateway.http.get("/readyz").status_code == 503, 5, "not ready")
     assert "m: loading" in gateway.http.get("/readyz").text
@@ -149,6 +150,9 @@ def test_readyz_follows_the_controller(gateway: LiveGateway, replica: Make) -> N
     gateway.serve(routes("m", replica()))
     assert gateway.http.get("/readyz").status_code == 200
     assert gateway.http.get("/health").status_code == 200
+
+    gateway.serve(routes("m"), ready=False)
+    assert gateway.http.get("/readyz").status_code == 200
 
     gateway.controller.set(routes("m"), stopping=True)
     until(lambda: gateway.http.get("/readyz").status_code == 503, 5, "not ready while stopping")
@@ -342,9 +346,15 @@ def test_a_replica_of_another_version_gets_no_request(gateway: LiveGateway, repl
     gateway.controller.set(routes("m", other))
 
     queue = until(lambda: gateway.queue("m") if "m" in gateway.queues else None, 5, "the model is known")
-    until(lambda: queue.refused_replicas == 1, 5, "the replica is refused")
 
-    assert queue.slots == 0
+    def answer() -> httpx.Response | None:
+        response = complete(gateway)
+        return response if response.status_code == 503 else None
+
+    refused = until(answer, 10, "requests are refused, and none waits for a replica that will not serve")
+
+    assert queue.slots == queue.waiting == 0
+    assert error_of(refused)["type"] == "service_unavailable"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -381,3 +391,60 @@ def test_a_refused_choice_takes_the_others_back(gateway: LiveGateway, replica: M
 
     assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
     until(lambda: served.batcher.stats.live == 0 and gateway.queue("m").waiting == 0, 5, "nothing runs")
+
+
+@pytest.mark.parametrize(
+    "field", [{"stop_token_ids": [2**70]}, {"top_k": 2**70}, {"min_tokens": 2**70}, {"no_repeat_ngram_size": 2**70}]
+)
+def test_a_number_that_no_frame_can_hold_is_refused_and_harms_nobody(
+    gateway: LiveGateway, replica: Make, field: dict[str, Any]
+) -> None:
+    """Such a request is the client's mistake; it takes no slot, and a stream beside it keeps its every token."""
+    gateway.serve(routes("m", replica(slots=1, step_ms=1)))
+    beside = Stream(gateway, "beside", 200)
+    beside.read_until("data: ")
+
+    assert complete(gateway, **field).status_code == 400
+
+    beside.read_until("[DONE]")
+    assert complete(gateway, max_tokens=2).status_code == 200
+
+
+def test_a_draining_replica_gives_a_request_back(gateway: LiveGateway, replica: Make) -> None:
+    """What a draining replica refuses goes to another one: the client sees nothing of it."""
+    draining, other = replica(), replica()
+    gateway.serve(routes("m", draining))
+    draining.batcher.drain(0.0)
+    waiting = Stream(gateway, "hello", 3, stream=False)
+
+    gateway.serve(routes("m", draining, other))
+
+    waiting.read_until("length")
+
+
+def test_a_replica_that_returns_to_the_routes_is_used_again(gateway: LiveGateway, replica: Make) -> None:
+    """A route that leaves and comes back while a stream is on it serves new requests at once."""
+    served = replica(slots=2, step_ms=2)
+    gateway.serve(routes("m", served))
+    stream = Stream(gateway, "hello", 1000)
+    stream.read_until("data: ")
+    gateway.serve(routes("m"))
+
+    gateway.serve(routes("m", served))
+
+    assert complete(gateway, max_tokens=2).status_code == 200
+    stream.hang_up()
+
+
+def test_a_woken_model_is_woken_again_when_the_controller_has_forgotten_it(gateway: LiveGateway, replica: Make) -> None:
+    """As long as a request waits for a model that is unloaded, the gateway asks for it."""
+    gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
+    gateway.controller.woken.clear()
+    waiting = Stream(gateway, "hello", 3)
+    until(lambda: gateway.controller.woken == ["m"], 5, "woken")
+
+    gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True, reason="started again"))
+
+    until(lambda: gateway.controller.woken == ["m", "m"], 5, "woken again")
+    gateway.serve(routes("m", replica(), holds=True))
+    waiting.read_until("[DONE]")

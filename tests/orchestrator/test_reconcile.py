@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.lifecycle import Signal, State, advance
-from orchestrator.reconcile import Action, Drain, Forget, Release, Start, Stop, reconcile
+from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from placements.cores import CoreRange
 from placements.plan import Placement
@@ -80,12 +80,12 @@ def test_a_replica_that_is_not_planned_drains_then_is_forgotten() -> None:
     assert decide([], gone) == [Forget(gone)]
 
 
-def test_a_start_beyond_its_deadline_is_stopped() -> None:
+def test_a_start_beyond_its_deadline_is_a_failure() -> None:
     """A start that hangs becomes an error with its reason."""
     loading = view(State.LOADING)
 
     assert decide([placement()], loading, now=110.0) == []
-    assert decide([placement()], loading, now=110.1) == [Stop(loading, "start-deadline: not ready after 100 s")]
+    assert decide([placement()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
 
 
 def test_cores_of_another_replica_are_waited_for() -> None:
@@ -148,6 +148,8 @@ def _carry_out(action: Action, fleet: dict[str, ReplicaView], now: float) -> Non
         fleet[action.replica.id] = _signalled(action.replica, Signal.DRAIN, now)
     elif isinstance(action, Stop):
         fleet[action.replica.id] = _signalled(action.replica, Signal.STOP, now)
+    elif isinstance(action, Fail):
+        fleet[action.replica.id] = _signalled(action.replica, Signal.FAILED, now)
     elif isinstance(action, Release):
         fleet[action.replica.id] = dataclasses.replace(action.replica, gone=True)
     else:

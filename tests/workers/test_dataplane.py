@@ -139,6 +139,6 @@ def test_a_request_that_the_batcher_refuses_ends_with_an_error(served: Served) -
 
     (event,) = client.events(1)["long"]
 
-    assert event.finish is FinishReason.ERROR
+    assert event.finish is FinishReason.INVALID
     assert event.error is not None
     assert "4096" in event.error
