@@ -21,7 +21,7 @@ from orchestrator.lifecycle import ModelState, Signal, State, advance, model_sta
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from orchestrator.snapshot import Observed, ReplicaView
-from orchestrator.sources import read_checkpoints
+from orchestrator.sources import read_facts
 from placements.cores import CoreRange
 from placements.engines import resolve
 from placements.hosts import Machine, hosts_for
@@ -49,7 +49,7 @@ class Controller:
         self.settings = settings
         self.spec: Spec = parsed.spec
         self.hosts: tuple[Host, ...] = hosts_for(self.spec, Machine(settings.cpus, settings.instance))
-        self._checkpoints, _ = read_checkpoints(self.spec)
+        self._checkpoints = read_facts(self.spec).checkpoints
         self._cluster = cluster
         self._clock = clock
         self._home = Home(Path(settings.home))
@@ -231,6 +231,8 @@ class Controller:
             socket=str(socket),
             token=self.settings.token,
             engine_options=dict(model.engine_options),
+            draft_source=model.draft_path,
+            draft_k=0 if model.draft is None else model.draft.k,
         )
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
@@ -256,6 +258,7 @@ class Controller:
             view = self._views.get(id)
             if view is None or view.epoch != epoch:
                 return
+            view = self._put(dataclasses.replace(view, drafted=status.drafted, accepted=status.accepted))
             if status.version > seen:
                 seen = status.version
                 self._hear(view, status)
@@ -409,6 +412,7 @@ class Controller:
                     "reason": view.reason,
                     "failures": view.failures,
                     "pause_s": view.pause_s if view.state is State.FAILED else None,
+                    "speculation": _speculation(view),
                     "log": list(view.log),
                     "log_file": str(self._home.log(view.model, view.replica)),
                 }
@@ -457,6 +461,17 @@ class Controller:
 
     def _replicas_of(self, name: str) -> list[ReplicaView]:
         return sorted((view for view in self._views.values() if view.model == name), key=lambda view: view.replica)
+
+
+def _speculation(view: ReplicaView) -> dict[str, float] | None:
+    """How many tokens were drafted, and how many of them the model agreed with; None where none is drafted."""
+    if not view.drafted:
+        return None
+    return {
+        "drafted": view.drafted,
+        "accepted": view.accepted,
+        "acceptance": round(view.accepted / view.drafted, 3),
+    }
 
 
 def _folder(model: ModelSpec) -> str:

@@ -32,6 +32,8 @@ class ReplicaView:
     log: tuple[str, ...] = ()  # the last lines of its log, when it failed
     socket: str | None = None
     restarts: int = 0
+    drafted: int = 0  # tokens, since this start
+    accepted: int = 0  # of the drafted ones, those that the model agreed with
     failures: int = 0  # in a row without having been ready
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from placements.checkpoints import Checkpoint, CheckpointError
@@ -10,33 +12,53 @@ from placements.problems import Problem
 from placements.spec import Spec
 
 
-def read_checkpoints(spec: Spec) -> tuple[dict[str, Checkpoint], tuple[Problem, ...]]:
-    """The checkpoint of each model whose config.json lies in a folder, and what is wrong with the others.
+@dataclass(frozen=True)
+class Facts:
+    """What was read of a spec's checkpoints, by model, and of its drafts; and what could not be read."""
+
+    checkpoints: Mapping[str, Checkpoint]
+    drafts: Mapping[str, Checkpoint]
+    problems: tuple[Problem, ...]
+
+
+def read_facts(spec: Spec) -> Facts:
+    """The config.json of each model and draft whose source is a folder.
 
     A source elsewhere (a hub, S3) or a file that cannot be read gives the warning ``checkpoint-unreadable``, and the
     rules that need it are skipped; a checkpoint that no engine here can serve gives an error.
     """
     checkpoints: dict[str, Checkpoint] = {}
+    drafts: dict[str, Checkpoint] = {}
     problems: list[Problem] = []
     for model in spec.models:
         if model.engine == "echo" or "source" in model.broken:
             continue
-        where = spec.where("models", model.name, "source")
-        if model.source_path is None:
-            what = f"{model.name}: the config.json of {model.source!r} is not read from here"
-            hint = "rules about heads, memory and lengths are skipped for it"
-            problems.append(Problem("checkpoint-unreadable", "warning", where, what, hint))
-            continue
-        file = Path(model.source_path) / "config.json"
-        try:
-            checkpoints[model.name] = Checkpoint.from_config(json.loads(file.read_text()))
-        except CheckpointError as error:
-            problems.append(Problem(error.id, "error", where, f"{model.name}: {error.what}", error.hint))
-        except OSError as error:
-            what = f"{model.name}: {file} cannot be read: {error.strerror or error}"
-            hint = "a path in `source` is relative to the spec file"
-            problems.append(Problem("checkpoint-unreadable", "warning", where, what, hint))
-        except ValueError as error:
-            what = f"{model.name}: {file} is not JSON: {error}"
-            problems.append(Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again"))
-    return checkpoints, tuple(problems)
+        asked = [("source", model.source, model.source_path, checkpoints)]
+        if model.draft is not None:
+            asked.append(("draft", model.draft.source, model.draft_path, drafts))
+        for key, source, folder, found in asked:
+            where = spec.where("models", model.name, key)
+            read = _read(folder, source, where, model.name)
+            if isinstance(read, Problem):
+                problems.append(read)
+            else:
+                found[model.name] = read
+    return Facts(checkpoints, drafts, tuple(problems))
+
+
+def _read(folder: str | None, source: str, where: str, model: str) -> Checkpoint | Problem:
+    skipped = "rules about heads, memory and lengths are skipped for it"
+    if folder is None:
+        what = f"{model}: the config.json of {source!r} is not read from here"
+        return Problem("checkpoint-unreadable", "warning", where, what, skipped)
+    file = Path(folder) / "config.json"
+    try:
+        return Checkpoint.from_config(json.loads(file.read_text()))
+    except CheckpointError as error:
+        return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
+    except OSError as error:
+        what = f"{model}: {file} cannot be read: {error.strerror or error}"
+        return Problem("checkpoint-unreadable", "warning", where, what, "a relative path begins at the spec file")
+    except ValueError as error:
+        what = f"{model}: {file} is not JSON: {error}"
+        return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.sources import read_checkpoints
+from orchestrator.sources import read_facts
 from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.engines import resolve
@@ -74,9 +74,10 @@ def examine(text: str, name: str, base_dir: str, machine: Machine) -> SpecFile:
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
     hosts = hosts_for(parsed.spec, machine)
-    checkpoints, unread = read_checkpoints(parsed.spec)
-    problems = in_order((*parsed.problems, *unread, *check(parsed.spec, hosts, checkpoints)))
-    return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, checkpoints, problems)
+    facts = read_facts(parsed.spec)
+    found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
+    problems = in_order((*parsed.problems, *facts.problems, *found))
+    return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems)
 
 
 def start_problems(file: SpecFile) -> tuple[Problem, ...]:
@@ -100,6 +101,10 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
             where = spec.where("models", model.name, "engine")
             what = f"{model.name}: `up` of this version starts no engine {engine}"
             problems.append(Problem("engine-not-served", "error", where, what, f"one of: {', '.join(SERVED_ENGINES)}"))
+        elif model.draft is not None and model.draft_path is None:
+            where = spec.where("models", model.name, "draft")
+            what = f"{model.name}: `up` of this version fetches no {model.draft_kind} draft ({model.draft.source})"
+            problems.append(Problem("source-not-served", "error", where, what, "a folder: ./models/NAME"))
         elif engine != "echo" and model.source_path is None:
             where = spec.where("models", model.name, "source")
             what = f"{model.name}: `up` of this version fetches no {model.source_kind} source ({model.source})"

@@ -32,17 +32,19 @@ class Checkpoint:
     max_positions: int | None  # None: no limit in the architecture (alibi)
     tied_embeddings: bool
     parameters: int  # of the whole model, tied weights counted once
+    experts: int | None = None  # feed-forward layers beside each other, all of them held; None: one, without a router
+    embedding_dim: int | None = None  # width of an embedded token where it is not ``hidden`` (some of opt)
 
     @property
     def embedding_parameters(self) -> int:
         """Token embedding and output head, tied weights counted once."""
-        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.vocab * (self.embedding_dim or self.hidden) * (1 if self.tied_embeddings else 2)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Checkpoint:
         """Read a decoded config.json.
 
-        Raises CheckpointError: ``unknown-family`` for a model type other than llama, gpt2 and bloom,
+        Raises CheckpointError: ``unknown-family`` for a model type that is none of ``FAMILIES``,
         ``checkpoint-malformed`` for a key that is missing or makes no sense.
         """
         if not isinstance(config, Mapping):
@@ -86,6 +88,10 @@ class _Config:
             )
         return value
 
+    def given(self, name: str, absent: int) -> int | None:
+        """As ``optional``, but what transformers takes where the key is absent; None only where it is null."""
+        return self.optional(name) if name in self._values else absent
+
     def number(self, *names: str) -> int:
         """A positive whole number that must be there."""
         value = self.optional(*names)
@@ -112,28 +118,99 @@ def _even_head_dim(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _llama(config: _Config) -> Checkpoint:
-    hidden, ffn = config.number("hidden_size"), config.number("intermediate_size")
-    heads, layers = config.number("num_attention_heads"), config.number("num_hidden_layers")
-    kv_heads = config.optional("num_key_value_heads") or heads
-    head_dim = config.optional("head_dim") or _even_head_dim(hidden, heads)
-    vocab = config.number("vocab_size")
+@dataclass(frozen=True)
+class _Rotary:
+    """Heads of a model with rotary positions, grouped queries and gated feed-forward layers."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+
+    @property
+    def attention(self) -> int:
+        """Parameters of the four projections, without biases."""
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def qkv_biases(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def feed_forward(self) -> int:
+        return 3 * self.hidden * self.ffn
+
+
+def _rotary(config: _Config, kv_heads: int | None = None, head_dim: int | None = None) -> _Rotary:
+    """``kv_heads`` and ``head_dim`` are those of a config that does not name them; None: heads, and hidden / heads."""
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    kv_heads = config.given("num_key_value_heads", kv_heads or heads) or heads
     if heads % kv_heads:
         raise CheckpointError(
             "checkpoint-malformed", f"{heads} heads in config.json do not divide by {kv_heads} key-value heads", _REPAIR
         )
+    head_dim = config.optional("head_dim") or head_dim or _even_head_dim(hidden, heads)
+    ffn, layers = config.number("intermediate_size"), config.number("num_hidden_layers")
+    return _Rotary(hidden, ffn, heads, kv_heads, head_dim, layers)
+
+
+def _rotary_checkpoint(
+    family: str, config: _Config, shape: _Rotary, attention: int, feed_forward: int, experts: int | None = None
+) -> Checkpoint:
+    """``attention`` and ``feed_forward`` are the parameters of one layer, its two norms not counted."""
+    hidden, vocab = shape.hidden, config.number("vocab_size")
     tied = config.flag("tie_word_embeddings", False)
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    attention = 2 * hidden * queries + 2 * hidden * keys
-    if config.flag("attention_bias", False):
-        attention += queries + 2 * keys + hidden
-    feed_forward = 3 * hidden * ffn
-    if config.flag("mlp_bias", False):
-        feed_forward += 2 * ffn + hidden
     block = attention + feed_forward + 2 * hidden
-    parameters = vocab * hidden * (1 if tied else 2) + layers * block + hidden
-    positions = config.optional("max_position_embeddings")
-    return Checkpoint("llama", heads, kv_heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
+    return Checkpoint(
+        family,
+        shape.heads,
+        shape.kv_heads,
+        shape.layers,
+        hidden,
+        shape.ffn,
+        shape.head_dim,
+        vocab,
+        config.optional("max_position_embeddings"),
+        tied,
+        vocab * hidden * (1 if tied else 2) + shape.layers * block + hidden,
+        experts,
+    )
+
+
+def _llama(config: _Config) -> Checkpoint:
+    shape = _rotary(config)
+    attention, feed_forward = shape.attention, shape.feed_forward
+    if config.flag("attention_bias", False):
+        attention += shape.qkv_biases + shape.hidden
+    if config.flag("mlp_bias", False):
+        feed_forward += 2 * shape.ffn + shape.hidden
+    return _rotary_checkpoint("llama", config, shape, attention, feed_forward)
+
+
+def _mistral(config: _Config) -> Checkpoint:
+    shape = _rotary(config, kv_heads=8)
+    return _rotary_checkpoint("mistral", config, shape, shape.attention, shape.feed_forward)
+
+
+def _mixtral(config: _Config) -> Checkpoint:
+    shape, experts = _rotary(config, kv_heads=8), config.number("num_local_experts")
+    feed_forward = experts * (shape.feed_forward + shape.hidden)  # each with its row of the router
+    return _rotary_checkpoint("mixtral", config, shape, shape.attention, feed_forward, experts)
+
+
+def _qwen2(config: _Config) -> Checkpoint:
+    shape = _rotary(config, kv_heads=32)
+    return _rotary_checkpoint("qwen2", config, shape, shape.attention + shape.qkv_biases, shape.feed_forward)
+
+
+def _qwen3(config: _Config) -> Checkpoint:
+    shape = _rotary(config, kv_heads=32, head_dim=128)
+    attention = shape.attention + 2 * shape.head_dim  # queries and keys have a norm each
+    if config.flag("attention_bias", False):
+        attention += shape.qkv_biases + shape.hidden
+    return _rotary_checkpoint("qwen3", config, shape, attention, shape.feed_forward)
 
 
 def _fused_block(hidden: int, ffn: int) -> int:
@@ -163,5 +240,82 @@ def _bloom(config: _Config) -> Checkpoint:
     return Checkpoint("bloom", heads, heads, layers, hidden, 4 * hidden, head_dim, vocab, None, tied, parameters)
 
 
-_FAMILIES: dict[str, Callable[[_Config], Checkpoint]] = {"llama": _llama, "gpt2": _gpt2, "bloom": _bloom}
+def _gpt_bigcode(config: _Config) -> Checkpoint:
+    hidden, heads = config.number("n_embd", "hidden_size"), config.number("n_head", "num_attention_heads")
+    layers, vocab = config.number("n_layer", "num_hidden_layers"), config.number("vocab_size")
+    positions = config.number("n_positions", "max_position_embeddings")
+    ffn = config.optional("n_inner") or 4 * hidden
+    tied, head_dim = config.flag("tie_word_embeddings", True), _even_head_dim(hidden, heads)
+    kv_heads = 1 if config.flag("multi_query", True) else heads
+    block = _fused_block(hidden, ffn) - 2 * (heads - kv_heads) * head_dim * (hidden + 1)
+    parameters = vocab * hidden * (1 if tied else 2) + positions * hidden + layers * block + 2 * hidden
+    return Checkpoint("gpt_bigcode", heads, kv_heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
+
+
+def _gptj(config: _Config) -> Checkpoint:
+    hidden, heads = config.number("n_embd", "hidden_size"), config.number("n_head", "num_attention_heads")
+    layers, vocab = config.number("n_layer", "num_hidden_layers"), config.number("vocab_size")
+    positions = config.number("n_positions", "max_position_embeddings")
+    ffn = config.optional("n_inner") or 4 * hidden
+    tied, head_dim = config.flag("tie_word_embeddings", False), _even_head_dim(hidden, heads)
+    # One norm a layer, no biases in the attention; the head has one, tied or not.
+    block = 4 * hidden * hidden + hidden * (ffn + 1) + ffn * (hidden + 1) + 2 * hidden
+    parameters = vocab * hidden * (1 if tied else 2) + vocab + layers * block + 2 * hidden
+    return Checkpoint("gptj", heads, heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
+
+
+def _gpt_neox(config: _Config) -> Checkpoint:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    layers, vocab = config.number("num_hidden_layers"), config.number("vocab_size")
+    ffn, positions = config.number("intermediate_size"), config.optional("max_position_embeddings")
+    tied, head_dim = config.flag("tie_word_embeddings", False), _even_head_dim(hidden, heads)
+    block = _fused_block(hidden, ffn) - (0 if config.flag("attention_bias", True) else 4 * hidden)
+    parameters = vocab * hidden * (1 if tied else 2) + layers * block + 2 * hidden
+    return Checkpoint("gpt_neox", heads, heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)
+
+
+def _opt(config: _Config) -> Checkpoint:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    layers, vocab = config.number("num_hidden_layers"), config.number("vocab_size")
+    ffn, positions = config.number("ffn_dim"), config.number("max_position_embeddings")
+    width = config.optional("word_embed_proj_dim") or hidden
+    tied, head_dim = config.flag("tie_word_embeddings", True), _even_head_dim(hidden, heads)
+    norm = 2 * hidden if config.flag("layer_norm_elementwise_affine", True) else 0
+    block = 4 * hidden * hidden + 2 * hidden * ffn + 2 * norm
+    if config.flag("enable_bias", True):
+        block += 5 * hidden + ffn
+    parameters = vocab * width * (1 if tied else 2) + (positions + 2) * hidden + layers * block
+    if width != hidden:
+        parameters += 2 * width * hidden
+    if config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm", False):
+        parameters += norm
+    return Checkpoint(
+        "opt",
+        heads,
+        heads,
+        layers,
+        hidden,
+        ffn,
+        head_dim,
+        vocab,
+        positions,
+        tied,
+        parameters,
+        embedding_dim=None if width == hidden else width,
+    )
+
+
+_FAMILIES: dict[str, Callable[[_Config], Checkpoint]] = {
+    "bloom": _bloom,
+    "gpt2": _gpt2,
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neox": _gpt_neox,
+    "gptj": _gptj,
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "opt": _opt,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
 FAMILIES: tuple[str, ...] = tuple(sorted(_FAMILIES))

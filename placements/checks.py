@@ -30,6 +30,7 @@ class _Case:
     hosts: Sequence[Host]
     all_hosts: Sequence[Host]
     checkpoint: Checkpoint | None
+    draft: Checkpoint | None = None
 
     def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
         return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
@@ -46,17 +47,21 @@ class _Judged(NamedTuple):
 
 
 def check(
-    spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint] | None = None
+    spec: Spec,
+    hosts: Sequence[Host],
+    checkpoints: Mapping[str, Checkpoint] | None = None,
+    drafts: Mapping[str, Checkpoint] | None = None,
 ) -> tuple[Problem, ...]:
     """Every finding about a spec, in the order of the file.
 
-    ``checkpoints`` by model name; rules that need one are skipped for a model without. ``hosts`` may be empty when the
-    spec's hosts could not be read; then only rules about the spec alone are judged.
+    ``checkpoints``, and those of ``drafts``, by model name; rules that need one are skipped for a model without.
+    ``hosts`` may be empty when the spec's hosts could not be read; then only rules about the spec alone are judged.
     """
     problems: list[Problem] = []
     for model in spec.models:
         own_hosts = [host for host in hosts if takes_cores(model.engine, host)]
-        case = _Case(spec, model, own_hosts, hosts, (checkpoints or {}).get(model.name))
+        checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
+        case = _Case(spec, model, own_hosts, hosts, checkpoint, draft)
         for judged in _RULES:
             if not judged.needs & model.broken:
                 problems.extend(judged.rule(case))
@@ -200,7 +205,7 @@ def fits_memory(case: _Case) -> Iterator[Problem]:
     hbm = host.topology.hbm_per_core_gib
     limit = USABLE_HBM * hbm
     engine = resolve(model.engine, host)
-    need = estimate(model, checkpoint, engine)
+    need = estimate(model, checkpoint, engine, case.draft)
     if need.total <= limit:
         return
     terms = f"{need} on each core, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM"
@@ -210,7 +215,7 @@ def fits_memory(case: _Case) -> Iterator[Problem]:
     for tp in sorted(DEGREES[_family(host)]):
         larger = model.model_copy(update={"tp_degree": tp})
         if model.tp_degree < tp <= host.cores and checkpoint.heads % tp == 0:
-            total = estimate(larger, checkpoint, engine).total
+            total = estimate(larger, checkpoint, engine, case.draft).total
             if total <= limit:
                 hint = f"tp_degree {tp} needs {total:.2f} GiB on each core; or {hint}"
                 break
@@ -227,15 +232,31 @@ def length_within_positions(case: _Case) -> Iterator[Problem]:
 
 
 def engine_options_are_known(case: _Case) -> Iterator[Problem]:
-    """engine_options holds only what the engine understands."""
-    engine = case.model.engine
-    known = sorted(ENGINE_OPTIONS.get(engine, ()))
-    for name in case.model.engine_options:
-        if name not in known:
+    """engine_options holds only what the engine understands, in its type and range."""
+    engine = resolve(case.model.engine, case.all_hosts[0]) if case.all_hosts else case.model.engine
+    known = ENGINE_OPTIONS.get(engine, {})
+    for name, value in case.model.engine_options.items():
+        path, option = ("engine_options", name), known.get(name)
+        if option is None:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"known for {engine}: {', '.join(known) or 'none'}"
             what = f'engine_options: "{name}" is no option of the engine {engine}'
-            yield case.problem("unknown-engine-option", ("engine_options", name), what, hint)
+            yield case.problem("unknown-engine-option", path, what, hint)
+        elif isinstance(value, bool | str) or (option.whole and not isinstance(value, int)):
+            wanted = "a whole number" if option.whole else "a number"
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield case.problem("wrong-type", path, f"engine_options.{name} is {shown}; it must be {wanted}")
+        elif not option.least <= value <= option.most:
+            what = f"engine_options.{name} is {value}; it must be from {option.least} to {option.most}"
+            yield case.problem("out-of-range", path, what)
+
+
+def engine_can_draft(case: _Case) -> Iterator[Problem]:
+    """A draft is asked only of the engine that uses one."""
+    engine = resolve(case.model.engine, case.all_hosts[0]) if case.all_hosts else case.model.engine
+    if case.model.draft is not None and engine not in ("auto", "cpu"):
+        what = f"draft has no effect: the engine {engine} drafts nothing, only cpu does"
+        yield case.problem("draft-unsupported", ("draft",), what, "remove draft, or take the engine cpu")
 
 
 def engine_can_run(case: _Case) -> Iterator[Problem]:
@@ -262,6 +283,7 @@ _RULES: tuple[_Judged, ...] = (
         frozenset({"engine", "dtype", "tp_degree", "max_batch", "max_len", "hbm_overhead_gib"}),
     ),
     _Judged(length_within_positions, frozenset({"max_len"})),
+    _Judged(engine_can_draft, frozenset({"engine", "draft"})),
     _Judged(engine_options_are_known, frozenset({"engine", "engine_options"})),
     _Judged(engine_can_run, frozenset({"engine"})),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from placements.topology import Host
 
@@ -15,8 +15,23 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 BYTES: Mapping[Dtype, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 
-ENGINE_OPTIONS: Mapping[Engine, frozenset[str]] = MappingProxyType({"echo": frozenset({"step_ms"})})
-"""What ``engine_options`` may hold: ``step_ms``, the time that each of echo's steps takes, to play a slow engine."""
+
+class Option(NamedTuple):
+    """A number that one engine's ``engine_options`` may hold, and its range."""
+
+    least: int
+    most: int
+    whole: bool
+
+
+ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option]] = MappingProxyType(
+    {
+        "cpu": MappingProxyType({"prefill_chunk": Option(1, 1 << 24, whole=True)}),
+        "echo": MappingProxyType({"step_ms": Option(0, 3_600_000, whole=False)}),
+    }
+)
+"""What ``engine_options`` may hold: ``prefill_chunk``, how many tokens of a prompt go through the model together;
+``step_ms``, the time that each of echo's steps takes, to play a slow engine."""
 
 HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # they compute on the host's CPUs
 NXD_ENGINES: frozenset[Engine] = frozenset({"nxd-inference", "optimum-neuron"})  # built on NeuronX Distributed

@@ -65,8 +65,10 @@ def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int) -> int:
     return padded_heads(checkpoint, tp_degree)
 
 
-def estimate(model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None) -> MemoryEstimate:
-    """What a replica of ``model`` needs on its fullest core.
+def estimate(
+    model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
+) -> MemoryEstimate:
+    """What a replica of ``model`` needs on its fullest core; weights and KV cache of a ``draft`` beside it included.
 
     ``engine`` is the resolved engine, by default the one the model names; it decides the default dtype, and whether
     rank 0 holds the embeddings unsharded. The formula: (weights + KV) / tp + overhead, KV = 2 x layers x kv heads x
@@ -75,10 +77,12 @@ def estimate(model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = N
     engine = engine or model.engine
     width = BYTES[model.dtype_on(engine)]
     tp = model.tp_degree
-    weights = checkpoint.parameters * width / tp
     slots = model.length(checkpoint) * model.max_batch
-    kv_heads = padded_kv_heads(checkpoint, tp)
-    kv = 2 * checkpoint.layers * kv_heads * checkpoint.head_dim * slots * width / tp
+    weights = kv = 0.0
+    for held in (checkpoint, draft):
+        if held is not None:
+            weights += held.parameters * width / tp
+            kv += 2 * held.layers * padded_kv_heads(held, tp) * held.head_dim * slots * width / tp
     on_nxd = engine in NXD_ENGINES
     rank0 = checkpoint.embedding_parameters * width * (1 - 1 / tp) if on_nxd else 0.0
     overhead = model.hbm_overhead_gib

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from placements.engines import DTYPES, ENGINES
 from placements.places import Path, Place, Places
 from placements.problems import Problem, has_errors, in_order
-from placements.spec import NAME, NAME_RULE, HostsSpec, ModelSpec, Replicas, Reserve, Spec
+from placements.spec import NAME, NAME_RULE, Draft, HostsSpec, ModelSpec, Replicas, Reserve, Spec
 from placements.topology import TOPOLOGIES
 from placements.yamltree import BROKEN, Tree, read
 
@@ -24,7 +24,8 @@ _HOSTS = tuple(HostsSpec.model_fields)
 _RESERVE = tuple(Reserve.model_fields)
 _REPLICAS = tuple(Replicas.model_fields)
 _MODEL = tuple(key for key in ModelSpec.model_fields if key not in ("name", "base_dir", "broken"))
-_DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores"))
+_DRAFT = tuple(Draft.model_fields)
+_DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores", "draft"))
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "tp_degree": ("tp", "tensor_parallel", "tensor_parallel_degree", "tensor_parallel_size", "num_cores", "tp_size"),
@@ -44,6 +45,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "instance": ("instance_type", "type"),
     "emulate": ("emulated", "emulation"),
     "reserve": ("reserved",),
+    "draft": ("draft_model", "speculative", "speculation", "assistant", "speculative_model", "speculative_config"),
+    "k": ("num_speculative_tokens", "speculation_length", "num_assistant_tokens", "tokens"),
     "count": ("num", "number", "replicas"),
     "vcpus": ("cpus", "vcpu", "cpu"),
     "min": ("minimum", "min_replicas"),
@@ -83,6 +86,7 @@ _WANTS: Mapping[str, str] = {
     "allow_head_padding": "true or false",
     "allow_degrees": "a list of whole numbers, like [6]",
     "hbm_overhead_gib": "a number of GiB",
+    "draft": "a mapping with a source, like {source: ./models/draft, k: 4}",
     "engine_options": "a mapping from option names to values",
     "instance": _TEXT,
     "emulate": _TEXT,
@@ -239,6 +243,8 @@ class _Reader:
             return None
         own = self._known(fields, _MODEL, path)
         self._replicas_keys(own, (*path, "replicas"))
+        if isinstance(own.get("draft"), dict):
+            own["draft"] = self._known(own["draft"], _DRAFT, (*path, "draft"))
         for key in defaults.keys() - own.keys():
             self._inherit(path, key)
         values = {**defaults, **own, "name": name if usable else "model", "base_dir": self._base_dir}

@@ -170,6 +170,13 @@ class Reserve(_Frozen):
     cores: ReservedCores = ()
 
 
+class Draft(_Frozen):
+    """A smaller model of the same vocabulary, which guesses ``k`` tokens ahead of each step of its model."""
+
+    source: Annotated[str, AfterValidator(_source)]
+    k: int = Field(4, ge=1, le=16)
+
+
 class HostsSpec(_Frozen):
     """The machines: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
@@ -198,6 +205,7 @@ class ModelSpec(_Frozen):
     allow_head_padding: bool = False  # heads that tp_degree does not divide, for engines that pad them with zeros
     allow_degrees: tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...] = Field((), strict=False)
     hbm_overhead_gib: float | None = Field(None, ge=0, le=1024)  # per core; None: the estimate of `memory`
+    draft: Draft | None = None  # speculative decoding, on the cpu engine
     engine_options: dict[str, bool | int | float | str] = {}  # what no field says; see `engines.ENGINE_OPTIONS`
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
@@ -211,6 +219,16 @@ class ModelSpec(_Frozen):
     def source_path(self) -> str | None:
         """The absolute form of a path source as far as ``base_dir`` is absolute; None for S3 and the hub."""
         return self._resolved(self.source) if self.source_kind == "path" else None
+
+    @property
+    def draft_kind(self) -> SourceKind | None:
+        """path, s3 or hub; None without a draft."""
+        return None if self.draft is None else source_kind(self.draft.source)
+
+    @property
+    def draft_path(self) -> str | None:
+        """The draft's source, as ``source_path``; None without a draft too."""
+        return self._resolved(self.draft.source) if self.draft and self.draft_kind == "path" else None
 
     @property
     def neff_cache_location(self) -> str | None:
@@ -228,7 +246,9 @@ class ModelSpec(_Frozen):
         """What a replica is told at its start: another value means another process."""
         options = tuple(sorted(self.engine_options.items()))
         source = self.source_path or self.source
-        return (source, self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads, options)
+        draft = None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k)
+        engine = (self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads)
+        return (source, *engine, options, draft)
 
     def dtype_on(self, engine: Engine) -> Dtype:
         """The weights' and the KV cache's type under a resolved engine (`engines.resolve`)."""
@@ -274,7 +294,7 @@ def json_schema() -> dict[str, Any]:
     definitions = generated.pop("$defs")
     definitions["Replicas"] = {"anyOf": [{"type": "integer", "minimum": 1}, definitions["Replicas"]]}
     model = {key: value for key, value in generated["properties"].items() if key not in internal}
-    defaults = {key: value for key, value in model.items() if key not in ("source", "cores")}
+    defaults = {key: value for key, value in model.items() if key not in ("source", "cores", "draft")}
     hosts = HostsSpec.model_json_schema()
     definitions.update(hosts.pop("$defs"))
     name = {"type": "string", "pattern": f"^{NAME.pattern}$"}

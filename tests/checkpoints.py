@@ -14,7 +14,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FAMILIES = ("llama", "gpt2", "bloom")
+FAMILIES = (  # configurations: a model_type may occur in several
+    "llama",
+    "gpt2",
+    "bloom",
+    "gpt_bigcode",
+    "gptj",
+    "gpt_neox",
+    "opt",
+    "mistral",
+    "mistral-window",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+)
+WINDOW = 24  # of the sliding ones, shorter than many prompts of the tests
+INIT_STD = 0.2
 VOCAB_SIZE = 512
 MAX_POSITIONS = 512
 PAD_ID, BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID, END_ID = range(6)
@@ -35,32 +50,60 @@ _SAMPLE = (
 )
 
 
-def _config(family: str, hidden: int, layers: int, heads: int) -> Any:
-    from transformers import BloomConfig, GPT2Config, LlamaConfig
+def _options(hidden: int, layers: int, heads: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The model_type of each configuration, and what it says beyond ``_config``'s own."""
+    small = {"n_embd": hidden, "n_layer": layers, "n_head": heads}
+    named = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    positions = {"max_position_embeddings": MAX_POSITIONS}
+    grouped = {**named, **positions, "num_key_value_heads": max(1, heads // 2), "intermediate_size": 3 * hidden}
+    head_dim = hidden // heads
+    return {
+        "llama": ("llama", grouped),
+        "gpt2": ("gpt2", {**small, "n_positions": MAX_POSITIONS}),
+        "bloom": ("bloom", {"hidden_size": hidden, "n_layer": layers, "n_head": heads}),
+        "gpt_bigcode": ("gpt_bigcode", {**small, "n_positions": MAX_POSITIONS, "multi_query": True}),
+        "gptj": ("gptj", {**small, "n_positions": MAX_POSITIONS, "rotary_dim": head_dim // 2}),
+        "gpt_neox": ("gpt_neox", {**named, **positions, "intermediate_size": 4 * hidden}),
+        "opt": (
+            "opt",
+            {**named, **positions, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden, "init_std": INIT_STD},
+        ),
+        "mistral": ("mistral", {**grouped, "sliding_window": None}),
+        "mistral-window": ("mistral", {**grouped, "sliding_window": WINDOW}),
+        "mixtral": (
+            "mixtral",
+            {**grouped, "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+        "qwen2": ("qwen2", grouped),
+        # The window holds from layer max_window_layers on: the first layer sees everything.
+        "qwen3": (
+            "qwen3",
+            {
+                **grouped,
+                "head_dim": 2 * head_dim,
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+                "max_window_layers": 1,
+            },
+        ),
+    }
 
+
+def _config(family: str, hidden: int, layers: int, heads: int) -> Any:
+    from transformers import AutoConfig
+
+    if family not in FAMILIES:
+        raise ValueError(f"no test checkpoint for {family}, only for {', '.join(FAMILIES)}")
+    model_type, options = _options(hidden, layers, heads)[family]
     shared: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
-        "initializer_range": 0.2,
+        "initializer_range": INIT_STD,
         "tie_word_embeddings": False,
     }
-    if family == "llama":
-        return LlamaConfig(
-            **shared,
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            max_position_embeddings=MAX_POSITIONS,
-        )
-    if family == "gpt2":
-        return GPT2Config(**shared, n_embd=hidden, n_layer=layers, n_head=heads, n_positions=MAX_POSITIONS)
-    if family == "bloom":
-        return BloomConfig(**shared, hidden_size=hidden, n_layer=layers, n_head=heads)
-    raise ValueError(f"no test checkpoint for {family}, only for {', '.join(FAMILIES)}")
+    return AutoConfig.for_model(model_type, **shared | options)
 
 
 @lru_cache(maxsize=1)
@@ -112,7 +155,7 @@ def make_checkpoint(
     eos: int | list[int] | None = EOS_ID,
     chat_template: str | None = CHAT_TEMPLATE,
 ) -> Path:
-    """Save a model of ``family`` with random weights, and its tokenizer, in ``path``; returns ``path``.
+    """Save a model of a family of ``FAMILIES`` with random weights, and its tokenizer, in ``path``; returns ``path``.
 
     ``eos`` goes into generation_config.json and config.json; None leaves the model without one.
     """

@@ -24,7 +24,7 @@ def ask(client: OpenAI, model: str) -> tuple[str, str]:
 
 def main() -> int:
     passed = failed = 0
-    fleet = LiveFleet(DEMO, arguments=("--dashboard",))
+    fleet = LiveFleet(DEMO, arguments=("--dashboard",), secure=True)
     try:
         fleet.wait_ready()
         client = OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60)

@@ -45,7 +45,10 @@ def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
 class LiveFleet:
     """One `up`. ``stop`` it, or leave it to the fixture."""
 
-    def __init__(self, spec: str | Path, *, home: Path | None = None, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, spec: str | Path, *, home: Path | None = None, arguments: tuple[str, ...] = (), secure: bool = False
+    ) -> None:
+        """``secure``: Ray demands its token, as it does for a user."""
         self.home = home or Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         if isinstance(spec, Path):
             self.spec = spec
@@ -56,7 +59,10 @@ class LiveFleet:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = self.home / "up.log"
-        self.env = {**os.environ, "COREWRIGHT_HOME": str(self.home), "RAY_AUTH_MODE": "disabled", "NO_COLOR": "1"}
+        self.env = {**os.environ, "COREWRIGHT_HOME": str(self.home), "NO_COLOR": "1"}
+        self.env.pop("RAY_AUTH_MODE", None)
+        if not secure:
+            self.env["RAY_AUTH_MODE"] = "disabled"
         command = [str(COREWRIGHT), "up", str(self.spec), "--port", str(self.port), *(arguments or ("--no-dashboard",))]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

@@ -13,7 +13,13 @@ ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors"}
 NEURON = {"torch_neuronx", "transformers_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "optimum"}
 # Where the heavy libraries may be named, and then only inside functions.
-HEAVY_ALLOWED = {"workers/sampling.py", "workers/tokenizer.py"}
+HEAVY_ALLOWED = {
+    "workers/guidance.py",
+    "workers/logprobs.py",
+    "workers/penalties.py",
+    "workers/sampling.py",
+    "workers/tokenizer.py",
+}
 
 
 def sources(package: str) -> list[Path]:

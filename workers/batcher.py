@@ -7,13 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from workers import sampling
 from workers.buckets import smallest_bucket
-from workers.engine import GenerateEngine
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.engine import DraftingEngine, GenerateEngine
+from workers.guidance import Guides
+from workers.logprobs import token_logprobs
+from workers.penalties import changes_choice
+from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.slots import Slots
+from workers.speculation import agreed
 from workers.text import AnswerText
 from workers.tokenizer import Tokenizer
 
@@ -36,6 +40,8 @@ class BatcherStats:
     last_step_at: float | None  # end of the last step
     draining: bool
     failed: str | None  # why the engine cannot go on
+    drafted: int = 0  # tokens guessed by a draft model since the start
+    accepted: int = 0  # of these, those that were the model's own
 
 
 @dataclass(eq=False)
@@ -45,33 +51,83 @@ class _Sequence:
     request: GenerateRequest
     answer: AnswerText
     how: sampling.Sampling | None  # None where the engine samples
-    ending_ids: frozenset[int]
+    ending_ids: frozenset[int]  # not before min_tokens are out
     produced: int = 0
     last_token: int = -1
+    token_before_last: int = -1
+
+    @property
+    def last_two(self) -> tuple[int, int]:
+        """The tokens before the next: of an answer that has begun, with what stands before it."""
+        return self.token_before_last, self.last_token
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether each next token is the largest logit and nothing else is asked of it. The same all its life."""
+        how = self.how
+        if how is None or how.generator is not None or how.penalties is not None or how.guide is not None:
+            return False
+        return self.request.logprobs is None
 
     @property
     def position(self) -> int:
         """Tokens in the slot's KV cache: all but the last, which the next decode writes there."""
         return len(self.request.prompt_ids) + self.produced - 1
 
-    def advance(self, token: int | None) -> TokenEvent:
+    @property
+    def is_complete(self) -> bool:
+        """Whether the guide says that nothing can follow."""
+        return self.how is not None and self.how.guide is not None and self.how.guide.ended
+
+    def advance(self, token: int | None, logprobs: TokenLogprobs | None = None) -> TokenEvent:
         """Take the engine's next token: what the client gets of it, and whether the answer ends."""
         request = self.request
         if token is None:
-            error = "the model's logits are not finite numbers"
+            error = "the engine gave no token" if self.how is None else self.how.error
             return TokenEvent(id=request.id, finish=FinishReason.ERROR, error=error)
+        self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token
-        if token in self.ending_ids:
-            return TokenEvent(id=request.id, text=self.answer.finish(), token_ids=[token], finish=FinishReason.STOP)
+        text: str
+        finish: FinishReason | None
+        if token in self.ending_ids and (self.produced > request.min_tokens or self.is_complete):
+            text, finish = self.answer.finish(), FinishReason.STOP
+        else:
+            text, finish = self._grow(token)
+        return TokenEvent(
+            id=request.id,
+            text=text,
+            token_ids=[token],
+            logprobs=[] if logprobs is None else [logprobs],
+            finish=finish,
+        )
+
+    def advance_all(self, tokens: Sequence[int | None]) -> TokenEvent:
+        """As ``advance``, for as many of ``tokens`` as the answer takes; one event for all."""
+        events = []
+        for token in tokens:
+            events.append(self.advance(token))
+            if events[-1].finish is not None:
+                break
+        return TokenEvent(
+            id=self.request.id,
+            text="".join(event.text for event in events),
+            token_ids=[id for event in events for id in event.token_ids],
+            finish=events[-1].finish,
+            error=events[-1].error,
+        )
+
+    def _grow(self, token: int) -> tuple[str, FinishReason | None]:
+        """The text that ``token`` adds, and the finish where it was the last for another reason than its id."""
         text = self.answer.push(token)
-        finish: FinishReason | None = None
         if self.answer.stopped:
-            finish = FinishReason.STOP
-        elif self.produced >= request.max_tokens:
+            return text, FinishReason.STOP
+        if self.is_complete:
+            return text + self.answer.finish(), FinishReason.STOP
+        if self.produced >= self.request.max_tokens:
             text += self.answer.finish()
-            finish = FinishReason.STOP if self.answer.stopped else FinishReason.LENGTH
-        return TokenEvent(id=request.id, text=text, token_ids=[token], finish=finish)
+            return text, FinishReason.STOP if self.answer.stopped else FinishReason.LENGTH
+        return text, None
 
     def end(self, finish: FinishReason, error: str | None = None) -> TokenEvent:
         return TokenEvent(id=self.request.id, finish=finish, error=error)
@@ -92,7 +148,8 @@ class Batcher:
        Requests join in the order of their arrival: as many as there are free slots, while the padded prompts together
        are no longer than the longest single prompt could be. So no prefill stalls the live requests for longer than
        that one would.
-    3. Otherwise it is a decode of every live slot, sorted.
+    3. Otherwise it is a decode of every live slot, sorted; where the engine drafts, of several tokens each, of which
+       the plainly greedy requests get those that are the model's own choice, and all others the first.
 
     An exception of the engine in a step is the end: what its KV cache holds is unknown, and on Neuron the runtime does
     not recover. Every request gets an ERROR event, later ones are refused with ``BatcherClosed``, and the exception
@@ -112,6 +169,8 @@ class Batcher:
         self._tokenizer = tokenizer
         self._emit = emit
         self._clock = clock
+        self._drafting = cast(DraftingEngine, engine) if self._spec.draft_k else None
+        self._guides = Guides(tokenizer, self._spec.vocab_size, self._spec.eos_token_ids)
         self._changed = threading.Condition()  # guards all below
         self._slots: Slots[_Sequence] = Slots(self._spec.slots)
         self._waiting: deque[_Sequence] = deque()
@@ -125,20 +184,15 @@ class Batcher:
         self._prefilling = 0
         self._steps = 0
         self._tokens = 0
+        self._drafted = 0
+        self._accepted_drafts = 0
         self._step_started_at: float | None = None
         self._last_step_at: float | None = None
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request; its events follow. Raises ValueError for one that can never run, and ``BatcherClosed``."""
         self._check(request)
-        sequence = _Sequence(
-            request,
-            AnswerText(self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens), request.stop),
-            sampling.start_sampling(request.temperature, request.top_p, request.seed)
-            if self._spec.returns == "logits"
-            else None,
-            frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._spec.eos_token_ids),
-        )
+        sequence = self._start(request)
         with self._changed:
             self._refuse_when_closed()
             if request.id in self._accepted:
@@ -169,6 +223,11 @@ class Batcher:
             self._closing = True
             self._changed.notify_all()
 
+    def warm_guides(self) -> None:
+        """Prepare for answers that must keep a JSON schema. Takes seconds for a large vocabulary; any thread."""
+        if self._spec.returns == "logits":
+            self._guides.warm()
+
     @property
     def engine(self) -> GenerateEngine:
         """The engine that it drives. Its calls belong to the thread that runs the steps."""
@@ -188,6 +247,8 @@ class Batcher:
                 last_step_at=self._last_step_at,
                 draining=self._draining,
                 failed=self._failed,
+                drafted=self._drafted,
+                accepted=self._accepted_drafts,
             )
 
     def run(self) -> None:
@@ -238,7 +299,30 @@ class Batcher:
             raise ValueError(
                 f"{length} prompt tokens and max_tokens {request.max_tokens} exceed the {spec.max_len} of a slot"
             )
-        sampling.check_sampling(request.temperature, request.top_p, request.seed)
+        sampling.check_sampling(request, spec.vocab_size)
+        if spec.returns == "tokens" and (
+            changes_choice(request) or request.logprobs is not None or request.guide is not None
+        ):
+            raise ValueError(
+                "this model's engine chooses the tokens itself, and does so without logit_bias, penalties, "
+                "no_repeat_ngram_size, logprobs and JSON schemas"
+            )
+
+    def _start(self, request: GenerateRequest) -> _Sequence:
+        """The state of a new request. Raises ValueError for a guide or a stop string that cannot be followed."""
+        guide = None if request.guide is None else self._guides.start(request.guide)
+        ending_ids = frozenset(request.stop_token_ids)
+        if guide is not None:  # its EOS says that the value is complete, so ignore_eos does not hold
+            ending_ids |= guide.eos_ids
+        elif not request.ignore_eos:
+            ending_ids |= self._spec.eos_token_ids
+        stream = self._tokenizer.stream(request.prompt_ids, request.skip_special_tokens)
+        return _Sequence(
+            request,
+            AnswerText(stream, request.stop, request.min_tokens),
+            sampling.start_sampling(request, ending_ids, guide) if self._spec.returns == "logits" else None,
+            ending_ids,
+        )
 
     def _refuse_when_closed(self) -> None:
         if self._failed is not None:
@@ -290,12 +374,16 @@ class Batcher:
         """Step 2 or 3: one call of the engine for ``rows``, and what it gave each of them."""
         slots = [slot for slot, _ in rows]
         sequences = [sequence for _, sequence in rows]
-        if is_prefill:
-            output = self._engine.prefill(slots, [s.request.prompt_ids for s in sequences])
+        ahead = 0 if is_prefill else self._draft_length(sequences)
+        if ahead and self._drafting is not None:
+            events = self._speculate(self._drafting, slots, sequences, ahead)
         else:
-            output = self._engine.decode(slots, [s.last_token for s in sequences], [s.position for s in sequences])
-        tokens = self._chosen(output, sequences)
-        events = [sequence.advance(token) for sequence, token in zip(sequences, tokens, strict=True)]
+            if is_prefill:
+                output = self._engine.prefill(slots, [s.request.prompt_ids for s in sequences])
+            else:
+                output = self._engine.decode(slots, [s.last_token for s in sequences], [s.position for s in sequences])
+            chosen = self._chosen(output, sequences)
+            events = [sequence.advance(*choice) for sequence, choice in zip(sequences, chosen, strict=True)]
         with self._changed:
             for (slot, sequence), event in zip(rows, events, strict=True):
                 if event.finish is not None:
@@ -310,11 +398,53 @@ class Batcher:
             self._last_step_at = self._clock()
         return events
 
-    def _chosen(self, output: Any, sequences: Sequence[_Sequence]) -> Sequence[int | None]:
+    def _draft_length(self, sequences: Sequence[_Sequence]) -> int:
+        """How many tokens to draft; 0 for an ordinary decode.
+
+        None where no plainly greedy request wants more than one token, and no more than fit into every slot: since a
+        request that wants n tokens has room for n, a greedy one that goes on always gets its drafts, as an engine asks.
+        """
+        if self._drafting is None:
+            return 0
+        wanted = [s.request.max_tokens - s.produced - 1 for s in sequences if s.is_plainly_greedy]
+        room = min(self._spec.max_len - 1 - s.position for s in sequences)
+        return min(self._spec.draft_k, room, max(wanted, default=0))
+
+    def _speculate(
+        self, engine: DraftingEngine, slots: Sequence[int], sequences: Sequence[_Sequence], ahead: int
+    ) -> list[TokenEvent]:
+        """Step 3 with ``ahead`` drafted tokens for each plainly greedy request, padding for the others."""
+        greedy = [row for row, sequence in enumerate(sequences) if sequence.is_plainly_greedy]
+        others = [row for row in range(len(sequences)) if row not in greedy]
+        positions = [sequence.position for sequence in sequences]
+        drafts = engine.draft(
+            [slots[row] for row in greedy],
+            [sequences[row].last_two for row in greedy],
+            [positions[row] for row in greedy],
+            ahead,
+        )
+        tokens = [[sequence.last_token, *[0] * ahead] for sequence in sequences]
+        for row, draft in zip(greedy, drafts, strict=True):
+            tokens[row][1:] = draft
+        logits = engine.verify(slots, tokens, positions)
+        runs = agreed(logits[greedy], drafts)
+        with self._changed:
+            self._drafted += ahead * len(greedy)
+            self._accepted_drafts += sum(len(run) - 1 for run in runs)
+        events = {row: sequences[row].advance_all(run) for row, run in zip(greedy, runs, strict=True)}
+        if others:
+            members = [sequences[row] for row in others]
+            for row, choice in zip(others, self._chosen(logits[others, 0], members), strict=True):
+                events[row] = sequences[row].advance(*choice)
+        return [events[row] for row in range(len(sequences))]
+
+    def _chosen(self, output: Any, sequences: Sequence[_Sequence]) -> Sequence[tuple[int | None, TokenLogprobs | None]]:
+        """The next token of each of ``sequences``, and its logprobs where they are asked for."""
         if self._spec.returns == "tokens":
-            tokens: list[int] = output
-            return tokens
-        return sampling.sample(output, [s.how for s in sequences if s.how is not None])
+            return [(token, None) for token in output]
+        tokens = sampling.sample(output, [s.how for s in sequences if s.how is not None])
+        wanted = [s.request.logprobs for s in sequences]
+        return list(zip(tokens, token_logprobs(output, tokens, wanted, self._tokenizer.token_bytes), strict=True))
 
     def _fail(self, reason: str) -> list[TokenEvent]:
         with self._changed:

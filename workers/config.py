@@ -23,4 +23,6 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     socket: str
     token: str
+    draft_source: str | None = None  # a folder on this host of the model that drafts; None: nothing is drafted
+    draft_k: int = 0  # tokens that it drafts ahead
     engine_options: dict[str, int | float | str | bool] = {}

@@ -20,6 +20,7 @@ class EngineSpec:
     continuous: bool = True  # a prompt may join while others decode
     returns: Literal["logits", "tokens"] = "logits"  # "tokens": the engine samples, greedily or on the device
     keeps_idle_slots: bool = True  # False: decode overwrites the KV cache of every slot that is not listed
+    draft_k: int = 0  # tokens that it drafts ahead of a step, where it is a ``DraftingEngine``; 0: it is none
 
 
 class GenerateEngine(Protocol):
@@ -55,6 +56,33 @@ class GenerateEngine(Protocol):
 
     def close(self) -> None:
         """Let go of everything. On Neuron only the end of the process frees the cores."""
+        ...
+
+
+class VerifyingEngine(GenerateEngine, Protocol):
+    """An engine that takes several tokens a slot in one step. It keeps idle slots and returns logits."""
+
+    def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> Any:
+        """As ``decode``, with ``q`` tokens for each slot, written from ``positions[i]`` on.
+
+        Returns float32 logits ``[len(slots), q, vocab_size]``, each of the token that follows. What stands behind the
+        last written position of a slot is never read, so a caller takes tokens back by writing over them.
+        ``positions[i] + q`` is at most ``spec.max_len``.
+        """
+        ...
+
+
+class DraftingEngine(VerifyingEngine, Protocol):
+    """An engine that also guesses what its next tokens will be, for less than a step of its own costs."""
+
+    def draft(
+        self, slots: Sequence[int], tokens: Sequence[tuple[int, int]], positions: Sequence[int], k: int
+    ) -> list[list[int]]:
+        """``k`` guesses for each of ``slots``, sorted, which may be some of the live ones.
+
+        ``tokens[i]`` are the last two of the slot; the second of them will be written at ``positions[i]``. A slot is
+        drafted for either before each of its steps or never, since the draft sees no other tokens.
+        """
         ...
 
 

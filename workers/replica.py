@@ -77,12 +77,12 @@ class Replica:
         """The status, as soon as its version is above ``seen``; after ``timeout_s`` as it is."""
         with self._changed:
             self._changed.wait_for(lambda: self._status.version > seen, timeout_s)
-            return self._status
+            return self._reading()
 
     @_ctl
     def describe(self) -> tuple[ReplicaConfig, ReplicaStatus]:
         """What it was told and how far it is: enough for a new controller to take it over."""
-        return self._config, self._status
+        return self._config, self._reading()
 
     @_ctl
     def drain(self, timeout_s: float) -> bool:
@@ -92,6 +92,12 @@ class Replica:
             return True
         self._set(Phase.DRAINING)
         return batcher.drain(timeout_s)
+
+    def _reading(self) -> ReplicaStatus:
+        if self._batcher is None:
+            return self._status
+        stats = self._batcher.stats
+        return msgspec.structs.replace(self._status, drafted=stats.drafted, accepted=stats.accepted)
 
     def _live(self) -> None:
         try:
@@ -116,6 +122,7 @@ class Replica:
         tokenizer = load_tokenizer(config.engine, config.source)
         self._batcher = Batcher(self._engine, tokenizer, self._emit)
         threading.Thread(target=self._run_batcher, name="batcher", daemon=True).start()
+        threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
         self._probe()
         spec = self._engine.spec
         self._plane = DataPlane(

@@ -32,4 +32,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: float  # the process's start, seconds since the epoch
     failure: Failure | None = None
+    drafted: int = 0  # tokens by the draft model, as of this reading
+    accepted: int = 0  # of these, what the model agreed with
     load_s: float | None = None  # from the actor's start to its first real generation

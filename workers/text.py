@@ -140,15 +140,24 @@ class StopScanner:
         self._held = ""
         self.found = False
 
-    def push(self, text: str) -> str:
-        """What of the text so far is certain not to be part of a stop string, and was not returned before."""
+    def push(self, text: str, ignore: bool = False) -> str:
+        """What of the text so far is certain not to be part of a stop string, and was not returned before.
+
+        With ``ignore`` a stop string whose last character is in this piece of text is none; one that only begins here
+        may yet be completed by a later piece.
+        """
         if self.found:
             return ""
         if not self._stops:
             return text
+        seen = len(self._held)
         text = self._held + text
-        ends = [(start + len(stop), -len(stop)) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
+        ends = [
+            (start + len(stop), -len(stop))
+            for stop in self._stops
+            if (start := text.find(stop, max(0, seen - len(stop) + 1))) >= 0  # what ended earlier was ignored
+        ]
+        if ends and not ignore:
             end, negative_length = min(ends)
             self.found = True
             self._held = ""
@@ -174,9 +183,11 @@ def _overlap(text: str, stop: str) -> int:
 class AnswerText:
     """The text that a client sees of one answer: detokenized, cut before the first stop string."""
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+    def __init__(self, stream: TextStream, stops: Sequence[str], min_tokens: int = 0) -> None:
+        """Stop strings that the first ``min_tokens`` tokens complete are text like any other (vLLM's rule)."""
         self._stream = stream
         self._scanner = StopScanner(stops)
+        self._ignored_tokens = min_tokens
 
     @property
     def stopped(self) -> bool:
@@ -185,10 +196,12 @@ class AnswerText:
 
     def push(self, token_id: int) -> str:
         """The certain text that ``token_id`` adds. Not for the id that ends the answer: it is never in the text."""
-        return self._scanner.push(self._stream.push(token_id))
+        ignore = self._ignored_tokens > 0
+        self._ignored_tokens -= 1
+        return self._scanner.push(self._stream.push(token_id), ignore)
 
     def finish(self) -> str:
         """The rest, when no more tokens come. It may still hold a stop string, see ``stopped``."""
         if self.stopped:
             return ""
-        return self._scanner.push(self._stream.flush()) + self._scanner.flush()
+        return self._scanner.push(self._stream.flush(), self._ignored_tokens >= 0) + self._scanner.flush()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from workers.engine import EngineLoadError
 from workers.text import ByteTextStream, FastTextStream, TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 Message = Mapping[str, Any]  # of a chat: role, content
 
@@ -53,6 +59,17 @@ class Tokenizer(Protocol):
         """An incremental decoder of what follows ``prompt_ids``. The stream itself belongs to one thread at a time."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 that this id stands for in a text, maybe a part of a character; of a special token, its name.
+
+        Empty for an id that stands for nothing, as where the model's vocabulary is padded.
+        """
+        ...
+
+    def to_json(self) -> str | None:
+        """The whole tokenizer in the format of a tokenizer.json; None for one that has no such form."""
+        ...
+
 
 def load_tokenizer(engine: str, path: str | None) -> Tokenizer:
     """The tokenizer of a model directory; bytes for the echo engine, which needs no directory.
@@ -91,6 +108,12 @@ class ByteTokenizer:
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return ByteTextStream(prompt_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def to_json(self) -> str | None:
+        return None
+
 
 class HubTokenizer:
     """The tokenizer of a model directory, by transformers' AutoTokenizer.
@@ -126,6 +149,7 @@ class HubTokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._vocab_size = len(loaded)
+        self._token_bytes = _token_decoder(self._fast)
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +177,54 @@ class HubTokenizer:
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return FastTextStream(self._fast, prompt_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._fast.id_to_token(token_id)
+        return b"" if token is None else self._token_bytes(token)
+
+    def to_json(self) -> str | None:
+        text: str = self._fast.to_str()
+        return text
+
+
+def _token_decoder(fast: FastTokenizer) -> Callable[[str], bytes]:
+    """What one entry of the vocabulary adds to a text, by the kind of the tokenizer's decoder.
+
+    The decoder itself cannot be asked: it answers with text, where bytes that are no whole character are lost.
+    """
+    decoder = json.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
+    if "ByteLevel" in steps:
+        return _byte_level_token
+    if "ByteFallback" in steps or "Metaspace" in steps:
+        space = steps.get("Metaspace", {}).get("replacement", "▁")
+        falls_back = "ByteFallback" in steps
+        return lambda token: _sentencepiece_token(token, space, falls_back)
+    if fast.decoder is None:
+        return str.encode
+    return lambda token: str(fast.decoder.decode([token])).encode()
+
+
+def _byte_level_token(token: str) -> bytes:
+    """Every character stands for a byte; a token with any other character, an added one, stands for itself."""
+    try:
+        return bytes(_byte_of_character()[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece_token(token: str, space: str, falls_back: bool) -> bytes:
+    if falls_back and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+        return bytes([int(found[1], 16)])
+    return token.replace(space, " ").encode()
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, every other byte for a character from 256 on."""
+    itself = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _unicode(text: str) -> str:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import pytest
 
 from orchestrator.home import Home
 from tests.fleet import LiveFleet, until
+from tests.orchestrator.clients import Streamed, complete, echo_text
 from workers.claims import CoreClaim, CoresTaken, held_cores
-from workers.engines.echo import echo_tokens
 
 SPEC = """\
 version: 1
@@ -46,33 +45,6 @@ def fleet() -> Iterator[LiveFleet]:
         live.clean()
 
 
-def echo_text(prompt: str, count: int) -> str:
-    return bytes(echo_tokens(list(prompt.encode()), count)).decode()
-
-
-class Streamed:
-    """A streamed completion that is read in the background."""
-
-    def __init__(self, fleet: LiveFleet, model: str, prompt: str, max_tokens: int) -> None:
-        self.text = ""
-        self.error: dict[str, Any] | None = None
-        self.done = threading.Event()
-        self.begun = threading.Event()
-        self._body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
-        self._thread = threading.Thread(target=self._read, args=(fleet.url,), daemon=True)
-        self._thread.start()
-
-    def _read(self, url: str) -> None:
-        with httpx.stream("POST", f"{url}/v1/completions", json=self._body, timeout=60) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    self.error = event.get("error", self.error)
-                    self.text += "".join(choice["text"] for choice in event.get("choices", ()))
-                    self.begun.set()
-        self.done.set()
-
-
 class Sent:
     """A plain completion that has been sent, and whose answer is read later."""
 
@@ -82,10 +54,6 @@ class Sent:
 
     def answer(self) -> Any:
         return json.loads(self._connection.getresponse().read())
-
-
-def complete(fleet: LiveFleet, model: str, prompt: str = "hello", **fields: Any) -> httpx.Response:
-    return fleet.http.post("/v1/completions", json={"model": model, "prompt": prompt, **fields})
 
 
 def wait_ready_again(fleet: LiveFleet, id: str, before: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +91,6 @@ def test_each_replica_has_its_own_process_with_its_own_cores(fleet: LiveFleet) -
         replica = fleet.replica(id)
         environment = psutil.Process(replica["pid"]).environ()
         assert environment["NEURON_RT_VISIBLE_CORES"] == replica["cores"] == f"{cores[0]}-{cores[-1]}"
-        assert "NEURON_RT_NUM_CORES" not in environment
         assert {held[core] for core in cores} == {replica["pid"]}
     assert len(held) == 12
 
@@ -305,79 +272,3 @@ def test_the_admin_api_needs_the_token(fleet: LiveFleet) -> None:
     assert refused.status_code == 401
     assert Home(fleet.home).record_file.stat().st_mode & 0o777 == 0o600
     assert fleet.http.get("/readyz").status_code == 200
-
-
-# Ends. Each of these has a fleet of its own, in one home, and the last leaves nothing.
-
-
-def test_down_drains_a_running_stream_and_leaves_nothing(fleet: LiveFleet) -> None:
-    """`down` lets a live stream end, then every process, socket and claim is gone; `up` exits with 0."""
-    stream = Streamed(fleet, "beta", "last words", 400)
-    assert stream.begun.wait(20)
-
-    result = fleet.corewright("down")
-
-    assert result.returncode == 0, result.stderr
-    assert fleet.process.wait(40) == 0
-    assert stream.done.wait(10)
-    assert stream.text == echo_text("last words", 400)
-    assert fleet.processes() == []
-    assert held_cores(Home(fleet.home).claims(0)) == {}
-    assert not Home(fleet.home).sockets.exists()
-    assert fleet.corewright("status").returncode == 1
-
-
-def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(fleet: LiveFleet) -> None:
-    """Within 10 s of the next `up` no process and no claim of the old fleet is left, and the new one becomes ready."""
-    first = LiveFleet(fleet.spec, home=fleet.home).wait_ready()
-    old = [psutil.Process(pid) for pid in first.processes()]
-    assert old
-    first.process.kill()
-    first.process.wait()
-
-    began = time.monotonic()
-    second = LiveFleet(fleet.spec, home=fleet.home)
-    try:
-        until(lambda: not any(process.is_running() for process in old), 10, "the old processes are gone")
-        assert time.monotonic() - began < 10
-        second.wait_ready()
-        claims = held_cores(Home(fleet.home).claims(0))
-        assert not set(claims.values()) & {process.pid for process in old}
-        assert len(claims) == 12
-        assert second.stop(signal.SIGINT) == 0
-        assert second.processes() == []
-    finally:
-        if second.process.poll() is None:
-            second.process.kill()
-
-
-def test_a_replica_that_cannot_start_shows_why_while_others_serve(fleet: LiveFleet) -> None:
-    """A checkpoint that is missing is named in `status` with the last log lines; a second signal ends `up` at once."""
-    broken = fleet.home / "broken.yaml"
-    broken.write_text(
-        "hosts: {emulate: inf2.xlarge}\n"
-        "models:\n"
-        "  good: {engine: echo}\n"
-        "  bad: {source: ./no-such-folder, engine: cpu}\n"
-    )
-    live = LiveFleet(broken, home=fleet.home)
-    try:
-
-        def failed() -> Any:
-            result = live.corewright("status", "-o", "json")
-            models = json.loads(result.stdout)["models"] if result.returncode == 0 else []
-            return next((r for m in models for r in m["replicas"] if r["id"] == "bad/0" and r["log"]), None)
-
-        replica = until(failed, 60, "the cause is told")
-        assert "model-not-found" in replica["reason"]
-        assert "no-such-folder" in replica["reason"]
-        assert any("model-not-found" in line for line in replica["log"])
-        until(lambda: complete(live, "good", max_tokens=2).status_code == 200, 20, "the other model serves")
-        refused = complete(live, "bad", max_tokens=2)
-        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable")
-        assert live.http.get("/readyz").status_code == 503
-    finally:
-        live.process.send_signal(signal.SIGTERM)
-        live.process.send_signal(signal.SIGTERM)
-        live.process.wait(30)
-    assert live.processes() == []

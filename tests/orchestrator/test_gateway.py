@@ -231,7 +231,7 @@ def test_a_client_that_goes_away_frees_its_slot_within_two_steps(
     gateway: LiveGateway, replica: Make, stream: bool
 ) -> None:
     """After the hang-up the engine makes at most two more steps for that request."""
-    served = replica(slots=1, step_ms=20)
+    served = replica(slots=1, step_ms=150)  # long beside the time that a hang-up takes on a busy machine
     gateway.serve(routes("m", served))
     running = Stream(gateway, stream=stream)
     until(lambda: served.batcher.stats.steps >= 3, 10, "it decodes")
@@ -240,7 +240,7 @@ def test_a_client_that_goes_away_frees_its_slot_within_two_steps(
     running.hang_up()
     until(lambda: served.batcher.stats.live == 0, 10, "the slot is free")
 
-    assert served.batcher.stats.steps - before <= 3  # two, and the one that may run while we hang up
+    assert served.batcher.stats.steps - before <= 2
 
 
 def test_a_client_that_goes_away_leaves_the_queue(gateway: LiveGateway, replica: Make) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from placements.checkpoints import Checkpoint, CheckpointError
+from placements.checkpoints import FAMILIES, Checkpoint, CheckpointError
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -32,12 +32,62 @@ BLOOM: dict[str, Any] = {
     "vocab_size": 250880,
     "seq_length": 2048,
 }
+MISTRAL: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+}
+MIXTRAL: dict[str, Any] = {**MISTRAL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+GPTJ: dict[str, Any] = {
+    "model_type": "gptj",
+    "n_embd": 4096,
+    "n_head": 16,
+    "n_inner": None,
+    "n_layer": 28,
+    "n_positions": 2048,
+    "rotary_dim": 64,
+    "vocab_size": 50400,
+}
+OPT: dict[str, Any] = {
+    "model_type": "opt",
+    "do_layer_norm_before": False,
+    "ffn_dim": 4096,
+    "hidden_size": 1024,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 512,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(LLAMA, 8_030_261_248), (GPT2, 124_439_808), (BLOOM, 559_214_592)],
-    ids=["llama-3.1-8b", "gpt2", "bloom-560m"],
+    [
+        (LLAMA, 8_030_261_248),
+        (GPT2, 124_439_808),
+        (BLOOM, 559_214_592),
+        (MISTRAL, 7_241_732_096),
+        (MIXTRAL, 46_702_792_704),
+        (QWEN3, 596_049_920),
+        (GPTJ, 6_050_882_784),
+        (OPT, 331_196_416),
+    ],
+    ids=["llama-3.1-8b", "gpt2", "bloom-560m", "mistral-7b", "mixtral-8x7b", "qwen3-0.6b", "gpt-j-6b", "opt-350m"],
 )
 def test_parameters_of_known_models(config: dict[str, Any], parameters: int) -> None:
     """The counts that the model cards give."""
@@ -56,11 +106,56 @@ SMALL_LLAMA = {
 }
 SMALL_GPT2 = {**GPT2, "n_embd": 48, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": 97}
 SMALL_BLOOM = {**BLOOM, "hidden_size": 48, "n_head": 4, "n_layer": 3, "vocab_size": 97}
+ROTARY = {key: value for key, value in SMALL_LLAMA.items() if key != "model_type"}
+SMALL_MISTRAL = {**ROTARY, "model_type": "mistral"}
+SMALL_MIXTRAL = {**ROTARY, "model_type": "mixtral", "num_local_experts": 4}
+SMALL_QWEN2 = {**ROTARY, "model_type": "qwen2"}
+SMALL_QWEN3 = {**ROTARY, "model_type": "qwen3"}
+SMALL_BIGCODE = {**SMALL_GPT2, "model_type": "gpt_bigcode"}
+SMALL_GPTJ = {**SMALL_GPT2, "model_type": "gptj", "rotary_dim": 6}
+SMALL_NEOX = {
+    "model_type": "gpt_neox",
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+}
+SMALL_OPT = {
+    **{key: value for key, value in SMALL_NEOX.items() if key != "intermediate_size"},
+    "model_type": "opt",
+    "ffn_dim": 100,
+}
 
 
 @pytest.mark.parametrize(
     "config",
     [
+        SMALL_MISTRAL,
+        {**SMALL_MISTRAL, "head_dim": 16, "tie_word_embeddings": True},
+        {**SMALL_MISTRAL, "head_dim": None, "sliding_window": 24},
+        SMALL_MIXTRAL,
+        {**SMALL_MIXTRAL, "num_local_experts": 3, "head_dim": None},
+        SMALL_QWEN2,
+        {**SMALL_QWEN2, "tie_word_embeddings": True, "num_key_value_heads": None},
+        SMALL_QWEN3,
+        {**SMALL_QWEN3, "head_dim": 10, "attention_bias": True, "tie_word_embeddings": True},
+        SMALL_BIGCODE,
+        {**SMALL_BIGCODE, "multi_query": False, "n_inner": 100},
+        {**SMALL_BIGCODE, "tie_word_embeddings": False},
+        SMALL_GPTJ,
+        {**SMALL_GPTJ, "n_inner": 100},
+        {**SMALL_GPTJ, "tie_word_embeddings": True},
+        SMALL_NEOX,
+        {**SMALL_NEOX, "attention_bias": False},
+        {**SMALL_NEOX, "tie_word_embeddings": True},
+        SMALL_OPT,
+        {**SMALL_OPT, "tie_word_embeddings": False},
+        {**SMALL_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
+        {**SMALL_OPT, "word_embed_proj_dim": 20, "tie_word_embeddings": False, "_remove_final_layer_norm": True},
+        {**SMALL_OPT, "enable_bias": False},
+        {**SMALL_OPT, "layer_norm_elementwise_affine": False},
         SMALL_LLAMA,
         {**SMALL_LLAMA, "tie_word_embeddings": True},
         {**SMALL_LLAMA, "attention_bias": True, "mlp_bias": True},
@@ -74,14 +169,74 @@ SMALL_BLOOM = {**BLOOM, "hidden_size": 48, "n_head": 4, "n_layer": 3, "vocab_siz
 )
 def test_parameters_are_those_that_transformers_builds(config: dict[str, Any]) -> None:
     """The formula equals the sum over the parameters of the real model class, built without memory."""
+    assert Checkpoint.from_config(config).parameters == sum(weight.numel() for weight in built(config).parameters())
+
+
+def built(config: dict[str, Any]) -> Any:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     options = {key: value for key, value in config.items() if key != "model_type"}
     hf_config = transformers.AutoConfig.for_model(config["model_type"], **options)
     with torch.device("meta"):
-        built = transformers.AutoModelForCausalLM.from_config(hf_config)
-    built.tie_weights()
-    assert Checkpoint.from_config(config).parameters == sum(parameter.numel() for parameter in built.parameters())
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    model.tie_weights()
+    return model
+
+
+EACH_FAMILY = [
+    SMALL_BLOOM,
+    SMALL_GPT2,
+    SMALL_BIGCODE,
+    {**SMALL_BIGCODE, "multi_query": False},
+    SMALL_NEOX,
+    SMALL_GPTJ,
+    SMALL_LLAMA,
+    SMALL_MISTRAL,
+    {key: value for key, value in SMALL_MISTRAL.items() if key != "num_key_value_heads"}
+    | {"hidden_size": 64, "num_attention_heads": 16},
+    SMALL_MIXTRAL,
+    SMALL_OPT,
+    {**SMALL_OPT, "word_embed_proj_dim": 20},
+    SMALL_QWEN2,
+    SMALL_QWEN3,
+    {**SMALL_QWEN3, "head_dim": 10},
+]
+
+
+@pytest.mark.parametrize("config", EACH_FAMILY)
+def test_the_shape_is_that_which_transformers_builds(config: dict[str, Any]) -> None:
+    """Layers, widths, vocabulary and tying, and the keys that one token leaves in the cache of one layer."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model, found = built(config).to(torch.bfloat16), Checkpoint.from_config(config)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.device("meta"):
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long), past_key_values=cache, use_cache=True)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    keys = cache.layers[0].keys
+    stacked = [weight.shape[0] for name, weight in model.named_parameters() if name.endswith("0.mlp.gate.weight")]
+
+    assert (found.model_type, found.heads, found.hidden) == (
+        model.config.model_type,
+        model.config.num_attention_heads,
+        model.config.hidden_size,
+    )
+    assert (found.layers, found.kv_heads, found.head_dim) == (len(cache.layers), keys.shape[1], keys.shape[3])
+    assert (found.vocab, found.embedding_dim or found.hidden) == tuple(embedding.shape)
+    assert found.tied_embeddings is (embedding is head)
+    assert [found.experts] == (stacked or [None])
+    assert found.max_positions == getattr(model.config, "max_position_embeddings", None)
+    assert any(found.ffn in weight.shape for weight in model.parameters())
+
+
+def test_every_family_is_among_the_shapes_above() -> None:
+    """A family that is added is checked against transformers."""
+    assert {config["model_type"] for config in EACH_FAMILY} == set(FAMILIES)
+
+
+def test_the_keys_of_all_query_heads_are_one_in_multi_query_attention() -> None:
+    """gpt_bigcode, whose default is multi_query."""
+    assert (Checkpoint.from_config(SMALL_BIGCODE).kv_heads, Checkpoint.from_config(SMALL_BIGCODE).heads) == (1, 4)
 
 
 def test_llama_facts() -> None:
@@ -112,12 +267,12 @@ def test_tied_embeddings_count_once() -> None:
     assert (gpt2.embedding_parameters, llama.embedding_parameters) == (50257 * 768, 2 * 128256 * 4096)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gptj", "", "LLAMA", 7, ["llama"]])
+@pytest.mark.parametrize("family", ["phi3", "t5", "", "LLAMA", 7, ["llama"]])
 def test_another_family_is_refused_and_the_supported_ones_listed(family: object) -> None:
     """unknown-family names what it found and what would do."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.from_config({**LLAMA, "model_type": family})
-    assert (caught.value.id, f'"{family}"' in caught.value.what, "bloom, gpt2, llama" in caught.value.what) == (
+    assert (caught.value.id, f'"{family}"' in caught.value.what, ", ".join(FAMILIES) in caught.value.what) == (
         "unknown-family",
         True,
         True,

@@ -9,6 +9,7 @@ import pytest
 from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.hosts import Machine
+from placements.parse import parse
 from placements.spec import Spec
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B, PLAIN, brief, host, model, problems_of
 
@@ -251,12 +252,46 @@ def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
     [
         ("engine: echo\n    engine_options: {step_ms: 5}", []),
         ("engine: echo\n    engine_options: {step: 5}", ["unknown-engine-option 5:22"]),
+        ("engine: echo\n    engine_options: {step_ms: 0.5}", []),
+        ("engine: echo\n    engine_options: {step_ms: -1}", ["out-of-range 5:22"]),
+        ("engine: echo\n    engine_options: {step_ms: .nan}", ["out-of-range 5:22"]),
+        ("engine: echo\n    engine_options: {step_ms: fast}", ["wrong-type 5:22"]),
         ("engine: cpu\n    engine_options: {step_ms: 5}", ["unknown-engine-option 5:22"]),
+        ("engine: cpu\n    engine_options: {prefill_chunk: 64}", []),
+        ("engine: cpu\n    engine_options: {prefill_chunk: 0}", ["out-of-range 5:22"]),
+        ("engine: cpu\n    engine_options: {prefill_chunk: 2.5}", ["wrong-type 5:22"]),
+        ("engine: cpu\n    engine_options: {prefill_chunk: true}", ["wrong-type 5:22"]),
     ],
 )
 def test_engine_options_are_those_of_the_engine(fields: str, found: list[str]) -> None:
     """An option that the engine does not know would do nothing."""
     assert ids(one(fields)) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ("draft: {source: ./d}", []),
+        ("engine: cpu\n    draft: {source: ./d, k: 2}", []),
+        ("engine: echo\n    draft: {source: ./d}", ["draft-unsupported 5:5"]),
+        ("engine: transformers-neuronx\n    draft: {source: ./d}", ["draft-unsupported 5:5"]),
+    ],
+)
+def test_a_draft_is_for_the_cpu_engine(fields: str, found: list[str]) -> None:
+    """An engine that drafts nothing would silently ignore it."""
+    assert ids(one(fields)) == found
+
+
+def test_a_draft_counts_in_memory() -> None:
+    """A model that fits alone does not fit with a draft of the same size."""
+    text = f"{REAL}models:\n  a: {{source: ./a, tp_degree: 2, draft: {{source: ./d}}}}\n"
+    spec = parse(text, "f.yaml").spec
+    assert spec is not None
+    found = [
+        [problem.id for problem in check(spec, [host()], {"a": LLAMA_2_7B}, drafts)]
+        for drafts in (None, {"a": LLAMA_2_7B})
+    ]
+    assert found == [[], ["hbm-exceeded"]]
 
 
 @pytest.mark.parametrize(

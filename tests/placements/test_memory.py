@@ -96,3 +96,10 @@ def test_every_term_is_printed() -> None:
     assert str(estimate(wish, LLAMA_2_7B)) == (
         "weights 1.57 + KV cache 2.00 + embedding 0.43 + overhead 2.20 = 6.20 GiB"
     )
+
+
+def test_a_draft_adds_its_weights_and_its_cache() -> None:
+    """The same model once more as its own draft needs twice the room, without a second overhead."""
+    wish = model("m", 8, max_len=4096)
+    alone, both = estimate(wish, LLAMA_31_8B), estimate(wish, LLAMA_31_8B, None, LLAMA_31_8B)
+    assert (both.weights, both.kv, both.overhead) == (2 * alone.weights, 2 * alone.kv, alone.overhead)

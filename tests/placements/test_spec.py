@@ -21,6 +21,17 @@ def read(text: str, base_dir: str | None = None) -> Spec:
     return parsed.spec
 
 
+def test_a_draft_is_resolved_like_the_source_and_starts_another_process() -> None:
+    """k is 4 where it is not written; another draft, or another k, is another replica."""
+    text = "models:\n  a: {source: ./a}\n  b: {source: ./a, draft: {source: ./d}}\n  c: {source: ./a, draft: "
+    spec = read(text + "{source: ./d, k: 5}}\n", base_dir="/specs")
+    alone, four, five = spec.models
+    assert (alone.draft_path, four.draft_path, five.draft_path) == (None, "/specs/d", "/specs/d")
+    assert four.draft is not None
+    assert four.draft.k == 4
+    assert len({alone.started_with, four.started_with, five.started_with}) == 3
+
+
 @pytest.mark.parametrize(
     ("source", "kind"),
     [

@@ -265,6 +265,16 @@ def test_a_stop_id_ends_the_answer_and_is_not_in_the_text() -> None:
     assert (received.text("a"), received.finish("a")) == (bytes(ids[:first]).decode(), FinishReason.STOP)
 
 
+def test_before_min_tokens_nothing_ends_the_answer_of_an_engine_that_samples_itself() -> None:
+    """The engine cannot be told to avoid a stop id, so it passes as text until enough tokens are out."""
+    _, batcher, received = setup()
+    ids = echo_tokens([1, 2, 3], 10)
+    batcher.submit(request("a", max_tokens=10, stop_token_ids=ids, min_tokens=4))
+    run_out(batcher)
+    assert received.ids("a") == ids[:5]
+    assert (received.text("a"), received.finish("a")) == (bytes(ids[:4]).decode(), FinishReason.STOP)
+
+
 @pytest.mark.parametrize(("ignore_eos", "length"), [(False, 3), (True, 6)])
 def test_an_eos_ends_the_answer_unless_it_is_ignored(ignore_eos: bool, length: int) -> None:
     """The engine's EOS ids stop a request, ignore_eos turns them off."""
@@ -291,6 +301,11 @@ def test_an_eos_ends_the_answer_unless_it_is_ignored(ignore_eos: bool, length: i
         ({"seed": 2**64}, "seed"),
         ({"stop": ["x", ""]}, "stop string"),
         ({"id": "here"}, "here already"),
+        ({"min_tokens": 5}, "min_tokens must be from 0 to 4"),
+        ({"stop_token_ids": [257]}, "stop_token_ids must be of ids inside the vocabulary of 257"),
+        ({"logprobs": 0}, "engine chooses the tokens itself"),
+        ({"guide": "{}"}, "engine chooses the tokens itself"),
+        ({"presence_penalty": 1.0}, "engine chooses the tokens itself"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_with_the_reason(wrong: dict[str, Any], message: str) -> None:

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from workers.sampling import FULL_UP_TO, GREEDY_BELOW, _place, check_sampling, sample, start_sampling
+from workers.requests import GenerateRequest
+from workers.sampling import FULL_UP_TO, GREEDY_BELOW, SHORTLIST, Sampling, _place, check_sampling, sample
+from workers.sampling import start_sampling as start
 
 LARGE = 5000  # ids: above FULL_UP_TO, and no multiple of the blocks
 DRAWS = 4000
+
+
+def request(prompt: Sequence[int] = (1,), max_tokens: int = 64, **rest: Any) -> GenerateRequest:
+    return GenerateRequest(id="a", prompt_ids=list(prompt), max_tokens=max_tokens, **rest)
+
+
+def start_sampling(temperature: float, top_p: float, seed: int | None, **rest: Any) -> Sampling:
+    return start(request(temperature=temperature, top_p=top_p, seed=seed, **rest))
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +37,21 @@ def flat(vocab_size: int) -> torch.Tensor:
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(8)) * 0.1
 
 
-def transformers_probabilities(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+def transformers_probabilities(logits: torch.Tensor, **how: Any) -> torch.Tensor:
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    scores = TemperatureLogitsWarper(temperature)(None, logits[None])
-    return (TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores).softmax(-1)[0]
+    scores = TemperatureLogitsWarper(how["temperature"])(None, logits[None])
+    if how.get("top_k"):
+        scores = TopKLogitsWarper(how["top_k"])(None, scores)
+    if "top_p" in how:
+        scores = TopPLogitsWarper(how["top_p"])(None, scores)
+    if "min_p" in how:
+        scores = MinPLogitsWarper(how["min_p"])(None, scores)
+    return scores.softmax(-1)[0]
 
 
-def frequencies(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    rows = [start_sampling(temperature, top_p, seed) for seed in range(DRAWS)]
+def frequencies(logits: torch.Tensor, **how: Any) -> torch.Tensor:
+    rows = [start(request(seed=seed, **how)) for seed in range(DRAWS)]
     counts = torch.zeros(len(logits))
     for first in range(0, DRAWS, 500):
         for token in sample(logits.expand(500, -1), rows[first : first + 500]):
@@ -43,16 +60,7 @@ def frequencies(logits: torch.Tensor, temperature: float, top_p: float) -> torch
     return counts / DRAWS
 
 
-@pytest.mark.parametrize("vocab_size", [200, 512, LARGE])
-@pytest.mark.parametrize("logits", [peaked, flat])
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.8, 0.9), (1.5, 0.5), (1.0, 0.0)])
-def test_the_distribution_is_that_of_transformers_on_the_full_vocabulary(
-    vocab_size: int, logits: Any, temperature: float, top_p: float
-) -> None:
-    """For any vocabulary and shape, with and without top_p: the right ids, as often as they should come."""
-    row = logits(vocab_size)
-    expected = transformers_probabilities(row, temperature, top_p)
-    found = frequencies(row, temperature, top_p)
+def assert_drawn_from(expected: torch.Tensor, found: torch.Tensor) -> None:
     assert set(found.nonzero()[:, 0].tolist()) <= set(expected.nonzero()[:, 0].tolist())
     # Ids in 20 groups of about equal probability: five standard deviations in each.
     order = expected.argsort(descending=True)
@@ -61,6 +69,43 @@ def test_the_distribution_is_that_of_transformers_on_the_full_vocabulary(
     got = torch.zeros(20).index_add_(0, groups, found[order])
     deviation = (wanted * (1 - wanted) / DRAWS).clamp(min=0).sqrt()
     assert ((got - wanted).abs() <= 5 * deviation + 1e-6).all()
+
+
+@pytest.mark.parametrize("vocab_size", [512, LARGE])
+@pytest.mark.parametrize("logits", [peaked, flat])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.5, "top_p": 0.5},
+        {"temperature": 1.0, "top_p": 0.0},
+        {"temperature": 1.0, "top_k": 40},
+        {"temperature": 1.2, "top_k": SHORTLIST, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": SHORTLIST + 50, "top_p": 0.95, "min_p": 0.01},
+        {"temperature": 1.0, "top_k": 10**6},
+        {"temperature": 0.9, "min_p": 0.1},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_that_of_transformers_on_the_full_vocabulary(
+    vocab_size: int, logits: Any, how: dict[str, Any]
+) -> None:
+    """For any vocabulary and shape, and however it is cut: the right ids, as often as they should come."""
+    row = logits(vocab_size)
+    assert_drawn_from(transformers_probabilities(row, **how), frequencies(row, **how))
+
+
+def test_ids_that_tie_for_the_last_place_of_top_k_all_come() -> None:
+    """As in transformers, also when there are more of them than the shortlist holds: bf16 logits often tie."""
+    row = torch.zeros(LARGE)
+    row[:10] = 8.0
+    how = {"temperature": 1.0, "top_k": 20}
+    expected = transformers_probabilities(row, **how)
+    assert int((expected > 0).sum()) == LARGE
+    assert_drawn_from(expected, frequencies(row, **how))
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
@@ -134,20 +179,60 @@ def test_every_seed_of_the_range_works(seed: int) -> None:
     assert sample(torch.zeros(1, 8), [start_sampling(1.0, 1.0, seed)])[0] in range(8)
 
 
+NAN, INFINITY = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "seed"),
+    ("wrong", "message"),
     [
-        (-1.0, 1.0, None),
-        (float("inf"), 1.0, None),
-        (1.0, -0.1, None),
-        (1.0, float("nan"), None),
-        (1.0, 1.0, -(2**63) - 1),
+        ({"temperature": -1.0}, "temperature must be a number from 0, not -1.0"),
+        ({"temperature": INFINITY}, "temperature must be"),
+        ({"temperature": NAN}, "temperature must be"),
+        ({"top_p": -0.1}, "top_p must be from 0 to 1, not -0.1"),
+        ({"top_p": NAN}, "top_p must be"),
+        ({"seed": -(2**63) - 1}, "seed must be"),
+        ({"top_k": -1}, "top_k must be at least 0, not -1"),
+        ({"min_p": 1.5}, "min_p must be from 0 to 1, not 1.5"),
+        ({"min_p": NAN}, "min_p must be"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.01 to 100, not 0.0"),
+        ({"repetition_penalty": NAN}, "repetition_penalty must be"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2, not 2.1"),
+        ({"frequency_penalty": -INFINITY}, "frequency_penalty must be from -2 to 2"),
+        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size must be at least 0, not -2"),
+        ({"logit_bias": {7: 101.0}}, "logit_bias of 7 must be from -100 to 100, not 101.0"),
+        ({"logit_bias": {7: NAN}}, "logit_bias of 7 must be"),
+        ({"logit_bias": {512: 1.0}}, "logit_bias must be of ids inside the vocabulary of 512"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias must be of ids"),
+        ({"stop_token_ids": [512]}, "stop_token_ids must be of ids inside the vocabulary of 512"),
+        ({"min_tokens": 65}, "min_tokens must be from 0 to 64, not 65"),
+        ({"min_tokens": -1}, "min_tokens must be"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20, not 21"),
+        ({"logprobs": -1}, "logprobs must be"),
     ],
+    ids=str,
 )
-def test_what_cannot_be_sampled_with_is_refused(temperature: float, top_p: float, seed: int | None) -> None:
-    """A client's mistake is a ValueError before anything runs."""
-    with pytest.raises(ValueError, match="must be"):
-        check_sampling(temperature, top_p, seed)
+def test_what_cannot_be_sampled_with_is_refused(wrong: dict[str, Any], message: str) -> None:
+    """A client's mistake is a ValueError with the number and its range before anything runs."""
+    with pytest.raises(ValueError, match=message):
+        check_sampling(request(**wrong), 512)
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    """Both ends of each range belong to it, and what they give can be drawn from."""
+    for how in (
+        {"top_p": 0.0, "min_p": 1.0, "repetition_penalty": 100.0, "presence_penalty": 2.0, "logit_bias": {0: 100.0}},
+        {
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 0.01,
+            "frequency_penalty": -2.0,
+            "logit_bias": {511: -100.0},
+        },
+        {"min_tokens": 64, "logprobs": 20, "top_k": 2**40, "no_repeat_ngram_size": 2**40},
+    ):
+        check_sampling(request(**how), 512)
+        row = start(request(seed=1, **how), frozenset({3}))
+        assert all(sample(peaked(512)[None], [row])[0] is not None for _ in range(3))
 
 
 def test_the_large_vocabulary_of_these_tests_is_large() -> None:

@@ -111,9 +111,9 @@ def test_bytes_are_decoded_as_one_text(prompt: list[int], output: list[int]) -> 
     assert text_of(ByteTextStream(prompt), output) == behind_prompt(decode(prompt), decode(prompt + output))
 
 
-def cut_at_first_stop(text: str, stops: list[str]) -> str:
-    """The rule of ``StopScanner`` without streaming: look after every character."""
-    for end in range(1, len(text) + 1):
+def cut_at_first_stop(text: str, stops: list[str], ignored: int = 0) -> str:
+    """The rule of ``StopScanner`` without streaming: look after every character behind the ``ignored`` ones."""
+    for end in range(ignored + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end - max(map(len, found))]
@@ -151,6 +151,15 @@ def test_only_what_may_become_a_stop_is_held_back(pieces: list[str], stops: list
         assert seen == shown + held
         assert not held or any(stop.startswith(held) for stop in stops)
         assert not any(stop.startswith(seen[start:]) for stop in stops for start in range(len(shown)))
+
+
+@given(st.lists(few_letters, max_size=12), stop_lists, st.integers(0, 12))
+@settings(max_examples=300)
+def test_a_stop_that_ends_in_an_ignored_piece_is_text(pieces: list[str], stops: list[str], ignored: int) -> None:
+    """One that only begins there still counts, and what is shown of it is at most what came before it."""
+    scanner = StopScanner(stops)
+    shown = "".join(scanner.push(piece, index < ignored) for index, piece in enumerate(pieces)) + scanner.flush()
+    assert shown == cut_at_first_stop("".join(pieces), stops, len("".join(pieces[:ignored])))
 
 
 def test_an_empty_stop_string_is_refused() -> None:

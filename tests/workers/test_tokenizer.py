@@ -165,3 +165,56 @@ def test_a_saved_checkpoint_brings_its_tokenizer(checkpoint: Callable[[str], Pat
     """A copied model directory is complete."""
     copy = shutil.copytree(checkpoint("gpt2"), tmp_path / "copy")
     assert load_tokenizer("cpu", str(copy)).vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("text", ["Zwölf Boxkämpfer 🙂\n\t日本", " a  b", "x\x00\x7f\xa0\xad"])
+def test_the_bytes_of_tokens_together_are_those_of_the_text(hub: Tokenizer, text: str) -> None:
+    """Whole characters or parts of them: nothing is lost between the tokens."""
+    for tokenizer in (hub, ByteTokenizer()):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_a_part_of_a_character_keeps_its_bytes(hub: Tokenizer) -> None:
+    """Where decoding it alone would only show U+FFFD."""
+    pieces = [hub.token_bytes(id) for id in hub.encode("🚀", add_special_tokens=False)]
+    assert len(pieces) > 1
+    assert all(b"\xef\xbf\xbd" not in piece for piece in pieces)
+
+
+def test_special_added_and_unknown_ids_have_bytes_too(hub: Tokenizer) -> None:
+    """The name of a special token, an added token's own text, nothing for an id beyond the vocabulary."""
+    assert hub.token_bytes(BOS_ID) == b"<|bos|>"
+    assert hub.token_bytes(VOCAB_SIZE - 1).decode().startswith("⟨")
+    assert hub.token_bytes(VOCAB_SIZE + 5) == b""
+    assert ByteTokenizer().token_bytes(ByteTokenizer.EOS_ID) == b""
+
+
+def sentencepiece_like(path: Path, decoder: object) -> Tokenizer:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models
+    from transformers import PreTrainedTokenizerFast
+
+    entries = ["<unk>", "▁Hi", "▁", "there", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fast = Fast(models.BPE({entry: id for id, entry in enumerate(entries)}, [], byte_fallback=True, unk_token="<unk>"))
+    fast.decoder = decoder
+    PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>").save_pretrained(path)
+    return load_tokenizer("cpu", str(path))
+
+
+def test_sentencepiece_vocabularies_have_spaces_and_bytes(tmp_path: Path) -> None:
+    """The lower block is a space and <0xE4> is a byte, with both decoders that such models come with."""
+    from tokenizers import decoders
+
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    llama = sentencepiece_like(tmp_path / "llama", decoders.Sequence(steps))
+    assert [llama.token_bytes(id) for id in (1, 3, 4 + 0xE4)] == [b" Hi", b"there", b"\xe4"]
+    metaspace = sentencepiece_like(tmp_path / "t5", decoders.Metaspace())
+    assert [metaspace.token_bytes(id) for id in (1, 2, 4)] == [b" Hi", b" ", b"<0x00>"]
+
+
+def test_other_vocabularies_are_asked_for_the_text_of_one_token(tmp_path: Path) -> None:
+    """Such as BPE with a mark at the end of words."""
+    from tokenizers import decoders
+
+    assert sentencepiece_like(tmp_path, decoders.BPEDecoder(suffix="▁Hi")).token_bytes(3) == b"there"

@@ -25,6 +25,10 @@ class EngineConfig(Protocol):
     @property
     def max_len(self) -> int: ...
     @property
+    def draft_source(self) -> str | None: ...
+    @property
+    def draft_k(self) -> int: ...
+    @property
     def engine_options(self) -> Mapping[str, int | float | str | bool]: ...
 
 
@@ -44,5 +48,17 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
             raise EngineLoadError(
                 "engine-not-installed", f"the cpu engine needs {error.name}", "pip install 'corewright[cpu]'"
             ) from error
-        return CpuEngine(config.source, slots=config.slots, max_len=config.max_len, dtype=config.dtype)
+        chunk = config.engine_options.get("prefill_chunk")
+        prefill_chunk = None if chunk is None else int(chunk)
+
+        def opened(source: str) -> CpuEngine:
+            return CpuEngine(
+                source, slots=config.slots, max_len=config.max_len, dtype=config.dtype, prefill_chunk=prefill_chunk
+            )
+
+        if config.draft_source is None:
+            return opened(config.source)
+        from workers.engines.speculative import SpeculativeEngine
+
+        return SpeculativeEngine(opened(config.source), opened(config.draft_source), config.draft_k)
     raise EngineLoadError("engine-not-installed", f"this version has no engine {config.engine!r}", "use cpu or echo")

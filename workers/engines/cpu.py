@@ -33,10 +33,24 @@ class Family:
     """What the two hooks must know of a model family; the rest is transformers' business."""
 
     alibi: bool = False  # positions enter as a bias on the scores, not as embeddings or rotations
+    window: bool = False  # config.sliding_window, where it is not None, holds for every layer
+    layer_types: bool = False  # config.layer_types says of each layer whether the window holds; one mask for each type
 
 
 # By config.json's model_type. A family is listed once tests hold its greedy output against ``generate``.
-FAMILIES = {"llama": Family(), "gpt2": Family(), "bloom": Family(alibi=True)}
+FAMILIES = {
+    "bloom": Family(alibi=True),
+    "gpt2": Family(),
+    "gpt_bigcode": Family(),
+    "gpt_neox": Family(),
+    "gptj": Family(),
+    "llama": Family(),
+    "mistral": Family(window=True),
+    "mixtral": Family(window=True),
+    "opt": Family(),
+    "qwen2": Family(layer_types=True),
+    "qwen3": Family(layer_types=True),
+}
 
 
 @dataclass
@@ -45,7 +59,8 @@ class _Reach:
 
     slots: list[int] = field(default_factory=list)
     block: slice | None = None  # the slots as one block, which needs no copy to be read; None when there are gaps
-    positions: torch.Tensor | None = None  # of a decode: where each row is written [rows, 1]; None for a prefill
+    # Where tokens are written [rows or 1, queries]; None for whole prompts, which begin at 0.
+    positions: torch.Tensor | None = None
     kv_len: int = 0
     cells: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> flat indices of the writes
     row_starts: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> the same at position 0
@@ -78,8 +93,12 @@ class CpuEngine:
         threads: int | None = None,
         prefill_buckets: Sequence[int] | None = None,
         decode_buckets: Sequence[int] | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
+
+        ``prefill_chunk`` is how many tokens of each prompt go through the model together; None: all of them. The scores
+        of a prompt's attention then need room for chunk x length numbers a head, and not for length x length.
 
         Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
         """
@@ -90,6 +109,7 @@ class CpuEngine:
         self._threads = threads
         self._prefill_buckets = prefill_buckets
         self._decode_buckets = decode_buckets
+        self._prefill_chunk = prefill_chunk
         self._spec: EngineSpec | None = None
         self._reach = _Reach()
         self._model: Any = None  # the four of transformers: stock model, its body, its output layer, our cache
@@ -130,6 +150,7 @@ class CpuEngine:
         self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
         self._additive_mask = getattr(model.config, "_attn_implementation", "eager") == "eager"
         self._kv_positions = torch.arange(self._max_len)
+        self._windows = _windows(family, model.config)
         if family.alibi:
             _give_alibi(self._base, self._reach)
         self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, self._max_len)
@@ -148,13 +169,34 @@ class CpuEngine:
         import torch
 
         longest = smallest_bucket(self.spec.prefill_buckets, max(len(prompt) for prompt in prompts))
+        if self._prefill_chunk is not None and longest > self._prefill_chunk:
+            return self._prefill_in_chunks(slots, prompts, self._prefill_chunk)
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         self._reach.move(slots, None, longest)
         # The padding comes after the prompt, so the causal mask alone keeps it out.
         positions = self._kv_positions[None, :longest]
         hidden = self._forward(ids, positions)
-        return self._logits(hidden[torch.arange(len(prompts)), last])
+        return self._logits(slots, hidden[torch.arange(len(prompts)), last])
+
+    def _prefill_in_chunks(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], chunk: int) -> torch.Tensor:
+        """Each chunk attends to the prompt's earlier ones in the cache. Prompts that are through leave the batch."""
+        import torch
+
+        last: list[Any] = [None] * len(prompts)
+        for start in range(0, max(len(prompt) for prompt in prompts), chunk):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) > start]
+            pieces = [prompts[row][start : start + chunk] for row in rows]
+            width = max(len(piece) for piece in pieces)
+            ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
+            positions = self._kv_positions[None, start : start + width]
+            kv_len = smallest_bucket(self.spec.decode_buckets, start + width)
+            self._reach.move([slots[row] for row in rows], positions, kv_len)
+            hidden = self._forward(ids, positions)
+            for index, row in enumerate(rows):
+                if len(prompts[row]) <= start + width:
+                    last[row] = hidden[index, len(prompts[row]) - 1 - start]
+        return self._logits(slots, torch.stack(last))
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See ``GenerateEngine.decode``. All rows read the KV bucket of the longest."""
@@ -163,7 +205,17 @@ class CpuEngine:
         column = torch.tensor(positions)[:, None]
         self._reach.move(slots, column, smallest_bucket(self.spec.decode_buckets, max(positions) + 1))
         hidden = self._forward(torch.tensor(tokens)[:, None], column)
-        return self._logits(hidden[:, 0])
+        return self._logits(slots, hidden[:, 0])
+
+    def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> torch.Tensor:
+        """See ``VerifyingEngine.verify``."""
+        import torch
+
+        ids = torch.tensor(tokens)
+        columns = torch.tensor(positions)[:, None] + self._kv_positions[: ids.shape[1]]
+        kv_len = smallest_bucket(self.spec.decode_buckets, max(positions) + ids.shape[1])
+        self._reach.move(slots, columns, kv_len)
+        return self._logits(slots, self._forward(ids, columns))
 
     def close(self) -> None:
         """Drop the weights and the KV cache."""
@@ -191,28 +243,37 @@ class CpuEngine:
             hidden: torch.Tensor = output.last_hidden_state
             return hidden
 
-    def _mask(self, positions: torch.Tensor) -> torch.Tensor:
+    def _mask(self, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Which of the first ``kv_len`` positions each query may see ``[rows or 1, 1, queries, kv_len]``.
 
-        Families to come need more of it: a sliding window, and qwen a dict of masks by layer type.
+        A dict by layer type where the family wants one.
         """
+        if isinstance(self._windows, dict):
+            return {kind: self._one_mask(positions, window) for kind, window in self._windows.items()}
+        return self._one_mask(positions, self._windows)
+
+    def _one_mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor:
         import torch
 
-        visible = (self._kv_positions[: self._reach.kv_len] <= positions[..., None])[:, None]
+        keys, queries = self._kv_positions[: self._reach.kv_len], positions[..., None]
+        visible = keys <= queries
+        if window is not None and self._reach.kv_len > window:
+            visible &= keys > queries - window  # the query itself is one of the window
+        visible = visible[:, None]
         if not self._additive_mask:
             return visible
         dtype = self._model.dtype
         return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits ``[rows, vocab_size]`` of hidden states ``[rows, hidden]``."""
+    def _logits(self, slots: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits ``[..., vocab_size]`` of hidden states ``[rows, hidden]`` or ``[rows, queries, hidden]``."""
         import torch
 
         with torch.inference_mode():
             logits: torch.Tensor = self._head(hidden).float()
-            finite = logits.sum(dim=-1).isfinite()
+            finite = logits.flatten(1).sum(dim=-1).isfinite()
             if not finite.all():
-                self._wipe([slot for slot, ok in zip(self._reach.slots, finite.tolist(), strict=True) if not ok])
+                self._wipe([slot for slot, ok in zip(slots, finite.tolist(), strict=True) if not ok])
             return logits
 
     def _wipe(self, slots: list[int]) -> None:
@@ -231,6 +292,9 @@ class CpuEngine:
     def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._slots < 1 or self._max_len < 2:
             what = f"at least 1 slot and a max_len of 2 are needed, not {self._slots} and {self._max_len}"
+            raise EngineLoadError("bad-engine-size", what)
+        if self._prefill_chunk is not None and self._prefill_chunk < 1:
+            what = f"prefill_chunk must be at least 1, not {self._prefill_chunk}"
             raise EngineLoadError("bad-engine-size", what)
         if self._dtype not in DTYPES:
             raise EngineLoadError(
@@ -284,12 +348,12 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
                 stored[reach.slots, :, : reach.kv_len] = states
 
         def _cells(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-            """Where one token of each row and head goes, in keys seen as ``[slots * heads * max_len, head_dim]``."""
+            """Where each token of each row and head goes, in keys seen as ``[slots * heads * max_len, head_dim]``."""
             if heads not in reach.cells:
                 if heads not in reach.row_starts:
                     rows = torch.tensor(reach.slots)[:, None] * heads + torch.arange(heads)
                     reach.row_starts[heads] = rows * max_len
-                reach.cells[heads] = (reach.row_starts[heads] + positions).flatten()
+                reach.cells[heads] = (reach.row_starts[heads][..., None] + positions[:, None]).flatten()
             return reach.cells[heads]
 
         def _write(self, stored: torch.Tensor, cells: torch.Tensor, states: torch.Tensor) -> None:
@@ -308,6 +372,14 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
             return reach.kv_len, 0
 
     return Cache(layers=[SlotLayer(max_len) for _ in range(layers)])
+
+
+def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
+    """The sliding window of all layers, None for none; or by layer type where the family wants masks by type."""
+    window: int | None = getattr(config, "sliding_window", None)
+    if family.layer_types:
+        return {kind: window if kind == "sliding_attention" else None for kind in config.layer_types}
+    return window if family.window else None
 
 
 def _give_alibi(base: Any, reach: _Reach) -> None:

@@ -1,0 +1,135 @@
+"""How a fleet ends: in order, in a hurry, by kill -9, and before it was ready. Each test has a fleet of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.home import Home, end_leftovers
+from tests.fleet import LiveFleet, until
+from tests.orchestrator.clients import Streamed, complete, echo_text
+from workers.claims import held_cores
+
+SPEC = """\
+version: 1
+name: echoes
+hosts: {emulate: inf2.48xlarge}
+defaults: {engine: echo, max_len: 4096, engine_options: {step_ms: 5}}
+models:
+  alpha: {tp_degree: 8, cores: ["0-7"]}
+  beta: {tp_degree: 2, replicas: 2, max_batch: 8}
+"""
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home of its own; whatever the test leaves in it is ended."""
+    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
+        yield Path(folder)
+        record = Home(Path(folder)).read_record()
+        if record is not None and psutil.pid_exists(record.pid):
+            psutil.Process(record.pid).kill()
+        end_leftovers(Home(Path(folder)), record.fleet if record is not None else "none", 10.0)
+
+
+def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
+    """`down` lets a live stream end, then every process, socket and claim is gone; `up` exits with 0."""
+    fleet = LiveFleet(SPEC, home=home).wait_ready()
+    stream = Streamed(fleet, "beta", "last words", 400)
+    assert stream.begun.wait(20)
+
+    result = fleet.corewright("down")
+
+    assert result.returncode == 0, result.stderr
+    assert fleet.process.wait(40) == 0
+    assert stream.done.wait(10)
+    assert stream.text == echo_text("last words", 400)
+    assert fleet.processes() == []
+    assert held_cores(Home(fleet.home).claims(0)) == {}
+    assert not Home(fleet.home).sockets.exists()
+    assert fleet.corewright("status").returncode == 1
+
+
+def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path) -> None:
+    """Within 10 s of the next `up` no process and no claim of the old fleet is left, and the new one becomes ready."""
+    first = LiveFleet(SPEC, home=home).wait_ready()
+    old = [psutil.Process(pid) for pid in first.processes()]
+    assert old
+    first.process.kill()
+    first.process.wait()
+
+    began = time.monotonic()
+    second = LiveFleet(SPEC, home=home)
+    until(lambda: not any(process.is_running() for process in old), 10, "the old processes are gone")
+    assert time.monotonic() - began < 10
+    second.wait_ready()
+    claims = held_cores(Home(home).claims(0))
+    assert not set(claims.values()) & {process.pid for process in old}
+    assert len(claims) == 12
+    assert second.stop(signal.SIGINT) == 0
+    assert second.processes() == []
+
+
+def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) -> None:
+    """A checkpoint that is missing is named in `status` with the last log lines."""
+    live = LiveFleet(
+        "hosts: {emulate: inf2.xlarge}\n"
+        "models:\n"
+        "  good: {engine: echo}\n"
+        "  bad: {source: ./no-such-folder, engine: cpu}\n",
+        home=home,
+    )
+
+    def failed() -> Any:
+        result = live.corewright("status", "-o", "json")
+        models = json.loads(result.stdout)["models"] if result.returncode == 0 else []
+        return next((r for m in models for r in m["replicas"] if r["id"] == "bad/0" and r["log"]), None)
+
+    replica = until(failed, 60, "the cause is told")
+    assert "model-not-found" in replica["reason"]
+    assert "no-such-folder" in replica["reason"]
+    assert any("model-not-found" in line for line in replica["log"])
+    until(lambda: complete(live, "good", max_tokens=2).status_code == 200, 20, "the other model serves")
+    refused = complete(live, "bad", max_tokens=2)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable")
+    assert live.http.get("/readyz").status_code == 503
+    assert live.stop() == 1  # it never was ready
+    assert live.processes() == []
+
+
+def test_a_second_signal_ends_at_once(home: Path) -> None:
+    """With a stream that would keep the drain busy, the second signal ends the fleet within seconds, and wholly."""
+    live = LiveFleet(SPEC, home=home).wait_ready()
+    stream = Streamed(live, "beta", "never ends", 4000)
+    assert stream.begun.wait(20)
+    live.process.send_signal(signal.SIGTERM)
+    until(lambda: "draining" in live.output(), 10, "the drain has begun")
+
+    began = time.monotonic()
+    live.process.send_signal(signal.SIGTERM)
+
+    assert live.process.wait(15) == 1
+    assert time.monotonic() - began < 10
+    assert "ending at once" in live.output()
+    until(lambda: live.processes() == [], 5, "nothing is left")
+    assert held_cores(Home(home).claims(0)) == {}
+
+
+def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path) -> None:
+    """Ctrl-C before ready: exit code 1, no process, no record."""
+    live = LiveFleet(SPEC, home=home)
+    until(lambda: "starting the gateway" in live.output(), 60, "it starts")
+
+    assert live.stop(signal.SIGINT) == 1
+
+    assert "ended before the fleet was ready" in live.output()
+    assert live.processes() == []
+    assert not Home(home).record_file.exists()

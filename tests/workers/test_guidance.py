@@ -1,0 +1,214 @@
+"""Answers under a JSON schema, from a model with random weights: what makes them JSON is the guide alone."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from tests.checkpoints import EOS_ID, VOCAB_SIZE, byte_level_tokenizer, save_tokenizer
+from tests.workers.tables import Answers, TableEngine, answers, table
+from workers.batcher import Batcher
+from workers.guidance import MAX_WHITESPACE
+from workers.requests import FinishReason, GenerateRequest
+from workers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+pytest.importorskip("llguidance")
+
+MODEL = table(VOCAB_SIZE, spread=2.0)
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "object": OBJECT,
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5},
+    "enum": {"enum": ["red", "green", 7, None, {"a": [1]}]},
+    "nested": {
+        "type": "object",
+        "properties": {
+            "people": {"type": "array", "items": OBJECT, "minItems": 1, "maxItems": 3},
+            "tag": {"$ref": "#/$defs/tag"},
+        },
+        "required": ["people", "tag"],
+        "additionalProperties": False,
+        "$defs": {"tag": {"anyOf": [{"type": "null"}, {"const": "yes"}]}},
+    },
+    "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2,4}$"},
+    "number": {"type": "integer", "minimum": -5, "maximum": 99},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    return load_tokenizer("cpu", str(path))
+
+
+def request(id: str = "a", schema: Any = None, **rest: Any) -> GenerateRequest:
+    guide = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    settings: dict[str, Any] = {"prompt_ids": [17], "max_tokens": 1500, "temperature": 0.0}
+    return GenerateRequest(id=id, guide=guide, **(settings | rest))
+
+
+def engine(eos: int | None = EOS_ID, model: torch.Tensor = MODEL) -> TableEngine:
+    return TableEngine(model, max_len=2048, eos=[] if eos is None else [eos])
+
+
+def assert_follows(got: Answers, id: str, schema: dict[str, Any]) -> None:
+    assert got.finish(id) is FinishReason.STOP, got.of(id)[-1]
+    jsonschema.validate(json.loads(got.text(id)), schema)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("eos", [EOS_ID, None])
+def test_every_answer_satisfies_its_schema(name: str, eos: int | None, tokenizer: Tokenizer) -> None:
+    """Greedy and sampled, with and without an EOS of the model: it parses, validates, and ends by itself."""
+    asked = [request("greedy", SCHEMAS[name])]
+    asked += [request(str(seed), SCHEMAS[name], temperature=1.5, seed=seed) for seed in range(12)]
+    got = answers(engine(eos), asked, tokenizer)
+    for one in asked:
+        assert_follows(got, one.id, SCHEMAS[name])
+
+
+@pytest.mark.parametrize("mode", ["{}", '{"type": "object"}'])
+def test_json_mode_gives_json(mode: str, tokenizer: Tokenizer) -> None:
+    """Any value for an empty schema; a model of random weights that likes to end does so as soon as it may."""
+    model = MODEL.clone()
+    for closing in '"}]':
+        model[:, byte_level_tokenizer().token_to_id(closing)] += 6.0
+    model[:, EOS_ID] += 50.0
+    got = answers(engine(model=model), [request(str(s), mode, temperature=1.0, seed=s) for s in range(12)], tokenizer)
+    for seed in range(12):
+        assert_follows(got, str(seed), json.loads(mode))
+
+
+def test_an_answer_cut_by_its_length_says_so(tokenizer: Tokenizer) -> None:
+    """The text is the beginning of an answer that would have followed the schema."""
+    whole = answers(engine(), [request(schema=OBJECT)], tokenizer)
+    cut = answers(engine(), [request(schema=OBJECT, max_tokens=6)], tokenizer)
+    assert cut.finish("a") is FinishReason.LENGTH
+    assert cut.ids("a") == whole.ids("a")[:6]
+
+
+def test_unguided_requests_beside_guided_ones_are_unchanged(tokenizer: Tokenizer) -> None:
+    """Token for token what they answer alone, and the guided ones too."""
+    asked = []
+    for index, schema in enumerate(SCHEMAS.values()):
+        how = {"temperature": 1.2, "top_p": 0.9, "seed": index}
+        asked += [request(f"guided {index}", schema, **how), request(f"free {index}", max_tokens=60, **how)]
+    together = answers(engine(), asked, tokenizer)
+    for one in asked:
+        assert together.of(one.id) == answers(engine(), [one], tokenizer).of(one.id)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"no_repeat_ngram_size": 1},
+        {"min_tokens": 1000},
+        {"ignore_eos": True},
+        {"logit_bias": dict.fromkeys(range(6, 40), 100.0)},
+        {"repetition_penalty": 3.0, "presence_penalty": 2.0, "top_k": 2, "temperature": 1.0, "seed": 4},
+    ],
+    ids=str,
+)
+def test_the_guide_comes_before_all_other_parameters(how: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """What they would forbid comes after all where the schema leaves nothing else, and its end is the answer's end."""
+    for schema in SCHEMAS.values():
+        assert_follows(answers(engine(), [request(schema=schema, **how)], tokenizer), "a", schema)
+
+
+def test_a_model_that_likes_spaces_comes_to_an_end(tokenizer: Tokenizer) -> None:
+    """White space between the parts of an answer is limited."""
+    model = MODEL.clone()
+    model[:, [byte_level_tokenizer().token_to_id(space) for space in "ĠĊ"]] += 50.0
+    got = answers(engine(model=model), [request(schema=SCHEMAS["array"])], tokenizer)
+    assert_follows(got, "a", SCHEMAS["array"])
+    assert max(map(len, got.text("a").translate(str.maketrans("[],truefals", "." * 11)).split("."))) == MAX_WHITESPACE
+
+
+def test_logprobs_are_those_of_the_model_not_of_the_guide(tokenizer: Tokenizer) -> None:
+    """The model would have said something else."""
+    got = answers(engine(), [request(schema=OBJECT, logprobs=1)], tokenizer)
+    first = got.of("a")[0].logprobs[0]
+    assert first.logprob == float(MODEL[17].log_softmax(-1)[first.id])
+    assert first.top[0][0] == int(MODEL[17].argmax()) != first.id
+
+
+def test_a_model_with_a_padded_vocabulary_never_says_the_padding(tokenizer: Tokenizer) -> None:
+    """Ids that the tokenizer does not know have no text."""
+    model = table(VOCAB_SIZE + 64)
+    model[:, VOCAB_SIZE:] += 50.0
+    assert_follows(answers(engine(model=model), [request(schema=OBJECT)], tokenizer), "a", OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read: Expecting object"),
+        ('{"type": "objekt"}', "cannot be followed: Invalid type: objekt"),
+        ('{"type": "string", "pattern": "("}', "unclosed group"),
+        ('{"minimum": 5, "maximum": 3, "type": "integer"}', "minimum .5. is greater than maximum .3."),
+        ('{"not": {"type": "string"}}', 'Unimplemented keys: ."not".'),
+        ('{"$ref": "https://example.com/schema"}', "not present in a registry"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(
+    schema: str, message: str, tokenizer: Tokenizer
+) -> None:
+    """When it is submitted, in llguidance's words; the batcher goes on."""
+    batcher = Batcher(engine(), tokenizer, Answers())
+    with pytest.raises(ValueError, match=message):
+        batcher.submit(request(schema=schema))
+    assert batcher.stats.waiting == 0
+
+
+def test_without_llguidance_the_answer_names_what_to_install(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an extra."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "llguidance":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    batcher = Batcher(engine(), tokenizer, Answers())
+    with pytest.raises(ValueError, match=r"pip install 'corewright\[json\]'"):
+        batcher.submit(request(schema="{}"))
+    batcher.submit(request("free"))
+
+
+def test_a_tokenizer_without_a_tokenizer_json_cannot_guide() -> None:
+    """Said when it is asked for."""
+    with pytest.raises(ValueError, match="tokenizer cannot be used for JSON"):
+        Batcher(engine(), ByteTokenizer(), Answers()).submit(request(schema="{}"))
+
+
+def test_a_real_model_answers_in_json(checkpoint: Any) -> None:
+    """Through the CPU engine, guided and free requests in one batch."""
+    from workers.engines.cpu import CpuEngine
+
+    path: Path = checkpoint("llama")
+    cpu = CpuEngine(path, slots=4, max_len=256)
+    cpu.load()
+    asked = [request(name, schema, max_tokens=250) for name, schema in SCHEMAS.items() if name != "nested"]
+    got = answers(cpu, [*asked, request("free", max_tokens=20)], load_tokenizer("cpu", str(path)))
+    for one in asked:
+        assert_follows(got, one.id, SCHEMAS[one.id])
+    assert len(got.ids("free")) == 20

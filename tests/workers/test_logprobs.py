@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.tables import TableEngine, answers, table
+from workers.logprobs import IMPOSSIBLE, token_logprobs
+from workers.requests import GenerateRequest, TokenLogprobs
+from workers.tokenizer import ByteTokenizer
+
+MODEL = table(257)
+
+
+def request(**rest: Any) -> GenerateRequest:
+    return GenerateRequest(**({"id": "a", "prompt_ids": [65], "max_tokens": 12} | rest))
+
+
+def logprobs_of(asked: GenerateRequest, model: torch.Tensor = MODEL) -> list[tuple[int, TokenLogprobs]]:
+    got = answers(TableEngine(model), [asked])
+    found = [logprobs for event in got.of("a") for logprobs in event.logprobs]
+    return list(zip(got.ids("a"), found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {"temperature": 2.0, "seed": 1, "top_k": 3},
+        {"temperature": 0.3, "seed": 1, "repetition_penalty": 2.0, "presence_penalty": 2.0},
+        {"temperature": 0.0, "logit_bias": {9: 100.0}},
+    ],
+    ids=str,
+)
+def test_each_token_comes_with_the_models_own_logprobs(how: dict[str, Any]) -> None:
+    """Of the distribution before temperature, penalties, bias and cuts; the best ids sorted, as many as asked for."""
+    before = 65
+    for token, found in logprobs_of(request(logprobs=4, **how)):
+        raw = MODEL[before].log_softmax(-1)
+        best = raw.topk(4)
+        assert (found.id, found.logprob) == (token, float(raw[token]))
+        assert [(id, logprob) for id, logprob, _, _ in found.top] == list(
+            zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        )
+        before = token
+
+
+def test_tokens_come_with_their_own_text_and_bytes() -> None:
+    """A byte that is no character by itself shows as U+FFFD, and its number is kept."""
+    logits = torch.zeros(1, 257)
+    logits[0, 0xC3], logits[0, 0x41] = 5.0, 4.0
+    (found,) = token_logprobs(logits, [0xC3], [2], ByteTokenizer().token_bytes)
+    assert found is not None
+    assert (found.text, found.bytes) == ("�", [0xC3])
+    assert found.top[1][2:] == ("A", [0x41])
+
+
+def test_none_asks_for_nothing_and_zero_for_the_chosen_token_alone() -> None:
+    """Requests without logprobs pay nothing for them."""
+    assert [event.logprobs for event in answers(TableEngine(MODEL), [request(seed=1)]).of("a")] == [[]] * 12
+    assert [found.top for _, found in logprobs_of(request(seed=1, logprobs=0))] == [[]] * 12
+
+
+def test_equally_probable_ids_come_in_order_so_the_greedy_one_is_first() -> None:
+    """bf16 logits often tie."""
+    logits = torch.zeros(1, 257)
+    (found,) = token_logprobs(logits, [0], [3], ByteTokenizer().token_bytes)
+    assert found is not None
+    assert [id for id, *_ in found.top] == [0, 1, 2]
+    assert found.logprob == pytest.approx(-math.log(257))
+
+
+def test_an_impossible_token_has_a_number_that_json_can_say() -> None:
+    """OpenAI's -9999."""
+    logits = torch.full((1, 257), float("-inf"))
+    logits[0, 3] = 0.0
+    (found,) = token_logprobs(logits, [3], [2], ByteTokenizer().token_bytes)
+    assert found is not None
+    assert [logprob for _, logprob, _, _ in found.top] == [0.0, IMPOSSIBLE]
+
+
+def test_the_eos_has_logprobs_too() -> None:
+    """One for each of token_ids, whatever the token is."""
+    model = MODEL.clone()
+    model[:, 256] = 50.0
+    got = answers(TableEngine(model, eos=[256]), [request(logprobs=1, temperature=0.0)])
+    assert [(event.token_ids, [found.id for found in event.logprobs]) for event in got.of("a")] == [([256], [256])]

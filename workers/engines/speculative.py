@@ -1,0 +1,69 @@
+"""An engine with a second, smaller one beside it, which guesses the tokens that the first will choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from workers.engine import EngineLoadError, EngineSpec, VerifyingEngine
+
+
+class SpeculativeEngine:
+    """Keeps ``DraftingEngine``: the target's own engine in everything but ``draft``.
+
+    The draft engine has the same slots and lengths, and every prompt is prefilled in both. It is behind the target by
+    at most one token, the last of a run that was accepted to its end; so each draft begins with the slot's last two
+    tokens, of which writing the first again changes nothing where it was there already.
+    """
+
+    def __init__(self, target: VerifyingEngine, draft: VerifyingEngine, k: int) -> None:
+        self._target = target
+        self._draft = draft
+        self._k = k
+
+    @property
+    def spec(self) -> EngineSpec:
+        return replace(self._target.spec, draft_k=self._k)
+
+    def load(self) -> None:
+        """Load both. Raises EngineLoadError, also where their vocabularies differ."""
+        if self._k < 1:
+            raise EngineLoadError("bad-draft", f"a draft of {self._k} tokens is none", "at least 1")
+        self._target.load()
+        try:
+            self._draft.load()
+        except EngineLoadError as error:
+            raise EngineLoadError(error.id, f"the draft model: {error.what}", error.hint) from error
+        own, other = self._target.spec.vocab_size, self._draft.spec.vocab_size
+        if own != other:
+            raise EngineLoadError(
+                "bad-draft",
+                f"the vocabulary of the draft model has {other} ids, the model's {own}",
+                "a draft model has the tokenizer of its model",
+            )
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        self._draft.prefill(slots, prompts)
+        return self._target.prefill(slots, prompts)
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        return self._target.decode(slots, tokens, positions)
+
+    def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> Any:
+        return self._target.verify(slots, tokens, positions)
+
+    def draft(
+        self, slots: Sequence[int], tokens: Sequence[tuple[int, int]], positions: Sequence[int], k: int
+    ) -> list[list[int]]:
+        """See ``DraftingEngine.draft``: greedy, one step of the draft engine for each guess."""
+        pairs = self._draft.verify(slots, tokens, [position - 1 for position in positions])
+        columns = [pairs[:, -1].argmax(dim=-1).tolist()]
+        for ahead in range(1, k):
+            logits = self._draft.decode(slots, columns[-1], [position + ahead for position in positions])
+            columns.append(logits.argmax(dim=-1).tolist())
+        return [list(guesses) for guesses in zip(*columns, strict=True)]
+
+    def close(self) -> None:
+        self._draft.close()
+        self._target.close()
