@@ -1,0 +1,702 @@
+"""The documents say what is true: their examples run, and their lists are complete."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from annotated_types import Ge, Le
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from typer.main import get_command
+
+from orchestrator.cli import main as cli
+from orchestrator.cli.client import AdminClient
+from orchestrator.controller import Controller
+from orchestrator.fleet import FleetSettings
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
+from orchestrator.home import FleetRecord
+from orchestrator.lifecycle import ModelState, State
+from orchestrator.snapshot import ReplicaView
+from orchestrator.specfile import SpecFile, examine, start_problems
+from placements.checkpoints import FAMILIES
+from placements.cores import CoreRange
+from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES
+from placements.explain import core_map
+from placements.hosts import Machine
+from placements.plan import plan
+from placements.problems import Problem, has_errors
+from placements.spec import HostsSpec, ModelSpec, Replicas, Reserve, Spec
+from placements.topology import DEGREES, TOPOLOGIES
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+from workers.requests import GenerateRequest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "placements" / "examples"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs" / f"{n}.md" for n in ("cli", "errors", "glossary"))]
+PAGES.append(ROOT / "docs" / "spec.md")
+README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
+LAPTOP = Machine(cpus=(0, 1))
+LARGE = Machine(cpus=tuple(range(192)))  # enough CPUs that emulation oversubscribes none of them
+KEBAB = re.compile(r"[a-z]+(?:-[a-z0-9]+)+")
+SOURCES = [path for package in ("placements", "workers", "orchestrator") for path in (ROOT / package).rglob("*.py")]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    section: str  # the heading above it, without its marks
+
+    def marked(self, mark: str) -> set[str]:
+        """The ids in a comment such as `# problems: pin-overlap`."""
+        found = re.search(rf"^# {mark}: (.+)$", self.text, re.MULTILINE)
+        return set(found[1].split()) if found else set()
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+@cache
+def blocks(page: Path) -> tuple[Block, ...]:
+    """The fenced blocks of a page, in order."""
+    found, section, start, language, lines = [], "", 0, "", list[str]()
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if start and line == "```":
+            found.append(Block(page, start, language, "\n".join(lines) + "\n", section))
+            start, lines = 0, []
+        elif start:
+            lines.append(line)
+        elif line.startswith("```"):
+            start, language = number, line[3:]
+        elif line.startswith("#"):
+            section = line.lstrip("#").strip().replace("`", "")
+    assert not start, f"{page.name}:{start}: a block that does not end"
+    return tuple(found)
+
+
+def blocks_of(language: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks(page) if block.language == language]
+
+
+def section(page: Path, heading: str) -> str:
+    """The text below a heading, down to the next one of its level or above."""
+    text = page.read_text()
+    start = re.search(rf"^(#+) `?{re.escape(heading)}`?$", text, re.MULTILINE)
+    assert start is not None, f"{page.name} has no section {heading}"
+    rest = text[start.end() :]
+    end = re.search(rf"^#{{1,{len(start[1])}}} ", rest, re.MULTILINE)
+    return rest[: end.start()] if end else rest
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a text's tables, headers and rules among them."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def words(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# Specs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples' relative sources begin: the checkpoints that docs/errors.md names, and the demo's."""
+    path = tmp_path_factory.mktemp("docs")
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    }
+    gpt2_xl = {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "vocab_size": 50257}
+    configs: dict[str, dict[str, Any]] = {
+        "llama-2-7b": llama,
+        "gpt2-xl": {**gpt2_xl, "n_positions": 1024},
+        "bert": {"model_type": "bert"},
+        "broken": {key: value for key, value in llama.items() if key != "hidden_size"},
+        "tiny": json.loads((EXAMPLES / "models" / "tiny" / "config.json").read_text()),
+    }
+    for name, config in configs.items():
+        (path / "models" / name).mkdir(parents=True)
+        (path / "models" / name / "config.json").write_text(json.dumps(config))
+    for block in blocks(CLI):
+        if block.language == "yaml":
+            (path / named(block)).write_text(block.text.partition("\n")[2])
+    return path
+
+
+def named(block: Block) -> str:
+    """The file name in the first line of an example."""
+    found = re.match(r"# (\S+\.yaml)\n", block.text)
+    assert found is not None, f"{block} does not begin with its file name"
+    return found[1]
+
+
+def loaded(block: Block, folder: Path) -> SpecFile:
+    return examine(block.text, "spec.yaml", str(folder), LARGE)
+
+
+def all_problems(file: SpecFile) -> list[Problem]:
+    """What `plan` says, without a fleet."""
+    problems = list(file.problems)
+    if file.spec is not None and not has_errors(problems):
+        drawn = plan(file.spec, file.hosts, file.checkpoints)
+        problems += [problem for missing in drawn.unplaced for problem in missing.problems]
+    return problems
+
+
+@pytest.mark.parametrize("block", blocks_of("yaml"), ids=str)
+def test_a_spec_gives_exactly_the_problems_that_it_names(block: Block, folder: Path) -> None:
+    """Without a `# problems:` line a spec is valid and fits; only that its source is not at hand is no matter."""
+    found = {problem.id for problem in all_problems(loaded(block, folder))}
+    allowed = set() if block.marked("problems") else {"checkpoint-unreadable"}
+    assert found - allowed == block.marked("problems")
+
+
+@pytest.mark.parametrize("block", [block for block in blocks_of("yaml") if block.marked("up refuses")], ids=str)
+def test_up_refuses_exactly_what_a_spec_names(block: Block, folder: Path) -> None:
+    """On a machine without Neuron devices."""
+    assert {problem.id for problem in start_problems(loaded(block, folder))} == block.marked("up refuses")
+
+
+@pytest.mark.parametrize("block", [b for b in blocks(ERRORS) if b.language == "yaml"], ids=lambda block: block.section)
+def test_an_entrys_example_gives_its_problem_with_its_severity(block: Block, folder: Path) -> None:
+    """The first word of an entry is the severity of its problem."""
+    file = loaded(block, folder)
+    severities = {problem.id: problem.severity for problem in [*all_problems(file), *start_problems(file)]}
+    assert section(ERRORS, block.section).split()[0].rstrip(".") == severities[block.section]
+
+
+def test_the_readmes_core_map_is_the_demos(tmp_path: Path) -> None:
+    """As it is printed on a machine with two CPUs."""
+    file = examine((EXAMPLES / "demo.yaml").read_text(), "demo.yaml", str(EXAMPLES), LAPTOP)
+    assert file.spec is not None
+    drawn = core_map(plan(file.spec, file.hosts, file.checkpoints), file.hosts)
+    assert drawn in blocks(README)[1].text
+
+
+# The fields of a spec
+
+
+def described(prefix: str, kind: type[BaseModel], skipped: tuple[str, ...] = ()) -> dict[str, FieldInfo]:
+    fields = {name: field for name, field in kind.model_fields.items() if not field.exclude and name not in skipped}
+    return {f"{prefix}{name}": field for name, field in fields.items()}
+
+
+FIELDS = {
+    **described("", Spec, ("models",)),
+    **described("hosts.", HostsSpec),
+    **described("hosts.reserve.", Reserve),
+    **described("", ModelSpec, ("name",)),
+    **described("replicas.", Replicas),
+}
+BESIDE = {"defaults": ("a mapping", "unset"), "models": ("a mapping", "required")}  # no fields of the schema's classes
+
+
+def default_of(field: FieldInfo) -> str:
+    """A default as spec.md writes it."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    if value is None:
+        return "unset"
+    if value == Replicas():
+        return "1"
+    return {"()": "[]", "{}": "{}", str(Reserve()): "{}", "False": "false"}.get(str(value), str(value))
+
+
+def field_rows() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for row in rows(SPEC.read_text()):
+        if len(row) == 4 and row[0].startswith("`"):
+            assert words(row[0])[0] not in found, f"{row[0]} is described twice"
+            found[words(row[0])[0]] = row
+    return found
+
+
+def test_every_field_of_the_spec_is_described_once() -> None:
+    """And nothing that is no field."""
+    assert field_rows().keys() == FIELDS.keys() | BESIDE.keys()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) -> None:
+    """Defaults and bounds are those of placements.spec."""
+    field, row = FIELDS[name], field_rows()[name]
+    assert row[2].strip("`") == default_of(field)
+    lowest = next((mark.ge for mark in field.metadata if isinstance(mark, Ge)), None)
+    highest = next((mark.le for mark in field.metadata if isinstance(mark, Le)), None)
+    if lowest is not None:
+        assert f"{lowest} to {highest}" in row[1]
+
+
+def test_every_engine_dtype_and_thread_policy_is_described() -> None:
+    """In the order of the code."""
+    found = field_rows()
+    assert tuple(words(found["engine"][1])) == ENGINES
+    assert tuple(words(found["dtype"][1])) == DTYPES
+    policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
+    assert tuple(words(found["threads"][1])) == get_args(policies)
+
+
+def test_every_family_and_engine_option_is_described() -> None:
+    """Those that the planner knows."""
+    assert tuple(words(section(SPEC, "Families").partition(". ")[0]))[2:] == FAMILIES
+    options = {name for known in ENGINE_OPTIONS.values() for name in known}
+    assert set(words(field_rows()["engine_options"][3])) == options | ENGINE_OPTIONS.keys()
+
+
+def test_the_degrees_and_instance_types_are_those_of_the_topology() -> None:
+    """Each row of the table, and each type with its cores."""
+    table = [[int(cell) for cell in row] for row in rows(section(SPEC, "Degrees")) if row[0].isdigit()]
+    assert table == [[degree.tp, degree.legal, degree.preferred] for degree in DEGREES["inf2"].values()]
+    hosts = " ".join(section(SPEC, "Hosts").split())
+    for name, topology in TOPOLOGIES.items():
+        assert re.search(rf"{re.escape(name)} \({topology.cores}\b", hosts)
+
+
+# Problem ids
+
+
+def called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def makers(trees: list[ast.Module]) -> dict[str, int]:
+    """What makes a problem, with the position of its id: the classes, and every function that hands its own on."""
+    found = {"Problem": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
+    size = 0
+    while size != len(found):
+        size = len(found)
+        for owner, function in functions(trees):
+            names = [argument.arg for argument in function.args.args if argument.arg != "self"]
+            for call in ast.walk(function):
+                given = id_of(call, found) if isinstance(call, ast.Call) else None
+                if isinstance(given, ast.Name) and given.id in names:
+                    name = owner if function.name == "__init__" else function.name
+                    found.setdefault(name, names.index(given.id))
+    return found
+
+
+def functions(trees: list[ast.Module]) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function, with the name of its class."""
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield from ((node.name, item) for item in node.body if isinstance(item, ast.FunctionDef))
+        yield from (("", item) for item in ast.walk(tree) if isinstance(item, ast.FunctionDef))
+
+
+def id_of(call: ast.Call, makers: dict[str, int]) -> ast.expr | None:
+    position = makers.get(called(call))
+    if position is None:
+        return None
+    named = next((keyword.value for keyword in call.keywords if keyword.arg == "id"), None)
+    return named or (call.args[position] if position < len(call.args) else None)
+
+
+def kebabs(node: ast.AST) -> set[str]:
+    """The text constants below a node that look like ids."""
+    constants = {
+        item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)
+    }
+    return {text for text in constants if KEBAB.fullmatch(text)}
+
+
+def choices(node: ast.expr, function: ast.AST) -> set[str]:
+    """The ids that an expression can give: its own constants, or the values of a mapping that it looks them up in."""
+    names = {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
+    found = kebabs(node)
+    for item in ast.walk(function):
+        if isinstance(item, ast.Assign) and names & {getattr(target, "id", "") for target in item.targets}:
+            found |= kebabs(item.value)
+    return found
+
+
+@cache
+def ids_in_source() -> frozenset[str]:
+    """Every problem id, and every cause that is written as f"id: ..."."""
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    known = makers(trees)
+    found: set[str] = set()
+    for tree in trees:
+        for function in [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]:
+            for call in ast.walk(function):
+                given = id_of(call, known) if isinstance(call, ast.Call) else None
+                if given is not None:
+                    found |= choices(given, function)
+        for item in ast.walk(tree):
+            if isinstance(item, ast.JoinedStr) and isinstance(item.values[0], ast.Constant):
+                cause = re.match(rf"({KEBAB.pattern}): ", str(item.values[0].value))
+                found |= {cause[1]} if cause else set()
+    return frozenset(found)
+
+
+@cache
+def codes_in_source() -> frozenset[str]:
+    """Every `code` of an HTTP error: given by name, chosen into a variable of that name, or written into a body."""
+    found: set[str] = set()
+    for path in (ROOT / "orchestrator").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                found |= {text for key, value in pairs if getattr(key, "value", "") == "code" for text in texts(value)}
+            given = isinstance(node, ast.keyword) and node.arg == "code"
+            chosen = isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["code"]
+            if isinstance(node, ast.keyword | ast.Assign) and (given or chosen):
+                found |= texts(node.value)
+    return frozenset(found)
+
+
+def texts(node: ast.expr) -> set[str]:
+    if isinstance(node, ast.IfExp):
+        return texts(node.body) | texts(node.orelse)
+    return {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+
+
+def entries() -> list[str]:
+    return re.findall(r"^### `(.+)`$", ERRORS.read_text(), re.MULTILINE)
+
+
+def test_every_problem_id_has_an_entry() -> None:
+    """Problems, causes of a failed replica, and codes of HTTP errors."""
+    assert sorted((ids_in_source() | codes_in_source()) - set(entries())) == []
+
+
+def test_every_entry_is_of_an_id_that_exists() -> None:
+    """Once, and nothing that is gone from the code."""
+    assert sorted(set(entries()) - ids_in_source() - codes_in_source()) == []
+    assert len(entries()) == len(set(entries()))
+
+
+def test_the_collection_finds_ids_of_every_kind() -> None:
+    """Made by a class, by a helper, looked up in a mapping, written into a text; and codes."""
+    assert ids_in_source() >= {"max-never-fits", "pin-length", "no-room", "bad-range", "no-fleet", "start-deadline"}
+    assert codes_in_source() >= {"model_loading", "queue_full", "invalid_json", "invalid_token"}
+
+
+def test_each_codes_status_is_that_of_its_entry() -> None:
+    """The table of statuses in cli.md agrees with the entries of errors.md."""
+    table = {code: row[0] for row in rows(section(CLI, "Answers")) if row[0].isdigit() for code in words(row[2])}
+    assert table.keys() == codes_in_source() - {"invalid_token"}
+    assert {code: section(ERRORS, code).split()[0].rstrip(".") for code in table} == table
+
+
+# The command line
+
+COMMANDS: dict[str, Any] = getattr(get_command(cli.app), "commands")  # noqa: B009 - typer's own class is not public
+
+
+def test_every_command_and_option_is_described() -> None:
+    """In a section of its own, and no option that does not exist."""
+    sections = {name: section(CLI, f"corewright {name}") for name in COMMANDS}
+    assert sections.keys() == set(re.findall(r"^### `corewright (\w+)`$", CLI.read_text(), re.MULTILINE))
+    for name, command in COMMANDS.items():
+        options = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+        options = {option for option in options if option.startswith("-")} - {"--help"}
+        synopsis = next(line for line in sections[name].splitlines() if line.startswith("`corewright"))
+        shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", synopsis))
+        assert shown == options - {"--output"}, name
+    assert "`-o` (`--output`)" in CLI.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
+    """Each `corewright ...` in a block or in backticks parses, and each make target exists."""
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shell = [line for b in blocks(page) if b.language in ("sh", "console") for line in b.text.splitlines()]
+    lines = [line.removeprefix("$ ").split("  #")[0].split() for line in shell]
+    lines += [
+        text.split() for text in words(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+    ]
+    for line in lines:
+        if line[:1] == ["make"] and len(line) > 1:
+            assert line[1] in targets
+        elif line[:1] == ["corewright"] and len(line) > 1 and not set("[]|") & set("".join(line)):
+            COMMANDS[line[1]].make_context(line[1], line[2:] or ["SPEC"] * (line[1] in ("validate", "plan", "up")))
+
+
+def sessions() -> list[tuple[str, str, int]]:
+    """Each command of a console block with what it prints, and its exit code where the block asks for it."""
+    found: list[tuple[str, str, int]] = []
+    for block in blocks(CLI):
+        if block.language == "console" and block.section != "corewright status":
+            for part in block.text.split("$ ")[1:]:
+                command, _, output = part.partition("\n")
+                if command == "echo $?":
+                    found[-1] = (*found[-1][:2], int(output))
+                else:
+                    found.append((command, output, -1))
+    return found
+
+
+@pytest.mark.parametrize(("command", "output", "code"), sessions(), ids=lambda value: str(value).partition("\n")[0])
+def test_a_session_is_what_happens(
+    command: str,
+    output: str,
+    code: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Output to the letter (stderr first, as a terminal shows it), and the exit code."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(folder / "home"))
+    monkeypatch.delenv("COREWRIGHT_URL", raising=False)
+    found = cli.run(command.split()[1:])
+    printed = capsys.readouterr()
+    assert printed.err + printed.out == output
+    assert code in (found, -1)
+
+
+def test_every_environment_variable_is_described() -> None:
+    """Every COREWRIGHT_... of the sources."""
+    used = {name for path in SOURCES for name in re.findall(r"COREWRIGHT_[A-Z]+", path.read_text())}
+    assert used <= set(words(section(CLI, "Environment variables")))
+
+
+# JSON
+
+
+def shape(value: Any) -> Any:
+    """The keys of a JSON value, at every depth; of a list the union of its items' keys."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        merged: dict[str, Any] = {}
+        for item in (shape(item) for item in value):
+            for key, part in (item or {}).items():
+                merged[key] = part or merged.get(key)
+        return merged or None
+    return None
+
+
+def example(page: Path, heading: str, number: int = 0) -> Any:
+    return json.loads([b.text for b in blocks(page) if b.language == "json" and b.section == heading][number])
+
+
+def shown_status() -> Any:
+    return json.loads(status_block("corewright status -o json"))
+
+
+def status_block(command: str) -> str:
+    block = next(b for b in blocks(CLI) if b.language == "console" and b.section == "corewright status")
+    return next(p.partition("\n")[2] for p in block.text.split("$ ") if p.startswith(f"{command}\n"))
+
+
+def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
+    """Fleet, models, replicas, hosts and leases."""
+    text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
+    settings = FleetSettings(
+        fleet="f",
+        home=str(tmp_path),
+        spec_text=text,
+        spec_file="a.yaml",
+        base_dir=str(tmp_path),
+        token="t",
+        admin_port=1,
+        cpus=(0, 1),
+        instance=None,
+    )
+    controller = Controller(settings, cluster=None)  # type: ignore[arg-type]
+    view = ReplicaView("a", 0, 1, "inf2.xlarge/0", CoreRange(0, 0), State.FAILED, 0.0, pid=1, log=("x",))
+    controller._put(view)
+    assert shape(shown_status()) == shape(controller.status())
+
+
+def test_the_shown_status_table_is_that_of_the_shown_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`status` prints it so."""
+    monkeypatch.setattr(AdminClient, "get", lambda self, path: shown_status())
+    monkeypatch.setattr(cli, "the_fleet", lambda: AdminClient("", "", None))
+    assert cli.run(["status"]) == 0
+    assert capsys.readouterr().out == status_block("corewright status")
+
+
+@pytest.mark.parametrize(("kind", "number"), [(State, 0), (ModelState, 1)])
+def test_every_state_is_described(kind: type[State] | type[ModelState], number: int) -> None:
+    """Of replicas and of models, in the order of the code."""
+    tables = re.split(r"^\| state of ", section(CLI, "corewright status"), flags=re.MULTILINE)[1:]
+    assert [words(row[0])[0] for row in rows(tables[number]) if words(row[0])] == [state.value for state in kind]
+
+
+def test_the_shown_record_has_the_keys_of_fleet_json() -> None:
+    """And their types."""
+    shown = example(CLI, "Files")
+    assert list(shown) == [field.name for field in msgspec.structs.fields(FleetRecord)]
+    msgspec.convert(shown, FleetRecord)
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[dict[str, Any]]:
+    """What a gateway answers with an echo replica behind it."""
+    gateway, replica = LiveGateway(), Served(max_len=64)
+    try:
+        gateway.serve(routes("m", replica, max_len=64))
+        text, chat = {"model": "m", "prompt": "x"}, {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        yield {
+            "completion": gateway.http.post("/v1/completions", json=text).json(),
+            "chat": gateway.http.post("/v1/chat/completions", json=chat).json(),
+            "error": gateway.http.post("/v1/completions", json={**text, "max_tokens": 600}).json(),
+            "model": gateway.http.get("/v1/models/m").json(),
+        }
+    finally:
+        gateway.close()
+        replica.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "heading", "number"),
+    [
+        ("chat", README, "Quick start", 0),
+        ("model", CLI, "The gateway", 0),
+        ("completion", CLI, "Answers", 0),
+        ("error", CLI, "Answers", 1),
+    ],
+)
+def test_a_shown_answer_has_the_gateways_keys(
+    name: str, page: Path, heading: str, number: int, answers: dict[str, Any]
+) -> None:
+    """At every depth."""
+    assert shape(example(page, heading, number)) == shape(answers[name])
+    if name == "error":
+        shown, real = example(page, heading, number)["error"], answers[name]["error"]
+        assert {key: shown[key] for key in ("type", "param", "code")} == {k: real[k] for k in ("type", "param", "code")}
+
+
+def test_every_json_block_parses() -> None:
+    """Also those that no other test reads."""
+    for block in blocks_of("json"):
+        json.loads(block.text)
+
+
+def routes_of(page: str) -> set[tuple[str, str]]:
+    return {(m, p) for row in rows(page) for text in words(row[0]) for m, _, p in [text.partition(" ")] if p[:1] == "/"}
+
+
+def test_every_route_is_described() -> None:
+    """Of the gateway and of the admin API."""
+    gateway = (ROOT / "orchestrator" / "gateway" / "app.py").read_text()
+    admin = (ROOT / "orchestrator" / "admin.py").read_text()
+    served = re.findall(r'Route\("([^"]+)".*methods=\["([A-Z]+)"\]', gateway)
+    assert {(m, p.replace(":path", "")) for p, m in served} == routes_of(section(CLI, "The gateway"))
+    told = re.findall(r'Route\(f"\{ADMIN_PATH\}([^"]+)".*methods=\["([A-Z]+)"\]', admin)
+    assert {(method, f"/admin/v1{path}") for path, method in told} == routes_of(section(CLI, "The admin API"))
+
+
+# Request fields
+
+
+def request_fields() -> set[str]:
+    return {field.name for kind in (ChatRequest, CompletionRequest) for field in msgspec.structs.fields(kind)}
+
+
+def listed(beginning: str) -> set[str]:
+    """The fields in the paragraph of that beginning; none when there is no such paragraph."""
+    paragraphs = section(CLI, "Request fields").split("\n\n")
+    return {word for text in paragraphs if text.startswith(beginning) for word in words(text)} - {
+        "unsupported_parameter"
+    }
+
+
+def test_every_request_field_is_described() -> None:
+    """As served, ignored or refused, and nothing else is."""
+    served = {word for row in rows(section(CLI, "Request fields")) for word in words(row[0])}
+    assert served | listed("Fields that") == request_fields()
+    assert served & (listed("Fields that are ignored") | listed("Fields that are refused")) == set()
+
+
+def test_the_fields_that_change_nothing_yet_are_those_that_no_replica_reads() -> None:
+    """A parameter that reaches the replica and is not read there must not look as if it were served."""
+    read = {
+        node.attr
+        for path in (ROOT / "workers").rglob("*.py")
+        if path.name != "requests.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    unread = {field.name for field in msgspec.structs.fields(GenerateRequest)} - read
+    names: dict[str, set[str]] = {"guide": {"response_format"}, "logprobs": {"logprobs", "top_logprobs"}}
+    assert listed("Fields that are checked") == {name for field in unread for name in names.get(field, {field})}
+
+
+def test_the_refused_fields_are_refused() -> None:
+    """With the code that the page names."""
+    from orchestrator.gateway import protocol
+
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    for name in listed("Fields that are refused"):
+        body: dict[str, Any] = {"model": "m", "prompt": "x", name: "x"} if name == "suffix" else {**chat, name: [{}]}
+        read = protocol.read_completion if "prompt" in body else protocol.read_chat
+        with pytest.raises(ApiError) as refused:
+            read(json.dumps(body).encode())
+        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
+
+
+# Links
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_resolves(page: Path) -> None:
+    """To a file, and to a heading in it."""
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    """Each word once."""
+    terms = re.findall(r"^\*\*(.+?)\*?\*\* ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(terms) > 40
+    assert terms == sorted(set(terms), key=lambda term: term.lower().replace("_", " "))
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    """`make test` with the long tests, then `make demo-check`."""
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert script[-2:] == ["make test SLOW=1", "make demo-check"]
+    assert "CI runs `make test SLOW=1`, then `make demo-check`." in README.read_text()
+
+
+def test_the_changelogs_version_is_the_packages() -> None:
+    """The topmost entry is what `corewright version` says."""
+    found = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli.main", "version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == found.stdout.strip()
