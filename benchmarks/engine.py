@@ -88,9 +88,7 @@ class Bench:
         self.tokens = 0
         batcher = Batcher(self.engine, self.tokenizer, self._count)  # type: ignore[arg-type]
         waiting = [
-            GenerateRequest(
-                id=str(i), prompt_ids=list(ids), max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True
-            )
+            GenerateRequest(id=str(i), prompt_ids=list(ids), max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
             for i, ids in enumerate(prompts)
         ]
         began = time.perf_counter()
