@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 from pathlib import Path
 
 import psutil
@@ -83,14 +82,3 @@ def log_tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     return [line for line in text.splitlines() if line.strip() and not line.startswith(RAY_MARKS)][-lines:]
-
-
-def facts() -> dict[str, str | int | list[int] | None]:
-    """What the controller plans with and `status` shows."""
-    return {
-        "node": platform.node(),
-        "instance": instance_type(),
-        "cpus": list(usable_cpus()),
-        "memory_bytes": psutil.virtual_memory().total,
-        "python": platform.python_version(),
-    }
