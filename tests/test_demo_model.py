@@ -12,6 +12,11 @@ from safetensors import safe_open
 
 from placements.examples.models.exam import Student, asking, hero_of, turn_of
 from placements.examples.models.lessons import DAYS, FACTS, FALLBACK, HELLO, counted, greeting_of, name_told, total
+from workers.batcher import Batcher
+from workers.engines.cpu import CpuEngine
+from workers.engines.speculative import SpeculativeEngine
+from workers.requests import GenerateRequest
+from workers.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "placements" / "examples"
 TINY = EXAMPLES / "models" / "tiny"
@@ -128,10 +133,33 @@ def test_the_tokenizer_names_a_class_that_older_transformers_know() -> None:
     assert config("tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_the_weights_are_bf16() -> None:
+@pytest.mark.parametrize("name", ["tiny", "draft"])
+def test_the_weights_are_bf16(name: str) -> None:
     """Half the bytes in the repository; the CPU engine widens them."""
-    with safe_open(TINY / "model.safetensors", framework="np") as weights:
+    with safe_open(EXAMPLES / "models" / name / "model.safetensors", framework="np") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118  no mapping
+
+
+def test_the_draft_model_reads_the_same_tokens() -> None:
+    """A draft is of use only with the vocabulary of its model."""
+    ours, drafts = ((EXAMPLES / "models" / name / "tokenizer.json").read_bytes() for name in ("tiny", "draft"))
+    assert ours == drafts
+
+
+def test_the_draft_model_is_mostly_right() -> None:
+    """Its guesses make the demo's assistant faster: most are accepted, and the answer stays the larger model's."""
+    engine = CpuEngine(TINY, slots=1, max_len=128, threads=1)
+    drafting = SpeculativeEngine(engine, CpuEngine(EXAMPLES / "models" / "draft", slots=1, max_len=128, threads=1), 4)
+    drafting.load()
+    text: list[str] = []
+    tokenizer = load_tokenizer("cpu", str(TINY))
+    batcher = Batcher(drafting, tokenizer, lambda events: text.extend(event.text for event in events))
+    prompt = tokenizer.encode("<|bos|><|user|>What is a NeuronCore?<|end|><|assistant|>", False)
+    batcher.submit(GenerateRequest(id="q", prompt_ids=prompt, max_tokens=60, temperature=0.0))
+    while batcher.stats.live or batcher.stats.waiting:
+        batcher.step()
+    assert "".join(text) == FACTS["a NeuronCore"]
+    assert batcher.stats.accepted > 0.8 * batcher.stats.drafted > 0
 
 
 def test_the_weights_stay_small() -> None:

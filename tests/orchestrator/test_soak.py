@@ -1,4 +1,4 @@
-"""Three thousand requests of all kinds through the demo fleet: every answer checked, no process grows."""
+"""Twenty thousand requests of all kinds through the demo fleet: every answer checked, no process grows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.fleet import LiveFleet
 
 DEMO = Path(__file__).parent.parent.parent / "placements" / "examples" / "demo.yaml"
 MODELS = ("assistant", "helpdesk", "storyteller")
-TOTAL = 3_000
+TOTAL = 20_000
 AT_ONCE = 24
-SAMPLE_EVERY = 100  # requests
+SAMPLE_EVERY = 500  # requests
 SETTLED_AFTER = 1_000  # requests
-MOST_GROWTH = 4.0  # KB a request: 8 MB over the run, what an allocator's noise makes in so short a one
+MOST_GROWTH = 1.0  # KB a request: 19 MB over the run, where an answer kept by mistake has more
 QUESTIONS = ("What is a replica?", "What is 2 + 3?", "Hello!", "List the days of the week.", "Why is the sky blue?")
 
 
@@ -97,8 +97,8 @@ def fleet() -> Iterator[LiveFleet]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_three_thousand_requests_are_answered_as_each_alone_and_memory_stays_flat(fleet: LiveFleet) -> None:
+@pytest.mark.timeout(1500)
+def test_twenty_thousand_requests_are_answered_as_each_alone_and_memory_stays_flat(fleet: LiveFleet) -> None:
     """Plain, streamed, seeded, several at once, with logprobs, wrong ones and hang-ups, mixed by a fixed seed."""
     bodies = kinds()
     processes = [psutil.Process(pid) for pid in fleet.processes()]

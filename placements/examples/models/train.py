@@ -1,6 +1,7 @@
-"""Make the demo model: its text (from lessons.py), its tokenizer, its weights; and examine it (exam.py).
+"""Make the demo's models: their text (from lessons.py), tokenizer and weights; and examine them (exam.py).
 
     python -m placements.examples.models.train            # train, then write tiny/ beside this file
+    python -m placements.examples.models.train draft      # the small one that guesses tiny's next tokens
     python -m placements.examples.models.train --check    # ask the saved model; exit code 1 when a core answer is wrong
 
 Training takes a fixed number of steps from a fixed seed, so two runs on one machine and one torch give the same file.
@@ -69,7 +70,7 @@ class Recipe:
     seed: int = 7
 
 
-RECIPES = {"tiny": Recipe()}
+RECIPES = {"tiny": Recipe(), "draft": Recipe(layers=1)}
 
 
 def train_tokenizer() -> Tokenizer:
