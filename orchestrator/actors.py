@@ -11,10 +11,14 @@ import ray
 from ray import serve
 
 from orchestrator.admin import admin_app, serve_admin
-from orchestrator.cluster import CONTROLLER, NAMESPACE, RayCluster
+from orchestrator.cluster import CONTROLLER, NAMESPACE, RayCluster, here
 from orchestrator.controller import Controller
 from orchestrator.fleet import FleetSettings
 from orchestrator.gateway.server import GatewayServer
+from orchestrator.home import Home
+from orchestrator.journal import Journal
+from orchestrator.operations import Refused
+from orchestrator.operator import Operator
 from orchestrator.routes import RouteTable
 
 GATEWAY = "gateway"
@@ -26,10 +30,14 @@ class ControllerActor:
     def __init__(self, settings: FleetSettings) -> None:
         _log_to(Path(settings.home) / "logs" / "controller.log")
         self._down = asyncio.Event()
-        self._controller = Controller(settings, RayCluster())
+        home = Home(Path(settings.home))
+        cluster = RayCluster()
+        self._controller = Controller(settings, cluster, Journal(home.journal))
+        cluster.know_hosts(host.name for host in self._controller.state.hosts)
+        self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._running = loop.create_task(self._controller.run())
-        self._admin = loop.create_task(serve_admin(admin_app(self._controller, self._ask_down), settings.admin_port))
+        self._admin = loop.create_task(serve_admin(admin_app(self._operator, self._ask_down), settings.admin_port))
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         return await self._controller.change(seen, timeout_s), self._controller.routes()
@@ -42,6 +50,13 @@ class ControllerActor:
 
     async def wake(self, model: str) -> None:
         await self._controller.wake(model)
+
+    async def apply(self, text: str, file: str, base_dir: str, by: str, cause: str) -> dict[str, Any]:
+        """As the admin API's; what is refused comes back under `error`, with its `problems`."""
+        try:
+            return await self._operator.apply(text, file, base_dir, by=by, cause=cause)
+        except Refused as refused:
+            return {"error": refused.problem, "problems": refused.problems}
 
     async def wait_down(self) -> None:
         """Returns when someone asked by the admin API that the fleet ends."""
@@ -60,7 +75,12 @@ class ControllerActor:
 def start_controller(settings: FleetSettings) -> Any:
     """The controller actor's handle."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
-    return actor.options(name=CONTROLLER, namespace=NAMESPACE, lifetime="detached").remote(settings)
+    return actor.options(
+        name=CONTROLLER,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        scheduling_strategy=here(),  # Ray puts what needs no CPU anywhere, on a host that may be lost too
+    ).remote(settings)
 
 
 class RemoteController:
@@ -107,7 +127,7 @@ _gateway: Any = serve.deployment(
     health_check_timeout_s=5,
     graceful_shutdown_timeout_s=3,
     graceful_shutdown_wait_loop_s=0.1,
-    ray_actor_options={"num_cpus": 0},
+    ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # beside the controller
 )(GatewayDeployment)
 
 

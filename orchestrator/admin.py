@@ -1,53 +1,453 @@
-"""The admin API: HTTP of the controller, on loopback, for whoever holds the fleet's token."""
+"""The admin API: HTTP of the controller, on loopback, for whoever holds the fleet's token.
+
+``ROUTES`` is all of it: the server, the OpenAPI document and the tests of the docs read the same table.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
+import logging
+import re
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from orchestrator.fleet import ADMIN_PATH, FleetSettings
+from orchestrator.failure import Failed
+from orchestrator.fleet import ADMIN_PATH, BY_HEADER, LONGEST_WAIT_S
+from orchestrator.operations import Operations, Refused
+from orchestrator.version import corewright_version
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 << 20
+LONGEST_BY = 200
 
 
-class Fleet(Protocol):
-    """What the API asks of the controller."""
-
-    settings: FleetSettings
-
-    def status(self) -> dict[str, Any]: ...
+# What is asked. A field that is not here is refused.
 
 
-def admin_app(fleet: Fleet, ask_down: Callable[[], Awaitable[None]]) -> ASGIApp:
-    """Routes under /admin/v1. ``ask_down`` tells the daemon that the fleet is to end."""
+class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """No fields."""
 
-    async def status(_: Request) -> Response:
-        return _json(fleet.status())
 
-    async def spec(_: Request) -> Response:
-        settings = fleet.settings
-        return _json({"file": settings.spec_file, "base_dir": settings.base_dir, "text": settings.spec_text})
+class SpecToPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A spec as it was read from a file."""
 
-    async def down(_: Request) -> Response:
-        await ask_down()
-        return _json({"stopping": True}, 202)
+    text: str
+    file: Annotated[str, msgspec.Meta(min_length=1, description="Its name in problems.")]
+    base_dir: Annotated[str, msgspec.Meta(pattern="^/", description="The folder that its relative paths begin at.")]
 
-    return Starlette(
-        routes=[
-            Route(f"{ADMIN_PATH}/status", status, methods=["GET"]),
-            Route(f"{ADMIN_PATH}/spec", spec, methods=["GET"]),
-            Route(f"{ADMIN_PATH}/down", down, methods=["POST"]),
-        ],
-        middleware=[Middleware(_TokenOnly, token=fleet.settings.token)],
+
+class SpecToApply(SpecToPlan, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A spec, and on what condition it is to be applied."""
+
+    check_index: Annotated[int, msgspec.Meta(ge=0, description="Refuse when the fleet's index is another.")] | None = (
+        None
     )
+    canary: (
+        Annotated[float, msgspec.Meta(gt=0, lt=1, description="Share of the requests for the new version.")] | None
+    ) = None
+
+
+class ModelName(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+
+
+class ReplicaCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    count: Annotated[int, msgspec.Meta(ge=0, description="null: as the spec says.")] | None
+
+
+class RevisionToUndoTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    to: Annotated[int, msgspec.Meta(ge=1, description="null: the revision before the current one.")] | None = None
+
+
+class HostCores(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    host: str
+    cores: (
+        Annotated[str, msgspec.Meta(pattern=r"^\d+(-\d+)?$", description='Such as "3" or "0-3"; null: the whole host.')]
+        | None
+    ) = None
+
+
+class HostOrReplica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    target: Annotated[str, msgspec.Meta(description="A host's name or a replica's id.")]
+
+
+class RevisionNumber(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    number: Annotated[int, msgspec.Meta(ge=1)]
+
+
+Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for something new.")]
+
+
+class EventsWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    after: Annotated[int, msgspec.Meta(ge=0, description="Only events with a greater seq.")] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+    wait_s: Wait = 0.0
+    model: str | None = None
+
+
+class LogWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    replica: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    offset: Annotated[int, msgspec.Meta(ge=0, description="Only what came after so many bytes.")] | None = None
+    wait_s: Wait = 0.0
+
+
+# What is answered when it is refused
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    code: Annotated[str, msgspec.Meta(description="Listed in docs/errors.md.")]
+    message: str
+    hint: str = ""
+
+
+class SpecProblem(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    severity: str
+    where: str
+    what: str
+    hint: str
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Every answer with a status from 400 on."""
+
+    error: Reason
+    problems: list[SpecProblem] = []
+
+
+# The routes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, read."""
+
+    fleet: Operations
+    ask_down: Callable[[], Awaitable[None]]
+    what: Any  # of the route's ``asks``
+    by: str
+
+
+@dataclass(frozen=True)
+class AdminRoute:
+    """``path`` is below /admin/v1. ``asks`` are the fields of a POST's body, of a GET's path and query."""
+
+    method: str
+    path: str
+    summary: str
+    answer: str
+    call: Callable[[Asked], Any]  # the JSON, or an awaitable of it
+    asks: type[msgspec.Struct] = Nothing
+    refusals: tuple[int, ...] = ()  # statuses beside those that every route has
+    status: int = 200
+
+
+def _spec(asked: Asked) -> dict[str, Any]:
+    settings, number = asked.fleet.settings, asked.fleet.status().get("revision")
+    if number is None:
+        told = {"file": settings.spec_file, "base_dir": settings.base_dir, "text": settings.spec_text}
+    else:
+        revision = asked.fleet.revision(number)
+        told = {key: revision[key] for key in ("file", "base_dir", "text")}
+    return {**told, "revision": number}
+
+
+async def _apply(asked: Asked) -> dict[str, Any]:
+    what, fleet = asked.what, asked.fleet
+    return await fleet.apply(
+        what.text, what.file, what.base_dir, by=asked.by, check_index=what.check_index, canary=what.canary
+    )
+
+
+async def _events(asked: Asked) -> dict[str, Any]:
+    what = asked.what
+    return await asked.fleet.events(what.after, what.limit, what.wait_s, what.model)
+
+
+async def _logs(asked: Asked) -> dict[str, Any]:
+    what = asked.what
+    return await asked.fleet.logs(what.model, what.replica, what.offset, what.wait_s)
+
+
+async def _down(asked: Asked) -> dict[str, Any]:
+    await asked.ask_down()
+    return {"stopping": True}
+
+
+CHANGING = (409, 507)  # the fleet's state forbids it; the journal cannot be written
+
+ROUTES = (
+    AdminRoute(
+        "GET", "/status", "Models, replicas and hosts.", "the JSON of `corewright status`", lambda a: a.fleet.status()
+    ),
+    AdminRoute("GET", "/spec", "The spec that runs.", "`file`, `base_dir`, `text`, `revision`", _spec),
+    AdminRoute(
+        "GET",
+        "/rollout",
+        "How far the newest revision is.",
+        "the JSON of `corewright rollout status`",
+        lambda a: a.fleet.rollout(),
+    ),
+    AdminRoute(
+        "GET",
+        "/revisions",
+        "Every revision that is kept, newest first.",
+        "the JSON of `corewright rollout history`",
+        lambda a: {"revisions": a.fleet.revisions()},
+    ),
+    AdminRoute(
+        "GET",
+        "/revisions/{number}",
+        "One revision.",
+        "its row, and `text`, `file`, `base_dir`, `plan`",
+        lambda a: a.fleet.revision(a.what.number),
+        RevisionNumber,
+        (404,),
+    ),
+    AdminRoute(
+        "GET",
+        "/events",
+        "What happened, oldest first; with `wait_s` it waits for something to tell.",
+        "`events`, and `next`, the `after` of the next question",
+        _events,
+        EventsWanted,
+        (404,),
+    ),
+    AdminRoute(
+        "GET",
+        "/logs",
+        "The last lines of a replica's log, or what came after `offset`.",
+        "`replica`, `file`, `offset`, `text`",
+        _logs,
+        LogWanted,
+        (404,),
+    ),
+    AdminRoute(
+        "GET",
+        "/config",
+        "The settings of this `up`.",
+        "`values`: `name`, `value`, `origin` of each",
+        lambda a: a.fleet.config(),
+    ),
+    AdminRoute("GET", "/openapi.json", "This API as an OpenAPI 3.1 document.", "the document", lambda _: openapi()),
+    AdminRoute(
+        "POST",
+        "/plan",
+        "What applying a spec would do.",
+        "the JSON of `corewright plan`",
+        lambda a: a.fleet.propose(a.what.text, a.what.file, a.what.base_dir),
+        SpecToPlan,
+        (422,),
+    ),
+    AdminRoute(
+        "POST",
+        "/apply",
+        "Make a spec the fleet's new revision.",
+        "the JSON of `corewright apply`",
+        _apply,
+        SpecToApply,
+        (*CHANGING, 422),
+    ),
+    AdminRoute(
+        "POST",
+        "/rollout/undo",
+        "Apply an earlier revision again.",
+        "as `apply`",
+        lambda a: a.fleet.undo(a.what.to, a.by),
+        RevisionToUndoTo,
+        (404, *CHANGING, 422),
+    ),
+    AdminRoute(
+        "POST",
+        "/rollout/pause",
+        "Begin no further replica.",
+        "the rollout",
+        lambda a: a.fleet.pause(a.by),
+        refusals=CHANGING,
+    ),
+    AdminRoute(
+        "POST",
+        "/rollout/resume",
+        "Go on with a paused rollout.",
+        "the rollout",
+        lambda a: a.fleet.resume(a.by),
+        refusals=CHANGING,
+    ),
+    AdminRoute(
+        "POST",
+        "/rollout/promote",
+        "End the canary: every replica becomes new.",
+        "the rollout",
+        lambda a: a.fleet.promote(a.by),
+        refusals=CHANGING,
+    ),
+    AdminRoute(
+        "POST",
+        "/rollout/restart",
+        "Replace every replica of a model by a new process.",
+        "the rollout",
+        lambda a: a.fleet.restart(a.what.model, a.by),
+        ModelName,
+        (404, *CHANGING),
+    ),
+    AdminRoute(
+        "POST",
+        "/scale",
+        "Set the number of a model's replicas.",
+        "what changed",
+        lambda a: a.fleet.scale(a.what.model, a.what.count, a.by),
+        ReplicaCount,
+        (404, *CHANGING),
+    ),
+    AdminRoute(
+        "POST",
+        "/load",
+        "Start a model that has no replica.",
+        "what changed",
+        lambda a: a.fleet.load(a.what.model, a.by),
+        ModelName,
+        (404, *CHANGING),
+    ),
+    AdminRoute(
+        "POST",
+        "/unload",
+        "End a model's replicas until it is loaded again.",
+        "what changed",
+        lambda a: a.fleet.unload(a.what.model, a.by),
+        ModelName,
+        (404, *CHANGING),
+    ),
+    AdminRoute(
+        "POST",
+        "/cordon",
+        "Place nothing new on a host, or on some of its cores.",
+        "what changed",
+        lambda a: a.fleet.cordon(a.what.host, a.what.cores, True, a.by),
+        HostCores,
+        (404, *CHANGING, 422),
+    ),
+    AdminRoute(
+        "POST",
+        "/uncordon",
+        "Take a cordon back.",
+        "what changed",
+        lambda a: a.fleet.cordon(a.what.host, a.what.cores, False, a.by),
+        HostCores,
+        (404, *CHANGING, 422),
+    ),
+    AdminRoute(
+        "POST",
+        "/drain",
+        "Empty and cordon a host, or replace a replica.",
+        "what changed",
+        lambda a: a.fleet.drain(a.what.target, a.by),
+        HostOrReplica,
+        (404, *CHANGING),
+    ),
+    AdminRoute("POST", "/down", "Drain the fleet and end it.", "202, at once", _down, status=202),
+)
+
+
+def admin_app(fleet: Operations, ask_down: Callable[[], Awaitable[None]]) -> ASGIApp:
+    """``ask_down`` tells the daemon that the fleet is to end."""
+
+    def endpoint(route: AdminRoute) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await _answered(route, request, fleet, ask_down)
+
+        return answer
+
+    app = Starlette(
+        routes=[Route(f"{ADMIN_PATH}{route.path}", endpoint(route), methods=[route.method]) for route in ROUTES],
+        middleware=[Middleware(_TokenOnly, token=fleet.settings.token)],
+        exception_handlers={HTTPException: _no_such_route},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _answered(
+    route: AdminRoute, request: Request, fleet: Operations, ask_down: Callable[[], Awaitable[None]]
+) -> Response:
+    try:
+        what = await _body(route, request) if route.method == "POST" else _query(route, request)
+        result = route.call(Asked(fleet, ask_down, what, _by(request)))
+        return _json(await result if inspect.isawaitable(result) else result, route.status)
+    except _Unreadable as unreadable:
+        return unreadable.response
+    except Refused as refused:
+        return _refusal(refused, refused.status)
+    except Failed as failed:
+        return _refusal(failed, 500)
+    except ClientDisconnect:
+        return Response(status_code=400)  # nobody reads it
+    except Exception:  # a bug must not look like an API that is gone
+        log.exception("%s %s failed", route.method, route.path)
+        return _error(500, code="internal_error", message="The controller failed; its log says more.")
+
+
+class _Unreadable(Exception):
+    """The request is none of the route's."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__()
+        self.response = response
+
+
+async def _body(route: AdminRoute, request: Request) -> Any:
+    """No body at all is an empty object; the content type does not matter."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            message = f"The body is larger than {MAX_BODY_BYTES} bytes."
+            raise _Unreadable(_error(413, code="body_too_large", message=message))
+    try:
+        return msgspec.json.decode(bytes(body) or b"{}", type=route.asks)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _Unreadable(_error(400, code="invalid_request", message=f"The body: {error}")) from None
+
+
+def _query(route: AdminRoute, request: Request) -> Any:
+    pairs = [*request.path_params.items(), *request.query_params.multi_items()]
+    twice = {key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1}
+    if twice:
+        message = f"The query: {', '.join(sorted(twice))} is given more than once"
+        raise _Unreadable(_error(400, code="invalid_request", message=message))
+    try:
+        return msgspec.convert(dict(pairs), type=route.asks, strict=False)
+    except msgspec.MsgspecError as error:
+        raise _Unreadable(_error(400, code="invalid_request", message=f"The query: {error}")) from None
+
+
+def _by(request: Request) -> str:
+    """Who asks, as the journal will tell it."""
+    given = request.headers.get(BY_HEADER, "")
+    return "".join(letter for letter in given if letter.isprintable()).strip()[:LONGEST_BY] or "admin"
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}."
+        return _error(405, code="method_not_allowed", message=message, headers=error.headers)
+    message = f"There is no {request.url.path}; see {ADMIN_PATH}/openapi.json."
+    return _error(404, code="route_not_found", message=message)
 
 
 class _TokenOnly:
@@ -63,11 +463,95 @@ class _TokenOnly:
             await self._app(scope, receive, send)
         else:
             message = "The admin API needs the token of fleet.json: Authorization: Bearer TOKEN."
-            await _json({"error": {"code": "invalid_token", "message": message}}, 401)(scope, receive, send)
+            await _error(401, code="invalid_token", message=message)(scope, receive, send)
+
+
+def _refusal(failed: Failed, status: int) -> Response:
+    problem = failed.problem
+    reason = Reason(code=problem.id, message=problem.what, hint=problem.hint)
+    problems = failed.problems if isinstance(failed, Refused) else ()
+    return _json(Refusal(error=reason, problems=[SpecProblem(**item.as_dict()) for item in problems]), status)
+
+
+def _error(status: int, *, code: str, message: str, headers: Any = None) -> Response:
+    response = _json(Refusal(error=Reason(code=code, message=message)), status)
+    response.headers.update(headers or {})
+    return response
 
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+# The document
+
+_REFUSED = {
+    400: "The request cannot be read.",
+    401: "The token is missing or wrong.",
+    404: "What it is about does not exist.",
+    409: "The fleet's state forbids it.",
+    413: "The body is too large.",
+    422: "The spec has errors; `problems` lists them.",
+    500: "The controller failed.",
+    507: "The journal cannot be written.",
+}
+
+
+def openapi() -> dict[str, Any]:
+    """The OpenAPI 3.1 document of ``ROUTES``."""
+    kinds = [*dict.fromkeys(route.asks for route in ROUTES), Refusal]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    references = dict(zip(kinds, schemas, strict=True))
+    bodies = {route.asks.__name__ for route in ROUTES if route.method == "POST"}
+    queries = {route.asks.__name__ for route in ROUTES} - bodies
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        operation: dict[str, Any] = {
+            "operationId": _operation_id(route),
+            "summary": route.summary,
+            "responses": {str(route.status): _response(route.answer, {"type": "object"})},
+        }
+        if route.method == "POST":
+            required = bool(components[route.asks.__name__].get("required"))
+            content = {"application/json": {"schema": references[route.asks]}}
+            operation["requestBody"] = {"required": required, "content": content}
+        elif route.asks is not Nothing:
+            operation["parameters"] = _parameters(route, components[route.asks.__name__])
+        common = (400, 401, 413, 500) if route.method == "POST" else (400, 401, 500)
+        for status in sorted({*common, *route.refusals}):
+            operation["responses"][str(status)] = _response(_REFUSED[status], references[Refusal])
+        paths.setdefault(f"{ADMIN_PATH}{route.path}", {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "corewright's admin API", "version": corewright_version()},
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {name: schema for name, schema in components.items() if name not in queries},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation_id(route: AdminRoute) -> str:
+    words = re.findall(r"[a-z]+", route.path)
+    return "".join([route.method.lower(), *(word.capitalize() for word in words)])
+
+
+def _response(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _parameters(route: AdminRoute, schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "in": "path" if f"{{{name}}}" in route.path else "query",
+            "required": name in schema.get("required", ()),
+            "schema": field,
+        }
+        for name, field in schema["properties"].items()
+    ]
 
 
 async def serve_admin(app: ASGIApp, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,7 @@ from orchestrator.fleet import DRAIN_S, FleetSettings
 from orchestrator.gateway.server import listen
 from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, end_leftovers
 from orchestrator.version import corewright_version
+from placements.problems import render
 from placements.topology import Host
 from workers import host as this_host
 
@@ -35,6 +38,7 @@ LEFTOVERS_DEADLINE_S = 8.0  # for what a killed daemon left: the promise is 10 s
 STATUS_WAIT_S = 1.0  # a background call to Ray lasts no longer, so that the end need not wait for it
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 CONTROLLER_RETRY_S = 0.2
+WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 READY_POLL_S = 0.5  # between looks at whether a signal has come
 
 
@@ -56,6 +60,9 @@ class UpOptions:
     host: str
     port: int
     dashboard: bool = True
+    watch: bool = False  # apply the spec's file when it changes
+    drain_s: float = DRAIN_S
+    config: tuple[dict[str, Any], ...] = ()  # the settings with their origins, for `GET config`
 
 
 class Daemon:
@@ -89,6 +96,7 @@ class Daemon:
         self._controller: Any = None
         self._asking = False
         self._ray_up = False
+        self._further: list[Any] = []  # the Ray nodes of the emulated hosts but the first
         self._serve_up = False
 
     def run(self, on_ready: Callable[[FleetRecord], None]) -> int:
@@ -104,7 +112,7 @@ class Daemon:
             raise Failed(
                 "fleet-already-running",
                 f"a fleet of {self._home.path} runs{where}",
-                "corewright down; this version does not update a running fleet",
+                "corewright apply SPEC changes it, corewright down ends it",
             )
         self._end_previous(record)
         _check_port(self._options.host, self._options.port)
@@ -115,11 +123,13 @@ class Daemon:
             self._wait_ready()
             on_ready(record)
             self._in_background(self._narrate)
+            if self._options.watch:
+                self._in_background(self._watch_spec)
             asked = self._asked.get()
             if isinstance(asked, Failed):
                 raise asked
             self._asking = True
-            self._tell(f"{asked}: draining for at most {DRAIN_S:.0f} s (a signal more ends at once)")
+            self._tell(f"{asked}: draining for at most {self._options.drain_s:.0f} s (a signal more ends at once)")
             return 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
             self._tell(f"{reason}: ended before the fleet was ready")
@@ -180,12 +190,17 @@ class Daemon:
             addresses = cluster.start_ray(
                 self._home.ray, cores=cores, cpus=len(cpus), dashboard=self._options.dashboard
             )
+            self._listen_to_signals()
+            for index, host in enumerate(self._hosts[1:], start=1):
+                self._raise_if_asked()
+                self._further.append(cluster.add_node(index, cores=host.cores, cpus=len(cpus)))
+        except _Interrupted:
+            raise
         except Exception as error:  # of many kinds, with pages of text
             log.exception("Ray does not start")
             cause = str(error).strip().splitlines()[0]
             hint = f"its logs are under {self._home.ray}; ours is {self._home.logs / 'daemon.log'}"
             raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
-        self._listen_to_signals()
         dashboard = addresses.get("webui_url")
         record = record_with(
             record, ray_address=addresses["gcs_address"], dashboard_url=f"http://{dashboard}" if dashboard else None
@@ -206,6 +221,9 @@ class Daemon:
             admin_port=admin_port,
             cpus=cpus,
             instance=self._instance,
+            drain_s=self._options.drain_s,
+            daemon_pid=os.getpid(),
+            config=self._options.config,
         )
         self._tell("starting the controller and the replicas")
         self._controller = actors.start_controller(settings)
@@ -277,6 +295,30 @@ class Daemon:
                     self._tell(line)
         return bool(status["ready"])
 
+    def _watch_spec(self) -> None:
+        """Apply the spec's file when it changes; one that is refused leaves the fleet as it is."""
+        _, file, base_dir = self._spec
+        applied = last = self._spec[0]
+        while not self._ending:
+            time.sleep(WATCH_POLL_S)
+            text = _text_of(file)
+            if text is None or text == applied or text != last:  # unchanged, or still being written
+                last = text or last
+                continue
+            applied = text
+            call = functools.partial(self._controller.apply.remote, text, file, base_dir, "up --watch", "watch")
+            result = self._ask_controller(call)
+            if result is not None and not self._ending:
+                self._tell_applied(file, result)
+
+    def _tell_applied(self, file: str, result: dict[str, Any]) -> None:
+        if "error" in result:
+            problems = [*result["problems"], result["error"]]
+            self._tell(render(problems).rstrip("\n"))
+            self._tell(f"{file} was refused: the fleet stays as it is")
+        elif result["changed"]:
+            self._tell(f"{file} has changed: revision {result['revision']}")
+
     def _listen_to_signals(self) -> None:
         def asked(number: int, _: FrameType | None) -> None:
             if self._asking:
@@ -311,9 +353,10 @@ class Daemon:
 
         if not ray.is_initialized():
             return
+        drain_s = self._options.drain_s
         if self._controller is not None:
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(self._controller.shutdown.remote(DRAIN_S), timeout=DRAIN_S + DRAIN_GRACE_S)
+                ray.get(self._controller.shutdown.remote(drain_s), timeout=drain_s + DRAIN_GRACE_S)
         if self._serve_up:
             stopping = threading.Thread(target=_quietly, args=(actors.stop_gateway,), daemon=True)
             stopping.start()
@@ -321,12 +364,19 @@ class Daemon:
         for thread in self._threads:  # a call to Ray after its shutdown would end this process at once
             thread.join(STATUS_WAIT_S + CONTROLLER_RETRY_S)
         if not any(thread.is_alive() for thread in self._threads):
-            cluster.stop_ray()
+            cluster.stop_ray(self._further)
 
     def _end_everything(self) -> None:
         left = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)
         if not left:
             self._home.forget_fleet()
+
+
+def _text_of(file: str) -> str | None:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
 
 
 def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:

@@ -14,6 +14,18 @@ class ReplicaDied(Exception):
     """The replica's process is gone, or was never made; the text says why."""
 
 
+class HostLost(Exception):
+    """The host's Ray node is dead or absent; the text names it."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a core; None for what cannot be found out."""
+
+    pid: int | None
+    command: str | None = None
+
+
 @dataclass(frozen=True)
 class Survivor:
     """A replica that outlived its controller."""
@@ -28,10 +40,14 @@ def actor_name(model: str, replica: int, epoch: int) -> str:
 
 
 class Cluster(Protocol):
-    """What the controller does to replicas and asks of hosts. ``name`` is an ``actor_name``."""
+    """What the controller does to replicas and asks of hosts. ``name`` is an ``actor_name``; ``host`` is the planner's
+    name of a host, and without it the controller's own is asked."""
 
     async def start(self, config: ReplicaConfig) -> None:
-        """Ask for the replica's process. Returns at once; ``watch`` tells how it goes."""
+        """Ask for the replica's process on ``config.host``. Returns at once; ``watch`` tells how it goes.
+
+        Raises HostLost when that host is known to be gone.
+        """
         ...
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
@@ -42,14 +58,33 @@ class Cluster(Protocol):
         """Wait for the replica's live requests to end. True when none is left, or when it is gone."""
         ...
 
-    async def end(self, name: str, pid: int | None, started: float | None) -> bool:
-        """Kill the replica; true once the host has seen its process gone (or that there never was one)."""
+    async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
+        """Kill the replica; true once its host has seen its process gone (or that there never was one).
+
+        The process is killed by pid and start time too: it outlives its actor for a moment when its raylet has died.
+        Of a lost host another one on the same machine is asked; a lost machine has no processes.
+        """
         ...
 
-    async def log_tail(self, path: str, lines: int) -> list[str]: ...
+    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
+        """The last lines of a log; none when the host is lost."""
+        ...
 
-    async def held_cores(self, claims: str) -> dict[int, int | None]:
-        """The cores that any process holds on an emulated host, with the owners' pids."""
+    async def log_part(
+        self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
+    ) -> tuple[str, int]:
+        """At most ``most`` bytes of a log from ``offset`` on, or without one its last ``lines``; and the next offset.
+
+        A log that is not there, or shorter than ``offset``, begins anew.
+        """
+        ...
+
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
+        """The cores that any process holds: on an emulated host by its ``claims``, else as the Neuron tools tell."""
+        ...
+
+    async def lost_hosts(self) -> frozenset[str]:
+        """The planner's names of the hosts whose Ray node is dead or absent. Cheap enough for every second."""
         ...
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-START_DEADLINE_S = 900.0  # a start that takes longer is an error; a Neuron model may load for minutes
 DRAIN_S = 20.0
 ADMIN_PATH = "/admin/v1"
+BY_HEADER = "x-corewright-by"  # who asks, as the journal tells it
+LONGEST_WAIT_S = 30.0  # of one question for news
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,5 +24,6 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_port: int
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
-    start_deadline_s: float = START_DEADLINE_S
-    drain_s: float = DRAIN_S
+    drain_s: float = DRAIN_S  # at the end of the fleet
+    daemon_pid: int = 0
+    config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin

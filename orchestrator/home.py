@@ -65,6 +65,11 @@ class Home:
         return Path(f"/tmp/cw-{os.getuid()}") / digest
 
     @property
+    def journal(self) -> Path:
+        """What the controller must not forget, from one fleet to the next."""
+        return self.path / "journal"
+
+    @property
     def ray_token_file(self) -> Path:
         """Ray's own token: its ports are not bound to loopback, and its dashboard asks for it."""
         return self.path / "ray-token"

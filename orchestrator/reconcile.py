@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.lifecycle import State
+from orchestrator.rollout import Target
 from orchestrator.snapshot import Observed, ReplicaView
-from placements.plan import Placement
 
 
 @dataclass(frozen=True)
 class Start:
     """Start a replica's process; ``previous`` is its last start, whose epoch this one follows."""
 
-    placement: Placement
+    target: Target
     previous: ReplicaView | None
 
 
@@ -35,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Fail:
-    """It has not started in time: that is a failure like any other."""
+    """It has not started, or made a step, in time: that is a failure like any other."""
 
     replica: ReplicaView
     reason: str
@@ -58,52 +58,66 @@ class Forget:
 Action = Start | Drain | Stop | Fail | Release | Forget
 
 
-def reconcile(placements: Iterable[Placement], observed: Observed, start_deadline_s: float) -> list[Action]:
-    """What brings the fleet nearer to the plan. At the fixed point the list is empty.
+def reconcile(
+    targets: Iterable[Target], observed: Observed, replaced: frozenset[tuple[str, int]] = frozenset()
+) -> list[Action]:
+    """What brings the fleet nearer to its targets. At the fixed point the list is empty.
 
     For each replica that exists:
       1. stopping or failed, its process not seen dead    -> Release
-      2. not planned, or planned elsewhere:
-         2a. seen dead                                     -> Forget
-         2b. ready                                         -> Drain
-         2c. pending, loading                              -> Stop
-      3. pending or loading for longer than the deadline   -> Fail
-      4. failed or stopping, seen dead, its back-off over  -> Start with the next epoch
-    For each placement without a replica:
-      5.                                                   -> Start
-    4 and 5 wait while another replica may still hold one of the cores.
+      2. ready or draining, one engine step over deadline -> Fail
+      3. not wanted, or wanted elsewhere, in another version, or with a new process (``replaced``: id and epoch):
+         3a. seen dead                                     -> Forget
+         3b. ready                                         -> Drain
+         3c. pending, loading                              -> Stop
+      4. pending or loading for longer than its deadline   -> Fail
+      5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch
+    For each target without a replica:
+      6.                                                   -> Start
+    5 and 6 wait while another replica may still hold one of the cores.
     """
-    wanted = {f"{placement.model}/{placement.replica}": placement for placement in placements}
+    wanted = {target.id: target for target in targets}
     actions: list[Action] = []
     for id, replica in observed.replicas.items():
-        placement = wanted.get(id)
+        target = wanted.get(id)
         ending = replica.state in (State.STOPPING, State.FAILED)
+        serving = replica.state in (State.READY, State.DRAINING)
+        starting = replica.state in (State.PENDING, State.LOADING)
         if ending and not replica.gone:  # 1
             actions.append(Release(replica))
-        elif placement is None or (placement.host, placement.cores) != (replica.host, replica.cores):  # 2
+        elif serving and replica.step_s > replica.deadlines.step_s:  # 2
+            what = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
+            actions.append(Fail(replica, f"{what}, the deadline is {replica.deadlines.step_s:.0f} s"))
+        elif target is None or not _meets(replica, target, replaced):  # 3
             if ending:
                 actions.append(Forget(replica))
             elif replica.state is State.READY:
                 actions.append(Drain(replica))
-            elif replica.state in (State.PENDING, State.LOADING):
+            elif starting:
                 actions.append(Stop(replica, "no longer planned"))
-        elif ending:  # 4
-            if observed.now >= replica.retry_at and not _held(placement, observed):
-                actions.append(Start(placement, replica))
-        elif replica.state in (State.PENDING, State.LOADING) and observed.now - replica.since > start_deadline_s:  # 3
-            actions.append(Fail(replica, f"start-deadline: not ready after {start_deadline_s:.0f} s"))
-    for id, placement in wanted.items():
-        if id not in observed.replicas and not _held(placement, observed):  # 5
-            actions.append(Start(placement, None))
+        elif ending:  # 5
+            if observed.now >= replica.retry_at and not _held(target, observed):
+                actions.append(Start(target, replica))
+        elif starting and observed.now - replica.since > replica.deadlines.start_s:  # 4
+            actions.append(Fail(replica, f"start-deadline: not ready after {replica.deadlines.start_s:.0f} s"))
+    for id, target in wanted.items():
+        if id not in observed.replicas and not _held(target, observed):  # 6
+            actions.append(Start(target, None))
     return actions
 
 
-def _held(placement: Placement, observed: Observed) -> bool:
-    cores = placement.cores
-    return cores is not None and any(
-        replica.host == placement.host
-        and replica.cores is not None
+def _meets(replica: ReplicaView, target: Target, replaced: frozenset[tuple[str, int]]) -> bool:
+    return (replica.host, replica.cores, replica.version) == (target.host, target.cores, target.version) and (
+        target.placement is None or (replica.id, replica.epoch) not in replaced
+    )
+
+
+def _held(target: Target, observed: Observed) -> bool:
+    return any(
+        replica.host == target.host
         and not replica.gone
-        and cores.overlap(replica.cores)
+        and target.cores is not None
+        and replica.cores is not None
+        and target.cores.overlap(replica.cores) is not None
         for replica in observed.replicas.values()
     )

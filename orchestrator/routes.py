@@ -23,9 +23,13 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None  # why it is not ready
     engine: str
     source: str | None  # the folder of its tokenizer; None for the echo engine
+    tokenizer: str = ""  # changes when the same text gives other tokens
     max_len: int
     max_queue: int
-    holds: bool  # requests wait while it loads (`min: 0`: they are what loads it)
+    loads_on_request: bool  # `min: 0`: a request is what loads it, and waits for it
+    holds: bool = False  # its one replica is being swapped, and requests wait for the new one
+    canary: float | None = None  # share of the requests that goes to the version that is being tried
+    canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]
 
 

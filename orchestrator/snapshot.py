@@ -8,8 +8,11 @@ from types import MappingProxyType
 
 from orchestrator.lifecycle import State
 from placements.cores import CoreRange
+from placements.spec import Deadlines
 
 FIRST_BACKOFF_S = 1.0
+SETTLED_S = 60.0  # a replica that dies earlier after it was ready is taken to fail again: crash loops need pauses too
+IDLE_S = 60.0  # without a request for so long a replica may lend its cores
 BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses: from then on it is tried seldom
 BREAKER_PAUSE_S = 600.0
 
@@ -27,29 +30,46 @@ class ReplicaView:
     since: float  # when it came into this state, on the snapshot's clock
     pid: int | None = None
     started: float | None = None  # the process's start in seconds since the epoch; with the pid it names the process
+    version: str = ""  # of what its process was told
     gone: bool = False  # the host has seen that the process is dead; only then are the cores free
     reason: str | None = None
     log: tuple[str, ...] = ()  # the last lines of its log, when it failed
     socket: str | None = None
     restarts: int = 0
+    served: bool = False  # it has been ready since this start
+    failures: int = 0  # starts in a row of which none served for long
+    load_s: float | None = None  # from its start to its first generation
+    live: int = 0  # requests in slots
+    waiting: int = 0  # requests that it has accepted beyond them
+    idle_s: float = 0.0  # since its last request ended; 0 while it has one
+    step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
     drafted: int = 0  # tokens, since this start
     accepted: int = 0  # of the drafted ones, those that the model agreed with
-    failures: int = 0  # in a row without having been ready
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
     @property
     def id(self) -> str:
         return f"{self.model}/{self.replica}"
 
     @property
+    def idle(self) -> bool:
+        """Whether nobody would miss it for a while."""
+        return self.live == 0 and self.waiting == 0 and self.idle_s >= IDLE_S
+
+    def touches(self, cores: frozenset[int]) -> bool:
+        """Whether it lies on any of them."""
+        return self.cores is not None and any(core in cores for core in self.cores)
+
+    @property
     def outlook(self) -> State:
         """What counts for its model: a replica that has served and died is started again at once, so it is pending."""
-        return State.PENDING if self.state is State.FAILED and self.failures == 0 else self.state
+        return State.PENDING if self.state is State.FAILED and self.pause_s == 0 else self.state
 
     @property
     def pause_s(self) -> float:
         """How long a failed replica waits for its next start: not at all when it had served, then ever longer; once
         the breaker is open, until the pause that only sees whether the cause is gone."""
-        if self.failures == 0:
+        if self.failures == 0 or (self.served and self.failures == 1):
             return 0.0
         if self.breaker_open:
             return BREAKER_PAUSE_S

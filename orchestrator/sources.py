@@ -1,10 +1,12 @@
-"""Reading what the planner must know of a checkpoint: its config.json, never its weights."""
+"""Reading what the planner and the controller must know of a checkpoint: small files, never its weights."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2s
 from pathlib import Path
 
 from placements.checkpoints import Checkpoint, CheckpointError
@@ -62,3 +64,25 @@ def _read(folder: str | None, source: str, where: str, model: str) -> Checkpoint
     except ValueError as error:
         what = f"{model}: {file} is not JSON: {error}"
         return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def tokenizer_key(engine: str, folder: str | None) -> str:
+    """Equal for two sources whose tokenizers and chat templates are made of the same files. Blocks."""
+    if engine == "echo" or folder is None:
+        return engine if engine == "echo" else f"{engine}:{folder}"
+    digest = blake2s(digest_size=8)
+    for name in _TOKENIZER_FILES:
+        with contextlib.suppress(OSError):
+            digest.update(name.encode() + b"\0" + blake2s((Path(folder) / name).read_bytes()).digest())
+    return digest.hexdigest()

@@ -86,8 +86,8 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     if spec is None:
         return ()
     problems = []
-    if len(file.hosts) > 1:
-        what = f"{len(file.hosts)} hosts are asked for, and `up` of this version starts one"
+    if len(file.hosts) > 1 and not file.hosts[0].emulated:
+        what = f"{len(file.hosts)} machines are asked for, and `up` of this version starts one"
         problems.append(Problem("hosts-not-served", "error", spec.where("hosts", "count"), what, "count: 1"))
     if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
         what = f"this machine is no {_instance(file.hosts[0])}: it has " + (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 # Three digits are enough for every host known (128 cores), and keep int() from being fed a novel.
@@ -65,3 +65,14 @@ class CoreRange:
     def aligned(self, n: int) -> bool:
         """Whether the range begins at a multiple of ``n`` cores."""
         return self.first % n == 0
+
+
+def ranges(cores: Iterable[int]) -> list[str]:
+    """The fewest ranges that hold exactly ``cores``: {0, 1, 2, 5} gives ["0-2", "5"]."""
+    found: list[CoreRange] = []
+    for core in sorted(set(cores)):
+        if found and found[-1].last == core - 1:
+            found[-1] = CoreRange(found[-1].first, core)
+        else:
+            found.append(CoreRange(core, core))
+    return [str(one) for one in found]

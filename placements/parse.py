@@ -13,7 +13,19 @@ from pydantic_core import ErrorDetails
 from placements.engines import DTYPES, ENGINES
 from placements.places import Path, Place, Places
 from placements.problems import Problem, has_errors, in_order
-from placements.spec import NAME, NAME_RULE, Draft, HostsSpec, ModelSpec, Replicas, Reserve, Spec
+from placements.spec import (
+    NAME,
+    NAME_RULE,
+    STRATEGIES,
+    Deadlines,
+    Draft,
+    HostsSpec,
+    ModelSpec,
+    Replicas,
+    Reserve,
+    Spec,
+    Update,
+)
 from placements.topology import TOPOLOGIES
 from placements.yamltree import BROKEN, Tree, read
 
@@ -22,9 +34,13 @@ _M = TypeVar("_M", bound=BaseModel)
 _TOP = ("version", "name", "hosts", "defaults", "models")
 _HOSTS = tuple(HostsSpec.model_fields)
 _RESERVE = tuple(Reserve.model_fields)
-_REPLICAS = tuple(Replicas.model_fields)
 _MODEL = tuple(key for key in ModelSpec.model_fields if key not in ("name", "base_dir", "broken"))
-_DRAFT = tuple(Draft.model_fields)
+_NESTED: Mapping[str, tuple[str, ...]] = {
+    "replicas": tuple(Replicas.model_fields),
+    "draft": tuple(Draft.model_fields),
+    "update": tuple(Update.model_fields),
+    "deadlines": tuple(Deadlines.model_fields),
+}
 _DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores", "draft"))
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -71,9 +87,14 @@ _VALUE_ALIASES = {
     "transformers": "cpu",
 }
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {"engine": ENGINES, "dtype": DTYPES, "version": ("1",)}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "engine": ENGINES,
+    "dtype": DTYPES,
+    "strategy": STRATEGIES,
+    "version": ("1",),
+}
 
-_WHOLE, _TEXT, _MAPPING = "a whole number", "text", "a mapping"
+_WHOLE, _TEXT, _MAPPING, _SECONDS = "a whole number", "text", "a mapping", "a number of seconds"
 _WANTS: Mapping[str, str] = {
     "name": _TEXT,
     "source": _TEXT,
@@ -86,8 +107,14 @@ _WANTS: Mapping[str, str] = {
     "allow_head_padding": "true or false",
     "allow_degrees": "a list of whole numbers, like [6]",
     "hbm_overhead_gib": "a number of GiB",
+    "allow_pickle": "true or false",
     "draft": "a mapping with a source, like {source: ./models/draft, k: 4}",
     "engine_options": "a mapping from option names to values",
+    "update": "a mapping, like {strategy: surge}",
+    "deadlines": "a mapping, like {start_s: 600}",
+    "strategy": "one of " + ", ".join(STRATEGIES),
+    "rollback": "true or false",
+    **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "step_s", "drain_s"), _SECONDS),
     "instance": _TEXT,
     "emulate": _TEXT,
     "reserve": "a mapping, like {vcpus: 8, cores: [23]}",
@@ -223,7 +250,7 @@ class _Reader:
             return {}, set()
         values = self._known(value, _DEFAULTS, ("defaults",))
         broken: set[str] = set()
-        self._replicas_keys(values, ("defaults", "replicas"))
+        self._nested_keys(values, ("defaults",))
         self._validated(ModelSpec, {**values, "name": "defaults", "source": "./"}, ("defaults",), broken)
         for known, place in self._tree.places.items():
             if known[:1] == ("defaults",) and len(known) > 1:
@@ -242,9 +269,7 @@ class _Reader:
             self._wrong_type(path, f'model "{_short(name)}"', "a mapping, like {source: ./models/tiny}")
             return None
         own = self._known(fields, _MODEL, path)
-        self._replicas_keys(own, (*path, "replicas"))
-        if isinstance(own.get("draft"), dict):
-            own["draft"] = self._known(own["draft"], _DRAFT, (*path, "draft"))
+        self._nested_keys(own, path)
         for key in defaults.keys() - own.keys():
             self._inherit(path, key)
         values = {**defaults, **own, "name": name if usable else "model", "base_dir": self._base_dir}
@@ -267,9 +292,10 @@ class _Reader:
         for rest, place in self._defaults_places.get(key, ()):
             self._tree.places[(*path, key, *rest)] = place
 
-    def _replicas_keys(self, values: dict[str, Any], path: Path) -> None:
-        if isinstance(values.get("replicas"), dict):
-            values["replicas"] = self._known(values["replicas"], _REPLICAS, path)
+    def _nested_keys(self, values: dict[str, Any], path: Path) -> None:
+        for key, allowed in _NESTED.items():
+            if isinstance(values.get(key), dict):
+                values[key] = self._known(values[key], allowed, (*path, key))
 
     def _known(self, values: dict[str, Any], allowed: tuple[str, ...], path: Path) -> dict[str, Any]:
         """The known keys. A key that is surely a misspelt one is reported, and read as what it was meant to be."""
@@ -381,7 +407,7 @@ class _Reader:
         if (
             written.plain
             and written.kind in ("a boolean", "a number")
-            and wanted in (_TEXT, _WANTS["engine"], _WANTS["dtype"])
+            and wanted in (_TEXT, _WANTS["engine"], _WANTS["dtype"], _WANTS["strategy"])
         ):
             reading = "a number"
             if written.kind == "a boolean":

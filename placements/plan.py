@@ -164,11 +164,13 @@ def plan(
     running: Iterable[Running] = (),
     wanted: Mapping[str, int] | None = None,
     blocked: Mapping[str, frozenset[int]] | None = None,
+    numbered: Mapping[str, frozenset[int]] | None = None,
 ) -> Plan:
     """Place every model's replicas: its ``min``, or what ``wanted`` names for it, at most its ``max``.
 
-    ``running`` holds what runs now, ``blocked`` cores by host that may not be used (quarantine). ``checkpoints`` decide
-    nothing yet; rules that need them are those of `check`. The spec is taken as free of errors.
+    ``running`` holds what runs now, ``blocked`` cores by host that may not be used (quarantine), ``numbered`` replica
+    indices by model that are in use elsewhere (older versions that still serve). ``checkpoints`` decide nothing yet;
+    rules that need them are those of `check`. The spec is taken as free of errors.
 
     1. Running replicas that fit the spec stay, those on a pin first, then those with the lowest index. Others end:
        their cores count as free.
@@ -182,7 +184,7 @@ def plan(
 
     The result is deterministic, and planning with ``running`` equal to its placements changes nothing.
     """
-    draft = _Draft(spec, hosts, blocked or {})
+    draft = _Draft(spec, hosts, blocked or {}, numbered or {})
     observed = tuple(dict.fromkeys(running))
     items: list[_Item] = []
     for order, model in enumerate(spec.models):
@@ -199,8 +201,15 @@ def plan(
 class _Draft:
     """The plan in the making: what is free, what is placed, what is not. The numbers are those of `plan`."""
 
-    def __init__(self, spec: Spec, hosts: Sequence[Host], blocked: Mapping[str, frozenset[int]]) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        hosts: Sequence[Host],
+        blocked: Mapping[str, frozenset[int]],
+        numbered: Mapping[str, frozenset[int]],
+    ) -> None:
         self._spec = spec
+        self._numbered = numbered
         self._hosts = {host.name: host for host in hosts}
         self._blocked = blocked
         self._free = {host.name: Free.of(host, blocked.get(host.name, ())) for host in hosts}
@@ -249,7 +258,8 @@ class _Draft:
 
     def _missing(self, model: ModelSpec, order: int, count: int, used: set[int], pins: Sequence[int]) -> list[_Item]:
         number = count - len(used)
-        unused = (i for i in range(count + len(used)) if i not in used)
+        elsewhere = self._numbered.get(model.name, frozenset())
+        unused = (i for i in itertools.count() if i not in used and i not in elsewhere)
         indices = [next(unused) for _ in range(number)]
         chosen: dict[int, int] = {}
         for pin in pins:  # pin i for replica i where that is possible

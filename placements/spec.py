@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
 
 SourceKind = Literal["path", "s3", "hub"]
+Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True, order=True)
@@ -177,6 +179,24 @@ class Draft(_Frozen):
     k: int = Field(4, ge=1, le=16)
 
 
+class Update(_Frozen):
+    """How a model's processes are replaced when the spec changes."""
+
+    strategy: Strategy = "auto"  # auto: the one with the least predicted outage
+    hold_s: float = Field(30.0, ge=0, le=3600)  # auto lets requests wait for a swap of at most so long
+    progress_deadline_s: float = Field(900.0, gt=0, le=86_400)  # without a new replica for so long it has failed
+    rollback: bool = True  # a failed update goes back to the last revision that was complete
+    max_failures: int = Field(3, ge=1, le=100)  # failed starts in a row of one new replica: it has failed
+
+
+class Deadlines(_Frozen):
+    """How long a replica may take, in seconds."""
+
+    start_s: float = Field(900.0, gt=0, le=86_400)  # from its start to its first generation
+    step_s: float = Field(120.0, gt=0, le=86_400)  # one prefill or decode
+    drain_s: float = Field(300.0, ge=0, le=86_400)  # for its requests to end before it is stopped
+
+
 class HostsSpec(_Frozen):
     """The machines: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
@@ -205,7 +225,10 @@ class ModelSpec(_Frozen):
     allow_head_padding: bool = False  # heads that tp_degree does not divide, for engines that pad them with zeros
     allow_degrees: tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...] = Field((), strict=False)
     hbm_overhead_gib: float | None = Field(None, ge=0, le=1024)  # per core; None: the estimate of `memory`
+    allow_pickle: bool = False  # read weights that are a pickle, the draft's too, on the cpu engine
     draft: Draft | None = None  # speculative decoding, on the cpu engine
+    update: Update = Update()
+    deadlines: Deadlines = Deadlines()
     engine_options: dict[str, bool | int | float | str] = {}  # what no field says; see `engines.ENGINE_OPTIONS`
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
@@ -248,7 +271,7 @@ class ModelSpec(_Frozen):
         source = self.source_path or self.source
         draft = None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k)
         engine = (self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads)
-        return (source, *engine, options, draft)
+        return (source, *engine, options, draft, self.allow_pickle)
 
     def dtype_on(self, engine: Engine) -> Dtype:
         """The weights' and the KV cache's type under a resolved engine (`engines.resolve`)."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 READY_DEADLINE_S = 120.0
 COREWRIGHT = Path(sys.executable).with_name("corewright")
@@ -110,6 +111,18 @@ class LiveFleet:
         record = Home(self.home).read_record()
         fleet = record.fleet if record is not None else "none"
         return [process.pid for process in fleet_processes(Home(self.home), fleet)]
+
+    def raylet_pid(self, host_index: int) -> int:
+        """The raylet of that emulated host: kill it, and the host is lost."""
+        label = f'"corewright-host": "emu-{host_index}"'
+        found = [
+            pid
+            for pid in self.processes()
+            if psutil.Process(pid).name() == "raylet"
+            and any(word.startswith("--labels=") and label in word for word in psutil.Process(pid).cmdline())
+        ]
+        assert len(found) == 1, found
+        return found[0]
 
     def stop(self, signal_number: int = signal.SIGTERM, deadline_s: float = 40.0) -> int:
         """End it as its user would; gives the exit code."""

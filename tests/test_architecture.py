@@ -85,6 +85,8 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
         ("import orchestrator.cli.main as m; m.run(['validate', 'placements/examples/demo.yaml'])", HEAVY | {"ray"}),
         ("import orchestrator.cli.main as m; m.run(['plan', 'placements/examples/demo.yaml'])", HEAVY | {"ray"}),
         ("import orchestrator.cli.main as m; m.run(['status'])", HEAVY | {"ray"}),
+        ("import orchestrator.cli.main as m; m.run(['apply', 'x'])", HEAVY | {"ray", "starlette", "uvicorn"}),
+        ("import orchestrator.cli.main as m; m.run(['config', 'view'])", HEAVY | {"ray", "starlette", "uvicorn"}),
         ("import orchestrator.controller", HEAVY | {"ray"}),
         ("import workers.replica", HEAVY),
         (
@@ -98,7 +100,7 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
             HEAVY | {"ray"},
         ),
     ],
-    ids=["version", "validate", "plan", "status", "controller", "replica", "echo"],
+    ids=["version", "validate", "plan", "status", "apply", "config", "controller", "replica", "echo"],
 )
 def test_nothing_heavy_is_loaded(do: str, unwanted: set[str], tmp_path: Path) -> None:
     """Commands answer at once, and an echo replica runs without torch: seen in a process of its own."""

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,18 +21,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from orchestrator.admin import ROUTES
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
-from orchestrator.controller import Controller
-from orchestrator.fleet import FleetSettings
+from orchestrator.fleet import ADMIN_PATH
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
 from orchestrator.home import FleetRecord
 from orchestrator.lifecycle import ModelState, State
-from orchestrator.snapshot import ReplicaView
+from orchestrator.settings import SETTINGS
 from orchestrator.specfile import SpecFile, examine, start_problems
 from placements.checkpoints import FAMILIES
-from placements.cores import CoreRange
 from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES
 from placements.explain import core_map
 from placements.hosts import Machine
@@ -39,6 +39,9 @@ from placements.plan import plan
 from placements.problems import Problem, has_errors
 from placements.spec import HostsSpec, ModelSpec, Replicas, Reserve, Spec
 from placements.topology import DEGREES, TOPOLOGIES
+from tests.orchestrator.fakefleet import PLAN, LiveAdmin
+from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 from workers.requests import GenerateRequest
@@ -288,7 +291,7 @@ def called(call: ast.Call) -> str:
 
 def makers(trees: list[ast.Module]) -> dict[str, int]:
     """What makes a problem, with the position of its id: the classes, and every function that hands its own on."""
-    found = {"Problem": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
+    found = {"Problem": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
     size = 0
     while size != len(found):
         size = len(found)
@@ -402,26 +405,48 @@ def test_the_collection_finds_ids_of_every_kind() -> None:
 def test_each_codes_status_is_that_of_its_entry() -> None:
     """The table of statuses in cli.md agrees with the entries of errors.md."""
     table = {code: row[0] for row in rows(section(CLI, "Answers")) if row[0].isdigit() for code in words(row[2])}
-    assert table.keys() == codes_in_source() - {"invalid_token"}
+    assert table.keys() == codes_in_source() - {"invalid_token", "invalid_request"}
     assert {code: section(ERRORS, code).split()[0].rstrip(".") for code in table} == table
 
 
 # The command line
 
-COMMANDS: dict[str, Any] = getattr(get_command(cli.app), "commands")  # noqa: B009 - typer's own class is not public
+
+def leaves(group: Any, above: str = "") -> dict[str, Any]:
+    """The commands that do something, each with the words that it is called by."""
+    found = {}
+    for name, command in group.commands.items():
+        found |= leaves(command, f"{above}{name} ") if hasattr(command, "commands") else {above + name: command}
+    return found
+
+
+COMMANDS = leaves(get_command(cli.app))
+
+
+def options(command: Any) -> set[str]:
+    names = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    return {option for option in names if option.startswith("-")} - {"--help"}
 
 
 def test_every_command_and_option_is_described() -> None:
-    """In a section of its own, and no option that does not exist."""
-    sections = {name: section(CLI, f"corewright {name}") for name in COMMANDS}
-    assert sections.keys() == set(re.findall(r"^### `corewright (\w+)`$", CLI.read_text(), re.MULTILINE))
+    """In a section of its first word, with a synopsis of its own, and no option that does not exist."""
+    names = {name.split()[0] for name in COMMANDS}
+    assert names == set(re.findall(r"^### `corewright (\w+)`$", CLI.read_text(), re.MULTILINE))
     for name, command in COMMANDS.items():
-        options = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
-        options = {option for option in options if option.startswith("-")} - {"--help"}
-        synopsis = next(line for line in sections[name].splitlines() if line.startswith("`corewright"))
+        lines = section(CLI, f"corewright {name.split()[0]}").splitlines()
+        (synopsis,) = [line for line in lines if re.match(rf"`corewright {name}( .*)?`$", line)]
         shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", synopsis))
-        assert shown == options - {"--output"}, name
+        assert shown - {"-o"} == options(command) - {"--output", "-o"}, name
+        assert ("-o" in shown) == ("-o" in options(command)), name
     assert "`-o` (`--output`)" in CLI.read_text()
+
+
+def test_every_option_is_explained() -> None:
+    """Beside its synopsis, in the section of its command."""
+    for name, command in COMMANDS.items():
+        text = section(CLI, f"corewright {name.split()[0]}")
+        for option in options(command) - {"--output", "-o"}:
+            assert text.count(option) > 1, (name, option)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -437,14 +462,27 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
         if line[:1] == ["make"] and len(line) > 1:
             assert line[1] in targets
         elif line[:1] == ["corewright"] and len(line) > 1 and not set("[]|") & set("".join(line)):
-            COMMANDS[line[1]].make_context(line[1], line[2:] or ["SPEC"] * (line[1] in ("validate", "plan", "up")))
+            given = [word for word in line[1:] if word != "\\"]
+            name = next((name for name in (" ".join(given[:2]), given[0]) if name in COMMANDS), None)
+            rest = given[len(name.split()) :] if name else given[1:]
+            if name and rest:
+                COMMANDS[name].make_context(name, rest)
+            assert name or given[0] in {name.split()[0] for name in COMMANDS}
 
 
-def sessions() -> list[tuple[str, str, int]]:
-    """Each command of a console block with what it prints, and its exit code where the block asks for it."""
+def first_line(value: object) -> str:
+    return str(value).partition("\n")[0]
+
+
+ALONE = [f"corewright {name}" for name in ("validate", "plan", "version")]
+
+
+def sessions(alone: bool) -> list[tuple[str, str, int]]:
+    """Each command of a console block with what it prints, and its exit code where the block asks for it. ``alone``:
+    those without a fleet."""
     found: list[tuple[str, str, int]] = []
     for block in blocks(CLI):
-        if block.language == "console" and block.section != "corewright status":
+        if block.language == "console" and block.section != "corewright status" and (block.section in ALONE) == alone:
             for part in block.text.split("$ ")[1:]:
                 command, _, output = part.partition("\n")
                 if command == "echo $?":
@@ -454,7 +492,7 @@ def sessions() -> list[tuple[str, str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("command", "output", "code"), sessions(), ids=lambda value: str(value).partition("\n")[0])
+@pytest.mark.parametrize(("command", "output", "code"), sessions(alone=True), ids=first_line)
 def test_a_session_is_what_happens(
     command: str,
     output: str,
@@ -473,9 +511,54 @@ def test_a_session_is_what_happens(
     assert code in (found, -1)
 
 
+@pytest.mark.parametrize(("command", "output", "code"), sessions(alone=False), ids=first_line)
+def test_a_session_with_a_fleet_is_what_happens(
+    command: str,
+    output: str,
+    code: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """To the letter, of a fleet that is played behind the real admin API."""
+    monkeypatch.chdir(folder)
+    for setting in SETTINGS:
+        monkeypatch.delenv(setting.env, raising=False)
+    admin = LiveAdmin()
+    environment = {"HOME": "/home/ada", "TZ": "UTC", "COREWRIGHT_URL": admin.url, "COREWRIGHT_TOKEN": "secret"}
+    environment["COREWRIGHT_HOME"] = "/home/ada/.corewright"
+    try:
+        with monkeypatch.context() as changed:
+            for name, value in environment.items():
+                changed.setenv(name, value)
+            time.tzset()
+            found = cli.run(command.split()[1:])
+    finally:
+        admin.close()
+        time.tzset()
+    printed = capsys.readouterr()
+    assert printed.err + printed.out == output
+    assert code in (found, -1)
+
+
+def test_the_shown_spec_is_the_played_fleets() -> None:
+    """But for the length that its text names."""
+    (block,) = [block for block in blocks(CLI) if block.language == "yaml" and named(block) == "new.yaml"]
+    assert block.text.partition("\n")[2] == SHOWN_SPEC.replace("512", "1024")
+
+
+def test_every_setting_is_described() -> None:
+    """With its variable, its default and its values."""
+    table = [row for row in rows(section(CLI, "Settings")) if words(row[0])]
+    told = [(words(row[0])[0], words(row[1])[0], words(row[2])[0]) for row in table]
+    switches = {"True": "true", "False": "false"}
+    assert told == [(one.name, one.env, switches.get(str(one.default), str(one.default))) for one in SETTINGS]
+    assert all(row[3].startswith(one.kind) for row, one in zip(table, SETTINGS, strict=True))
+
+
 def test_every_environment_variable_is_described() -> None:
     """Every COREWRIGHT_... of the sources."""
-    used = {name for path in SOURCES for name in re.findall(r"COREWRIGHT_[A-Z]+", path.read_text())}
+    used = {name for path in SOURCES for name in re.findall(r"COREWRIGHT_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
     assert used <= set(words(section(CLI, "Environment variables")))
 
 
@@ -508,31 +591,55 @@ def status_block(command: str) -> str:
     return next(p.partition("\n")[2] for p in block.text.split("$ ") if p.startswith(f"{command}\n"))
 
 
+def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
+    """The status of a fleet with a replica that runs, one that failed, and a core that somebody else holds."""
+    text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
+
+    async def play() -> dict[str, Any]:
+        cluster = FakeCluster()
+        cluster.held = {1: 99}
+        async with Played(tmp_path, cluster, text) as played:
+            await played.settled()
+            return played.controller.status()
+
+    return virtually(play)
+
+
 def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
     """Fleet, models, replicas, hosts and leases."""
-    text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
-    settings = FleetSettings(
-        fleet="f",
-        home=str(tmp_path),
-        spec_text=text,
-        spec_file="a.yaml",
-        base_dir=str(tmp_path),
-        token="t",
-        admin_port=1,
-        cpus=(0, 1),
-        instance=None,
-    )
-    controller = Controller(settings, cluster=None)  # type: ignore[arg-type]
-    view = ReplicaView("a", 0, 1, "inf2.xlarge/0", CoreRange(0, 0), State.FAILED, 0.0, pid=1, log=("x",))
-    controller._put(view)
-    assert shape(shown_status()) == shape(controller.status())
+    told = shape(told_by_a_controller(tmp_path))
+    assert told["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command"))
+    shown = shape(shown_status())
+    assert shown["hosts"].pop("quarantine") is None  # an empty list
+    assert shown == told
+
+
+def test_every_key_of_the_status_is_described(tmp_path: Path) -> None:
+    """Those that do not say themselves what they are."""
+    plain = {"name", "models", "hosts", "replicas", "id", "host", "cores", "model", "instance", "emulated", "message"}
+    plain |= {"leases", "type", "free", "state", "since", "log_file"}
+    plain |= {"strategy", "updated", "old", "replica"}  # of `rollout status`
+
+    def names(value: Any) -> set[str]:
+        return set().union(*({key} | names(item) for key, item in (value or {}).items())) if value else set()
+
+    text = section(CLI, "corewright status").split("```")[-1]
+    assert names(shape(told_by_a_controller(tmp_path))) - plain - set(words(text)) == set()
+
+
+def test_the_shown_plan_of_a_model_has_its_keys() -> None:
+    """Those of the played fleet, which another test compares with a real one; and each is described."""
+    shown = example(CLI, "corewright plan")
+    assert shape(shown) == shape(PLAN["models"][0])
+    described = {word for row in rows(section(CLI, "corewright plan")) for word in words(row[0])}
+    assert shown.keys() - {"model", "replicas"} <= described
 
 
 def test_the_shown_status_table_is_that_of_the_shown_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`status` prints it so."""
-    monkeypatch.setattr(AdminClient, "get", lambda self, path: shown_status())
+    monkeypatch.setattr(AdminClient, "get", lambda self, path, query=None: shown_status())
     monkeypatch.setattr(cli, "the_fleet", lambda: AdminClient("", "", None))
     assert cli.run(["status"]) == 0
     assert capsys.readouterr().out == status_block("corewright status")
@@ -602,11 +709,17 @@ def routes_of(page: str) -> set[tuple[str, str]]:
 def test_every_route_is_described() -> None:
     """Of the gateway and of the admin API."""
     gateway = (ROOT / "orchestrator" / "gateway" / "app.py").read_text()
-    admin = (ROOT / "orchestrator" / "admin.py").read_text()
     served = re.findall(r'Route\("([^"]+)".*methods=\["([A-Z]+)"\]', gateway)
     assert {(m, p.replace(":path", "")) for p, m in served} == routes_of(section(CLI, "The gateway"))
-    told = re.findall(r'Route\(f"\{ADMIN_PATH\}([^"]+)".*methods=\["([A-Z]+)"\]', admin)
-    assert {(method, f"/admin/v1{path}") for path, method in told} == routes_of(section(CLI, "The admin API"))
+    assert {(route.method, f"{ADMIN_PATH}{route.path}") for route in ROUTES} == routes_of(section(CLI, "The admin API"))
+
+
+def test_every_field_of_an_admin_route_is_described() -> None:
+    """Those that may be left out with a question mark; the answer as the OpenAPI document has it."""
+    for row, route in zip([row for row in rows(section(CLI, "The admin API")) if words(row[0])], ROUTES, strict=True):
+        fields = [field for field in msgspec.structs.fields(route.asks) if f"{{{field.name}}}" not in route.path]
+        assert row[1] == ", ".join(f"`{field.name}`" + ("" if field.required else "?") for field in fields)
+        assert row[2] == route.answer
 
 
 # Request fields

@@ -25,4 +25,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     draft_source: str | None = None  # a folder on this host of the model that drafts; None: nothing is drafted
     draft_k: int = 0  # tokens that it drafts ahead
+    allow_pickle: bool = False  # read pickled weights too, the draft's as well
     engine_options: dict[str, int | float | str | bool] = {}
+    version: str = ""  # of all that matters to its process: equal ones are interchangeable
+    tokenizer: str = ""  # equal where the same text gives the same tokens

@@ -82,3 +82,34 @@ def log_tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     return [line for line in text.splitlines() if line.strip() and not line.startswith(RAY_MARKS)][-lines:]
+
+
+def log_part(path: Path, offset: int | None, most: int, lines: int) -> tuple[str, int]:
+    """At most ``most`` bytes of a log from ``offset`` on, or without one its last ``lines`` lines; and the next offset.
+
+    A log that is shorter than ``offset`` was begun anew, and is read from its start. Ends at a line's end, unless one
+    line is longer than ``most``.
+    """
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            begin = max(0, size - most) if offset is None else offset if offset <= size else 0
+            log.seek(begin)
+            data = log.read(most)
+    except FileNotFoundError:
+        return "", 0
+    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == most else b"")
+    shown = [
+        line for line in whole.decode(errors="replace").splitlines(keepends=True) if not line.startswith(RAY_MARKS)
+    ]
+    return "".join(shown if offset is not None else shown[-lines:]), begin + len(whole)
+
+
+def command_of(pid: int | None) -> str | None:
+    """What that process was started as, or calls itself; None when it cannot be found out."""
+    if pid is None:
+        return None
+    try:
+        return " ".join(psutil.Process(pid).cmdline()).strip() or None
+    except psutil.Error:
+        return None

@@ -27,6 +27,7 @@ from workers.config import ReplicaConfig
 from workers.dataplane import DataPlane
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
+from workers.memory import is_out_of_memory, out_of_memory
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.status import Failure, Phase, ReplicaStatus
 from workers.tokenizer import load_tokenizer
@@ -96,8 +97,17 @@ class Replica:
     def _reading(self) -> ReplicaStatus:
         if self._batcher is None:
             return self._status
-        stats = self._batcher.stats
-        return msgspec.structs.replace(self._status, drafted=stats.drafted, accepted=stats.accepted)
+        stats, now = self._batcher.stats, time.monotonic()
+        idle_since = stats.last_step_at or self._began
+        return msgspec.structs.replace(
+            self._status,
+            live=stats.live,
+            waiting=stats.waiting,
+            idle_s=0.0 if stats.live or stats.waiting else now - idle_since,
+            step_s=0.0 if stats.step_started_at is None else now - stats.step_started_at,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+        )
 
     def _live(self) -> None:
         try:
@@ -109,7 +119,7 @@ class Replica:
             self._fail(Failure("cores-taken", f"{error} (held: {owners})", "end the process that holds the cores"))
         except Exception as error:
             log.exception("the load failed")
-            self._fail(Failure("load-failed", f"{type(error).__name__}: {error}", f"the log is {self._config.log}"))
+            self._fail(failure_of("load-failed", error, "the load", self._config.log))
 
     def _load(self) -> None:
         config = self._config
@@ -170,7 +180,7 @@ class Replica:
             self._batcher.run()
         except Exception as error:
             log.exception("an engine step failed")
-            self._fail(Failure("engine-failed", f"{type(error).__name__}: {error}", f"the log is {self._config.log}"))
+            self._fail(failure_of("engine-failed", error, "a step of the engine", self._config.log))
 
     def _fail(self, failure: Failure) -> None:
         log.error("%s: %s", failure.id, failure.what)
@@ -181,6 +191,14 @@ class Replica:
             version = self._status.version + 1
             self._status = msgspec.structs.replace(self._status, version=version, phase=phase, **changes)
             self._changed.notify_all()
+
+
+def failure_of(id: str, error: Exception, doing: str, log_file: str) -> Failure:
+    """The failure ``id`` of an exception that nobody foresaw; for want of memory it is ``out-of-memory``."""
+    if is_out_of_memory(error):
+        told = out_of_memory(error, doing)
+        return Failure(told.id, told.what, told.hint)
+    return Failure(id, f"{type(error).__name__}: {error}", f"the log is {log_file}")
 
 
 def check_environment(expected: dict[str, str]) -> None:

@@ -32,6 +32,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: float  # the process's start, seconds since the epoch
     failure: Failure | None = None
+    live: int = 0  # requests in slots, as of this reading
+    waiting: int = 0  # requests accepted and not in a slot yet
+    idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 while there is one
+    step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
     drafted: int = 0  # tokens by the draft model, as of this reading
     accepted: int = 0  # of these, what the model agreed with
     load_s: float | None = None  # from the actor's start to its first real generation

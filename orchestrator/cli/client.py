@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from orchestrator.failure import Failed
-from orchestrator.fleet import ADMIN_PATH
+from orchestrator.fleet import ADMIN_PATH, BY_HEADER
 from orchestrator.home import FleetRecord, Home, daemon_alive
+from placements.problems import Problem
 
 DEADLINE_S = 10.0
+PLAN_DEADLINE_S = 60.0  # it reads each model's config.json
+CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
+RETRY_S = 0.2
+
+
+class FleetRefused(Failed):
+    """The controller's own word: its id, its hint, and the problems of the spec that it was given."""
+
+    def __init__(self, id: str, what: str, hint: str, problems: Sequence[Problem]) -> None:
+        super().__init__(id, what, hint)
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True)
@@ -24,15 +37,37 @@ class AdminClient:
     token: str
     record: FleetRecord | None
 
-    def get(self, path: str) -> Any:
-        """The JSON below /admin/v1. Raises Failed."""
-        return self._ask("GET", path)
+    def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
+        """The JSON below /admin/v1; what is None in the query is left out. Raises Failed."""
+        given = {key: value for key, value in (query or {}).items() if value is not None}
+        deadline_s = DEADLINE_S + float(given.get("wait_s", 0.0))
+        return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None, deadline_s)
 
-    def post(self, path: str) -> Any:
+    def post(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = DEADLINE_S) -> Any:
         """As ``get``."""
-        return self._ask("POST", path)
+        return self._ask("POST", path, json.dumps(body or {}).encode(), deadline_s)
 
-    def _ask(self, method: str, path: str) -> Any:
+    def post_spec(self, path: str, spec: tuple[str, str, str], **more: Any) -> Any:
+        """Ask about a spec: its text, its file's name and its folder."""
+        text, file, base_dir = spec
+        return self.post(path, {"text": text, "file": file, "base_dir": base_dir, **more}, PLAN_DEADLINE_S)
+
+    def patiently(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
+        """As ``get``, through a restart of the controller."""
+        began = time.monotonic()
+        while True:
+            try:
+                return self.get(path, query)
+            except Failed as failed:
+                if failed.problem.id != "fleet-unreachable" or time.monotonic() - began > CONTROLLER_AWAY_S:
+                    raise
+                if self.record is not None and not daemon_alive(self.record):
+                    raise Failed("no-fleet", "the fleet has ended", "corewright up SPEC") from None
+                time.sleep(RETRY_S)
+
+    def _ask(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
+        import http.client  # 50 ms, which a command without a fleet need not wait for
+
         parts = urlsplit(self.url)
         try:
             port = parts.port
@@ -41,28 +76,49 @@ class AdminClient:
         if parts.hostname is None or parts.scheme not in ("http", "https") or port == -1:
             raise Failed("fleet-url-wrong", f"{self.url!r} is no address", "COREWRIGHT_URL=http://127.0.0.1:PORT")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname, port, timeout=DEADLINE_S)
+        connection = kind(parts.hostname, port, timeout=deadline_s)
+        headers = {"Authorization": f"Bearer {self.token}", BY_HEADER: _who()}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         try:
-            connection.request(method, f"{ADMIN_PATH}/{path}", headers={"Authorization": f"Bearer {self.token}"})
+            connection.request(method, f"{ADMIN_PATH}/{path}", body, headers)
             response = connection.getresponse()
-            body = response.read()
+            told = response.read()
         except (OSError, http.client.HTTPException) as error:
-            what = f"the controller at {self.url} does not answer: {error}"
+            what = f"the controller at {self.url} does not answer: {error or type(error).__name__}"
             raise Failed("fleet-unreachable", what, "is it still starting? `corewright status` again") from None
         finally:
             connection.close()
         try:
-            answer = json.loads(body)
+            answer = json.loads(told)
         except ValueError:
             raise Failed("fleet-unreachable", f"{self.url} is no admin API", "see COREWRIGHT_URL") from None
         if response.status >= 400:
-            message = answer.get("error", {}).get("message", response.reason)
-            raise Failed(
-                "fleet-refused",
-                f"{method} {path}: {response.status} {message}",
-                "is it the admin API's address and token? see COREWRIGHT_URL, COREWRIGHT_TOKEN",
-            )
+            raise _refusal(f"{method} {path}: {response.status}", answer, response.reason)
         return answer
+
+
+def _refusal(asked: str, answer: Any, reason: str) -> Failed:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    error = error if isinstance(error, dict) else {}
+    code, message = str(error.get("code", "")), str(error.get("message", reason))
+    if "-" in code:  # a problem's id; codes of HTTP have underscores
+        problems = [Problem(**problem) for problem in answer.get("problems", ())]
+        return FleetRefused(code, message, str(error.get("hint", "")), problems)
+    hint = "is it the admin API's address and token? see COREWRIGHT_URL, COREWRIGHT_TOKEN"
+    return Failed("fleet-refused", f"{asked} {message}", hint)
+
+
+def _who() -> str:
+    """The journal's `by`: user@hostname, in what a header can hold."""
+    import getpass
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # no name for the uid, as in some containers
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()
 
 
 def find_fleet() -> AdminClient | None:

@@ -1,61 +1,77 @@
 """The command `corewright`.
 
-Exit codes: 0 done, 1 failed, 64 wrong usage; `plan`: 0 nothing to do, 2 changes, 1 errors or something unplaced.
+Exit codes: 0 done, 1 failed, 64 wrong usage; `plan`: 0 nothing to do, 2 changes, 1 errors or something unplaced;
+`diff`: 0 the same, 2 differences; 130 after Ctrl-C in a wait.
 Nothing here imports Ray or torch before `up` really starts a fleet, so that every other command answers at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.main import get_command
 
-from orchestrator.cli.client import find_fleet, the_fleet
-from orchestrator.cli.output import Format, columns, complain, say, show
+from orchestrator.cli.app import CHANGES, FAILED, USAGE, FormatOption, SpecArgument, app, the_fleet
+from orchestrator.cli.output import Format, complain, say, show
 from orchestrator.failure import Failed
 from orchestrator.version import corewright_version
 
-USAGE = 64  # EX_USAGE of sysexits.h
-FAILED = 1
-CHANGES = 2
-DOWN_DEADLINE_S = 40.0  # a drain of 20 s and 10 s to end, and some to spare
+if TYPE_CHECKING:
+    from orchestrator.cli.client import AdminClient
 
-app = typer.Typer(
-    name="corewright",
-    help="Fits models to NeuronCores: one YAML file, several language models, one OpenAI-compatible address.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="The YAML file; - is standard input.")]
-FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Form of the data on stdout.")]
+__all__ = ["app", "hands", "main", "rollouts", "run", "views"]
+
+DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spare
 
 
 @app.command()
 def up(
     spec: SpecArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI-compatible address.")] = 8080,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; loopback only.", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the OpenAI-compatible address.", show_default="8080")
+    ] = None,
     ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to run on; not served yet.")] = None,
-    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard.")] = True,
+    dashboard: Annotated[
+        bool | None, typer.Option("--dashboard/--no-dashboard", help="Start Ray's dashboard.", show_default="on")
+    ] = None,
+    watch: Annotated[
+        bool | None,
+        typer.Option("--watch/--no-watch", help="Apply the spec when its file changes.", show_default="off"),
+    ] = None,
+    drain_s: Annotated[
+        float | None,
+        typer.Option(min=0, max=3600, help="Seconds for running requests at the end.", show_default="20"),
+    ] = None,
 ) -> None:
     """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
-    from orchestrator.cli.up import run_up
-    from orchestrator.specfile import load
+    from orchestrator.settings import resolve
 
     if ray_address is not None:
         what = f"--ray-address {ray_address}: `up` of this version starts a Ray of its own, on this machine"
         raise Failed("cluster-not-served", what, "leave the option out")
-    if not _is_loopback(host):
-        raise Failed(
-            "host-not-loopback", f"--host {host} would open the fleet to the network without keys", "--host 127.0.0.1"
-        )
-    raise typer.Exit(run_up(load(spec), host, port, dashboard))
+    flags = {"host": host, "port": port, "dashboard": dashboard, "watch": watch, "drain_s": drain_s}
+    settings = resolve(flags)
+    if settings.problems:
+        complain(settings.problems)
+        raise typer.Exit(FAILED)
+    if not _is_loopback(settings["host"]):
+        where = settings.origin("host").where
+        what = f"{where} {settings['host']} would open the fleet to the network without keys"
+        raise Failed("host-not-loopback", what, "--host 127.0.0.1")
+    if settings["watch"] and spec == "-":
+        raise Failed("watch-needs-file", "standard input cannot be watched", "give the spec as a file, or --no-watch")
+    from orchestrator.cli.up import run_up
+    from orchestrator.specfile import load
+
+    raise typer.Exit(run_up(load(spec), settings))
 
 
 @app.command()
@@ -78,6 +94,7 @@ def validate(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
 @app.command()
 def plan(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
     """Say who would get which cores, against the running fleet if there is one."""
+    from orchestrator.cli.client import find_fleet
     from orchestrator.cli.plan import make_plan
     from orchestrator.specfile import load
 
@@ -91,37 +108,10 @@ def plan(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
 @app.command()
 def status(output: FormatOption = Format.TABLE) -> None:
     """Show the models, replicas and cores of the running fleet."""
-    client = the_fleet()
-    data = client.get("status")
-    rows: list[tuple[object, ...]] = []
-    notes: list[str] = []
-    for model in data["models"]:
-        for replica in model["replicas"]:
-            rows.append(
-                (
-                    replica["id"],
-                    replica["state"],
-                    replica["cores"],
-                    replica["host"],
-                    replica["pid"],
-                    replica["restarts"],
-                )
-            )
-            if replica["reason"]:
-                notes.append(f"{replica['id']}: {replica['reason']}")
-                if replica["pause_s"]:
-                    notes.append(f"    {replica['failures']} failed starts; the next {replica['pause_s']:.0f} s later")
-                notes += [f"    | {line}" for line in replica["log"]]
-        if not model["replicas"]:
-            rows.append((model["name"], model["state"], None, None, None, None))
-            if model["reason"]:
-                notes.append(f"{model['name']}: {model['reason']}")
-    hosts = [(host["name"], host["cores"], host["leased"], host["free"], host["quarantined"]) for host in data["hosts"]]
-    table = columns(("REPLICA", "STATE", "CORES", "HOST", "PID", "RESTARTS"), rows)
-    table += "\n\n" + columns(("HOST", "CORES", "LEASED", "FREE", "QUARANTINED"), hosts)
-    if notes:
-        table += "\n\n" + "\n".join(notes)
-    show(data, output, table)
+    from orchestrator.cli.tables import status_text
+
+    data = the_fleet().get("status")
+    show(data, output, status_text(data))
 
 
 @app.command()
@@ -130,16 +120,15 @@ def down() -> None:
     from orchestrator.home import daemon_alive
 
     client = the_fleet()
+    within_s = _drain_s(client) + DOWN_SPARE_S
     client.post("down")
     if client.record is None:
         return
     say("draining")
-    deadline = time.monotonic() + DOWN_DEADLINE_S
+    deadline = time.monotonic() + within_s
     while daemon_alive(client.record):
         if time.monotonic() > deadline:
-            raise Failed(
-                "down-late", f"pid {client.record.pid} still runs after {DOWN_DEADLINE_S:.0f} s", "see its terminal"
-            )
+            raise Failed("down-late", f"pid {client.record.pid} still runs after {within_s:.0f} s", "see its terminal")
         time.sleep(0.1)
     say("stopped")
 
@@ -148,6 +137,17 @@ def down() -> None:
 def version(output: FormatOption = Format.TABLE) -> None:
     """Show the version."""
     show({"version": corewright_version()}, output, corewright_version())
+
+
+def _drain_s(client: AdminClient) -> float:
+    """How long the fleet drains at its end."""
+    from orchestrator.fleet import DRAIN_S
+
+    with contextlib.suppress(Failed):  # the controller may just be away: that is no reason not to end the fleet
+        for value in client.get("config")["values"]:
+            if value["name"] == "drain_s":
+                return float(value["value"])
+    return DRAIN_S
 
 
 def _is_loopback(host: str) -> bool:
@@ -175,7 +175,7 @@ def run(arguments: list[str]) -> int:
     except typer.Abort:
         return FAILED
     except Failed as error:
-        complain([error.problem])
+        complain([*getattr(error, "problems", ()), error.problem])
         return FAILED
     except BrokenPipeError:
         sys.stderr.close()
@@ -187,6 +187,9 @@ def run(arguments: list[str]) -> int:
         error.show()
         return USAGE
 
+
+# The other commands. They stand here so that `--help` lists those above first.
+from orchestrator.cli import rollouts, views, hands  # noqa: E402, I001
 
 if __name__ == "__main__":
     main()

@@ -90,6 +90,15 @@ def complain(problems: Sequence[Problem]) -> None:
         say(render(problems, color=use_color(stderr())).rstrip("\n"))
 
 
+def paint_diff(text: str) -> str:
+    """A unified diff, coloured on a terminal."""
+    if not use_color(stdout()):
+        return text
+    colors = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
+    lines = [f"{colors[line[0]]}{line}\x1b[0m" if line[:1] in colors else line for line in text.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A plain table: two spaces between columns, no frame, so that `awk` and `cut` read it too."""
     lines = [tuple(header), *(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)]

@@ -8,13 +8,14 @@ import sys
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.home import FleetRecord, Home
+from orchestrator.settings import Settings
 from orchestrator.specfile import SpecFile, start_problems
 from placements.explain import core_map
 from placements.plan import plan
 from placements.problems import has_errors
 
 
-def run_up(file: SpecFile, host: str, port: int, dashboard: bool) -> int:
+def run_up(file: SpecFile, settings: Settings) -> int:
     """Gives the exit code. Raises Failed when the fleet cannot start."""
     problems = (*file.problems, *start_problems(file))
     complain(problems)
@@ -41,7 +42,7 @@ def run_up(file: SpecFile, host: str, port: int, dashboard: bool) -> int:
     home = Home.from_environment()
     daemon = Daemon(
         home,
-        UpOptions(host, port, dashboard),
+        _options(settings),
         (file.text, file.name, file.base_dir),
         file.spec.name,
         file.hosts,
@@ -51,6 +52,17 @@ def run_up(file: SpecFile, host: str, port: int, dashboard: bool) -> int:
     home.prepare()
     with libraries_to_log(home.logs / "daemon.log"):
         return daemon.run(announce)
+
+
+def _options(settings: Settings) -> UpOptions:
+    return UpOptions(
+        host=settings["host"],
+        port=settings["port"],
+        dashboard=settings["dashboard"],
+        watch=settings["watch"],
+        drain_s=settings["drain_s"],
+        config=settings.as_dicts(),
+    )
 
 
 def _addresses(record: FleetRecord, file: SpecFile) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import random
 from collections import deque
 from collections.abc import Callable
 
@@ -42,6 +43,7 @@ class ModelQueue:
         self._waiting: deque[Ticket] = deque()
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
+        self._random = random.Random()
         self._mean_service_s = 1.0  # of one request in a slot; an exponential average
 
     @property
@@ -76,27 +78,30 @@ class ModelQueue:
     def submit(self, request: GenerateRequest) -> Ticket:
         """Queue a request. Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes.
 
-        1. a replica is ready                              -> queue, up to max_queue
+        1. a replica is ready, or is being swapped         -> queue, up to max_queue
         2. the model loads on request, and has not failed  -> wake it, and queue, up to max_queue
         3. else                                            -> 503
         """
-        state = self.routes.state
-        loads_on_request = self.routes.holds and state in (ModelState.UNLOADED, ModelState.LOADING)
-        usable = any(route not in self._refused for route in self.routes.replicas)
-        if self._closed or not (usable or loads_on_request):  # 3
-            raise errors.model_unavailable(self.name, state.value, self.routes.reason)
+        routes, state = self.routes, self.routes.state
+        comes = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
+        usable = any(route not in self._refused for route in routes.replicas)
+        if self._closed or not (usable or comes or routes.holds):  # 3
+            raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = Ticket(request, self._left)
+        ticket.canary = routes.canary is not None and self._random.random() < routes.canary
         self._waiting.append(ticket)
         self._pump()
         if ticket.link is None and len(self._waiting) > self.routes.max_queue:
             self._waiting.pop()
             raise errors.queue_full(self.name, len(self._waiting), self._retry_after_s())
-        if state is ModelState.UNLOADED:
+        if comes and state is ModelState.UNLOADED:
             self._wake(self.name)
         return ticket
 
     def update(self, routes: ModelRoutes) -> None:
         """Take over what the controller says: open links to new replicas, retire those that left."""
+        if routes.tokenizer != self.routes.tokenizer:  # what waits was read with the old tokenizer
+            self._fail_waiting(errors.model_unavailable(self.name, "updated", "its tokenizer is another one now"))
         self.routes = routes
         self._refused &= set(routes.replicas)
         for route, link in list(self._links.items()):
@@ -104,7 +109,7 @@ class ModelQueue:
         for route in routes.replicas:
             self._keep_link(route)
         self._pump()
-        if routes.state is ModelState.UNLOADED and self._waiting:
+        if routes.loads_on_request and routes.state is ModelState.UNLOADED and self._waiting:
             self._wake(self.name)  # the controller may have been started again since we asked
         if routes.state is ModelState.FAILED:
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
@@ -174,8 +179,21 @@ class ModelQueue:
             ticket.link.cancel(ticket)
 
     def _pump(self) -> None:
-        while self._waiting and (link := choose(self._links.values())) is not None:
+        if self.routes.canary is not None:
+            self._pump_by_version()
+        while self._waiting and self.routes.canary is None and (link := choose(self._links.values())) is not None:
             link.send(self._waiting.popleft())
+
+    def _pump_by_version(self) -> None:
+        """A request waits for a slot of the version that was drawn for it, unless nothing of that version is there."""
+        links: dict[bool, list[ReplicaLink]] = {True: [], False: []}
+        for link in self._links.values():
+            links[link.route.id in self.routes.canaries].append(link)
+        for ticket in list(self._waiting):
+            chosen = choose(links[ticket.canary] or links[not ticket.canary])
+            if chosen is not None:
+                self._waiting.remove(ticket)
+                chosen.send(ticket)
 
     def _fail_waiting(self, error: ApiError) -> None:
         while self._waiting:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.gateways import LiveGateway
 from tests.served import Served
 
@@ -36,3 +37,11 @@ def replica() -> Iterator[Callable[..., Served]]:
     yield make
     for served in made:
         served.close()
+
+
+@pytest.fixture
+def admin() -> Iterator[LiveAdmin]:
+    """A fleet that the test plays, behind the real admin API."""
+    live = LiveAdmin()
+    yield live
+    live.close()

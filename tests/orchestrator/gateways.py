@@ -65,7 +65,7 @@ def routes(
         source=source,
         max_len=max_len,
         max_queue=max_queue,
-        holds=holds,
+        loads_on_request=holds,
         replicas=[Route(f"{name}/{i}", EPOCH, str(served.path)) for i, served in enumerate(replicas)],
     )
 

@@ -1,18 +1,38 @@
-"""The command line: exit codes, streams and the JSON that docs/cli.md promises. No fleet runs here."""
+"""The command line: exit codes, streams and the JSON that docs/cli.md promises.
+
+Its fleet is played, behind the real admin API. The tables are golden files: UPDATE_GOLDEN=1 writes them anew.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from orchestrator.cli import client as cli_client
 from orchestrator.cli.main import run
+from orchestrator.home import FleetRecord, Home
+from orchestrator.operations import Refused
+from orchestrator.settings import SETTINGS, resolve
 from orchestrator.version import corewright_version
+from tests.fleet import until
+from tests.orchestrator.fakefleet import LOG, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
+from workers import host as this_host
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
 
 GOOD = """\
 version: 1
@@ -33,7 +53,8 @@ models:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("COREWRIGHT_URL", raising=False)
+    for name in ("COREWRIGHT_URL", "COREWRIGHT_TOKEN", *(setting.env for setting in SETTINGS[:-1])):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path / "home"
 
 
@@ -158,7 +179,32 @@ def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "Error" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["status"], ["down"]])
+ABOUT_A_FLEET = [
+    "status",
+    "down",
+    "apply SPEC",
+    "diff SPEC",
+    "get models",
+    "describe chat",
+    "events",
+    "logs chat",
+    "rollout status",
+    "rollout history",
+    "rollout undo",
+    "rollout pause",
+    "rollout resume",
+    "rollout promote",
+    "rollout restart chat",
+    "scale chat 1",
+    "load chat",
+    "unload chat",
+    "cordon inf2.48xlarge/0",
+    "uncordon inf2.48xlarge/0",
+    "drain chat/0",
+]
+
+
+@pytest.mark.parametrize("command", [command.split() for command in ABOUT_A_FLEET], ids=" ".join)
 def test_commands_about_a_fleet_say_that_there_is_none(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 and the id `no-fleet`."""
     assert run(command) == 1
@@ -195,3 +241,527 @@ def test_up_says_what_this_version_cannot_start(good: str, home: Path, capsys: p
     assert "host-differs" in told
     assert "engine-not-served" in told
     assert not home.exists()
+
+
+# A fleet that runs
+
+
+@pytest.fixture
+def fleet(admin: LiveAdmin, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveAdmin]:
+    """The one of COREWRIGHT_URL, for this shell; its times are shown in UTC."""
+    monkeypatch.setenv("COREWRIGHT_URL", admin.url)
+    monkeypatch.setenv("COREWRIGHT_TOKEN", TOKEN)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield admin
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A spec that differs from the fleet's in one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new.yaml").write_text(SPEC.replace("512", "1024"))
+    return "new.yaml"
+
+
+def golden(name: str, actual: str) -> str:
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.mkdir(exist_ok=True)
+        (GOLDEN / f"{name}.txt").write_text(actual)
+    return (GOLDEN / f"{name}.txt").read_text()
+
+
+SHOWN = [
+    ("status", 0),
+    ("plan new.yaml", 2),
+    ("apply new.yaml", 0),
+    ("apply new.yaml --dry-run", 2),
+    ("diff new.yaml", 2),
+    ("get models", 0),
+    ("get models chat", 0),
+    ("get replicas", 0),
+    ("get hosts", 0),
+    ("get revisions", 0),
+    ("get revisions 2", 0),
+    ("get events", 0),
+    ("get events small", 0),
+    ("describe chat", 0),
+    ("describe small", 0),
+    ("describe chat/1", 0),
+    ("describe inf2.48xlarge/0", 0),
+    ("rollout status", 0),
+    ("rollout history", 0),
+    ("rollout undo", 0),
+    ("rollout pause", 0),
+    ("events --since 8", 0),
+    ("logs chat", 0),
+    ("config view", 0),
+]
+
+
+@pytest.mark.parametrize(("command", "code"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_a_command_prints_exactly_this(
+    command: str, code: int, fleet: LiveAdmin, new: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stderr first, then the table."""
+    assert run(command.split()) == code
+    printed = capsys.readouterr()
+    actual = (printed.err + printed.out).replace(str(home), "HOME")
+    assert actual == golden(command.replace(" ", "-").replace("/", "_"), actual)
+
+
+@pytest.mark.parametrize("command", [c for c, _ in SHOWN if c.split()[0] != "logs"])
+def test_a_command_has_a_json_and_a_yaml_form(
+    command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which hold the same, alone on stdout."""
+    run([*command.split(), "-o", "json"])
+    as_json = data(capsys)
+    run([*command.split(), "-o", "yaml"])
+    assert yaml.safe_load(capsys.readouterr().out) == as_json
+
+
+@pytest.mark.parametrize(
+    ("command", "call", "says"),
+    [
+        ("rollout undo --to 2", ("undo", 2), "revision 4 (index 50)"),
+        ("rollout resume", ("resume",), "revision 3: progressing"),
+        ("rollout promote", ("promote",), "revision 3: progressing"),
+        ("rollout restart chat", ("restart", "chat"), "revision 3: progressing"),
+        ("scale chat 1", ("scale", "chat", 1), "chat: 1 replica"),
+        ("scale chat 0", ("scale", "chat", 0), "chat: 0 replicas"),
+        ("scale chat auto", ("scale", "chat", None), "chat: as the spec says"),
+        ("load chat", ("load", "chat"), "chat: loading"),
+        ("unload chat", ("unload", "chat"), "chat: unloading"),
+        ("drain chat/0", ("drain", "chat/0"), "chat/0: draining"),
+        ("cordon inf2.48xlarge/0", ("cordon", "inf2.48xlarge/0", None, True), "inf2.48xlarge/0: cordoned"),
+        ("cordon inf2.48xlarge/0:3", ("cordon", "inf2.48xlarge/0", "3", True), "inf2.48xlarge/0 cores 3: cordoned"),
+        (
+            "uncordon inf2.48xlarge/0:0-5",
+            ("cordon", "inf2.48xlarge/0", "0-5", False),
+            "inf2.48xlarge/0 cores 0-5: uncordoned",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_command_asks_the_fleet_in_its_users_name(
+    command: str, call: tuple[Any, ...], says: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says in a line what was done."""
+    assert run(command.split()) == 0
+    assert fleet.fleet.calls == [(*call, f"{getpass.getuser()}@{socket.gethostname()}")]
+    assert capsys.readouterr().out.startswith(says)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "scale chat many",
+        "scale chat -1",
+        "scale chat",
+        "cordon inf2.48xlarge/0:x",
+        "cordon inf2.48xlarge/0:",
+        "cordon inf2.48xlarge/0:1,3",
+        "get things",
+        "get revisions x",
+        "apply new.yaml --canary 1",
+        "apply new.yaml --canary 0",
+        "apply new.yaml --check-index x",
+        "rollout",
+        "rollout frobnicate",
+        "rollout undo --to 0",
+        "events --since -1",
+        "logs chat --replica -1",
+        "config",
+    ],
+)
+def test_wrong_usage_asks_nothing(command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 64."""
+    assert run(command.split()) == 64
+    assert fleet.fleet.calls == []
+
+
+@pytest.mark.parametrize("command", ["get models nope", "get replicas chat", "get hosts nope", "describe nope"])
+def test_what_the_fleet_has_not_is_an_error(command: str, fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """That names what it has."""
+    assert run(command.split()) == 1
+    told = capsys.readouterr().err
+    assert "not-in-fleet" in told
+    assert "it has" in told
+
+
+def test_a_fleet_of_another_version_is_shown_too(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys that it does not tell are dashes."""
+    status = fleet.fleet.told_status
+    for key in ("index", "revision", "conditions"):
+        del status[key]
+    for model in status["models"]:
+        del model["conditions"], model["version"]
+        for replica in model["replicas"]:
+            del replica["version"], replica["load_s"], replica["live"], replica["waiting"]
+    for host in status["hosts"]:
+        del host["cordoned"], host["lost"], host["quarantine"]
+    for command in ("status", "get models", "get replicas", "get hosts", "describe chat", "describe inf2.48xlarge/0"):
+        assert run(command.split()) == 0
+    assert "-" in capsys.readouterr().out
+
+
+# apply, plan, diff
+
+
+def test_plan_shows_what_the_controller_says(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the letter, in JSON; it is told the text, the file's name and its folder."""
+    assert run(["plan", new, "-o", "json"]) == 2
+    assert data(capsys) == fleet.fleet.told_plan
+    assert fleet.fleet.calls == [("propose", Path(new).read_text(), new, str(Path.cwd()))]
+
+
+def test_plan_without_changes_exits_0(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing for a replica, and nothing for a model."""
+    fleet.fleet.told_plan.update(changes=[], models=fleet.fleet.told_plan["models"][2:])
+    assert run(["plan", new]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("severity", ["error", "warning"])
+def test_plan_says_what_has_no_place(
+    severity: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, and exits with 1 when `min` asks for it."""
+    what = "chat/2 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 7 (16-22)"
+    problem = {"id": "no-room", "severity": severity, "where": "", "what": what, "hint": ""}
+    fleet.fleet.told_plan["unplaced"] = [{"model": "chat", "replica": 2, "problems": [problem]}]
+    assert run(["plan", new]) == (1 if severity == "error" else 2)
+    assert f"\nunplaced: {what}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["plan new.yaml -o json", "apply new.yaml", "apply new.yaml --dry-run", "diff new.yaml"]
+)
+def test_a_spec_that_the_fleet_refuses_is_shown_with_its_problems(
+    command: str, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1."""
+    fleet.fleet.refusal = bad_spec()
+    assert run(command.split()) == 1
+    printed = capsys.readouterr()
+    assert "pin-overlap" in (printed.out if "json" in command else printed.err)
+
+
+def test_apply_hands_on_its_conditions(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The index that the plan gave, and the canary's share."""
+    assert run(["apply", new, "--check-index", "41", "--canary", "0.25", "-o", "json"]) == 0
+    assert data(capsys).keys() == {"changed", "revision", "index", "plan"}
+    (call,) = fleet.fleet.calls
+    assert (call[0], *call[5:]) == ("apply", "apply", 41, 0.25)
+
+
+def test_apply_says_that_nothing_changed(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0 all the same."""
+    fleet.fleet.changed = False
+    assert run(["apply", new]) == 0
+    assert capsys.readouterr().out == "nothing to do: revision 3 says the same\n"
+
+
+def test_a_dry_run_applies_nothing_and_compares_the_index(
+    fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the controller would."""
+    assert run(["apply", new, "--dry-run", "--check-index", "41"]) == 2
+    assert run(["apply", new, "--dry-run", "--check-index", "40"]) == 1
+    assert "index-changed" in capsys.readouterr().err
+    assert {call[0] for call in fleet.fleet.calls} == {"propose"}
+
+
+def test_a_refusal_is_shown_with_its_id_and_hint(
+    fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As every other problem is."""
+    fleet.fleet.refusal = Refused("index-changed", "the fleet's index is 43, not 41", "look at the new plan")
+    assert run(["apply", new, "--check-index", "41"]) == 1
+    told = "error: index-changed: the fleet's index is 43, not 41\n    hint: look at the new plan\n"
+    assert capsys.readouterr().err == told
+
+
+def test_diff_of_the_same_text_exits_0(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And prints nothing."""
+    Path(new).write_text(SPEC)
+    assert run(["diff", new]) == 0
+    assert capsys.readouterr().out == ""
+
+
+# Waiting
+
+
+def rollout_in(state: str, **more: Any) -> dict[str, Any]:
+    return {**ROLLOUT, "state": state, **more}
+
+
+@pytest.mark.parametrize(("state", "code"), [("complete", 0), ("canary", 0), ("failed", 1), ("rolled_back", 1)])
+@pytest.mark.parametrize("command", ["apply new.yaml", "rollout status"])
+def test_waiting_ends_with_the_rollout(
+    command: str, state: str, code: int, fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 when it is complete, or when its canary serves; events come on stderr meanwhile."""
+    fleet.fleet.rollouts = [ROLLOUT, ROLLOUT, rollout_in(state, reason="because")]
+    fleet.fleet.told_events.append(event(42, "Ready", "serves", model="chat", replica="chat/1"))
+    assert run([*command.split(), "--wait"]) == code
+    printed = capsys.readouterr()
+    assert f"revision 3: {state.replace('_', ' ')}: because" in printed.out
+    assert printed.err.count("Ready") == 1  # however often it asks
+    assert "Died" not in printed.err  # it was before the apply
+
+
+def test_waiting_gives_up_at_its_time(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says that the rollout goes on."""
+    assert run(["apply", new, "--wait", "--timeout", "0.1"]) == 1
+    told = capsys.readouterr().err
+    assert "rollout-late" in told
+    assert "it goes on" in told
+
+
+def test_waiting_ends_when_another_revision_takes_over(
+    fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Someone else has applied meanwhile."""
+    fleet.fleet.rollouts = [ROLLOUT, rollout_in("progressing", revision=4)]
+    fleet.tell(event(43, "Applied", "by bob@wright"))
+    assert run(["apply", new, "--wait", "-o", "json"]) == 1
+    printed = capsys.readouterr()
+    assert "rollout-replaced: revision 3: revision 4 took its place" in printed.err
+    assert printed.out == ""
+
+
+def test_waiting_tells_of_a_rollback(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The controller has applied the old revision again, as a new one."""
+    fleet.fleet.rollouts = [ROLLOUT, rollout_in("complete", revision=4)]
+    fleet.fleet.history[0]["state"] = "rolled_back"
+    fleet.tell(event(43, "RolledBack", "to revision 2"))
+    assert run(["apply", new, "--wait"]) == 1
+    assert "revision 3: rolled back: revision 4 took its place\n" in capsys.readouterr().out
+
+
+def test_the_json_of_a_waiting_apply_has_the_rollouts_end(
+    fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One document."""
+    fleet.fleet.rollouts = [rollout_in("complete")]
+    assert run(["apply", new, "--wait", "-o", "json"]) == 0
+    assert data(capsys)["rollout"]["state"] == "complete"
+
+
+def waiting(call: tuple[Any, ...]) -> bool:
+    """Whether this is a question that waits for an answer."""
+    return (call[0] == "events" and call[3] > 0) or (call[0] == "logs" and call[4] > 0)
+
+
+def interrupted(fleet: LiveAdmin, arguments: list[str], says: str) -> tuple[int, str, str]:
+    """Ctrl-C once stdout or stderr has told ``says``: exit code and both streams."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if says in line:
+                break
+        until(lambda: any(waiting(call) for call in fleet.fleet.calls), 20, "it waits")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        return process.returncode, "".join(lines) + out, err
+    finally:
+        process.kill()
+
+
+def test_ctrl_c_leaves_the_rollout_going(fleet: LiveAdmin, new: str) -> None:
+    """And says so; 130."""
+    code, _, err = interrupted(fleet, ["apply", str(Path(new).absolute()), "--wait"], "revision 3")
+    assert code == 130
+    assert err.endswith("the rollout goes on, see `corewright rollout status`\n")
+    assert "Traceback" not in err
+
+
+def test_followed_events_come_as_they_happen_until_ctrl_c(fleet: LiveAdmin) -> None:
+    """Which is no failure; in JSON each is one line."""
+    threading.Timer(1.0, lambda: fleet.tell(event(13, "Ready", "serves", model="chat"))).start()
+    code, out, err = interrupted(fleet, ["events", "-f", "-o", "json"], '"seq": 13')
+    assert (code, err) == (0, "")
+    assert [json.loads(line)["seq"] for line in out.splitlines()] == [5, 8, 9, 12, 13]
+
+
+def test_a_followed_log_goes_on_until_ctrl_c(fleet: LiveAdmin) -> None:
+    """From the byte that was shown last, of the replica that was shown."""
+    code, out, err = interrupted(fleet, ["logs", "chat", "--replica", "1", "-f"], "ready")
+    assert (code, err) == (0, "")
+    assert out == LOG.decode()
+    assert ("logs", "chat", 1, len(LOG), 30.0) in fleet.fleet.calls
+
+
+def test_following_outlives_a_restart_of_the_controller(
+    fleet: LiveAdmin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its API is away for a moment; the third question is answered."""
+    real, failures = cli_client.AdminClient.get, [1, 2]
+
+    def get(self: Any, path: str, query: Any = None) -> Any:
+        if path == "rollout" and failures:
+            failures.pop()
+            raise cli_client.Failed("fleet-unreachable", "away", "")
+        return real(self, path, query)
+
+    fleet.fleet.rollouts = [rollout_in("complete")]
+    client = cli_client.AdminClient(fleet.url, TOKEN, None)
+    monkeypatch.setattr(cli_client.AdminClient, "get", get)
+    assert client.patiently("rollout")["state"] == "complete"
+
+
+def test_all_events_are_shown_however_many(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """Page after page; without --since the last 20."""
+    fleet.fleet.told_events = [event(number, "Tick", "t", model="chat") for number in range(1, 2502)]
+    assert run(["events", "--since", "1", "-o", "json"]) == 0
+    assert [item["seq"] for item in data(capsys)["events"]] == list(range(2, 2502))
+    assert run(["events", "--model", "chat", "-o", "json"]) == 0
+    assert [item["seq"] for item in data(capsys)["events"]] == list(range(2482, 2502))
+
+
+# Settings
+
+
+def test_a_setting_comes_from_the_flag_the_environment_the_file_the_default(home: Path) -> None:
+    """In this order; each tells where it is from."""
+    home.mkdir()
+    (home / "config.yaml").write_text("port: 1\nhost: localhost\nwatch: yes\ndrain_s: 5\n")
+    environ = {"COREWRIGHT_HOME": str(home), "COREWRIGHT_PORT": "2", "COREWRIGHT_HOST": "::1", "COREWRIGHT_WATCH": ""}
+    settings = resolve({"port": 3, "host": None}, environ)
+    assert settings.problems == ()
+    assert [(value.name, value.value, value.origin, value.where) for value in settings.values] == [
+        ("host", "::1", "environment", "COREWRIGHT_HOST"),
+        ("port", 3, "flag", "--port"),
+        ("dashboard", True, "default", ""),
+        ("watch", True, "file", f"{home}/config.yaml:3:1"),
+        ("drain_s", 5.0, "file", f"{home}/config.yaml:4:1"),
+        ("home", str(home), "environment", "COREWRIGHT_HOME"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "id", "place"),
+    [
+        ("port: 0\n", "setting-wrong", ":1:1"),
+        ("port: true\n", "setting-wrong", ":1:1"),
+        ("host: 3\n", "setting-wrong", ":1:1"),
+        ("# x\nwatch: maybe\n", "setting-wrong", ":2:1"),
+        ("drain_s: -1\n", "setting-wrong", ":1:1"),
+        ("drain_s: .nan\n", "setting-wrong", ":1:1"),
+        ("dashbord: no\n", "setting-unknown", ":1:1"),
+        ("home: /x\n", "setting-unknown", ":1:1"),
+        ("port: 1\nport: 2\n", "duplicate-key", ":2:1"),
+        ("- port\n", "settings-unreadable", ":1:1"),
+        ("port: [\n", "yaml-syntax", ":"),
+    ],
+)
+def test_a_wrong_settings_file_stops_up_at_its_line(
+    text: str, id: str, place: str, good: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `config view` says the same."""
+    home.mkdir()
+    (home / "config.yaml").write_text(text)
+    for command in (["up", good], ["config", "view"]):
+        assert run(command) == 1
+        told = capsys.readouterr().err
+        assert f"{home}/config.yaml{place}" in told
+        assert f"error: {id}: " in told
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "port:\n"])
+def test_an_empty_settings_file_sets_nothing(text: str, home: Path) -> None:
+    """Nor does a key without a value."""
+    home.mkdir()
+    (home / "config.yaml").write_text(text)
+    settings = resolve({}, {"COREWRIGHT_HOME": str(home)})
+    assert (settings["port"], settings.problems) == (8080, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("COREWRIGHT_PORT", "x"),
+        ("COREWRIGHT_PORT", "65536"),
+        ("COREWRIGHT_DASHBOARD", "perhaps"),
+        ("COREWRIGHT_DRAIN_S", "inf"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    name: str, value: str, good: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what it should be."""
+    monkeypatch.setenv(name, value)
+    assert run(["up", good]) == 1
+    told = capsys.readouterr().err
+    assert f"error: setting-wrong: {name}: " in told
+    assert repr(value) in told
+
+
+def test_a_host_of_the_environment_is_loopback_too(
+    good: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it comes from."""
+    monkeypatch.setenv("COREWRIGHT_HOST", "0.0.0.0")
+    assert run(["up", good]) == 1
+    assert "host-not-loopback: COREWRIGHT_HOST 0.0.0.0" in capsys.readouterr().err
+
+
+def test_standard_input_is_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no file that could change."""
+    assert run(["up", "-", "--watch"]) == 1
+    assert "watch-needs-file" in capsys.readouterr().err
+
+
+def test_config_view_has_no_fleet_when_none_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Null, and exit code 0."""
+    assert run(["config", "view", "-o", "json"]) == 0
+    told = data(capsys)
+    assert told["fleet"] is None
+    assert [value["name"] for value in told["shell"]] == [setting.name for setting in SETTINGS]
+
+
+def test_down_waits_for_the_daemons_end(fleet: LiveAdmin, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an address from the environment it only asks."""
+    assert run(["down"]) == 0
+    assert fleet.downs == 1
+
+
+def test_down_of_this_homes_fleet_gives_up_after_its_drain(
+    fleet: LiveAdmin, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The drain of the running fleet, and some to spare."""
+    monkeypatch.delenv("COREWRIGHT_URL")
+    Home(home).prepare()
+    started = this_host.process_start(os.getpid())
+    assert started is not None
+    record = FleetRecord(
+        fleet="f",
+        name="two",
+        url="",
+        admin_url=fleet.url,
+        token=TOKEN,
+        dashboard_url=None,
+        ray_address="",
+        pid=os.getpid(),
+        started=started,
+        version="",
+    )
+    Home(home).write_record(record)
+    monkeypatch.setattr("orchestrator.cli.main.DOWN_SPARE_S", -19.8)
+    assert run(["down"]) == 1
+    assert "down-late" in capsys.readouterr().err
+    with contextlib.suppress(OSError):
+        Home(home).forget_fleet()

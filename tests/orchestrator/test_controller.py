@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from orchestrator.controller import Controller
-from orchestrator.effects import ReplicaDied, Survivor, actor_name
-from orchestrator.fleet import FleetSettings
 from orchestrator.lifecycle import Signal
-from workers.config import ReplicaConfig
-from workers.status import Failure, Phase, ReplicaStatus
+from tests.orchestrator.fakes import DEADLINE_S, FakeCluster, Played
+from workers.status import Failure, Phase
 
 SPEC = """\
 version: 1
@@ -25,140 +19,11 @@ models:
   b: {source: ./none, tp_degree: 2, replicas: 2}
   c: {source: ./none, replicas: {min: 0, max: 1}}
 """
-DEADLINE_S = 10.0
 
 
-class FakeReplica:
-    """What the fake cluster keeps of one start."""
-
-    def __init__(self, config: ReplicaConfig, pid: int) -> None:
-        self.config = config
-        self.status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=float(pid))
-        self.dead: str | None = None
-        self.changed = asyncio.Condition()
-
-    async def set(self, phase: Phase, failure: Failure | None = None) -> None:
-        async with self.changed:
-            old = self.status
-            self.status = ReplicaStatus(
-                version=old.version + 1, phase=phase, pid=old.pid, started=old.started, failure=failure
-            )
-            self.changed.notify_all()
-
-    async def die(self, reason: str) -> None:
-        async with self.changed:
-            self.dead = reason
-            self.changed.notify_all()
-
-
-class FakeCluster:
-    """Remembers every effect; replicas become ready by themselves unless ``loads`` is off."""
-
-    def __init__(self) -> None:
-        self.replicas: dict[str, FakeReplica] = {}
-        self.started: list[ReplicaConfig] = []
-        self.ended: list[str] = []
-        self.drained: list[str] = []
-        self.loads = True
-        self.held: dict[int, int | None] = {}
-        self.refuses_start: Exception | None = None
-        self.lost: dict[str, int] = {}
-        self.late: asyncio.Event | None = None  # what has died is told only after this
-
-    async def start(self, config: ReplicaConfig) -> None:
-        if self.refuses_start is not None:
-            raise self.refuses_start
-        self.started.append(config)
-        name = actor_name(config.model, config.replica, config.epoch)
-        self.replicas[name] = FakeReplica(config, 1000 + len(self.started))
-        if self.loads:
-            await self.replicas[name].set(Phase.READY)
-
-    async def watch(self, name: str, seen: int) -> ReplicaStatus:
-        replica = self.replicas[name]
-        async with replica.changed:
-            await replica.changed.wait_for(lambda: replica.dead is not None or replica.status.version > seen)
-        if replica.dead is not None:
-            if self.late is not None:
-                await self.late.wait()
-            raise ReplicaDied(replica.dead)
-        return replica.status
-
-    async def drain(self, name: str, timeout_s: float) -> bool:
-        self.drained.append(name)
-        return True
-
-    async def end(self, name: str, pid: int | None, started: float | None) -> bool:
-        self.ended.append(name)
-        await self.replicas[name].die("killed") if name in self.replicas else None
-        return True
-
-    async def log_tail(self, path: str, lines: int) -> list[str]:
-        return [f"the end of {Path(path).name}"]
-
-    async def held_cores(self, claims: str) -> dict[int, int | None]:
-        return self.held
-
-    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
-        living = [replica for replica in self.replicas.values() if replica.dead is None]
-        return [Survivor(replica.config, replica.status) for replica in living], self.lost
-
-    def configs(self, model: str) -> list[ReplicaConfig]:
-        return [config for config in self.started if config.model == model]
-
-
-class Running:
+def running(home: Path, cluster: FakeCluster | None = None) -> Played:
     """A controller at work."""
-
-    def __init__(self, home: Path, cluster: FakeCluster) -> None:
-        settings = FleetSettings(
-            fleet="f",
-            home=str(home),
-            spec_text=SPEC,
-            spec_file="spec.yaml",
-            base_dir=str(home),
-            token="t",
-            admin_port=1,
-            cpus=(0, 1),
-            instance=None,
-        )
-        self.cluster = cluster
-        self.controller = Controller(settings, cluster)
-
-    async def until(self, condition: Any, what: str) -> None:
-        """Wait for a change of the status that makes ``condition`` true."""
-        seen = 0
-
-        async def reach() -> None:
-            nonlocal seen
-            while not condition():
-                seen = await self.controller.change(seen, 1.0)
-
-        try:
-            await asyncio.wait_for(reach(), DEADLINE_S)
-        except asyncio.TimeoutError:
-            raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}: {self.controller.status()}") from None
-
-    def replica(self, id: str) -> dict[str, Any]:
-        models = self.controller.status()["models"]
-        found: dict[str, Any] = next((r for model in models for r in model["replicas"] if r["id"] == id), {})
-        return found
-
-    def host(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.controller.status()["hosts"][0]
-        return found
-
-
-@contextlib.asynccontextmanager
-async def running(home: Path, cluster: FakeCluster | None = None) -> AsyncIterator[Running]:
-    live = Running(home, cluster or FakeCluster())
-    task = asyncio.create_task(live.controller.run())
-    try:
-        yield live
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    return Played(home, cluster or FakeCluster(), SPEC)
 
 
 async def test_every_min_replica_is_started_on_its_cores(tmp_path: Path) -> None:
@@ -226,9 +91,11 @@ async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_line
     cluster.loads = False
     async with running(tmp_path, cluster) as fleet:
         await fleet.until(lambda: len(cluster.replicas) == 3, "all asked for")
-        await cluster.replicas["a/0.1"].set(Phase.FAILED, Failure("weights-missing", "no safetensors", "convert it"))
+        await cluster.replicas["a/0.1"].tell(
+            phase=Phase.FAILED, failure=Failure("weights-missing", "no safetensors", "convert it")
+        )
         for name in ("b/0.1", "b/1.1"):
-            await cluster.replicas[name].set(Phase.READY)
+            await cluster.replicas[name].tell(phase=Phase.READY)
         await fleet.until(lambda: fleet.replica("a/0")["log"], "the log is read")
 
         failed = fleet.replica("a/0")
@@ -315,7 +182,7 @@ async def test_what_an_old_epoch_says_is_not_heard(tmp_path: Path) -> None:
         old = cluster.replicas["b/0.1"]
         cluster.late = asyncio.Event()
         await old.die("killed")  # heard by the watch that is under way only after the new start
-        fleet.controller._signal(fleet.controller._views["b/0"], Signal.FAILED, "seen elsewhere")
+        fleet.controller._signal(fleet.controller.state.views["b/0"], Signal.FAILED, "seen elsewhere")
         await fleet.until(lambda: fleet.replica("b/0")["restarts"] == 1, "started again")
         await fleet.until(lambda: fleet.replica("b/0")["state"] == "ready", "ready again")
 
@@ -333,14 +200,14 @@ async def test_the_cause_and_the_log_stay_until_the_replica_is_ready(tmp_path: P
     cluster.loads = False
     async with running(tmp_path, cluster) as fleet:
         await fleet.until(lambda: "a/0.1" in cluster.replicas, "asked for")
-        await cluster.replicas["a/0.1"].set(Phase.FAILED, Failure("weights-missing", "no safetensors"))
+        await cluster.replicas["a/0.1"].tell(phase=Phase.FAILED, failure=Failure("weights-missing", "no safetensors"))
         await fleet.until(lambda: "a/0.2" in cluster.replicas, "the second start")
-        await cluster.replicas["a/0.2"].set(Phase.LOADING)
+        await cluster.replicas["a/0.2"].tell(phase=Phase.LOADING)
         await fleet.until(lambda: fleet.replica("a/0")["state"] == "loading", "it loads")
 
         assert fleet.replica("a/0")["reason"] == "weights-missing: no safetensors"
         assert fleet.replica("a/0")["log"] == ["the end of a-0.log"]
-        await cluster.replicas["a/0.2"].set(Phase.READY)
+        await cluster.replicas["a/0.2"].tell(phase=Phase.READY)
         await fleet.until(lambda: fleet.replica("a/0")["state"] == "ready", "ready")
         assert (fleet.replica("a/0")["reason"], fleet.replica("a/0")["log"]) == (None, [])
 
@@ -350,7 +217,7 @@ async def test_nobody_is_told_routes_before_the_living_replicas_are_adopted(tmp_
     async with running(tmp_path) as first:
         await first.until(lambda: first.controller.status()["ready"], "ready")
         cluster = first.cluster
-    fresh = Running(tmp_path, cluster)
+    fresh = running(tmp_path, cluster)
     asked = asyncio.create_task(fresh.controller.change(0, 0.01))
     for _ in range(20):
         await asyncio.sleep(0)
@@ -366,7 +233,7 @@ async def test_nobody_is_told_routes_before_the_living_replicas_are_adopted(tmp_
 async def test_a_replica_that_did_not_answer_is_started_with_the_next_epoch(tmp_path: Path) -> None:
     """Its name is never used twice, although nothing of it could be adopted."""
     cluster = FakeCluster()
-    cluster.lost = {"a/0": 4}
+    cluster.unadoptable = {"a/0": 4}
     async with running(tmp_path, cluster) as fleet:
         await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
 

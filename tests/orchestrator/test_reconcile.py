@@ -9,39 +9,51 @@ from hypothesis import strategies as st
 
 from orchestrator.lifecycle import Signal, State, advance
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.rollout import Target
 from orchestrator.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
 from placements.cores import CoreRange
 from placements.plan import Placement
+from placements.spec import Deadlines
 
 HOST = "inf2.48xlarge/0"
 DEADLINE_S = 100.0
 RANGE = CoreRange(0, 7)
 
 
-def placement(model: str = "chat", replica: int = 0, cores: CoreRange | None = RANGE) -> Placement:
-    return Placement(model=model, replica=replica, host=HOST, cores=cores, threads=1)
+def target(model: str = "chat", replica: int = 0, cores: CoreRange | None = RANGE) -> Target:
+    return Target(model, replica, HOST, cores, "v", Placement(model, replica, HOST, cores, threads=1))
 
 
 def view(state: State, **changes: object) -> ReplicaView:
     seen = ReplicaView(
-        model="chat", replica=0, epoch=1, host=HOST, cores=CoreRange(0, 7), state=state, since=10.0, pid=7, started=1.0
+        model="chat",
+        replica=0,
+        epoch=1,
+        host=HOST,
+        cores=CoreRange(0, 7),
+        state=state,
+        since=10.0,
+        pid=7,
+        started=1.0,
+        version="v",
+        deadlines=Deadlines(start_s=DEADLINE_S),
     )
     return dataclasses.replace(seen, **changes)  # type: ignore[arg-type]
 
 
-def decide(wanted: list[Placement], *seen: ReplicaView, now: float = 10.0) -> list[Action]:
-    return reconcile(wanted, Observed(now, {replica.id: replica for replica in seen}), DEADLINE_S)
+def decide(wanted: list[Target], *seen: ReplicaView, now: float = 10.0) -> list[Action]:
+    return reconcile(wanted, Observed(now, {replica.id: replica for replica in seen}))
 
 
 def test_a_placement_without_a_replica_is_started() -> None:
     """What is planned and not there is started."""
-    assert decide([placement()]) == [Start(placement(), None)]
+    assert decide([target()]) == [Start(target(), None)]
 
 
 def test_what_is_as_planned_is_left_alone() -> None:
     """At the fixed point there is nothing to do."""
-    assert decide([placement()], view(State.READY)) == []
-    assert decide([placement()], view(State.LOADING)) == []
+    assert decide([target()], view(State.READY)) == []
+    assert decide([target()], view(State.LOADING)) == []
 
 
 def test_a_dead_replica_is_released_before_it_is_started_again() -> None:
@@ -49,16 +61,16 @@ def test_a_dead_replica_is_released_before_it_is_started_again() -> None:
     failed = view(State.FAILED)
     gone = dataclasses.replace(failed, gone=True)
 
-    assert decide([placement()], failed) == [Release(failed)]
-    assert decide([placement()], gone) == [Start(placement(), gone)]
+    assert decide([target()], failed) == [Release(failed)]
+    assert decide([target()], gone) == [Start(target(), gone)]
 
 
 def test_a_replica_that_cannot_start_is_tried_later_and_later() -> None:
     """The pause doubles with each failure in a row."""
     failed = view(State.FAILED, gone=True, failures=3)
 
-    assert decide([placement()], failed, now=13.9) == []
-    assert decide([placement()], failed, now=14.0) == [Start(placement(), failed)]
+    assert decide([target()], failed, now=13.9) == []
+    assert decide([target()], failed, now=14.0) == [Start(target(), failed)]
 
 
 def test_the_breaker_opens_after_six_failed_starts() -> None:
@@ -84,18 +96,18 @@ def test_a_start_beyond_its_deadline_is_a_failure() -> None:
     """A start that hangs becomes an error with its reason."""
     loading = view(State.LOADING)
 
-    assert decide([placement()], loading, now=110.0) == []
-    assert decide([placement()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
+    assert decide([target()], loading, now=110.0) == []
+    assert decide([target()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
 
 
 def test_cores_of_another_replica_are_waited_for() -> None:
     """A placement starts only when no replica that may still live holds one of its cores."""
     old = view(State.DRAINING, model="old", cores=CoreRange(6, 7))
 
-    assert decide([placement()], old) == []
-    assert decide([placement()], dataclasses.replace(old, state=State.STOPPING, gone=True)) == [
+    assert decide([target()], old) == []
+    assert decide([target()], dataclasses.replace(old, state=State.STOPPING, gone=True)) == [
         Forget(dataclasses.replace(old, state=State.STOPPING, gone=True)),
-        Start(placement(), None),
+        Start(target(), None),
     ]
 
 
@@ -112,22 +124,22 @@ def test_from_any_fleet_the_plan_is_reached_and_no_core_is_held_twice_by_a_start
     seen: list[ReplicaView], planned: list[tuple[str, CoreRange]]
 ) -> None:
     """Carrying out the actions leads to a state in which every placement is ready and nothing is left to do."""
-    wanted: list[Placement] = []
+    wanted: list[Target] = []
     for model, cores in planned:
         if not any(cores.overlap(other.cores) or model == other.model for other in wanted if other.cores):
-            wanted.append(placement(model, 0, cores))
+            wanted.append(target(model, 0, cores))
     fleet = {
         replica.id: replica for replica in seen if replica.state in (State.STOPPING, State.FAILED) or not replica.gone
     }
     now = 10.0
     for _ in range(30):
         now += 1.0
-        actions = reconcile(wanted, Observed(now, dict(fleet)), DEADLINE_S)
+        actions = reconcile(wanted, Observed(now, dict(fleet)))
         for action in actions:
             _carry_out(action, fleet, now)
         fleet = {id: _settle(replica, now) for id, replica in fleet.items()}
 
-    assert reconcile(wanted, Observed(now, dict(fleet)), DEADLINE_S) == []
+    assert reconcile(wanted, Observed(now, dict(fleet))) == []
     ready = {(r.id, r.cores) for r in fleet.values() if r.state is State.READY}
     assert ready == {(f"{p.model}/{p.replica}", p.cores) for p in wanted}
 
@@ -135,14 +147,12 @@ def test_from_any_fleet_the_plan_is_reached_and_no_core_is_held_twice_by_a_start
 def _carry_out(action: Action, fleet: dict[str, ReplicaView], now: float) -> None:
     """As the controller does, each effect taking no time."""
     if isinstance(action, Start):
-        cores = action.placement.cores
+        cores = action.target.cores
         assert cores is not None
         for other in fleet.values():
-            held = other.cores is not None and not other.gone and other.id != f"{action.placement.model}/0"
+            held = other.cores is not None and not other.gone and other.id != f"{action.target.model}/0"
             assert not (held and other.cores is not None and cores.overlap(other.cores)), "a held core was given away"
-        new = view(
-            State.PENDING, model=action.placement.model, replica=action.placement.replica, cores=cores, since=now
-        )
+        new = view(State.PENDING, model=action.target.model, replica=action.target.replica, cores=cores, since=now)
         fleet[new.id] = new
     elif isinstance(action, Drain):
         fleet[action.replica.id] = _signalled(action.replica, Signal.DRAIN, now)
@@ -165,3 +175,22 @@ def _settle(replica: ReplicaView, now: float) -> ReplicaView:
 
 def _signalled(replica: ReplicaView, signal: Signal, now: float) -> ReplicaView:
     return dataclasses.replace(replica, state=advance(replica.state, signal), since=now)
+
+
+def test_another_version_or_a_wanted_new_process_is_drained_first() -> None:
+    """Same place, other version; or the same version, and someone asked for a new process."""
+    ready = view(State.READY)
+    newer = dataclasses.replace(target(), version="w")
+
+    assert decide([newer], ready) == [Drain(ready)]
+    assert reconcile([target()], Observed(10.0, {"chat/0": ready}), frozenset({("chat/0", 1)})) == [Drain(ready)]
+    assert reconcile([target()], Observed(10.0, {"chat/0": ready}), frozenset({("chat/0", 0)})) == []
+
+
+def test_a_step_over_its_deadline_is_a_failure_while_serving_and_while_draining() -> None:
+    """A blocked engine answers every question but makes no token: the watchdog ends it."""
+    for state in (State.READY, State.DRAINING):
+        stuck = view(state, step_s=61.0, deadlines=Deadlines(step_s=60.0))
+        what = "step-stuck: one engine step has run for 61 s, the deadline is 60 s"
+        assert decide([target()], stuck) == [Fail(stuck, what)]
+        assert Fail not in {type(action) for action in decide([target()], dataclasses.replace(stuck, step_s=60.0))}

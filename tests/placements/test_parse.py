@@ -128,6 +128,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model("threads: many"), "wrong-type", "3:5", 'threads is "many", text; it must be share, lmi or'),
         (model("threads: 0"), "wrong-type", "3:5", "threads is 0"),
         (model("allow_head_padding: 1"), "wrong-type", "3:5", "it must be true or false"),
+        (model("allow_pickle: safetensors"), "wrong-type", "3:5", "it must be true or false"),
         (model("allow_degrees: 6"), "wrong-type", "3:5", "it must be a list of whole numbers"),
         (model("allow_degrees: [6, x]"), "wrong-type", "3:24", 'allow_degrees[1] is "x"'),
         (model("hbm_overhead_gib: .nan"), "out-of-range", "3:5", "hbm_overhead_gib is .nan"),

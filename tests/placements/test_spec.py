@@ -92,6 +92,15 @@ def test_defaults_of_a_model() -> None:
         "share",
     )
     assert (m.allow_head_padding, m.allow_degrees, m.hbm_overhead_gib) == (False, (), None)
+    assert m.allow_pickle is False
+
+
+def test_allow_pickle_is_a_default_too_and_starts_another_process() -> None:
+    """A model's own word counts more than the default's."""
+    spec = read("defaults: {allow_pickle: true}\nmodels: {a: {source: ./a}, b: {source: ./a, allow_pickle: false}}\n")
+    allowed, refused = spec.models
+    assert (allowed.allow_pickle, refused.allow_pickle) == (True, False)
+    assert allowed.started_with != refused.started_with
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ FIELDS = st.sampled_from(
     re.findall(
         r"\w+",
         "source engine dtype tp_degree max_batch max_len cores replicas neff_cache priority max_queue threads "
-        "allow_head_padding allow_degrees hbm_overhead_gib tp name min max",
+        "allow_head_padding allow_degrees hbm_overhead_gib allow_pickle tp name min max",
     )
 )
 SPECS = st.fixed_dictionaries(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections import Counter, defaultdict, deque
@@ -396,6 +397,38 @@ def rewrite_weights(path: Path, change: Callable[[dict[str, Any]], None]) -> Non
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def pickle_weights(path: Path, zipped: bool = True) -> Path:
+    """Put pytorch_model.bin in the place of the safetensors. ``zipped``: in the format that torch has since 1.6."""
+    import torch
+    from safetensors.torch import load_file
+
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    (path / "model.safetensors").unlink()
+    return path
+
+
+def shard_pickle(path: Path) -> None:
+    """Split pytorch_model.bin into two files and their index."""
+    import torch
+
+    whole = torch.load(path / "pytorch_model.bin")
+    (path / "pytorch_model.bin").unlink()
+    places = {name: f"pytorch_model-{1 + number % 2}.bin" for number, name in enumerate(whole)}
+    for shard in set(places.values()):
+        torch.save({name: whole[name] for name, place in places.items() if place == shard}, path / shard)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+class Runs:
+    """What a pickle does that runs code: it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return (os.system, (f"touch {self.file}",))
+
+
 def truncate(file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
@@ -417,10 +450,20 @@ FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     ),
     "bad eos": ("config-unreadable", "eos_token_id", lambda p: edit(p / "generation_config.json", eos_token_id="</s>")),
     "no weights": ("weights-missing", "model.safetensors", lambda p: (p / "model.safetensors").unlink()),
-    "pickled weights only": (
+    "weights that transformers does not read": (
         "weights-missing",
-        "only pytorch_model.bin",
-        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
+        "only consolidated.00.pth",
+        lambda p: (p / "model.safetensors").rename(p / "consolidated.00.pth"),
+    ),
+    "pickled weights only": (
+        "pickle-refused",
+        "(pytorch_model.bin)",
+        lambda p: pickle_weights(p),
+    ),
+    "pickled shards only": (
+        "pickle-refused",
+        "(pytorch_model.bin.index.json)",
+        lambda p: shard_pickle(pickle_weights(p)),
     ),
     "a shard is missing": (
         "weights-missing",
@@ -466,6 +509,88 @@ def test_a_checkpoint_that_cannot_be_loaded_says_why(checkpoint: Checkpoints, tm
         CpuEngine(copy, slots=2, max_len=64, threads=1).load()
     assert caught.value.id == id
     assert cause in caught.value.what
+
+
+def test_a_refused_pickle_names_the_field_that_allows_it(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """And the way that needs none."""
+    copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    with pytest.raises(EngineLoadError) as caught:
+        CpuEngine(copy, slots=1, max_len=32).load()
+    assert "allow_pickle: true" in caught.value.hint
+    assert "save_pretrained" in caught.value.hint
+
+
+@pytest.mark.parametrize("form", ["zip", "before 1.6", "shards"])
+def test_an_allowed_pickle_gives_the_same_model(checkpoint: Checkpoints, tmp_path: Path, form: str) -> None:
+    """In both formats of torch and in shards: the weights bit for bit those of the safetensors, and it computes."""
+    import torch
+
+    copy = pickle_weights(shutil.copytree(checkpoint("llama"), tmp_path / "model"), zipped=form != "before 1.6")
+    if form == "shards":
+        shard_pickle(copy)
+    engines = [
+        CpuEngine(path, slots=1, max_len=32, threads=1, allow_pickle=True) for path in (checkpoint("llama"), copy)
+    ]
+    logits, weights = [], []
+    for engine in engines:
+        engine.load()
+        logits.append(engine.prefill([0], [[5, 6, 7]]))
+        weights.append(engine._model.state_dict())
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    # Where the file put a tensor in memory decides which kernel reads it, and so the last bit.
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def pickle_code(path: Path) -> None:
+    import torch
+
+    torch.save({"a": Runs(path / "ran")}, pickle_weights(path) / "pytorch_model.bin")
+
+
+PICKLE_FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+    "cut off": ("weights-broken", "pytorch_model.bin", lambda p: truncate(pickle_weights(p) / "pytorch_model.bin")),
+    "cut off, of before 1.6": (
+        "weights-broken",
+        "pytorch_model.bin",
+        lambda p: truncate(pickle_weights(p, zipped=False) / "pytorch_model.bin"),
+    ),
+    "empty": (
+        "weights-broken",
+        "pytorch_model.bin",
+        lambda p: (pickle_weights(p) / "pytorch_model.bin").write_text(""),
+    ),
+    "a shard is missing": (
+        "weights-missing",
+        "lacks pytorch_model-2.bin",
+        lambda p: (shard_pickle(pickle_weights(p)), (p / "pytorch_model-2.bin").unlink()),
+    ),
+    "another model's": (
+        "weights-mismatch",
+        "config.json",
+        lambda p: edit(pickle_weights(p) / "config.json", hidden_size=32),
+    ),
+    "it runs code": ("pickle-refused", "system", pickle_code),
+    "safetensors whose index names a pickle": (
+        "weights-broken",
+        "pytorch_model.bin",
+        lambda p: (pickle_weights(p) / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "pytorch_model.bin"}})
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PICKLE_FAULTS)
+def test_an_allowed_pickle_that_cannot_be_loaded_says_why(checkpoint: Checkpoints, tmp_path: Path, fault: str) -> None:
+    """As other weights do; and no code of it runs, allowed or not."""
+    id, cause, spoil = PICKLE_FAULTS[fault]
+    copy = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    spoil(copy)
+    with pytest.raises(EngineLoadError) as caught:
+        CpuEngine(copy, slots=1, max_len=32, threads=1, allow_pickle=True).load()
+    assert caught.value.id == id
+    assert cause in caught.value.what
+    assert not (copy / "ran").exists()
 
 
 @pytest.mark.parametrize(

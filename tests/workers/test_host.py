@@ -51,3 +51,17 @@ def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
     """The budget is what this process may use, not what the machine has."""
     assert set(host.usable_cpus()) <= os.sched_getaffinity(0)
     assert host.usable_cpus()
+
+
+def test_log_part_goes_on_where_it_ended_and_gives_whole_lines(tmp_path: Path) -> None:
+    """Ray's marks are left out, a line under way waits, and a log begun anew is read from its start."""
+    log = tmp_path / "replica.log"
+    log.write_text("one\n:job_id:1\ntwo\nthree\nunder w")
+    assert host.log_part(log, None, 1000, 2) == ("two\nthree\n", 24)
+    assert host.log_part(log, 24, 1000, 2) == ("", 24)
+    with log.open("a") as more:
+        more.write("ay\n")
+    assert host.log_part(log, 24, 1000, 2) == ("under way\n", 34)
+    log.write_text("anew\n")
+    assert host.log_part(log, 34, 1000, 2) == ("anew\n", 5)
+    assert host.log_part(tmp_path / "none.log", 7, 1000, 2) == ("", 0)

@@ -223,6 +223,22 @@ def test_a_replicas_configuration_opens_the_draft(checkpoint: Checkpoints) -> No
     assert (drafting.spec.draft_k, alone.spec.draft_k) == (3, 0)
 
 
+def test_a_pickled_draft_is_read_only_where_the_model_allows_it(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """One word, allow_pickle, for both."""
+    import torch
+    from safetensors.torch import load_file
+
+    draft = shutil.copytree(checkpoint("llama"), tmp_path / "draft")
+    torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
+    (draft / "model.safetensors").unlink()
+    how = {"draft_source": str(draft), "draft_k": 3}
+    with pytest.raises(EngineLoadError, match="pickle-refused: the draft model: "):
+        open_engine(config(checkpoint("llama"), **how)).load()
+    allowed = open_engine(config(checkpoint("llama"), **how, allow_pickle=True))
+    allowed.load()
+    assert allowed.spec.draft_k == 3
+
+
 def test_a_draft_of_another_vocabulary_is_a_load_error(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Its guesses would be other words; the numbers are told."""
     from transformers import AutoModelForCausalLM

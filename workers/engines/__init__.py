@@ -29,6 +29,8 @@ class EngineConfig(Protocol):
     @property
     def draft_k(self) -> int: ...
     @property
+    def allow_pickle(self) -> bool: ...
+    @property
     def engine_options(self) -> Mapping[str, int | float | str | bool]: ...
 
 
@@ -53,7 +55,12 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
 
         def opened(source: str) -> CpuEngine:
             return CpuEngine(
-                source, slots=config.slots, max_len=config.max_len, dtype=config.dtype, prefill_chunk=prefill_chunk
+                source,
+                slots=config.slots,
+                max_len=config.max_len,
+                dtype=config.dtype,
+                prefill_chunk=prefill_chunk,
+                allow_pickle=config.allow_pickle,
             )
 
         if config.draft_source is None:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
-from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets, smallest_bucket
+from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
 from workers.engine import EngineLoadError, EngineSpec
+from workers.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +82,7 @@ class _Reach:
 class CpuEngine:
     """Keeps ``GenerateEngine`` for a model directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
 
-    A decode leaves slots that are not listed intact.
+    Pickled weights are read only where ``allow_pickle`` says so. A decode leaves slots that are not listed intact.
     """
 
     def __init__(
@@ -94,11 +96,16 @@ class CpuEngine:
         prefill_buckets: Sequence[int] | None = None,
         decode_buckets: Sequence[int] | None = None,
         prefill_chunk: int | None = None,
+        allow_pickle: bool = False,
     ) -> None:
         """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
 
         ``prefill_chunk`` is how many tokens of each prompt go through the model together; None: all of them. The scores
         of a prompt's attention then need room for chunk x length numbers a head, and not for length x length.
+
+        ``allow_pickle``: where there are no safetensors, ``pytorch_model.bin`` and its shards will do. Even so they are
+        read with torch's ``weights_only``, which makes tensors and plain containers and calls no function that the file
+        names; but an unpickler has had holes before, so a file that nobody vouches for stays refused by default.
 
         Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
         """
@@ -110,6 +117,7 @@ class CpuEngine:
         self._prefill_buckets = prefill_buckets
         self._decode_buckets = decode_buckets
         self._prefill_chunk = prefill_chunk
+        self._allow_pickle = allow_pickle
         self._spec: EngineSpec | None = None
         self._reach = _Reach()
         self._model: Any = None  # the four of transformers: stock model, its body, its output layer, our cache
@@ -125,11 +133,20 @@ class CpuEngine:
 
     def load(self) -> None:
         """Read the weights, then run every bucket once. Raises ``EngineLoadError``."""
+        try:
+            self._load()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            what = f"{self._path} with {self._slots} slots of {self._max_len} tokens in {self._dtype}"
+            raise out_of_memory(error, what) from error
+
+    def _load(self) -> None:
         prefill_buckets, decode_buckets = self._checked_sizes()
         settings = _read_config(self._path)
         family = _family(settings, self._path)
         eos_token_ids = _eos_token_ids(self._path, settings)
-        weights = _weight_files(self._path)
+        weights, pickled = _weight_files(self._path, self._allow_pickle)
         try:
             import torch
             from safetensors import SafetensorError
@@ -140,8 +157,11 @@ class CpuEngine:
             ) from error
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        _check_weight_files(weights, SafetensorError)
-        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]))
+        if pickled:
+            _check_pickles(weights)
+        else:
+            _check_weight_files(weights, SafetensorError)
+        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled)
         _check_positions(model.config, self._max_len)
 
         self._model = model
@@ -152,7 +172,7 @@ class CpuEngine:
         self._kv_positions = torch.arange(self._max_len)
         self._windows = _windows(family, model.config)
         if family.alibi:
-            _give_alibi(self._base, self._reach)
+            _give_alibi(self._base, self._reach, self._max_len)
         self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, self._max_len)
         self._spec = EngineSpec(
             slots=self._slots,
@@ -165,10 +185,10 @@ class CpuEngine:
         self._warm_up()
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """See ``GenerateEngine.prefill``. Prompts of one call are padded to the bucket of the longest."""
+        """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
         import torch
 
-        longest = smallest_bucket(self.spec.prefill_buckets, max(len(prompt) for prompt in prompts))
+        longest = max(len(prompt) for prompt in prompts)
         if self._prefill_chunk is not None and longest > self._prefill_chunk:
             return self._prefill_in_chunks(slots, prompts, self._prefill_chunk)
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
@@ -190,7 +210,7 @@ class CpuEngine:
             width = max(len(piece) for piece in pieces)
             ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
             positions = self._kv_positions[None, start : start + width]
-            kv_len = smallest_bucket(self.spec.decode_buckets, start + width)
+            kv_len = start + width
             self._reach.move([slots[row] for row in rows], positions, kv_len)
             hidden = self._forward(ids, positions)
             for index, row in enumerate(rows):
@@ -199,11 +219,11 @@ class CpuEngine:
         return self._logits(slots, torch.stack(last))
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """See ``GenerateEngine.decode``. All rows read the KV bucket of the longest."""
+        """See ``GenerateEngine.decode``. All rows read as much of the KV cache as the longest fills."""
         import torch
 
         column = torch.tensor(positions)[:, None]
-        self._reach.move(slots, column, smallest_bucket(self.spec.decode_buckets, max(positions) + 1))
+        self._reach.move(slots, column, max(positions) + 1)
         hidden = self._forward(torch.tensor(tokens)[:, None], column)
         return self._logits(slots, hidden[:, 0])
 
@@ -213,7 +233,7 @@ class CpuEngine:
 
         ids = torch.tensor(tokens)
         columns = torch.tensor(positions)[:, None] + self._kv_positions[: ids.shape[1]]
-        kv_len = smallest_bucket(self.spec.decode_buckets, max(positions) + ids.shape[1])
+        kv_len = max(positions) + ids.shape[1]
         self._reach.move(slots, columns, kv_len)
         return self._logits(slots, self._forward(ids, columns))
 
@@ -382,18 +402,18 @@ def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
     return window if family.window else None
 
 
-def _give_alibi(base: Any, reach: _Reach) -> None:
+def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
     """Let bloom build its bias from our mask: slots are filled from the left, so key j always is position j."""
     import torch
 
     original = type(base).build_alibi_tensor
-    built: dict[tuple[int, int], torch.Tensor] = {}
+    built: dict[int, torch.Tensor] = {}  # number of rows -> [rows * heads, 1, max_len]
 
     def build_alibi_tensor(self: Any, mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
         rows, kv_len = len(reach.slots), mask.shape[-1]
-        if (rows, kv_len) not in built:
-            built[rows, kv_len] = original(self, torch.ones(rows, kv_len, dtype=torch.long), heads, dtype)
-        return built[rows, kv_len]
+        if rows not in built:
+            built[rows] = original(self, torch.ones(rows, max_len, dtype=torch.long), heads, dtype)
+        return built[rows][..., :kv_len]
 
     base.build_alibi_tensor = MethodType(build_alibi_tensor, base)
 
@@ -445,23 +465,61 @@ def _eos_token_ids(path: Path, settings: dict[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files that transformers will read."""
-    index = path / "model.safetensors.index.json"
+def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
+    """The files that transformers will read, and whether they are pickles, which is where there are no safetensors."""
+    safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
+    is_there = {file: file.exists() or _index_of(file).exists() for file in (safe, pickle)}
+    pickled = is_there[pickle] and not is_there[safe]
+    if pickled and not allow_pickle:
+        found = pickle if pickle.exists() else _index_of(pickle)
+        raise EngineLoadError(
+            "pickle-refused",
+            f"the weights of {path} are pickled ({found.name}), and reading a pickle can run code",
+            "convert them with save_pretrained; or, if you trust the file, set `allow_pickle: true`",
+        )
+    whole = pickle if pickled else safe
+    index = _index_of(whole)
     if index.exists():
         shards = _read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
+        if not isinstance(shards, dict) or not shards:
             raise EngineLoadError("config-unreadable", f"{index} has no weight_map")
         files = [path / name for name in sorted(set(shards.values()))]
     else:
-        files = [path / "model.safetensors"]
+        files = [whole]
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
-        what = f"{path} lacks {', '.join(missing)}" + (f" and has only {', '.join(pickled)}" if pickled else "")
-        hint = "convert it with save_pretrained: pickled weights can run code" if pickled else "copy the weights again"
+        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
+        others = [] if any(is_there.values()) else others
+        what = f"{path} lacks {', '.join(missing)}" + (f" and has only {', '.join(others)}" if others else "")
+        hint = "convert the weights with save_pretrained" if others else "copy the weights again"
         raise EngineLoadError("weights-missing", what, hint)
-    return files
+    return files, pickled
+
+
+def _index_of(file: Path) -> Path:
+    """Where the shards are listed, if the weights are no single file."""
+    return file.with_name(f"{file.name}.index.json")
+
+
+def _check_pickles(files: Sequence[Path]) -> None:
+    """As ``_check_weight_files``, of pickles. Only those of before torch 1.6 cannot be mapped and are read whole."""
+    import torch
+
+    for file in files:
+        try:
+            torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        except Exception as error:
+            if "unsupported global" in str(error).lower():
+                raise EngineLoadError(
+                    "pickle-refused",
+                    f"{file} names functions or classes to be called, and not only weights: {error}",
+                    "convert it with save_pretrained where it can do no harm; allow_pickle does not go that far",
+                ) from error
+            raise EngineLoadError(
+                "weights-broken",
+                f"{file} cannot be read: {type(error).__name__}: {error}",
+                "copy the file again",
+            ) from error
 
 
 def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
@@ -476,14 +534,15 @@ def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
             raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
 
 
-def _load_model(path: Path, dtype: torch.dtype) -> Any:
+def _load_model(path: Path, dtype: torch.dtype, pickled: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=dtype,
-            use_safetensors=True,
+            use_safetensors=not pickled,
+            weights_only=True,  # of pickles: no function that the file names is called
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,

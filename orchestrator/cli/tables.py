@@ -1,0 +1,192 @@
+"""What the fleet tells, as a person reads it. Keys that a fleet of another version does not tell show as `-`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from orchestrator.cli.output import columns
+
+Row = tuple[object, ...]
+TIMES = ("at", "since")
+EVENT_WIDTHS = (6, 19, 7, 18, 16)
+
+
+def clock(seconds: float | None) -> str | None:
+    """A time of the fleet's wall clock, in this shell's time zone."""
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def cores_text(cores: Any) -> str | None:
+    """ "all", or a list of ranges: 0-3,8. None for none."""
+    return ",".join(map(str, cores)) or None if isinstance(cores, list) else cores or None
+
+
+# `get`
+
+
+def _model_row(model: Mapping[str, Any]) -> Row:
+    ready = sum(replica["state"] == "ready" for replica in model["replicas"])
+    return model["name"], model["state"], f"{ready}/{model['wanted']}", model.get("version"), model["reason"]
+
+
+def _replica_row(replica: Mapping[str, Any]) -> Row:
+    plain = ("id", "state", "cores", "host", "pid", "restarts", "version", "live", "waiting")
+    return tuple(replica.get(key) for key in plain)
+
+
+def _host_row(host: Mapping[str, Any]) -> Row:
+    counts = tuple(host[key] for key in ("cores", "leased", "free", "quarantined", "reserved"))
+    state = "lost" if host.get("lost") else "ready"
+    return (host["name"], state, *counts, cores_text(host.get("cordoned")))
+
+
+def _revision_row(revision: Mapping[str, Any]) -> Row:
+    of = revision.get("of")
+    cause = revision["cause"] if of is None else f"{revision['cause']} of {of}"
+    changes = revision.get("changes")
+    changes = len(changes) if isinstance(changes, list) else changes
+    return revision["revision"], clock(revision["at"]), revision["by"], cause, revision["state"], changes
+
+
+def _event_row(event: Mapping[str, Any]) -> Row:
+    about = event.get("replica") or event.get("model") or event.get("host")
+    return event["seq"], clock(event["at"]), event["level"], event["reason"], about, event["message"]
+
+
+REPLICA = ("REPLICA", "STATE", "CORES", "HOST", "PID", "RESTARTS", "VERSION", "LIVE", "WAITING")
+EVENT = ("SEQ", "AT", "LEVEL", "REASON", "ABOUT", "MESSAGE")
+KINDS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any]], Row]]] = {
+    "models": (("MODEL", "STATE", "READY", "VERSION", "REASON"), _model_row),
+    "replicas": (REPLICA, _replica_row),
+    "hosts": (("HOST", "STATE", "CORES", "LEASED", "FREE", "QUARANTINED", "RESERVED", "CORDONED"), _host_row),
+    "revisions": (("REVISION", "AT", "BY", "CAUSE", "STATE", "CHANGES"), _revision_row),
+    "events": (EVENT, _event_row),
+}
+
+
+def listing(kind: str, items: Iterable[Mapping[str, Any]]) -> str:
+    """The table of `get`."""
+    header, row = KINDS[kind]
+    return columns(header, [row(item) for item in items])
+
+
+def event_line(event: Mapping[str, Any] | None) -> str:
+    """One line of the events as they come; None: the header."""
+    cells = ["-" if cell is None else str(cell) for cell in (EVENT if event is None else _event_row(event))]
+    return "  ".join([cell.ljust(width) for cell, width in zip(cells, EVENT_WIDTHS, strict=False)] + cells[-1:])
+
+
+# `status`, `rollout status`
+
+
+def status_text(data: Mapping[str, Any]) -> str:
+    """Replicas, hosts, and what is wrong or under way."""
+    rows: list[Row] = []
+    notes: list[str] = []
+    for model in data["models"]:
+        for replica in model["replicas"]:
+            rows.append(_replica_row(replica)[:6])
+            if replica["reason"]:
+                notes += _replica_notes(replica)
+        if not model["replicas"]:
+            rows.append((model["name"], model["state"], None, None, None, None))
+            if model["reason"]:
+                notes.append(f"{model['name']}: {model['reason']}")
+    hosts = [(host["name"], host["cores"], host["leased"], host["free"], host["quarantined"]) for host in data["hosts"]]
+    parts = [
+        columns(REPLICA[:6], rows),
+        columns(("HOST", "CORES", "LEASED", "FREE", "QUARANTINED"), hosts),
+        "\n".join([*notes, *(note for host in data["hosts"] for note in _host_notes(host))]),
+    ]
+    rollout = data.get("rollout")
+    if rollout and rollout["state"] != "complete":
+        parts.append(rollout_line(rollout))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
+    notes = [f"{replica['id']}: {replica['reason']}"]
+    if replica["pause_s"]:
+        notes.append(f"    {replica['failures']} failed starts; the next {replica['pause_s']:.0f} s later")
+    return notes + [f"    | {line}" for line in replica["log"]]
+
+
+def _host_notes(host: Mapping[str, Any]) -> list[str]:
+    notes = [f"{host['name']}: lost"] if host.get("lost") else []
+    cordoned = cores_text(host.get("cordoned"))
+    if cordoned:
+        notes.append(f"{host['name']}: cordoned" + ("" if cordoned == "all" else f": cores {cordoned}"))
+    for held in host.get("quarantine") or ():
+        command = f" ({held['command']})" if held.get("command") else ""
+        owner = f"pid {held['pid']}{command}" if held.get("pid") is not None else "an unknown process"
+        notes.append(f"{host['name']}: core {held['core']} is held by {owner}")
+    return notes
+
+
+def rollout_line(rollout: Mapping[str, Any]) -> str:
+    """One line: how far it is, and why."""
+    reason = f": {rollout['reason']}" if rollout.get("reason") else ""
+    return f"revision {rollout['revision']}: {rollout['state'].replace('_', ' ')}{reason}"
+
+
+def rollout_text(rollout: Mapping[str, Any]) -> str:
+    """The line, and a row for each model."""
+    keys = ("model", "state", "strategy", "wanted", "updated", "ready", "old")
+    rows = [tuple(model.get(key) for key in keys) for model in rollout["models"]]
+    table = columns(("MODEL", "STATE", "STRATEGY", "WANTED", "UPDATED", "READY", "OLD"), rows)
+    return rollout_line(rollout) + ("\n\n" + table if rows else "")
+
+
+# `describe`
+
+
+def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str, Any]], log: Mapping[str, Any]) -> str:
+    """All that is known of one thing: its plain values, then its tables, its events, and the end of its log."""
+    plain: list[tuple[str, str]] = [("kind", kind)]
+    parts: list[str] = []
+    for key, value in item.items():
+        if key == "log":
+            continue
+        if key == "replicas":
+            parts.append(listing("replicas", value) if value else "no replicas")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            parts.append(_table(key, value))
+        else:
+            plain.append((key.replace("_", " "), _plain(key, value)))
+    width = max(len(key) for key, _ in plain)
+    parts.insert(0, "\n".join(f"{key.ljust(width)}  {value}" for key, value in plain))
+    if events:
+        parts.append(listing("events", events))
+    if log["lines"]:
+        parts.append("\n".join([f"log of {log['replica']}:", *(f"    | {line}" for line in log["lines"])]))
+    return "\n\n".join(parts)
+
+
+def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[clock(row.get(key)) if key in TIMES else row.get(key) for key in header] for row in rows]
+    return f"{name}:\n" + columns([key.upper() for key in header], cells)
+
+
+def _plain(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return cores_text(value) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "-"
+    return str(clock(value)) if key in TIMES else str(value)
+
+
+def settings_text(values: Iterable[Mapping[str, Any]]) -> str:
+    """Each setting, its value, and who said so."""
+    rows = [(value["name"], _plain("", value["value"]), _origin(value)) for value in values]
+    return columns(("NAME", "VALUE", "ORIGIN"), rows)
+
+
+def _origin(value: Mapping[str, Any]) -> str:
+    return str(value["origin"]) + (f" ({value['where']})" if value.get("where") else "")

@@ -1,0 +1,469 @@
+"""The operator's verbs on a running fleet (`operations.Operations`): each is checked, journaled, then acted upon.
+
+A verb that raises has changed nothing. Between the last look at the state and the record in the journal nothing is
+awaited, so no two verbs can interleave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from orchestrator.changes import Situation, Tag, choose, difference, replica_changes
+from orchestrator.controller import Controller
+from orchestrator.effects import Cluster
+from orchestrator.generation import Generation, read_generation
+from orchestrator.home import Home
+from orchestrator.journal import (
+    Cordon,
+    JournalUnwritable,
+    Record,
+    Replace,
+    Revision,
+    RolloutState,
+    Scale,
+)
+from orchestrator.lifecycle import State
+from orchestrator.operations import Refused
+from orchestrator.picture import rollout
+from orchestrator.rollout import Goal, Wish
+from orchestrator.snapshot import ReplicaView
+from orchestrator.specfile import SpecFile, examine, start_problems
+from placements.cores import CoreRange
+from placements.plan import plan
+from placements.problems import has_errors
+from placements.spec import ModelSpec
+
+LOG_BYTES = 64 * 2**10  # of one answer
+LOG_POLL_S = 0.25
+FIRST_LINES = 100
+
+
+class Operator:
+    """Keeps `Operations` for one controller, on its event loop."""
+
+    def __init__(self, controller: Controller, cluster: Cluster) -> None:
+        self._controller = controller
+        self._cluster = cluster
+        self._state = controller.state
+        self.settings = controller.settings
+
+    def status(self) -> dict[str, Any]:
+        return self._controller.status()
+
+    # Revisions
+
+    async def propose(self, text: str, file: str, base_dir: str) -> dict[str, Any]:
+        found, generation = await self._read(text, file, base_dir, by="", cause="apply")
+        return self._proposal(found, generation)
+
+    async def apply(
+        self,
+        text: str,
+        file: str,
+        base_dir: str,
+        *,
+        by: str,
+        cause: str = "apply",
+        check_index: int | None = None,
+        canary: float | None = None,
+    ) -> dict[str, Any]:
+        found, generation = await self._read(text, file, base_dir, by=by, cause=cause, canary=canary)
+        return await self._install(found, generation, check_index)
+
+    async def undo(self, to: int | None, by: str) -> dict[str, Any]:
+        number = self._undone() if to is None else to
+        before = self._revision(number)
+        found, generation = await self._read(
+            before.text, before.file, before.base_dir, by=by, cause="undo", of=before.number
+        )
+        return await self._install(found, generation, None)
+
+    async def _install(self, found: SpecFile, generation: Generation, check_index: int | None) -> dict[str, Any]:
+        state = self._state
+        index = state.journal.state().index
+        if check_index is not None and check_index != index:
+            what = f"the fleet's index is {index}, not {check_index}: it has changed since the plan"
+            raise Refused("index-changed", what, "corewright plan SPEC again")
+        proposal = self._proposal(found, generation)
+        revision = generation.revision
+        same = (revision.text, revision.base_dir) == (state.current.revision.text, state.current.revision.base_dir)
+        if same and revision.canary is None and state.rollout_state()[0] in ("complete", "progressing"):
+            return {"changed": False, "revision": state.current.number, "index": index, "plan": proposal}
+        self._refuse_impossible(proposal, generation)
+        summary = {"models": proposal["models"], "changes": proposal["changes"]}
+        revision = msgspec.structs.replace(revision, number=state.current.number + 1, plan=summary)
+        self._write(revision)
+        revision = state.journal.state().revisions[revision.number]
+        state.install(dataclasses.replace(generation, revision=revision))
+        self._controller.renew_deadlines()
+        state.tell("info", "Applied", f"revision {revision.number} by {revision.by}, {_summary(proposal)}")
+        self._controller.wake_up()
+        return {"changed": True, "revision": revision.number, "index": state.journal.state().index, "plan": proposal}
+
+    async def _read(
+        self,
+        text: str,
+        file: str,
+        base_dir: str,
+        *,
+        by: str,
+        cause: Any,
+        canary: float | None = None,
+        of: int | None = None,
+    ) -> tuple[SpecFile, Generation]:
+        """Raises Refused for what can never be applied to this fleet."""
+        state = self._state
+        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine)
+        problems = (*found.problems, *start_problems(found))
+        if found.spec is None or has_errors(problems):
+            count = sum(problem.severity == "error" for problem in problems)
+            what = f"{file} has {count} error{'' if count == 1 else 's'}: nothing was applied"
+            raise Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=problems)
+        if _machines(found.hosts) != _machines(state.hosts):
+            what = f"{file} means other hosts than this fleet runs on"
+            raise Refused("hosts-changed", what, "corewright down, then up: Ray's nodes are started with the fleet")
+        ever = plan(found.spec, found.hosts, found.checkpoints)
+        missing = [problem for one in ever.unplaced if one.required for problem in one.problems]
+        if missing:
+            what = f"{file} could not be placed even on an empty fleet"
+            hint = "fewer replicas, a smaller tp_degree, or more hosts"
+            raise Refused("never-fits", what, hint, status=422, problems=missing)
+        revision = Revision(
+            number=state.current.number + 1,
+            fleet=self.settings.fleet,
+            cause=cause,
+            by=by,
+            text=text,
+            file=file,
+            base_dir=base_dir,
+            of=of,
+            plan={},
+            canary=canary,
+        )
+        return dataclasses.replace(found, problems=problems), await self._controller.in_thread(
+            read_generation, revision, state.machine
+        )
+
+    def _proposal(self, found: SpecFile, generation: Generation) -> dict[str, Any]:
+        """What would happen if the generation were installed now."""
+        state = self._state
+        situation = self._situation(generation)
+        first = situation.aim()
+        ways = {name: choose(situation, name) for name, step in first.steps.items() if step.old}
+        for name, chosen in ways.items():
+            wish = dataclasses.replace(situation.wishes[name], strategy=chosen.strategy, lender=chosen.lender)
+            situation = situation.with_wish(wish)
+        begun, settled = situation.aim(), self._settled(situation)
+        models = []
+        for change in difference(state.current.spec, generation.spec, generation.engines):
+            way = ways.get(change.model)
+            after = situation.wishes.get(change.model)
+            tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if way is not None else change.tag
+            models.append(
+                {
+                    "model": change.model,
+                    "tag": tag.value,
+                    "fields": [msgspec.to_builtins(field) for field in change.fields],
+                    "replicas": {
+                        "before": len(state.replicas_of(change.model)),
+                        "after": 0 if after is None else after.count,
+                    },
+                    "strategy": None if way is None else way.strategy,
+                    "outage_s": None if way is None else way.outage_s,
+                    "predicted_s": None if way is None else situation.load_s(change.model),
+                    "why": "" if way is None else way.why,
+                    "borrow": None if way is None else way.lender,
+                    "possible": way is None or way.possible,
+                }
+            )
+        return {
+            "index": state.journal.state().index,
+            "revision": state.current.number,
+            **settled.plan.as_dict(),
+            "problems": [problem.as_dict() for problem in (*found.problems, *settled.plan.problems)],
+            "changes": replica_changes(begun, list(state.views.values()), settled),
+            "models": models,
+        }
+
+    def _situation(self, generation: Generation) -> Situation:
+        """The fleet's, as it would be right after the generation is installed."""
+        state = self._state
+        now = state.situation()
+        wishes = {}
+        for model in generation.spec.models:
+            version = generation.versions[model.name]
+            own = generation.tokenizers[model.name]
+            mixes = all(
+                state.configs[view.id].tokenizer == own
+                for view in state.replicas_of(model.name)
+                if view.version != version and view.id in state.configs
+            )
+            canary = generation.revision.canary is not None
+            wishes[model.name] = Wish(model, state.wanted(model), version, mixes=mixes, canary=canary)
+        return dataclasses.replace(now, spec=generation.spec, checkpoints=generation.checkpoints, wishes=wishes)
+
+    def _settled(self, situation: Situation) -> Goal:
+        """Where it ends: replicas of other versions are gone, what fits stays where it is."""
+        kept = tuple(
+            dataclasses.replace(view, version=situation.wishes[view.model].version)
+            for view in situation.views
+            if view.model in situation.wishes and view.state not in (State.DRAINING, State.STOPPING)
+        )
+        wishes = {name: dataclasses.replace(wish, canary=False) for name, wish in situation.wishes.items()}
+        return dataclasses.replace(situation, views=kept, wishes=wishes, replaced=frozenset()).aim()
+
+    def _refuse_impossible(self, proposal: dict[str, Any], generation: Generation) -> None:
+        for model in proposal["models"]:
+            if not model["possible"]:
+                what = f"{model['model']}: update.strategy is {model['strategy']}, and {model['why']}"
+                raise Refused("update-impossible", what, "update: {strategy: auto}")
+        if generation.revision.canary is None:
+            return
+        situation = self._situation(generation)
+        for name, step in situation.aim().steps.items():
+            wish = situation.wishes[name]
+            if step.old and not wish.mixes:
+                what = f"{name}: its tokenizer changes, so the two versions cannot share requests"
+                raise Refused("canary-impossible", what, "apply without --canary")
+            if step.old and choose(situation, name).strategy not in ("surge", "borrow") and wish.count < 2:
+                what = f"{name}: no free cores for a canary beside its one replica"
+                raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
+
+    def _undone(self) -> int:
+        """The newest earlier revision of this fleet with another text that was complete, or else of any outcome."""
+        known = self._state.journal.state()
+        earlier = [
+            revision
+            for number, revision in sorted(known.revisions.items(), reverse=True)
+            if number < self._state.current.number
+            and revision.fleet == self.settings.fleet
+            and revision.text != self._state.current.revision.text
+        ]
+        for revision in earlier:
+            outcome = known.outcomes.get(revision.number)
+            if outcome is not None and outcome.state == "complete":
+                return revision.number
+        if not earlier:
+            what = f"revision {self._state.current.number} is the first of this fleet"
+            raise Refused("nothing-to-undo", what, "corewright rollout undo --to REVISION; rollout history lists them")
+        return earlier[0].number
+
+    def rollout(self) -> dict[str, Any]:
+        return rollout(self._state)
+
+    def revisions(self) -> list[dict[str, Any]]:
+        known = self._state.journal.state()
+        return [self._told(known.revisions[number]) for number in sorted(known.revisions, reverse=True)]
+
+    def revision(self, number: int) -> dict[str, Any]:
+        found = self._revision(number)
+        extra = {"text": found.text, "file": found.file, "base_dir": found.base_dir, "plan": found.plan}
+        return {**self._told(found), **extra}
+
+    def _revision(self, number: int) -> Revision:
+        known = self._state.journal.state().revisions
+        if number not in known:
+            what = f"there is no revision {number}"
+            hint = f"kept are {min(known)} to {max(known)}" if known else "none is kept"
+            raise Refused("revision-unknown", what, hint, status=404)
+        return known[number]
+
+    def _told(self, revision: Revision) -> dict[str, Any]:
+        known = self._state.journal.state()
+        outcome = known.outcomes.get(revision.number)
+        if revision.number == self._state.current.number:
+            told = self._state.rollout_state()[0]
+        else:
+            told = outcome.state if outcome is not None and outcome.state != "progressing" else "superseded"  # type: ignore[assignment]
+        return {
+            "revision": revision.number,
+            "at": round(revision.at, 3),
+            "by": revision.by,
+            "cause": revision.cause,
+            "of": revision.of,
+            "state": told,
+            "changes": _summary(revision.plan) if revision.plan else "",
+        }
+
+    # The rollout
+
+    async def pause(self, by: str) -> dict[str, Any]:
+        now, _ = self._state.rollout_state()
+        if now not in ("progressing", "canary"):
+            raise Refused("rollout-not-running", f"the rollout is {now}: there is nothing to pause", "rollout status")
+        return self._set_rollout("paused", f"by {by}", "RolloutPaused")
+
+    async def resume(self, by: str) -> dict[str, Any]:
+        now, _ = self._state.rollout_state()
+        if now not in ("paused", "failed"):
+            raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", "rollout status")
+        return self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
+
+    async def promote(self, by: str) -> dict[str, Any]:
+        if not self._state.in_canary:
+            raise Refused("no-canary", "no canary is under way", "corewright apply --canary SHARE SPEC")
+        return self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
+
+    def _set_rollout(self, told: Any, reason: str, event: str, promoted: bool = False) -> dict[str, Any]:
+        number = self._state.current.number
+        self._write(RolloutState(revision=number, state=told, reason=reason, promoted=promoted))
+        self._state.restart_progress()
+        self._state.tell("info", event, f"revision {number}, {reason}")
+        self._controller.wake_up()
+        return self.rollout()
+
+    async def restart(self, model: str, by: str) -> dict[str, Any]:
+        self._model(model)
+        for view in self._state.replicas_of(model):
+            self._replace(view, by)
+        self._controller.wake_up()
+        return self.rollout()
+
+    # Models, hosts and replicas
+
+    async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+        spec = self._model(model)
+        if count is not None and count > spec.replicas.max:
+            what = f"{model}: {count} replicas are asked for, and the spec's max is {spec.replicas.max}"
+            raise Refused("scale-over-max", what, "raise replicas.max in the spec, and apply it")
+        self._write(Scale(model=model, count=count, by=by))
+        self._state.woken.discard(model)
+        wanted = self._state.wanted(spec)
+        told = "as the spec says" if count is None else str(count)
+        self._state.tell("info", "Scaled", f"{told} by {by}", model=model)
+        self._controller.wake_up()
+        return {"model": model, "scaled": count, "wanted": wanted}
+
+    async def load(self, model: str, by: str) -> dict[str, Any]:
+        spec = self._model(model)
+        return await self.scale(model, None if spec.replicas.min else 1, by)
+
+    async def unload(self, model: str, by: str) -> dict[str, Any]:
+        self._model(model)
+        self._write(Scale(model=model, count=None, by=by, sleep=True))
+        self._state.woken.discard(model)
+        self._state.tell("info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model)
+        self._controller.wake_up()
+        return {"model": model, "scaled": 0, "wanted": 0}
+
+    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
+        chosen = self._cores_of(host, cores)
+        self._write(Cordon(host=host, cores=chosen, on=on, by=by))
+        which = "the host" if cores is None else f"cores {cores}"
+        self._state.tell("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
+        self._controller.wake_up()
+        return self._host_status(host)
+
+    async def drain(self, target: str, by: str) -> dict[str, Any]:
+        if any(host.name == target for host in self._state.hosts):
+            self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
+            self._state.tell("info", "HostDraining", f"by {by}: its replicas go elsewhere", host=target)
+            self._controller.wake_up()
+            return self._host_status(target)
+        view = self._state.views.get(target)
+        if view is None:
+            known = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
+            raise Refused("target-unknown", f"{target} is no host and no replica", f"known are {known}", status=404)
+        self._replace(view, by)
+        self._controller.wake_up()
+        return {"replica": view.id, "epoch": view.epoch}
+
+    def _replace(self, view: ReplicaView, by: str) -> None:
+        self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))
+        self._state.tell("info", "Replacing", f"by {by}: a new process for it", view=view)
+
+    def _cores_of(self, host: str, cores: str | None) -> list[int] | None:
+        found = next((one for one in self._state.hosts if one.name == host), None)
+        if found is None:
+            known = ", ".join(one.name for one in self._state.hosts)
+            raise Refused("host-unknown", f"there is no host {host}", f"known are {known}", status=404)
+        if cores is None:
+            return None
+        try:
+            chosen = CoreRange.parse(cores)
+        except ValueError as error:
+            raise Refused("bad-range", str(error), "such as 3 or 4-7", status=422) from None
+        if chosen.last >= found.cores:
+            raise Refused("bad-range", f"{host} has the cores 0-{found.cores - 1}", "corewright get hosts", status=422)
+        return list(chosen)
+
+    def _host_status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(host for host in self.status()["hosts"] if host["name"] == name)
+        return found
+
+    def _model(self, name: str) -> ModelSpec:
+        found = self._state.current.spec.model(name)
+        if found is None:
+            known = ", ".join(model.name for model in self._state.current.spec.models)
+            raise Refused("model-unknown", f"there is no model {name}", f"known are {known}", status=404)
+        return found
+
+    def _write(self, record: Record) -> None:
+        try:
+            self._state.record(record)
+        except JournalUnwritable as error:
+            what = f"the journal cannot be written: {error.strerror}"
+            raise Refused("journal-unwritable", what, "free some space; what runs goes on", status=507) from None
+
+    # Looking
+
+    async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
+        if model is not None:
+            self._model(model)
+        journal = self._state.journal
+        deadline = time.monotonic() + wait_s
+        version = 0
+        while not (found := journal.events(after, limit, model)) and (rest := deadline - time.monotonic()) > 0:
+            version = await self._controller.change(version, min(rest, LOG_POLL_S))
+        told = [
+            {
+                "seq": event.seq,
+                "at": round(event.at, 3),
+                "level": event.level,
+                "reason": event.reason,
+                "message": event.message,
+                "model": event.model,
+                "replica": event.replica,
+                "host": event.host,
+            }
+            for event in found
+        ]
+        return {"events": told, "next": found[-1].seq if found else after}
+
+    async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:
+        self._model(model)
+        views = self._state.replicas_of(model)
+        number = replica if replica is not None else (views[0].replica if views else 0)
+        view = next((view for view in views if view.replica == number), None)
+        path = Home(Path(self.settings.home)).log(model, number)
+        host = None if view is None else view.host
+        deadline = time.monotonic() + wait_s
+        while True:
+            text, end = await self._cluster.log_part(str(path), offset, LOG_BYTES, FIRST_LINES, host)
+            if text or time.monotonic() >= deadline:
+                return {"replica": f"{model}/{number}", "file": str(path), "offset": end, "text": text}
+            offset = end
+            await asyncio.sleep(LOG_POLL_S)
+
+    def config(self) -> dict[str, Any]:
+        return {"values": list(self.settings.config)}
+
+
+def _machines(hosts: Any) -> list[tuple[str, int, bool]]:
+    return [(host.name, host.cores, host.emulated) for host in hosts]
+
+
+def _summary(proposal: dict[str, Any]) -> str:
+    """Such as "chat: restart by surge; code: reconfigure"."""
+    parts = [
+        f"{model['model']}: {model['tag']}" + (f" by {model['strategy']}" if model["strategy"] else "")
+        for model in proposal["models"]
+        if model["tag"] != Tag.NONE.value
+    ]
+    return "; ".join(parts) or "nothing changes"

@@ -1,0 +1,285 @@
+"""What is told of a fleet: its status for people and programs, its routes for the gateway. Reads only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.lifecycle import ModelState, State, model_state
+from orchestrator.routes import ModelRoutes, Route, RouteTable
+from orchestrator.snapshot import ReplicaView
+from orchestrator.state import FleetState
+from placements.cores import ranges
+from placements.spec import ModelSpec
+from placements.topology import Host
+
+log = logging.getLogger(__name__)
+
+
+class Finding(NamedTuple):
+    """One condition as it is now."""
+
+    type: str
+    holds: bool
+    reason: str  # CamelCase, one word
+    message: str
+
+
+class Conditions:
+    """Remembers since when each condition has held, or not held."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._since: dict[tuple[str, str], tuple[bool, float]] = {}
+
+    def told(self, about: str, findings: Iterable[Finding]) -> list[dict[str, Any]]:
+        """As the status tells them, in Kubernetes' form."""
+        told = []
+        for finding in findings:
+            key = about, finding.type
+            known = self._since.get(key)
+            if known is None or known[0] is not finding.holds:
+                known = self._since[key] = finding.holds, round(self._wall(), 3)
+            told.append(
+                {
+                    "type": finding.type,
+                    "status": finding.holds,
+                    "reason": finding.reason,
+                    "message": finding.message,
+                    "since": known[1],
+                }
+            )
+        return told
+
+
+def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
+    """For the gateway."""
+    return RouteTable(
+        ready=ready,
+        stopping=closing,
+        token=state.settings.token,
+        models=[_model_routes(state, model, closing) for model in state.current.spec.models],
+    )
+
+
+def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRoutes:
+    """The versions that do not mix are not routed together: the older one's tokenizer counts until it is gone."""
+    current = state.current
+    step = state.goal.steps.get(model.name)
+    version = current.versions[model.name]
+    views = [view for view in state.replicas_of(model.name) if view.state is State.READY]
+    configs = [state.configs[view.id] for view in views if view.version != version and view.id in state.configs]
+    engine: str = current.engines[model.name]
+    source, max_len = current.source(model), current.length(model)
+    own = current.tokenizers[model.name]
+    if step is not None and step.serves_old and configs:
+        views = [view for view in views if view.version != version]
+        source, engine, max_len = configs[0].source, configs[0].engine, configs[0].max_len
+        own = configs[0].tokenizer
+    else:
+        views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
+        max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
+    way = state.ways.get(model.name)
+    told, reason = _state_of(state, model)
+    canary = current.revision.canary if state.in_canary else None
+    return ModelRoutes(
+        name=model.name,
+        state=told,
+        reason=reason,
+        engine=engine,
+        source=source,
+        tokenizer=own,
+        max_len=max_len,
+        max_queue=model.max_queue,
+        loads_on_request=model.replicas.min == 0 and not state.sleeps(model.name),
+        holds=way is not None and way.strategy == "hold",
+        canary=canary,
+        canaries=[view.id for view in views if view.version == version] if canary is not None else [],
+        replicas=[Route(view.id, view.epoch, view.socket) for view in views if view.socket is not None and not closing],
+    )
+
+
+def status(
+    state: FleetState, conditions: Conditions, *, ready: bool, log_of: Callable[[str, int], Path]
+) -> dict[str, Any]:
+    """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
+    hosts = [_host_status(state, host) for host in state.hosts]
+    return {
+        "name": state.current.spec.name,
+        "ready": ready,
+        "revision": state.current.number,
+        "index": state.journal.state().index,
+        "rollout": rollout(state),
+        "conditions": conditions.told("fleet", _fleet_findings(state, ready, hosts)),
+        "models": [_model_status(state, model, conditions, log_of) for model in state.current.spec.models],
+        "hosts": hosts,
+    }
+
+
+def rollout(state: FleetState) -> dict[str, Any]:
+    """How far the current revision is."""
+    told, reason = state.rollout_state()
+    outcome = state.outcome
+    return {
+        "revision": state.current.number,
+        "state": told,
+        "reason": reason,
+        "since": round(outcome.at if outcome is not None else state.current.revision.at, 3),
+        "models": [_model_rollout(state, model) for model in state.current.spec.models],
+    }
+
+
+def _model_rollout(state: FleetState, model: ModelSpec) -> dict[str, Any]:
+    step = state.goal.steps.get(model.name)
+    way = state.ways.get(model.name)
+    old, ready = (0, 0) if step is None else (step.old, step.ready)
+    version = state.current.versions[model.name]
+    updated = sum(view.version == version for view in state.replicas_of(model.name))
+    settled = step is not None and step.settled(state.wish(model))
+    return {
+        "model": model.name,
+        "strategy": None if way is None else way.strategy,
+        "wanted": state.wanted(model),
+        "updated": updated,
+        "ready": ready,
+        "old": old,
+        "state": "complete" if settled else "progressing",
+    }
+
+
+def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]]) -> Iterable[Finding]:
+    yield Finding(
+        "Ready", ready, "Served" if ready else "Loading", "every model has had its min replicas" if ready else ""
+    )
+    writable = state.writable
+    yield Finding(
+        "JournalWritable",
+        writable,
+        "Written" if writable else "DiskFull",
+        "" if writable else "nothing can be applied until the journal can be written; repairs go on",
+    )
+    wrong = [host["name"] for host in hosts if not host["balanced"]]
+    yield Finding("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
+    lost = sorted(state.lost)
+    yield Finding("HostsAlive", not lost, "HostLost" if lost else "Alive", ", ".join(lost))
+
+
+def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
+    ready, wanted = state.ready(model.name), state.wanted(model)
+    enough = ready >= min(model.replicas.min, wanted)
+    yield Finding("Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {wanted} replicas are ready")
+    step = state.goal.steps.get(model.name)
+    moving = step is not None and not step.settled(state.wish(model))
+    yield Finding(
+        "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
+    )
+    missing = [one for one in state.goal.plan.unplaced if one.model == model.name]
+    what = "; ".join(problem.what for one in missing for problem in one.problems)
+    yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
+    failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
+    reason = "BreakerOpen" if any(view.breaker_open for view in failed) else "ReplicaFailed" if failed else "Healthy"
+    yield Finding("Healthy", not failed, reason, "; ".join(f"{view.id}: {view.reason}" for view in failed))
+
+
+def _model_status(
+    state: FleetState, model: ModelSpec, conditions: Conditions, log_of: Callable[[str, int], Path]
+) -> dict[str, Any]:
+    told, reason = _state_of(state, model)
+    scale = state.journal.state().scales.get(model.name)
+    return {
+        "name": model.name,
+        "state": told.value,
+        "reason": reason,
+        "wanted": state.wanted(model),
+        "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
+        "version": state.current.versions[model.name],
+        "conditions": conditions.told(model.name, _model_findings(state, model)),
+        "replicas": [
+            {
+                "id": view.id,
+                "host": view.host,
+                "cores": None if view.cores is None else str(view.cores),
+                "state": view.state.value,
+                "pid": None if view.gone else view.pid,
+                "epoch": view.epoch,
+                "version": view.version,
+                "restarts": view.restarts,
+                "reason": view.reason,
+                "failures": view.failures,
+                "pause_s": view.pause_s if view.state is State.FAILED else None,
+                "load_s": view.load_s,
+                "live": view.live,
+                "waiting": view.waiting,
+                "speculation": _speculation(view),
+                "log": list(view.log),
+                "log_file": str(log_of(view.model, view.replica)),
+            }
+            for view in state.replicas_of(model.name)
+        ],
+    }
+
+
+def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
+    leases = {
+        view.id: view.cores
+        for view in state.views.values()
+        if view.host == host.name and view.cores is not None and not view.gone
+    }
+    leased = sum(len(cores) for cores in leases.values())
+    taken = {core for cores in leases.values() for core in cores}
+    owners = state.quarantined.get(host.name, {})
+    quarantined = set(owners) - taken
+    reserved = set(host.reserved_cores) - taken - quarantined
+    free = set(range(host.cores)) - taken - quarantined - reserved
+    balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
+    if not balanced:
+        log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
+    cordoned = state.journal.state().cordons.get(host.name, frozenset())
+    return {
+        "name": host.name,
+        "instance": None if host.topology is None else host.topology.instance,
+        "emulated": host.emulated,
+        "lost": host.name in state.lost,
+        "cores": host.cores,
+        "leased": leased,
+        "free": len(free),
+        "quarantined": len(quarantined),
+        "reserved": len(reserved),
+        "balanced": balanced,
+        "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
+        "draining": host.name in state.journal.state().drains,
+        "quarantine": [
+            {"core": core, "pid": owner.pid, "command": owner.command} for core, owner in sorted(owners.items())
+        ],
+        "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
+    }
+
+
+def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
+    views = state.replicas_of(model.name)
+    told = model_state(state.wanted(model), (view.outlook for view in views))
+    reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
+    reasons += [
+        problem.what
+        for missing in state.goal.plan.unplaced
+        if missing.model == model.name
+        for problem in missing.problems
+    ]
+    if reasons and not views:
+        told = ModelState.FAILED  # it has no place
+    if told is ModelState.UNLOADED and state.sleeps(model.name):
+        reasons = ["unloaded by hand: corewright load " + model.name]
+    return told, reasons[0] if reasons and told is not ModelState.READY else None
+
+
+def _speculation(view: ReplicaView) -> dict[str, float] | None:
+    """How many tokens were drafted, and how many of them the model agreed with; None where none is drafted."""
+    if not view.drafted:
+        return None
+    return {
+        "drafted": view.drafted,
+        "accepted": view.accepted,
+        "acceptance": round(view.accepted / view.drafted, 3),
+    }

@@ -1,0 +1,188 @@
+"""From what is wished to which replicas should be now, one step of an update at a time. Pure.
+
+A replica is *current* when it runs the wished version in a place that is still meant for it; else it is *old*: of an
+earlier version, on a host that is being drained, or told to be replaced. Old ones go as current ones come; how is the
+strategy's business:
+
+surge      a current one more, on free cores; when it is ready an old one goes
+in_place   an old one goes, and a current one takes its cores; one at a time
+hold       as in_place; requests wait meanwhile instead of being refused
+borrow     an idle replica of another model gives way, and then as surge; it comes back on the cores that become free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from orchestrator.lifecycle import State
+from orchestrator.snapshot import ReplicaView
+from placements.checkpoints import Checkpoint
+from placements.cores import CoreRange
+from placements.plan import Placement, Plan, Running, plan
+from placements.spec import ModelSpec, Spec, Strategy
+from placements.topology import Host
+
+_ENDING = (State.DRAINING, State.STOPPING)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A replica that should be, and where. ``placement`` is None for an old one, which stays as it was started."""
+
+    model: str
+    replica: int
+    host: str
+    cores: CoreRange | None
+    version: str
+    placement: Placement | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.model}/{self.replica}"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one model should become, and by which way."""
+
+    model: ModelSpec
+    count: int
+    version: str
+    strategy: Strategy = "surge"  # never auto: that has been decided
+    mixes: bool = True  # both versions may serve at once: their tokenizers agree
+    canary: bool = False  # one current replica, until it is promoted
+    frozen: bool = False  # paused: nothing old goes and nothing current comes
+    lender: str | None = None  # with borrow: the id of the replica that gives way
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far one model is."""
+
+    keep: tuple[ReplicaView, ...] = ()  # old ones that go on serving
+    count: int = 0  # current ones that should be
+    old: int = 0  # old ones that are not gone yet
+    ready: int = 0  # current ones that are ready
+    serves_old: bool = False  # requests go to old ones only: the versions do not mix
+
+    def settled(self, wish: Wish) -> bool:
+        """Whether nothing of the update is left to do."""
+        return self.old == 0 and self.ready >= wish.count
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What should be now: the replicas, the plan of the current ones, and each model's step."""
+
+    targets: tuple[Target, ...] = ()
+    plan: Plan = field(default_factory=Plan)
+    steps: Mapping[str, Step] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView], leaving: int = 0) -> Step:
+    """The next step of one model. ``leaving`` counts old ones that drain or stop already.
+
+    Neither strategy lets go of a ready old replica before what it promises is served by others: surge promises as many
+    as are wished, in_place one fewer.
+    """
+    ready = sum(view.state is State.READY for view in current)
+    alive = len(current)
+    done = Step((), wish.count, len(old) + leaving, ready)
+    if not old:
+        return done
+    best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
+    if wish.frozen:
+        return replace(done, keep=tuple(best_first), count=min(alive, wish.count), serves_old=not wish.mixes)
+    spare = 0 if wish.strategy in ("surge", "borrow") else 1
+    if wish.canary:
+        return replace(done, keep=tuple(best_first[: max(0, wish.count - spare)]), count=min(1, wish.count))
+    if not wish.mixes:
+        keep = best_first if spare == 0 and ready < wish.count else []
+        return replace(done, keep=tuple(keep[: wish.count]), serves_old=bool(keep))
+    keep = best_first[: max(0, wish.count - ready - spare)]
+    return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, ready + 1)))
+
+
+def aim(
+    spec: Spec,
+    hosts: Sequence[Host],
+    checkpoints: Mapping[str, Checkpoint],
+    wishes: Mapping[str, Wish],
+    views: Iterable[ReplicaView],
+    *,
+    blocked: Mapping[str, frozenset[int]],
+    drained: Mapping[str, frozenset[int]],
+    replaced: frozenset[tuple[str, int]] = frozenset(),  # of (id, epoch)
+) -> Goal:
+    """Which replicas should be now.
+
+    ``hosts`` are those that live. ``blocked`` are cores by host where nothing new may go, ``drained`` those whose
+    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes.
+    """
+    present = list(views)
+    names = {host.name for host in hosts}
+    current: dict[str, list[ReplicaView]] = {name: [] for name in wishes}
+    old: dict[str, list[ReplicaView]] = {name: [] for name in wishes}
+    leaving: dict[str, int] = dict.fromkeys(wishes, 0)
+    for view in present:
+        wish = wishes.get(view.model)
+        if wish is None:
+            continue
+        is_old = (
+            view.version != wish.version
+            or (view.id, view.epoch) in replaced
+            or view.touches(drained.get(view.host, frozenset()))
+        )
+        if view.state in _ENDING or view.host not in names:
+            leaving[view.model] += is_old and not view.gone
+        elif view.state is State.FAILED and view.touches(blocked.get(view.host, frozenset())):
+            continue  # it had better go elsewhere
+        elif is_old:
+            old[view.model].append(view)
+        else:
+            current[view.model].append(view)
+    for name, wish in wishes.items():
+        old[name] += _misplaced(wish, current[name])
+        current[name] = [view for view in current[name] if view not in old[name]]
+    steps = {name: step(wish, current[name], old[name], leaving[name]) for name, wish in wishes.items()}
+    lent = {
+        wish.lender
+        for name, wish in wishes.items()
+        if wish.strategy == "borrow" and wish.lender is not None and steps[name].old > 0
+    }
+    counts = {name: steps[name].count - sum(view.id in lent for view in current[name]) for name in wishes}
+    taken = _cores_of(view for kept in steps.values() for view in kept.keep)
+    running = [
+        Running(view.model, view.replica, view.host, view.cores)
+        for views_of_one in current.values()
+        for view in views_of_one
+        if view.id not in lent
+    ]
+    occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
+    numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
+    made = plan(spec, hosts, checkpoints, running, counts, occupied, numbered)
+    targets = [Target(p.model, p.replica, p.host, p.cores, wishes[p.model].version, p) for p in made.placements]
+    for one in steps.values():
+        targets += [Target(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
+    return Goal(tuple(targets), made, MappingProxyType(steps))
+
+
+def _misplaced(wish: Wish, current: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """Those that the model's pins would have elsewhere: it has a pin for each replica, and this one is on none."""
+    pins = wish.model.cores
+    if not pins or wish.count > len(pins):
+        return []
+    return [
+        view
+        for view in current
+        if view.cores is not None and not any(pin.cores == view.cores and pin.host in (None, view.host) for pin in pins)
+    ]
+
+
+def _cores_of(views: Iterable[ReplicaView]) -> dict[str, frozenset[int]]:
+    found: dict[str, frozenset[int]] = {}
+    for view in views:
+        found[view.host] = found.get(view.host, frozenset()) | frozenset(view.cores or ())
+    return found

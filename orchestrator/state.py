@@ -1,0 +1,413 @@
+"""What the controller knows and has decided: one owner of state, with the journal behind it. No effects in here."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from orchestrator.changes import Situation, Way, choose
+from orchestrator.effects import Owner
+from orchestrator.fleet import FleetSettings
+from orchestrator.generation import Generation, read_generation
+from orchestrator.journal import (
+    Decision,
+    Event,
+    Journal,
+    JournalState,
+    JournalUnwritable,
+    Record,
+    Revision,
+    RolloutState,
+)
+from orchestrator.lifecycle import State
+from orchestrator.rollout import Goal, Step, Wish
+from orchestrator.snapshot import ReplicaView
+from placements.hosts import Machine
+from placements.spec import ModelSpec
+from placements.topology import Host
+from workers.config import ReplicaConfig
+
+log = logging.getLogger(__name__)
+
+Level = Literal["info", "warning", "error"]
+Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
+HELD_RECORDS = 1000  # decisions and events that wait for room on the disk
+
+
+class FleetState:
+    """One fleet. Used from one event loop, so there are no locks."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Take up the journal's last revision, or make the `up`'s own the first of this fleet.
+
+        Raises ValueError when that spec has errors: `up` has checked it before.
+        """
+        self.settings = settings
+        self.journal = journal
+        self.clock = clock
+        self.wall = wall
+        self.machine = Machine(settings.cpus, settings.instance)
+        self._unwritten: list[Record] = []
+        known = journal.state()
+        last = known.revisions.get(known.revision or 0)
+        if last is None or last.fleet != settings.fleet:
+            self.current = read_generation(self._first_revision(known), self.machine)
+            self.note(self.current.revision)
+            self.tell("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
+        else:
+            self.current = read_generation(last, self.machine)
+        self.stable: Generation | None = None  # what a failed rollout goes back to; None while there is nothing
+        self._find_stable()
+        self.views: dict[str, ReplicaView] = {}
+        self.configs: dict[str, ReplicaConfig] = {}  # what each of them was told
+        self.epochs: dict[str, int] = dict(known.epochs)  # the last one of each replica that ever was
+        self.quarantined: dict[str, dict[int, Owner]] = {host.name: {} for host in self.current.hosts}
+        self.lost: frozenset[str] = frozenset()
+        self.woken: set[str] = set()  # models of min 0 that a request has started
+        self.ways: dict[str, Way] = {}  # of models whose replicas are being replaced
+        self.goal = Goal()
+        self._numbers: dict[str, int] = {}
+        self._progress: tuple[Any, float] = ((), clock())
+
+    def _first_revision(self, known: JournalState) -> Revision:
+        settings = self.settings
+        return Revision(
+            number=(known.revision or 0) + 1,
+            fleet=settings.fleet,
+            cause="up",
+            by=f"up, pid {settings.daemon_pid}" if settings.daemon_pid else "up",
+            text=settings.spec_text,
+            file=settings.spec_file,
+            base_dir=settings.base_dir,
+            of=None,
+            plan={},
+        )
+
+    def _find_stable(self) -> None:
+        """The latest revision of this fleet that was complete, unless the current one is itself."""
+        known = self.journal.state()
+        for number in sorted(known.revisions, reverse=True):
+            revision, outcome = known.revisions[number], known.outcomes.get(number)
+            if revision.fleet == self.settings.fleet and outcome is not None and outcome.state == "complete":
+                if number != self.current.number:
+                    self.stable = read_generation(revision, self.machine)
+                return
+
+    # The journal
+
+    def record(self, record: Record) -> None:
+        """Write what someone has asked for. Raises JournalUnwritable: then it is not to be done."""
+        self.flush()
+        self.journal.append(record)
+
+    def note(self, record: Record) -> None:
+        """Write what the controller does by itself: repairs go on when the disk is full, and are written later."""
+        try:
+            self.record(record)
+        except JournalUnwritable as error:
+            if not self._unwritten:
+                log.error("the journal cannot be written, repairs go on without: %s", error)
+            self._unwritten = [*self._unwritten, record][-HELD_RECORDS:]
+
+    def flush(self) -> None:
+        """Write what had to wait. Raises JournalUnwritable."""
+        while self._unwritten:
+            self.journal.append(self._unwritten[0])
+            self._unwritten.pop(0)
+
+    @property
+    def writable(self) -> bool:
+        """Whether everything is in the journal; tries again."""
+        try:
+            self.flush()
+        except JournalUnwritable:
+            return False
+        return True
+
+    def tell(
+        self,
+        level: Level,
+        reason: str,
+        message: str,
+        *,
+        view: ReplicaView | None = None,
+        model: str | None = None,
+        host: str | None = None,
+    ) -> None:
+        """An event, for people."""
+        log.log(
+            logging.INFO if level == "info" else logging.WARNING, "%s: %s", view.id if view else model or host, message
+        )
+        self.note(
+            Event(
+                level=level,
+                reason=reason,
+                message=message,
+                model=view.model if view else model,
+                replica=view.id if view else None,
+                host=view.host if view else host,
+            )
+        )
+
+    def decide(self, action: Any, view: ReplicaView, reason: str) -> None:
+        """Note what is about to be done to a replica."""
+        self.note(
+            Decision(
+                action=action,
+                model=view.model,
+                replica=view.replica,
+                epoch=view.epoch,
+                host=view.host,
+                cores=list(view.cores or ()),
+                version=view.version,
+                reason=reason,
+            )
+        )
+
+    # What is wished
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """All that the spec means."""
+        return self.current.hosts
+
+    @property
+    def living_hosts(self) -> tuple[Host, ...]:
+        return tuple(host for host in self.hosts if host.name not in self.lost)
+
+    def wanted(self, model: ModelSpec) -> int:
+        """How many replicas it should have: as someone has scaled it, else as the spec and the requests say."""
+        scale = self.journal.state().scales.get(model.name)
+        if scale is not None and scale.sleep:
+            return 0
+        if scale is not None and scale.count is not None:
+            return min(scale.count, model.replicas.max)
+        return max(model.replicas.min, 1 if model.name in self.woken else 0)
+
+    def sleeps(self, model: str) -> bool:
+        """Whether it was unloaded by hand, so that no request starts it."""
+        scale = self.journal.state().scales.get(model)
+        return scale is not None and (scale.sleep or scale.count == 0)
+
+    @property
+    def outcome(self) -> RolloutState | None:
+        """What the journal last said about the rollout of the current revision."""
+        return self.journal.state().outcomes.get(self.current.number)
+
+    @property
+    def in_canary(self) -> bool:
+        """Whether the current revision waits for someone to promote it."""
+        return self.current.revision.canary is not None and self.journal.state().promoted != self.current.number
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the rollout stands still: paused, or failed with nothing to go back to."""
+        return self.outcome is not None and self.outcome.state in ("paused", "failed")
+
+    def wish(self, model: ModelSpec) -> Wish:
+        """What the model should become, now."""
+        way = self.ways.get(model.name)
+        version = self.current.versions[model.name]
+        return Wish(
+            model,
+            self.wanted(model),
+            version,
+            strategy="surge" if way is None else way.strategy,
+            mixes=self._mixes(model, version),
+            canary=self.in_canary,
+            frozen=self.frozen,
+            lender=None if way is None else way.lender,
+        )
+
+    def _mixes(self, model: ModelSpec, version: str) -> bool:
+        """Whether older replicas read the same tokens out of a text."""
+        own = self.current.tokenizers[model.name]
+        return all(
+            self.configs[view.id].tokenizer == own
+            for view in self.views.values()
+            if view.model == model.name and view.version != version and view.id in self.configs
+        )
+
+    def blocked(self) -> dict[str, frozenset[int]]:
+        """Cores by host where nothing new may go."""
+        cordons = self.journal.state().cordons
+        found = {}
+        for host in self.hosts:
+            cordoned = cordons.get(host.name, frozenset())
+            cores = frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
+            cores |= frozenset(self.quarantined.get(host.name, ()))
+            if cores:
+                found[host.name] = cores
+        return found
+
+    def drained(self) -> dict[str, frozenset[int]]:
+        """Cores by host whose replicas shall move."""
+        drains = self.journal.state().drains
+        return {host.name: frozenset(range(host.cores)) for host in self.hosts if host.name in drains}
+
+    def replaced(self) -> frozenset[tuple[str, int]]:
+        """(id, epoch) of the replicas that shall be replaced by new processes."""
+        return frozenset(
+            (view.id, view.epoch)
+            for view in self.views.values()
+            if view.epoch <= self.journal.state().replaces.get(view.id, 0)
+        )
+
+    def situation(self) -> Situation:
+        """All that is decided from."""
+        return Situation(
+            self.current.spec,
+            self.living_hosts,
+            self.current.checkpoints,
+            {model.name: self.wish(model) for model in self.current.spec.models},
+            tuple(self.views.values()),
+            self.blocked(),
+            self.drained(),
+            self.replaced(),
+        )
+
+    def aim(self) -> Goal:
+        """What should be now. A model whose replicas must be replaced gets its way here, and keeps it to the end."""
+        situation = self.situation()
+        goal = situation.aim()
+        undecided = [name for name, step in goal.steps.items() if step.old and self._needs_way(name, step, goal)]
+        for name in undecided:
+            way = choose(situation, name)
+            if way != self.ways.get(name):
+                outage = "an outage nobody has measured" if way.outage_s is None else f"{way.outage_s:.0f} s of outage"
+                self.tell("info", "UpdateStrategy", f"{way.strategy}, {outage}: {way.why}", model=name)
+            self.ways[name] = way
+        for name, step in goal.steps.items():
+            if not step.old:
+                self.ways.pop(name, None)
+        for name in self.ways.keys() - goal.steps.keys():
+            del self.ways[name]
+        self.goal = self.situation().aim() if undecided else goal
+        return self.goal
+
+    def _needs_way(self, name: str, step: Step, goal: Goal) -> bool:
+        """It has none, or the one it has finds no place for the next replica."""
+        way = self.ways.get(name)
+        if way is None:
+            return True
+        stuck = any(missing.model == name for missing in goal.plan.unplaced)
+        return stuck and way.strategy in ("surge", "borrow") and not self.frozen
+
+    # The rollout
+
+    def rollout_state(self) -> tuple[Outcome, str]:
+        """How far the current revision is, and why."""
+        outcome = self.outcome
+        if outcome is not None and outcome.state != "progressing":
+            return outcome.state, outcome.reason
+        if self.in_canary and all(self._canary_stands(name) for name in self.goal.steps):
+            return "canary", "waits for `corewright rollout promote`"
+        return "progressing", self._unsettled() or (outcome.reason if outcome else "")
+
+    def _canary_stands(self, name: str) -> bool:
+        step = self.goal.steps[name]
+        return not step.old or step.ready >= step.count
+
+    def _unsettled(self) -> str:
+        """The models that are under way, in a sentence."""
+        parts = []
+        for model in self.current.spec.models:
+            step = self.goal.steps.get(model.name)
+            if step is not None and not step.settled(self.wish(model)):
+                parts.append(f"{model.name}: {step.ready} of {self.wanted(model)} ready, {step.old} old")
+        return "; ".join(parts)
+
+    def follow_rollout(self) -> Revision | None:
+        """See how the rollout goes, and note its end. Gives the revision to go back to when it has failed."""
+        state, _ = self.rollout_state()
+        if state != "progressing":
+            return None
+        unsettled = [
+            model for model in self.current.spec.models if not self.goal.steps[model.name].settled(self.wish(model))
+        ]
+        leaving = any(view.model not in self.goal.steps for view in self.views.values())
+        if not unsettled and not leaving:
+            self._end("complete", "every model is as the spec says")
+            self.stable = None
+            return None
+        reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
+        if reach != self._progress[0]:
+            self._progress = (reach, self.clock())
+        cause = self._failure([model for model in unsettled if self._changes(model)])
+        if cause is None:
+            return None
+        if self.stable is None or self.current.revision.cause == "rollback":
+            return None  # nothing to go back to: it is tried on, ever more seldom
+        models = [model.name for model in unsettled if model.update.rollback]
+        if not models:
+            self._end("failed", cause)
+            return None
+        self._end("rolled_back", cause)
+        return self.stable.revision
+
+    def _changes(self, model: ModelSpec) -> bool:
+        before = self.stable.versions.get(model.name) if self.stable is not None else None
+        return before != self.current.versions[model.name]
+
+    def _failure(self, unsettled: Iterable[ModelSpec]) -> str | None:
+        """Why the rollout has failed; None while it may still succeed."""
+        for model in unsettled:
+            version = self.current.versions[model.name]
+            for view in self.views.values():
+                if view.model == model.name and view.version == version and view.failures >= model.update.max_failures:
+                    return f"{view.id} failed {view.failures} times: {view.reason}"
+            quiet = self.clock() - self._progress[1]
+            if quiet > model.update.progress_deadline_s:
+                return f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
+        return None
+
+    def _end(self, state: Literal["complete", "failed", "rolled_back"], reason: str) -> None:
+        self.note(RolloutState(revision=self.current.number, state=state, reason=reason))
+        level: Level = "info" if state == "complete" else "error"
+        name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
+        self.tell(level, name, f"revision {self.current.number}: {reason}")
+
+    def install(self, generation: Generation) -> None:
+        """Make an applied revision the current one."""
+        outcome = self.outcome
+        if outcome is not None and outcome.state == "complete":
+            self.stable = self.current
+        self.current = generation
+        self.ways.clear()
+        self.restart_progress()
+        self.woken &= {model.name for model in generation.spec.models}
+
+    def restart_progress(self) -> None:
+        """The deadline for progress begins anew."""
+        self._progress = ((), self.clock())
+
+    # Looking up
+
+    def model_number(self, name: str) -> int:
+        """A small number for the model, the same for as long as the fleet lives."""
+        if name not in self._numbers:
+            self._numbers[name] = next(i for i in itertools.count() if i not in self._numbers.values())
+        return self._numbers[name]
+
+    def number_model(self, name: str, number: int) -> None:
+        """A replica of it that lives has this number already."""
+        self._numbers[name] = number
+
+    def replicas_of(self, name: str) -> list[ReplicaView]:
+        """In the order of their numbers."""
+        return sorted((view for view in self.views.values() if view.model == name), key=lambda view: view.replica)
+
+    def ready(self, name: str) -> int:
+        return sum(view.state is State.READY for view in self.replicas_of(name))
+
+    def is_quarantined(self, view: ReplicaView) -> bool:
+        return view.touches(frozenset(self.quarantined.get(view.host, ())))

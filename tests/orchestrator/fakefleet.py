@@ -1,0 +1,386 @@
+"""The real admin API on loopback, with a fleet behind it that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from typing import Any
+
+import uvicorn
+
+from orchestrator.admin import admin_app
+from orchestrator.fleet import FleetSettings
+from orchestrator.operations import Refused
+from orchestrator.settings import resolve
+from placements.problems import Problem
+from tests.fleet import until
+
+TOKEN = "secret"
+AT = 1795183685.0  # 2026-11-20 14:08:05 UTC
+SPEC = """\
+version: 1
+name: two
+hosts: {emulate: inf2.48xlarge}
+defaults: {max_len: 512}
+models:
+  chat: {engine: echo, tp_degree: 8, replicas: 2}
+  small: {engine: echo}
+"""
+
+
+def condition(type: str, status: bool, reason: str, message: str) -> dict[str, Any]:
+    return {"type": type, "status": status, "reason": reason, "message": message, "since": AT}
+
+
+def replica(id: str, cores: str, state: str = "ready", **more: Any) -> dict[str, Any]:
+    return {
+        "id": id,
+        "host": "inf2.48xlarge/0",
+        "cores": cores,
+        "state": state,
+        "pid": 4711,
+        "epoch": 1,
+        "restarts": 0,
+        "reason": None,
+        "failures": 0,
+        "pause_s": None,
+        "speculation": None,
+        "log": [],
+        "log_file": f"/home/ada/.corewright/logs/{id.replace('/', '-')}.log",
+        "version": "7d3f",
+        "load_s": 4.2,
+        "live": 3,
+        "waiting": 1,
+        **more,
+    }
+
+
+STATUS: dict[str, Any] = {
+    "name": "two",
+    "ready": True,
+    "index": 41,
+    "revision": 3,
+    "rollout": {},  # as the fleet is asked
+    "conditions": [condition("Ready", True, "Served", "every model has had its replicas")],
+    "models": [
+        {
+            "name": "chat",
+            "state": "degraded",
+            "reason": "replica-died: killed",
+            "wanted": 2,
+            "scaled": None,
+            "version": "7d3f",
+            "conditions": [condition("Available", True, "Serving", "1 of 2 replicas serve")],
+            "replicas": [
+                replica("chat/0", "0-7"),
+                replica(
+                    "chat/1",
+                    "8-15",
+                    "failed",
+                    pid=None,
+                    failures=2,
+                    pause_s=2.0,
+                    reason="replica-died: killed",
+                    log=["2026-11-20 14:08:13,930 INFO workers.replica: ready"],
+                ),
+            ],
+        },
+        {
+            "name": "small",
+            "state": "unloaded",
+            "reason": None,
+            "wanted": 0,
+            "scaled": {"count": 0, "by": "ada@wright"},
+            "version": "91ac",
+            "conditions": [],
+            "replicas": [],
+        },
+    ],
+    "hosts": [
+        {
+            "name": "inf2.48xlarge/0",
+            "instance": "inf2.48xlarge",
+            "emulated": True,
+            "cores": 24,
+            "leased": 16,
+            "free": 7,
+            "quarantined": 1,
+            "reserved": 0,
+            "leases": [{"replica": "chat/0", "cores": "0-7"}, {"replica": "chat/1", "cores": "8-15"}],
+            "cordoned": ["20-22"],
+            "lost": False,
+            "balanced": True,
+            "draining": False,
+            "quarantine": [{"core": 23, "pid": 99, "command": "python train.py"}],
+        }
+    ],
+}
+PLACED = [("chat", 0, "0-7", 61), ("chat", 1, "8-15", 61), ("small", 0, "16", 7)]
+PLAN: dict[str, Any] = {
+    "index": 41,
+    "revision": 3,
+    "placements": [
+        {"model": model, "replica": number, "host": "inf2.48xlarge/0", "cores": cores, "threads": threads, "env": {}}
+        for model, number, cores, threads in PLACED
+    ],
+    "unplaced": [],
+    "problems": [],
+    "changes": [
+        {"replica": "chat/0", "change": "restart"},
+        {"replica": "chat/1", "change": "restart"},
+        {"replica": "small/0", "change": "start"},
+    ],
+    "models": [
+        {
+            "model": "chat",
+            "tag": "restart",
+            "fields": [{"field": "max_len", "before": 512, "after": 1024}],
+            "replicas": {"before": 2, "after": 2},
+            "strategy": "surge",
+            "outage_s": 0.0,
+            "predicted_s": 9.4,
+            "why": "8 free cores hold a replica beside the old ones",
+            "borrow": None,
+            "possible": True,
+        },
+        {
+            "model": "small",
+            "tag": "none",
+            "fields": [],
+            "replicas": {"before": 0, "after": 1},
+            "strategy": None,
+            "outage_s": None,
+            "predicted_s": None,
+            "why": "",
+            "borrow": None,
+            "possible": True,
+        },
+        {
+            "model": "still",
+            "tag": "none",
+            "fields": [],
+            "replicas": {"before": 1, "after": 1},
+            "strategy": None,
+            "outage_s": None,
+            "predicted_s": None,
+            "why": "",
+            "borrow": None,
+            "possible": True,
+        },
+    ],
+}
+ROLLOUT: dict[str, Any] = {
+    "revision": 3,
+    "state": "progressing",
+    "reason": "1 of 2 replicas of chat are new",
+    "since": AT,
+    "models": [
+        {"model": "chat", "strategy": "surge", "wanted": 2, "updated": 1, "ready": 2, "old": 1, "state": "progressing"},
+        {"model": "small", "strategy": None, "wanted": 0, "updated": 0, "ready": 0, "old": 0, "state": "complete"},
+    ],
+}
+REVISIONS = [
+    {
+        "revision": number,
+        "at": AT + 30 * number,
+        "by": "ada@wright",
+        "cause": cause,
+        "of": of,
+        "state": state,
+        "changes": changes,
+    }
+    for number, cause, of, state, changes in (
+        (3, "undo", 1, "progressing", "chat: restart by surge"),
+        (2, "apply", None, "superseded", "chat: reconfigure"),
+        (1, "up", None, "complete", ""),
+    )
+]
+
+
+def event(seq: int, reason: str, message: str, *, level: str = "info", **about: str) -> dict[str, Any]:
+    about_all = {"model": None, "replica": None, "host": None, **about}
+    return {"seq": seq, "at": AT + seq, "level": level, "reason": reason, "message": message, **about_all}
+
+
+LOG = b"2026-11-20 14:08:10,411 INFO workers.replica: loading\n2026-11-20 14:08:13,930 INFO workers.replica: ready\n"
+EVENTS = [
+    event(5, "Started", "started on cores 0-7", model="chat", replica="chat/0"),
+    event(8, "Died", "killed", level="error", model="chat", replica="chat/1"),
+    event(9, "Cordoned", "by ada@wright: cores 20-22", host="inf2.48xlarge/0"),
+    event(12, "Unloaded", "by ada@wright", model="small"),
+]
+
+
+class FakeFleet:
+    """Plays ``Operations``: answers what it is given, and keeps what it was asked in ``calls``."""
+
+    def __init__(self) -> None:
+        self.settings = FleetSettings(
+            fleet="f",
+            home="/nowhere",
+            spec_text=SPEC,
+            spec_file="old.yaml",
+            base_dir="/specs",
+            token=TOKEN,
+            admin_port=1,
+            cpus=(0, 1),
+            instance=None,
+        )
+        self.calls: list[tuple[Any, ...]] = []
+        self.told_status = copy.deepcopy(STATUS)
+        self.told_plan = copy.deepcopy(PLAN)
+        self.rollouts = [copy.deepcopy(ROLLOUT)]  # one for each question; the last one stays
+        self.told_events = list(EVENTS)
+        self.log = LOG
+        self.changed = True
+        self.refusal: Exception | None = None
+        self.history = copy.deepcopy(REVISIONS)
+        self.news = asyncio.Event()
+
+    def _asked(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.refusal is not None:
+            raise self.refusal
+
+    def status(self) -> dict[str, Any]:
+        return {**self.told_status, "rollout": self.rollouts[0]}
+
+    async def propose(self, text: str, file: str, base_dir: str) -> dict[str, Any]:
+        self._asked("propose", text, file, base_dir)
+        return self.told_plan
+
+    async def apply(
+        self,
+        text: str,
+        file: str,
+        base_dir: str,
+        *,
+        by: str,
+        cause: str = "apply",
+        check_index: int | None = None,
+        canary: float | None = None,
+    ) -> dict[str, Any]:
+        self._asked("apply", text, file, base_dir, by, cause, check_index, canary)
+        return {"changed": self.changed, "revision": 3, "index": 41, "plan": self.told_plan}
+
+    async def undo(self, to: int | None, by: str) -> dict[str, Any]:
+        self._asked("undo", to, by)
+        return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan}
+
+    def rollout(self) -> dict[str, Any]:
+        return self.rollouts.pop(0) if len(self.rollouts) > 1 else self.rollouts[0]
+
+    def revisions(self) -> list[dict[str, Any]]:
+        return self.history
+
+    def revision(self, number: int) -> dict[str, Any]:
+        for row in self.history:
+            if row["revision"] == number:
+                return {**row, "text": SPEC, "file": "old.yaml", "base_dir": "/specs", "plan": {}}
+        raise Refused("revision-unknown", f"there is no revision {number}", "corewright rollout history", status=404)
+
+    async def pause(self, by: str) -> dict[str, Any]:
+        return self._rollout("pause", by)
+
+    async def resume(self, by: str) -> dict[str, Any]:
+        return self._rollout("resume", by)
+
+    async def promote(self, by: str) -> dict[str, Any]:
+        return self._rollout("promote", by)
+
+    async def restart(self, model: str, by: str) -> dict[str, Any]:
+        return self._rollout("restart", model, by)
+
+    def _rollout(self, *call: Any) -> dict[str, Any]:
+        self._asked(*call)
+        return self.rollout()
+
+    async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+        self._asked("scale", model, count, by)
+        return {"model": model, "scaled": count, "wanted": count or 0}
+
+    async def load(self, model: str, by: str) -> dict[str, Any]:
+        self._asked("load", model, by)
+        return {"model": model, "scaled": 1, "wanted": 1}
+
+    async def unload(self, model: str, by: str) -> dict[str, Any]:
+        self._asked("unload", model, by)
+        return {"model": model, "scaled": 0, "wanted": 0}
+
+    async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
+        self._asked("cordon", host, cores, on, by)
+        return dict(self.told_status["hosts"][0])
+
+    async def drain(self, target: str, by: str) -> dict[str, Any]:
+        self._asked("drain", target, by)
+        return {"replica": target, "epoch": 1}
+
+    async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
+        self._asked("events", after, limit, wait_s, model)
+        while True:
+            found = [e for e in self.told_events if e["seq"] > after and model in (None, e["model"])][:limit]
+            if found or wait_s <= 0:
+                return {"events": found, "next": found[-1]["seq"] if found else after}
+            self.news.clear()
+            try:
+                await asyncio.wait_for(self.news.wait(), wait_s)
+            except asyncio.TimeoutError:
+                return {"events": [], "next": after}
+
+    async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:
+        self._asked("logs", model, replica, offset, wait_s)
+        if model != "chat":
+            raise Refused("model-unknown", f"{model} has no log", "it has not started yet", status=404)
+        number = 0 if replica is None else replica
+        text, file = self.log[offset or 0 :].decode(), f"/logs/chat-{number}.log"
+        return {"replica": f"{model}/{number}", "file": file, "offset": len(self.log), "text": text}
+
+    def config(self) -> dict[str, Any]:
+        return {"values": list(resolve({"port": 9000}, {"COREWRIGHT_HOME": "/home/ada/.corewright"}).as_dicts())}
+
+
+def bad_spec() -> Refused:
+    """What the controller says of a spec with errors."""
+    problem = Problem("pin-overlap", "error", "new.yaml:5:9", 'pin "6-9" of "b" shares cores with "a"', "move one")
+    what = "new.yaml has 1 error: nothing was applied"
+    return Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=[problem])
+
+
+class LiveAdmin:
+    """The API of a ``FakeFleet`` on a free port, on an event loop in a thread of its own. ``close`` it."""
+
+    def __init__(self) -> None:
+        self.fleet = FakeFleet()
+        self.downs = 0
+        config = uvicorn.Config(
+            admin_app(self.fleet, self._down), host="127.0.0.1", port=0, lifespan="off", log_config=None
+        )
+        self._server = uvicorn.Server(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        until(lambda: self._server.started, 10, "the admin API listens")
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._server.serve())
+
+    async def _down(self) -> None:
+        self.downs += 1
+
+    def tell(self, *events: dict[str, Any]) -> None:
+        """Events that happen now."""
+
+        def happen() -> None:
+            self.fleet.told_events += events
+            self.fleet.news.set()
+
+        self._loop.call_soon_threadsafe(happen)
+
+    def close(self) -> None:
+        self._server.force_exit = True
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._loop.close()

@@ -1,0 +1,293 @@
+"""A cluster without processes, and an event loop whose clock jumps: years of a controller's life in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orchestrator.controller import Controller
+from orchestrator.effects import HostLost, Owner, ReplicaDied, Survivor, actor_name
+from orchestrator.fleet import FleetSettings
+from orchestrator.journal import Journal
+from orchestrator.operator import Operator
+from workers.config import ReplicaConfig
+from workers.status import Failure, Phase, ReplicaStatus
+
+T = TypeVar("T")
+DEADLINE_S = 10.0
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never sleeps: when nothing is ready its clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def jump(timeout: float | None = None) -> Any:
+            if timeout is None:
+                raise AssertionError("nothing will ever happen: every task waits")
+            self._now += max(0.0, timeout)
+            return select(0)
+
+        self._selector.select = jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self._now
+
+
+def virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on such a loop."""
+    loop = VirtualLoop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main())
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+async def _at_once(function: Callable[..., T], *arguments: Any) -> T:
+    """A thread would let the clock jump while it works."""
+    return function(*arguments)
+
+
+@dataclass(eq=False)
+class FakeReplica:
+    """What the fake cluster keeps of one start."""
+
+    config: ReplicaConfig
+    status: ReplicaStatus
+    dead: str | None = None
+    live: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def tell(self, **changes: Any) -> None:
+        """A new status, which those who watch hear of."""
+        async with self.changed:
+            values = {name: getattr(self.status, name) for name in self.status.__struct_fields__}
+            self.status = ReplicaStatus(**{**values, "version": self.status.version + 1, **changes})
+            self.changed.notify_all()
+
+    async def die(self, reason: str) -> None:
+        async with self.changed:
+            self.dead = self.dead or reason
+            self.changed.notify_all()
+
+
+class FakeCluster:
+    """Remembers every effect. Replicas get ready after ``load_s`` seconds, unless ``loads`` is off or their version is
+    in ``broken``. It fails a test at once when two living replicas hold one core, or two starts have one name."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, FakeReplica] = {}
+        self.started: list[ReplicaConfig] = []
+        self.ended: list[str] = []
+        self.drained: list[str] = []
+        self.loads = True
+        self.load_s = 0.0
+        self.drain_s = 0.0
+        self.broken: dict[str, Failure] = {}  # by version
+        self.held: dict[int, int | None] = {}  # of the first host
+        self.lost_now: set[str] = set()
+        self.refuses_start: Exception | None = None
+        self.unadoptable: dict[str, int] = {}
+        self.late: asyncio.Event | None = None  # what has died is told only after this
+        self.violations: list[str] = []
+        self._pids = itertools.count(1001)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def living(self) -> list[FakeReplica]:
+        return [replica for replica in self.replicas.values() if replica.dead is None]
+
+    async def start(self, config: ReplicaConfig) -> None:
+        if self.refuses_start is not None:
+            raise self.refuses_start
+        if config.host in self.lost_now:
+            raise HostLost(config.host)
+        name = actor_name(config.model, config.replica, config.epoch)
+        if name in self.replicas:
+            self.violations.append(f"{name} was started twice")
+        for other in self.living():
+            both = set(other.config.cores) & set(config.cores)
+            if other.config.host == config.host and both:
+                self.violations.append(f"{name} takes {sorted(both)}, which {other.config.model} holds")
+        self.started.append(config)
+        pid = next(self._pids)
+        status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=float(pid))
+        self.replicas[name] = replica = FakeReplica(config, status)
+        if self.loads:
+            task = asyncio.get_running_loop().create_task(self._load(replica))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, replica: FakeReplica) -> None:
+        if self.load_s:
+            await asyncio.sleep(self.load_s)
+        failure = self.broken.get(replica.config.version)
+        if replica.dead is None:
+            phase = Phase.READY if failure is None else Phase.FAILED
+            await replica.tell(phase=phase, failure=failure, load_s=self.load_s, idle_s=0.0)
+
+    async def watch(self, name: str, seen: int) -> ReplicaStatus:
+        replica = self.replicas[name]
+        async with replica.changed:
+            await replica.changed.wait_for(lambda: replica.dead is not None or replica.status.version > seen)
+        if replica.dead is not None:
+            if self.late is not None:
+                await self.late.wait()
+            raise ReplicaDied(replica.dead)
+        return replica.status
+
+    async def drain(self, name: str, timeout_s: float) -> bool:
+        self.drained.append(name)
+        if self.drain_s:
+            await asyncio.sleep(min(self.drain_s, timeout_s))
+        return True
+
+    async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
+        self.ended.append(name)
+        if name in self.replicas:
+            await self.replicas[name].die("killed")
+        return True
+
+    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
+        return [f"the end of {Path(path).name}"]
+
+    async def log_part(
+        self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
+    ) -> tuple[str, int]:
+        text = f"the end of {Path(path).name}\n"
+        return (text, len(text)) if not offset else ("", offset)
+
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
+        if host is not None and not host.endswith("/0"):
+            return {}
+        return {core: Owner(pid, "somebody") for core, pid in self.held.items()}
+
+    async def lost_hosts(self) -> frozenset[str]:
+        return frozenset(self.lost_now)
+
+    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
+        living = [Survivor(replica.config, replica.status) for replica in self.living()]
+        return living, self.unadoptable
+
+    # What befalls it
+
+    def configs(self, model: str) -> list[ReplicaConfig]:
+        """Of every start of the model."""
+        return [config for config in self.started if config.model == model]
+
+    def find(self, id: str) -> FakeReplica:
+        """The living start of that replica."""
+        return next(r for r in self.living() if f"{r.config.model}/{r.config.replica}" == id)
+
+    async def lose(self, host: str) -> None:
+        """Its node dies, with every process on it."""
+        self.lost_now.add(host)
+        for replica in self.living():
+            if replica.config.host == host:
+                await replica.die("its node died")
+
+
+class Played:
+    """A controller and its operator at work on a fake cluster."""
+
+    def __init__(
+        self,
+        home: Path,
+        cluster: FakeCluster,
+        spec: str,
+        *,
+        journal: Journal | None = None,
+        fleet: str = "f",
+        tick_s: float = 1.0,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        settings = FleetSettings(
+            fleet=fleet,
+            home=str(home),
+            spec_text=spec,
+            spec_file="spec.yaml",
+            base_dir=str(home),
+            token="t",
+            admin_port=1,
+            cpus=(0, 1),
+            instance=None,
+        )
+        self.home = home
+        self.cluster = cluster
+        self.journal = journal if journal is not None else Journal(None, clock=loop.time)
+        self.controller = Controller(
+            settings, cluster, self.journal, clock=loop.time, wall=loop.time, tick_s=tick_s, in_thread=_at_once
+        )
+        self.operator = Operator(self.controller, cluster)
+        self._running: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Played:
+        self._running = asyncio.get_running_loop().create_task(self.controller.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def kill(self) -> None:
+        """As a SIGKILL: nothing more is said or done."""
+        assert self._running is not None
+        self._running.cancel()
+        self.controller.abandon()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for a change of the status that makes ``condition`` true."""
+        seen = 0
+
+        async def reach() -> None:
+            nonlocal seen
+            while not condition():
+                seen = await self.controller.change(seen, 1.0)
+
+        try:
+            await asyncio.wait_for(reach(), deadline_s)
+        except asyncio.TimeoutError:
+            status = self.controller.status()
+            raise AssertionError(f"not within {deadline_s:.0f} s: {what}: {status}") from None
+
+    async def settled(self, deadline_s: float = 3600.0) -> None:
+        """Wait until the rollout is over and every replica is ready."""
+        await self.until(self.is_settled, "settled", deadline_s)
+
+    def is_settled(self) -> bool:
+        status = self.controller.status()
+        replicas = [replica["state"] for model in status["models"] for replica in model["replicas"]]
+        return status["rollout"]["state"] == "complete" and set(replicas) <= {"ready"}
+
+    async def apply(self, spec: str, **options: Any) -> dict[str, Any]:
+        return await self.operator.apply(spec, "spec.yaml", str(self.home), by="tester", **options)
+
+    def replica(self, id: str) -> dict[str, Any]:
+        models = self.controller.status()["models"]
+        found: dict[str, Any] = next((r for model in models for r in model["replicas"] if r["id"] == id), {})
+        return found
+
+    def model(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = next(m for m in self.controller.status()["models"] if m["name"] == name)
+        return found
+
+    def host(self, index: int = 0) -> dict[str, Any]:
+        found: dict[str, Any] = self.controller.status()["hosts"][index]
+        return found
+
+    def ready(self, name: str) -> list[dict[str, Any]]:
+        return [replica for replica in self.model(name)["replicas"] if replica["state"] == "ready"]
+
+    def happened(self) -> list[str]:
+        """The reasons of all events."""
+        return [event.reason for event in self.journal.events()]

@@ -1,0 +1,349 @@
+"""The admin API over HTTP: every verb, strict requests, one shape of errors, and a document that leaves nothing out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from orchestrator.admin import MAX_BODY_BYTES, ROUTES, openapi
+from orchestrator.fleet import ADMIN_PATH
+from orchestrator.operations import Operations, Refused
+from tests.orchestrator.fakefleet import EVENTS, LOG, REVISIONS, SPEC, TOKEN, FakeFleet, LiveAdmin, bad_spec, event
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+
+SENT = {"text": SPEC, "file": "new.yaml", "base_dir": "/specs"}
+ASKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
+    ("plan", SENT, ("propose", SPEC, "new.yaml", "/specs")),
+    ("apply", SENT, ("apply", SPEC, "new.yaml", "/specs", "me", "apply", None, None)),
+    (
+        "apply",
+        {**SENT, "check_index": 7, "canary": 0.1},
+        ("apply", SPEC, "new.yaml", "/specs", "me", "apply", 7, 0.1),
+    ),
+    ("rollout/undo", {}, ("undo", None, "me")),
+    ("rollout/undo", {"to": 2}, ("undo", 2, "me")),
+    ("rollout/pause", {}, ("pause", "me")),
+    ("rollout/resume", {}, ("resume", "me")),
+    ("rollout/promote", {}, ("promote", "me")),
+    ("rollout/restart", {"model": "chat"}, ("restart", "chat", "me")),
+    ("scale", {"model": "chat", "count": 3}, ("scale", "chat", 3, "me")),
+    ("scale", {"model": "chat", "count": None}, ("scale", "chat", None, "me")),
+    ("load", {"model": "chat"}, ("load", "chat", "me")),
+    ("unload", {"model": "chat"}, ("unload", "chat", "me")),
+    ("cordon", {"host": "inf2.48xlarge/0", "cores": "0-3"}, ("cordon", "inf2.48xlarge/0", "0-3", True, "me")),
+    ("uncordon", {"host": "inf2.48xlarge/0"}, ("cordon", "inf2.48xlarge/0", None, False, "me")),
+    ("drain", {"target": "chat/0"}, ("drain", "chat/0", "me")),
+]
+
+
+@pytest.fixture
+def http(admin: LiveAdmin) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {TOKEN}", "x-corewright-by": "me"}
+    with httpx.Client(base_url=f"{admin.url}{ADMIN_PATH}/", headers=headers, timeout=20) as client:
+        yield client
+
+
+def problem(answer: httpx.Response) -> tuple[int, str]:
+    """Status and code; every refusal has the same shape."""
+    body = answer.json()
+    assert body.keys() == {"error", "problems"}
+    assert body["error"].keys() == {"code", "message", "hint"}
+    return answer.status_code, body["error"]["code"]
+
+
+@pytest.mark.parametrize(("path", "body", "call"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_post_asks_the_fleet(
+    path: str, body: dict[str, Any], call: tuple[Any, ...], admin: LiveAdmin, http: httpx.Client
+) -> None:
+    """With every field of the body, and who asks."""
+    assert http.post(path, json=body).status_code == 200
+    assert admin.fleet.calls == [call]
+
+
+def test_every_post_is_tried() -> None:
+    """But `down`, which has a test of its own."""
+    assert {f"/{path}" for path, _, _ in ASKED} == {r.path for r in ROUTES if r.method == "POST"} - {"/down"}
+
+
+def test_every_verb_of_the_fleet_has_a_route(admin: LiveAdmin, http: httpx.Client) -> None:
+    """Asking each route once reaches every method of Operations."""
+    verbs = {name for name in vars(Operations) if not name.startswith("_")}
+    reached: set[str] = set()
+    for verb in verbs:
+        real = getattr(admin.fleet, verb)
+
+        def noted(*arguments: Any, verb: str = verb, real: Any = real, **more: Any) -> Any:
+            reached.add(verb)
+            return real(*arguments, **more)
+
+        setattr(admin.fleet, verb, noted)
+    for path, body, _ in ASKED:
+        http.post(path, json=body)
+    for route in ROUTES:
+        if route.method == "GET":
+            query = {"model": "chat"} if route.path == "/logs" else {}
+            assert http.get(route.path[1:].replace("{number}", "2"), params=query).status_code == 200
+    assert reached == verbs
+
+
+def test_what_a_get_gives(admin: LiveAdmin, http: httpx.Client) -> None:
+    """The fleet's own words."""
+    assert http.get("status").json() == admin.fleet.status()
+    assert http.get("rollout").json() == admin.fleet.rollout()
+    assert http.get("revisions").json() == {"revisions": REVISIONS}
+    assert http.get("revisions/2").json()["text"] == SPEC
+    assert http.get("events", params={"after": 5, "limit": 2}).json() == {"events": EVENTS[1:3], "next": 9}
+    log = http.get("logs", params={"model": "chat", "replica": 1, "offset": 4}).json()
+    assert (log["replica"], log["text"]) == ("chat/1", LOG[4:].decode())
+    assert http.get("config").json() == admin.fleet.config()
+
+
+def test_the_spec_is_the_running_revisions(admin: LiveAdmin, http: httpx.Client) -> None:
+    """And that of `up` before there is a revision."""
+    assert http.get("spec").json() == {"file": "old.yaml", "base_dir": "/specs", "text": SPEC, "revision": 3}
+    del admin.fleet.told_status["revision"]
+    assert http.get("spec").json()["revision"] is None
+
+
+def test_down_tells_the_daemon(admin: LiveAdmin, http: httpx.Client) -> None:
+    """At once, with 202."""
+    assert http.post("down").status_code == 202
+    assert admin.downs == 1
+
+
+@pytest.mark.parametrize("token", ["", "Bearer wrong", TOKEN, f"bearer {TOKEN}x"])
+def test_nothing_is_told_without_the_token(token: str, admin: LiveAdmin) -> None:
+    """Not even which routes there are."""
+    for method, path in [*((route.method, route.path) for route in ROUTES), ("GET", "/nope"), ("PUT", "/status")]:
+        answer = httpx.request(method, f"{admin.url}{ADMIN_PATH}{path}", headers={"authorization": token})
+        assert problem(answer) == (401, "invalid_token")
+    assert admin.fleet.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("scale", '{"model": "chat", "count": "3"}', "$.count"),
+        ("scale", '{"model": "chat", "count": 3.5}', "$.count"),
+        ("scale", '{"model": "chat", "count": -1}', "$.count"),
+        ("scale", '{"model": "chat"}', "count"),
+        ("scale", '{"model": "chat", "count": 1, "cout": 1}', "cout"),
+        ("apply", '{"text": "", "file": "x", "base_dir": "relative"}', "$.base_dir"),
+        ("apply", '{"text": "", "file": "x", "base_dir": "/", "canary": 1}', "$.canary"),
+        ("apply", '{"text": "", "file": "x", "base_dir": "/", "check_index": "a"}', "$.check_index"),
+        ("cordon", '{"host": "h", "cores": "0,3"}', "$.cores"),
+        ("rollout/undo", '{"to": 0}', "$.to"),
+        ("rollout/pause", '{"x": 1}', "x"),
+        ("load", "[]", "object"),
+        ("load", "{", "truncated"),
+        ("load", '{"model": "\udcff"}', ""),
+        ("load", "[" * 100_000, ""),
+        ("load", "", "model"),
+    ],
+)
+def test_a_body_that_is_not_understood_is_refused(
+    path: str, body: str, says: str, admin: LiveAdmin, http: httpx.Client
+) -> None:
+    """With the place of what is wrong, and the fleet is not asked."""
+    answer = http.post(path, content=body.encode(errors="surrogateescape"))
+    assert problem(answer) == (400, "invalid_request")
+    assert says in answer.json()["error"]["message"]
+    assert admin.fleet.calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("events?after=x", "$.after"),
+        ("events?after=-1", "$.after"),
+        ("events?limit=0", "$.limit"),
+        ("events?wait_s=31", "$.wait_s"),
+        ("events?wait_s=nan", "$.wait_s"),
+        ("events?since=3", "since"),
+        ("events?after=1&after=2", "after"),
+        ("logs", "model"),
+        ("revisions/x", "$.number"),
+        ("status?x=1", "x"),
+    ],
+)
+def test_a_query_that_is_not_understood_is_refused(path: str, says: str, http: httpx.Client) -> None:
+    """As a body is."""
+    answer = http.get(path)
+    assert problem(answer) == (400, "invalid_request")
+    assert says in answer.json()["error"]["message"]
+
+
+def test_the_content_type_does_not_matter(admin: LiveAdmin, http: httpx.Client) -> None:
+    """curl's default is a form."""
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    assert http.post("load", content='{"model": "chat"}', headers=headers).status_code == 200
+
+
+def test_a_body_may_have_8_mib(admin: LiveAdmin, http: httpx.Client) -> None:
+    """And not a byte more."""
+    frame = '{"model": ""}'
+    assert http.post("load", content=frame.replace('""', f'"{"x" * (MAX_BODY_BYTES - len(frame))}"')).status_code == 200
+    assert problem(http.post("load", content=b" " * (MAX_BODY_BYTES + 1))) == (413, "body_too_large")
+
+
+def test_an_unknown_route_and_a_wrong_method_are_json_too(http: httpx.Client) -> None:
+    """404 and 405, the latter with what is allowed."""
+    assert problem(http.get("nope")) == (404, "route_not_found")
+    assert problem(http.get("status/")) == (404, "route_not_found")
+    wrong = http.post("status")
+    assert problem(wrong) == (405, "method_not_allowed")
+    assert "GET" in wrong.headers["allow"]
+
+
+def test_a_refusal_carries_its_status_and_the_specs_problems(admin: LiveAdmin, http: httpx.Client) -> None:
+    """The controller's id is the code."""
+    admin.fleet.refusal = bad_spec()
+    answer = http.post("apply", json=SENT)
+    assert problem(answer) == (422, "spec-invalid")
+    assert answer.json()["problems"] == [found.as_dict() for found in bad_spec().problems]
+    admin.fleet.refusal = Refused("journal-unwritable", "the disk is full", "make room", status=507)
+    answer = http.post("load", json={"model": "chat"})
+    assert problem(answer) == (507, "journal-unwritable")
+    assert answer.json()["error"]["hint"] == "make room"
+
+
+def test_a_bug_is_a_500_and_not_the_end(admin: LiveAdmin, http: httpx.Client) -> None:
+    """Its text stays in the log."""
+    admin.fleet.refusal = ZeroDivisionError("secret")
+    answer = http.post("load", json={"model": "chat"})
+    assert problem(answer) == (500, "internal_error")
+    assert "secret" not in answer.text
+    admin.fleet.refusal = None
+    assert http.post("load", json={"model": "chat"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "by"), [(None, "admin"), ("", "admin"), ("ada@wright", "ada@wright"), ("a" * 500, "a" * 200)]
+)
+def test_who_asks_is_told_to_the_fleet(given: str | None, by: str, admin: LiveAdmin) -> None:
+    """From a header, whose length is bounded."""
+    headers = {"authorization": f"Bearer {TOKEN}"} | ({} if given is None else {"x-corewright-by": given})
+    httpx.post(f"{admin.url}{ADMIN_PATH}/rollout/pause", headers=headers)
+    assert admin.fleet.calls == [("pause", by)]
+
+
+def test_a_question_for_events_waits_for_the_next_one(admin: LiveAdmin, http: httpx.Client) -> None:
+    """And no longer."""
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(http.get("events", params={"after": 12, "wait_s": 15}).json())
+    )
+    began = time.monotonic()
+    asking.start()
+    while not admin.fleet.calls:
+        time.sleep(0.01)
+    assert not answers
+    admin.tell(event(13, "Ready", "serves", model="chat"))
+    asking.join(10)
+    assert [item["seq"] for item in answers[0]["events"]] == [13]
+    assert answers[0]["next"] == 13
+    assert time.monotonic() - began < 10
+
+
+def test_a_question_for_events_ends_with_its_time(http: httpx.Client) -> None:
+    """Nothing came: an empty page, and the same place to ask from."""
+    assert http.get("events", params={"after": 12, "wait_s": 0.05}).json() == {"events": [], "next": 12}
+
+
+# The played fleet
+
+
+def keys(value: Any) -> Any:
+    """Of a JSON value, at every depth; of a list the union of its items'."""
+    if isinstance(value, dict):
+        return {key: keys(item) for key, item in value.items()}
+    if isinstance(value, list):
+        merged: dict[str, Any] = {}
+        for item in map(keys, value):
+            for key, part in (item or {}).items():
+                merged[key] = part or merged.get(key)
+        return merged or None
+    return None
+
+
+def test_the_played_fleet_tells_what_a_real_one_tells(tmp_path: Path) -> None:
+    """The same keys: else every test of the command line would prove nothing."""
+    text = SPEC.replace("chat: {engine: echo, tp_degree: 8, replicas: 2}", "chat: {engine: echo, cores: ['0']}")
+    asked = text.replace("512", "1024").replace("small: {", "small: {tp_degree: 2, ")
+
+    async def asks(fleet: Any, new: str) -> dict[str, Any]:
+        told = {
+            "plan": await fleet.propose(new, "new.yaml", "/specs"),
+            "apply": await fleet.apply(new, "new.yaml", "/specs", by="me"),
+            "rollout": fleet.rollout(),
+            "revisions": fleet.revisions(),
+            "revision": fleet.revision(2),
+            "scale": await fleet.scale("chat", 1, "me"),
+            "load": await fleet.load("chat", "me"),
+            "unload": await fleet.unload("small", "me"),
+            "cordon": await fleet.cordon("inf2.48xlarge/0", "20-22", True, "me"),
+            "events": await fleet.events(0, 10, 0.0, None),
+            "logs": await fleet.logs("chat", None, None, 0.0),
+            "drain": await fleet.drain("chat/0", "me"),
+            "status": fleet.status(),
+        }
+        told["revision"]["plan"] = told["apply"]["plan"] = told["plan"]["placements"] = None  # environments in them
+        return told
+
+    async def real() -> dict[str, Any]:
+        cluster = FakeCluster()
+        cluster.held = {23: 99}
+        async with Played(tmp_path, cluster, text) as played:
+            await played.settled()
+            return await asks(played.operator, asked)
+
+    async def played() -> dict[str, Any]:
+        return await asks(FakeFleet(), asked)
+
+    told, faked = keys(virtually(real)), keys(asyncio.run(played()))
+    for answer in told:
+        assert faked[answer] == told[answer], answer
+
+
+# The document
+
+
+def test_the_document_is_valid_openapi(http: httpx.Client) -> None:
+    """3.1, as it is served."""
+    served = http.get("openapi.json").json()
+    OpenAPIV31SpecValidator(served).validate()
+    assert served == openapi()
+    assert served["openapi"].startswith("3.1")
+
+
+def test_the_document_has_every_route_and_no_other() -> None:
+    """With a summary, an answer, and the refusals."""
+    told = {
+        (method.upper(), path.removeprefix(ADMIN_PATH))
+        for path, operations in openapi()["paths"].items()
+        for method in operations
+    }
+    assert told == {(route.method, route.path) for route in ROUTES}
+    for operations in openapi()["paths"].values():
+        for operation in operations.values():
+            assert operation["summary"].endswith(".")
+            assert {"400", "401", "500"} < operation["responses"].keys()
+
+
+@pytest.mark.parametrize(("path", "body", "call"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_documents_schema_takes_what_the_api_takes(path: str, body: dict[str, Any], call: Any) -> None:
+    """And refuses a field that it does not know."""
+    document = openapi()
+    schema = document["paths"][f"{ADMIN_PATH}/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    judge = Draft202012Validator({**schema, "components": document["components"]})
+    assert judge.is_valid(body)
+    assert not judge.is_valid({**body, "nope": 1})

@@ -1,0 +1,186 @@
+"""Several emulated hosts on one machine: one raylet each, replicas on their own, and the end of all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.home import Home, end_leftovers
+from orchestrator.specfile import examine, start_problems
+from placements.hosts import Machine
+from tests.fleet import LiveFleet, until
+from tests.orchestrator.clients import complete, echo_text
+from workers.claims import held_cores
+
+SPEC = """\
+version: 1
+name: hosts
+hosts: {emulate: inf2.48xlarge, count: 3}
+defaults: {engine: echo, max_len: 512, tp_degree: 8}
+models:
+  first: {cores: ["inf2.48xlarge/0:8-15"]}
+  second: {cores: ["inf2.48xlarge/1:0-7"]}
+  third: {cores: ["inf2.48xlarge/2:0-7"]}
+"""
+HOSTS = {"first/0": 0, "second/0": 1, "third/0": 2}
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home of its own; whatever the test leaves in it is ended."""
+    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
+        yield Path(folder)
+        record = Home(Path(folder)).read_record()
+        if record is not None and psutil.pid_exists(record.pid):
+            psutil.Process(record.pid).kill()
+        end_leftovers(Home(Path(folder)), record.fleet if record is not None else "none", 10.0)
+
+
+ASK = """
+import os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # Ray prints too
+import asyncio, json
+from pathlib import Path
+import ray
+from orchestrator.cluster import NAMESPACE, RayCluster, host_labels
+from workers import host
+
+address, pid, claims, log = sys.argv[1:]
+started = host.process_start(int(pid))
+ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+
+def tell(*values):
+    print(json.dumps(values), file=answers, flush=True)
+
+async def main():
+    cluster = RayCluster(host_labels(f"inf2.48xlarge/{i}" for i in range(4)))
+    loop = asyncio.get_running_loop()
+    tell(*sorted(await cluster.lost_hosts()))
+    held = await cluster.held_cores(claims, host="inf2.48xlarge/2")
+    tell(*sorted(held))
+    sys.stdin.readline()  # meanwhile the raylet of host 2 is killed
+    began = loop.time()
+    gone = await cluster.end("third/0.1", int(pid), started, host="inf2.48xlarge/2")
+    held = await cluster.held_cores(claims, host="inf2.48xlarge/2")
+    tail = await cluster.log_tail(log, 3, host="inf2.48xlarge/2")
+    alive = host.is_alive(int(pid), started)
+    tell(gone, alive, sorted(held), len(tail), loop.time() - began)
+    while "inf2.48xlarge/2" not in (lost := await cluster.lost_hosts()):
+        await asyncio.sleep(0.1)
+    tell(sorted(lost), loop.time() - began)
+    again = await cluster.end("third/0.1", int(pid), started, host="inf2.48xlarge/2")
+    tell(again, sorted(await cluster.held_cores(claims, host="inf2.48xlarge/2")))
+
+asyncio.run(main())
+"""
+
+
+def test_up_starts_several_emulated_hosts_and_one_real_machine() -> None:
+    """A count above 1 is refused only where it means machines."""
+    many = SPEC.replace("emulate", "instance")
+    machine = Machine(cpus=tuple(range(192)), instance="inf2.48xlarge")
+    assert start_problems(examine(SPEC, "spec.yaml", "/", Machine(cpus=(0, 1)))) == ()
+    refused = start_problems(examine(many, "spec.yaml", "/", machine))
+    assert [problem.id for problem in refused] == ["hosts-not-served"]
+
+
+@pytest.mark.slow
+def test_each_host_has_its_raylet_and_its_replicas_and_a_killed_one_is_lost(home: Path) -> None:
+    """Replicas run under their host's raylet with claims of their own. A host without its raylet is lost, its replica's
+    process ended, and `down` leaves nothing."""
+    fleet = LiveFleet(SPEC, home=home, secure=True).wait_ready()
+    raylets = [fleet.raylet_pid(index) for index in range(3)]
+    replicas = {id: fleet.replica(id) for id in HOSTS}
+    for id, index in HOSTS.items():
+        replica = replicas[id]
+        assert replica["host"] == f"inf2.48xlarge/{index}"
+        assert psutil.Process(replica["pid"]).ppid() == raylets[index]
+        assert set(held_cores(Home(home).claims(index)).values()) == {replica["pid"]}
+        model = id.partition("/")[0]
+        assert complete(fleet, model, max_tokens=4).json()["choices"][0]["text"] == echo_text("hello", 4)
+    assert [host["leased"] for host in fleet.status()["hosts"]] == [8, 8, 8]
+    assert {psutil.Process(pid).ppid() for pid in raylets} == {fleet.process.pid}  # they die with the daemon
+    ours = [psutil.Process(pid) for pid in fleet.processes()]
+    head = [
+        one.ppid() for one in ours if re.search("::(ControllerActor|ServeController|ServeReplica)", one.cmdline()[0])
+    ]
+    assert head == [raylets[0]] * 3  # none of them is lost with another host
+
+    lost = replicas["third/0"]
+    driver = asking(fleet, lost["pid"], Home(home).claims(2), lost["log_file"])
+    assert answer(driver) == ["inf2.48xlarge/3"]  # absent: there never was one
+    assert answer(driver) == list(range(8))
+    os.kill(lost["pid"], signal.SIGSTOP)  # so that it outlives its raylet
+    os.kill(raylets[2], signal.SIGKILL)
+    assert driver.stdin is not None
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+
+    gone, alive, held, lines, took = answer(driver)
+    assert (gone, alive, held) == (True, False, [])
+    assert lines > 0
+    assert took < 10
+    names, seen_after = answer(driver)
+    assert names == ["inf2.48xlarge/2", "inf2.48xlarge/3"]
+    assert seen_after < 10
+    assert answer(driver) == [True, []]
+    assert driver.wait(30) == 0
+    for model in ("first", "second"):
+        assert complete(fleet, model, max_tokens=4).json()["choices"][0]["text"] == echo_text("hello", 4)
+
+    began = time.monotonic()
+    result = fleet.corewright("down")
+    assert result.returncode == 0, result.stderr
+    assert fleet.process.wait(40) == 0
+    assert time.monotonic() - began < 30
+    assert fleet.processes() == []
+    assert not Home(home).sockets.exists()
+
+
+def asking(fleet: LiveFleet, pid: int, claims: Path, log: str) -> subprocess.Popen[str]:
+    """A `RayCluster` beside the controller's."""
+    record = Home(fleet.home).read_record()
+    assert record is not None
+    return subprocess.Popen(
+        [sys.executable, "-c", ASK, record.ray_address, str(pid), str(claims), log],
+        env={**fleet.env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Home(fleet.home).ray_token_file)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(driver: subprocess.Popen[str]) -> Any:
+    assert driver.stdout is not None
+    return json.loads(driver.stdout.readline())
+
+
+@pytest.mark.slow
+def test_after_kill_9_of_the_daemon_the_next_up_ends_what_all_raylets_left(home: Path) -> None:
+    """Within 10 s of the next `up` no process of any host is left; the new fleet has all hosts, and ends wholly."""
+    first = LiveFleet(SPEC, home=home).wait_ready()
+    old = [psutil.Process(pid) for pid in first.processes()]
+    assert {first.raylet_pid(index) for index in range(3)} <= {process.pid for process in old}
+    first.process.kill()
+    first.process.wait()
+
+    second = LiveFleet(SPEC, home=home)
+    until(lambda: not any(process.is_running() for process in old), 10, "the old processes are gone")
+    second.wait_ready()
+    claims = [set(held_cores(Home(home).claims(index)).values()) for index in range(3)]
+    assert claims == [{second.replica(id)["pid"]} for id in HOSTS]
+    assert second.stop(signal.SIGINT) == 0
+    assert second.processes() == []

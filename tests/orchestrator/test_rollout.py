@@ -1,0 +1,352 @@
+"""Updates on a fake cluster with a virtual clock: who serves at each moment, and where each update ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.changes import _LIVE, _PROCESS, _SHAPE, tag_of
+from orchestrator.operations import Refused
+from placements.spec import ModelSpec
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.status import Failure
+
+BASE = """\
+version: 1
+name: test
+hosts: {{emulate: inf2.48xlarge}}
+defaults: {{engine: echo}}
+models:
+  a: {{tp_degree: 8, max_batch: {a_batch}{a}}}
+  b: {{tp_degree: 2, replicas: {b_replicas}, max_batch: {b_batch}{b}}}
+"""
+
+
+def spec(a_batch: int = 4, b_batch: int = 4, b_replicas: int = 2, a: str = "", b: str = "", more: str = "") -> str:
+    return BASE.format(a_batch=a_batch, b_batch=b_batch, b_replicas=b_replicas, a=a, b=b) + more
+
+
+def play(tmp_path: Path, first: str, story: Callable[[Played], Coroutine[Any, Any, None]], **cluster: Any) -> Played:
+    """Bring up ``first``, then tell ``story``; gives what was played, for a last look."""
+
+    async def main() -> Played:
+        fake = FakeCluster()
+        for name, value in cluster.items():
+            setattr(fake, name, value)
+        async with Played(tmp_path, fake, first) as played:
+            await played.settled()
+            await story(played)
+            assert fake.violations == []
+            return played
+
+    return virtually(main)
+
+
+async def watched(played: Played, model: str, settled: Callable[[], bool]) -> list[int]:
+    """How many replicas of the model were ready at each change, until ``settled``."""
+    seen, counts = 0, []
+    for _ in range(2000):
+        seen = await played.controller.change(seen, 5.0)
+        counts.append(len(played.ready(model)))
+        if settled():
+            return counts
+    raise AssertionError(f"never settled: {played.controller.status()}")
+
+
+def test_with_free_cores_the_new_replica_is_ready_before_the_old_one_goes(tmp_path: Path) -> None:
+    """Surge: at no moment is nobody there, and the old process is ended at last."""
+
+    async def story(played: Played) -> None:
+        before = played.replica("a/0")["version"]
+        result = await played.apply(spec(a_batch=8))
+        (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
+        assert (change["tag"], change["strategy"], change["outage_s"]) == ("restart", "surge", 0.0)
+        assert change["fields"] == [{"field": "max_batch", "before": 4, "after": 8}]
+        counts = await watched(played, "a", played.is_settled)
+        assert min(counts) >= 1
+        (replica,) = played.ready("a")
+        assert replica["version"] != before
+        assert replica["restarts"] == 0
+        assert played.controller.status()["revision"] == 2
+
+    play(tmp_path, spec(), story, load_s=30.0)
+
+
+def test_several_replicas_are_replaced_one_at_a_time(tmp_path: Path) -> None:
+    """In place: with no free cores and two replicas, one always serves, and nothing is predicted to be out."""
+
+    async def story(played: Played) -> None:
+        result = await played.apply(spec(a_batch=4, b_batch=8, b_replicas=8))
+        (change,) = [model for model in result["plan"]["models"] if model["model"] == "b"]
+        assert (change["strategy"], change["outage_s"]) == ("in_place", 0.0)
+        counts = await watched(played, "b", played.is_settled)
+        assert min(counts) >= 7
+        assert len(played.ready("b")) == 8
+
+    play(tmp_path, spec(b_replicas=8), story, load_s=5.0)
+
+
+def test_a_replica_alone_on_full_cores_is_swapped_while_requests_wait(tmp_path: Path) -> None:
+    """Hold: the predicted swap is short, so the gateway is told to let requests wait."""
+    pinned = ', cores: ["0-7"]'
+
+    async def story(played: Played) -> None:
+        result = await played.apply(spec(a_batch=8, a=pinned))
+        (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
+        assert change["strategy"] == "hold"
+        assert 10.0 <= change["outage_s"] <= 15.0
+        held = False
+
+        def settled() -> bool:
+            nonlocal held
+            route = next(m for m in played.controller.routes().models if m.name == "a")
+            held = held or (route.holds and not route.replicas)
+            return played.is_settled()
+
+        await watched(played, "a", settled)
+        assert held
+        assert not next(m for m in played.controller.routes().models if m.name == "a").holds
+
+    play(tmp_path, spec(a=pinned), story, load_s=10.0)
+
+
+def test_an_update_that_would_be_out_for_long_says_so(tmp_path: Path) -> None:
+    """In place with one replica: the plan tells the seconds of the outage, from the last measured start."""
+    pinned = ', cores: ["0-7"]'
+
+    async def story(played: Played) -> None:
+        proposal = await played.operator.propose(spec(a_batch=8, a=pinned), "spec.yaml", str(tmp_path))
+        (change,) = [model for model in proposal["models"] if model["model"] == "a"]
+        assert change["strategy"] == "in_place"
+        assert 300.0 <= change["outage_s"] <= 305.0
+        assert played.controller.status()["revision"] == 1
+
+    play(tmp_path, spec(a=pinned), story, load_s=300.0)
+
+
+def test_an_idle_model_lends_its_cores(tmp_path: Path) -> None:
+    """Borrow: the idle one gives way, the new replica surges onto its cores, and the idle one comes back."""
+    more = "  idle: {tp_degree: 8, priority: -1}\n"
+    first = spec(a=', cores: ["0-7"], deadlines: {drain_s: 1}', b_replicas=4, more=more)
+    second = spec(a_batch=8, b_replicas=4, more=more)
+
+    async def story(played: Played) -> None:
+        await played.cluster.find("idle/0").tell(idle_s=600.0)
+        await played.until(lambda: played.controller.state.views["idle/0"].idle, "idle")
+        result = await played.apply(second)
+        (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
+        assert (change["strategy"], change["borrow"]) == ("borrow", "idle/0")
+        counts = await watched(played, "a", played.is_settled)
+        assert min(counts) >= 1
+        assert len(played.ready("idle")) == 1
+
+    play(tmp_path, first, story, load_s=300.0)
+
+
+def test_a_broken_version_is_rolled_back_and_the_old_one_serves_on(tmp_path: Path) -> None:
+    """The new replica fails three times; nobody had been drained; the former text is a revision of its own again."""
+
+    async def story(played: Played) -> None:
+        good = played.replica("a/0")
+        broken = Failure("weights-broken", "model.safetensors is truncated")
+        result = await played.operator._read(spec(a_batch=8), "spec.yaml", str(tmp_path), by="x", cause="apply")
+        played.cluster.broken[result[1].versions["a"]] = broken
+        await played.apply(spec(a_batch=8))
+        counts = await watched(played, "a", lambda: played.controller.status()["revision"] == 3 and played.is_settled())
+        assert min(counts) == 1
+        assert {key: played.replica("a/0")[key] for key in ("pid", "epoch", "version")} == {
+            key: good[key] for key in ("pid", "epoch", "version")
+        }
+        history = played.operator.revisions()
+        assert [(row["revision"], row["cause"], row["state"]) for row in history] == [
+            (3, "rollback", "complete"),
+            (2, "apply", "rolled_back"),
+            (1, "up", "complete"),
+        ]
+        assert "weights-broken" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
+
+    play(tmp_path, spec(), story, load_s=5.0)
+
+
+def test_without_rollback_a_failed_update_stands_still(tmp_path: Path) -> None:
+    """`rollback: false`: the old replica serves on, the rollout is failed, and undo ends it."""
+    off = ", update: {rollback: false}"
+
+    async def story(played: Played) -> None:
+        _, generation = await played.operator._read(spec(a_batch=8, a=off), "s", str(tmp_path), by="", cause="apply")
+        played.cluster.broken[generation.versions["a"]] = Failure("x", "broken")
+        await played.apply(spec(a_batch=8, a=off))
+        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        assert len(played.ready("a")) == 1
+        await played.operator.undo(None, "tester")
+        await played.settled()
+        assert [replica["id"] for replica in played.model("a")["replicas"]] == ["a/0"]
+
+    play(tmp_path, spec(a=off), story, load_s=5.0)
+
+
+def test_a_rollout_without_progress_fails_at_its_deadline(tmp_path: Path) -> None:
+    """A start that hangs: the rollout goes back after progress_deadline_s, not when the start deadline comes."""
+    quick = ", update: {progress_deadline_s: 60}"
+
+    async def story(played: Played) -> None:
+        played.cluster.loads = False
+        await played.apply(spec(a_batch=8, a=quick))
+        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 120)
+        await played.settled()
+        assert len(played.ready("a")) == 1
+
+    play(tmp_path, spec(a=quick), story, load_s=5.0)
+
+
+def test_pause_stops_an_update_between_two_replicas_and_resume_goes_on(tmp_path: Path) -> None:
+    """Paused, nothing further begins; what serves is healed all the same."""
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(b_batch=8, b_replicas=4))
+        new = played.controller.state.current.versions["b"]
+
+        def updated() -> int:
+            return sum(replica["version"] == new for replica in played.ready("b"))
+
+        await played.until(lambda: updated() == 1, "one is new", 100)
+        await played.operator.pause("tester")
+        for _ in range(100):
+            await played.controller.change(10**9, 1.0)
+        assert 1 <= updated() <= 2
+        assert played.operator.rollout()["state"] == "paused"
+        await played.operator.resume("tester")
+        await played.settled()
+        assert updated() == 4
+
+    play(tmp_path, spec(b_replicas=4), story, load_s=5.0)
+
+
+def test_a_canary_gets_its_share_until_it_is_promoted(tmp_path: Path) -> None:
+    """One new replica beside all old ones; the gateway is told the share; promote goes on with the rest."""
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(b_batch=8), canary=0.25)
+        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        route = next(model for model in played.controller.routes().models if model.name == "b")
+        assert (route.canary, len(route.canaries), len(route.replicas)) == (0.25, 1, 3)
+        await played.operator.promote("tester")
+        await played.settled()
+        route = next(model for model in played.controller.routes().models if model.name == "b")
+        assert (route.canary, route.canaries, len(route.replicas)) == (None, [], 2)
+
+    play(tmp_path, spec(), story, load_s=5.0)
+
+
+def test_the_same_text_is_no_revision(tmp_path: Path) -> None:
+    """Applying what runs changes nothing, so that a script may apply at each run."""
+
+    async def story(played: Played) -> None:
+        index = played.controller.status()["index"]
+        result = await played.apply(spec())
+        assert (result["changed"], result["revision"], result["index"]) == (False, 1, index)
+
+    play(tmp_path, spec(), story)
+
+
+def test_an_index_that_has_moved_on_refuses_the_apply(tmp_path: Path) -> None:
+    """What was planned against another fleet is not applied to this one."""
+
+    async def story(played: Played) -> None:
+        index = (await played.operator.propose(spec(a_batch=8), "spec.yaml", str(tmp_path)))["index"]
+        await played.operator.cordon("inf2.48xlarge/0", "23", True, "someone else")
+        with pytest.raises(Refused) as refused:
+            await played.apply(spec(a_batch=8), check_index=index)
+        assert refused.value.problem.id == "index-changed"
+        assert played.controller.status()["revision"] == 1
+        await played.apply(spec(a_batch=8), check_index=played.controller.status()["index"])
+        assert played.controller.status()["revision"] == 2
+
+    play(tmp_path, spec(), story)
+
+
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ("version: 1\nmodels: {a: {engine: echo, tp: 99}}", "spec-invalid"),
+        ("version: 1\nhosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}", "hosts-changed"),
+        (spec(b_replicas=9), "never-fits"),
+        (spec(a_batch=8, a=', cores: ["0-7"], update: {strategy: surge}'), "update-impossible"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path: Path, text: str, id: str) -> None:
+    """A refused apply leaves no record and no revision."""
+
+    async def story(played: Played) -> None:
+        before = played.journal.state()
+        with pytest.raises(Refused) as refused:
+            await played.apply(text)
+        assert refused.value.problem.id == id
+        assert played.journal.state() == before
+
+    play(tmp_path, spec(a=', cores: ["0-7"]'), story)
+
+
+def test_a_drained_host_is_emptied_and_its_replicas_come_up_elsewhere_first(tmp_path: Path) -> None:
+    """Two hosts: everything moves without a moment of nobody, and comes no more until it is uncordoned."""
+    two = spec().replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
+
+    async def story(played: Played) -> None:
+        home = played.replica("a/0")["host"]
+        await played.operator.drain(home, "tester")
+        counts = await watched(
+            played, "a", lambda: all(r["host"] != home for m in ("a", "b") for r in played.model(m)["replicas"])
+        )
+        assert min(counts) >= 1
+        host = next(h for h in played.controller.status()["hosts"] if h["name"] == home)
+        assert (host["leased"], host["cordoned"], host["draining"]) == (0, "all", True)
+
+    play(tmp_path, two, story, load_s=5.0)
+
+
+def test_a_drained_replica_is_replaced_by_a_new_process(tmp_path: Path) -> None:
+    """`drain a/0`: the same version, another process, and somebody serves all the while."""
+
+    async def story(played: Played) -> None:
+        before = played.replica("a/0")["pid"]
+        await played.operator.drain("a/0", "tester")
+        counts = await watched(
+            played, "a", lambda: [r["pid"] for r in played.ready("a")] not in ([], [before]) and played.is_settled()
+        )
+        assert min(counts) >= 1
+        assert len(played.model("a")["replicas"]) == 1
+
+    play(tmp_path, spec(), story, load_s=5.0)
+
+
+def test_scale_load_and_unload_hold_until_they_are_taken_back(tmp_path: Path) -> None:
+    """What an operator has said by hand outlives a restart of the controller, and wakes for no request."""
+    first = spec(b=", cores: []").replace("replicas: 2", "replicas: {min: 1, max: 3}")
+
+    async def story(played: Played) -> None:
+        await played.operator.scale("b", 3, "tester")
+        await played.until(lambda: len(played.ready("b")) == 3, "three")
+        with pytest.raises(Refused) as refused:
+            await played.operator.scale("b", 4, "tester")
+        assert refused.value.problem.id == "scale-over-max"
+        await played.operator.unload("b", "tester")
+        await played.until(lambda: not played.model("b")["replicas"], "none")
+        await played.controller.wake("b")
+        assert played.model("b")["wanted"] == 0
+        await played.operator.load("b", "tester")
+        await played.until(lambda: len(played.ready("b")) == 1, "one")
+
+    play(tmp_path, first, story)
+
+
+def test_every_field_of_a_model_has_a_tag() -> None:
+    """A new field must be put into one of the three sets, or its change would be taken for nothing."""
+    internal = {"name", "base_dir", "broken"}
+    fields = ModelSpec.model_fields.keys() - internal
+    assert fields == _LIVE | _PROCESS | _SHAPE
+    assert len(_LIVE) + len(_PROCESS) + len(_SHAPE) == len(fields)
+    assert {tag_of(name, "nxd-inference").value for name in _SHAPE} == {"recompile"}
+    assert {tag_of(name, "cpu").value for name in _SHAPE} == {"restart"}

@@ -1,0 +1,344 @@
+"""Whatever happens to a fleet: no core is held twice, the cores add up, and in the end it is as the spec says.
+
+The controller's own code on a fake cluster with a virtual clock; every check fails when the code is broken by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.journal import Journal
+from orchestrator.lifecycle import State
+from orchestrator.operations import Refused
+from orchestrator.reconcile import reconcile
+from orchestrator.snapshot import Observed
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.status import Failure
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
+HOSTS = 2
+LOAD_S = 7.0
+
+SPECS = [
+    f"""\
+version: 1
+name: fleet
+hosts: {{emulate: inf2.48xlarge, count: {HOSTS}}}
+defaults: {{engine: echo, max_batch: {batch}, update: {{progress_deadline_s: 300, strategy: {strategy}}}}}
+models:
+  big: {{tp_degree: {big}, replicas: {{min: 1, max: 3}}, priority: 5}}
+  small: {{tp_degree: 2, replicas: {small}}}
+{extra}"""
+    for batch, strategy, big, small, extra in [
+        (4, "auto", 8, 3, ""),
+        (8, "auto", 8, 3, "  asleep: {replicas: {min: 0, max: 2}}\n"),
+        (4, "in_place", 12, 2, ""),
+        (4, "auto", 8, 5, '  pinned: {tp_degree: 4, cores: ["inf2.48xlarge/1:20-23"]}\n'),
+        (16, "hold", 8, 4, ""),
+        (2, "auto", 24, 4, ""),
+    ]
+]
+BROKEN_BATCH = 16  # replicas of the specs with this batch may be made unable to start
+
+events = st.one_of(
+    st.tuples(st.just("apply"), st.integers(0, len(SPECS) - 1)),
+    st.tuples(st.just("undo")),
+    st.tuples(st.just("kill"), st.integers(0, 20)),
+    st.tuples(st.just("kill_controller")),
+    st.tuples(st.just("scale"), st.sampled_from(["big", "small"]), st.integers(0, 3)),
+    st.tuples(st.just("unscale"), st.sampled_from(["big", "small"])),
+    st.tuples(st.just("cordon"), st.integers(0, HOSTS - 1), st.sampled_from(["0-7", "4", None]), st.booleans()),
+    st.tuples(st.just("drain_host"), st.integers(0, HOSTS - 1)),
+    st.tuples(st.just("drain_replica"), st.integers(0, 20)),
+    st.tuples(st.just("restart"), st.sampled_from(["big", "small"])),
+    st.tuples(st.just("take_core"), st.integers(0, 23)),
+    st.tuples(st.just("free_cores")),
+    st.tuples(st.just("lose_host"), st.integers(0, HOSTS - 1)),
+    st.tuples(st.just("host_back")),
+    st.tuples(st.just("break_loads"), st.booleans()),
+    st.tuples(st.just("pause")),
+    st.tuples(st.just("resume")),
+    st.tuples(st.just("wake")),
+    st.tuples(st.just("canary"), st.integers(0, len(SPECS) - 1)),
+    st.tuples(st.just("promote")),
+    st.tuples(st.just("wait"), st.integers(1, 60)),
+)
+
+
+class World:
+    """A fleet, and what befalls it."""
+
+    def __init__(self, home: Path, tick_s: float = 1.0) -> None:
+        self.home = home
+        self.tick_s = tick_s
+        self.cluster = FakeCluster()
+        self.cluster.load_s = LOAD_S
+        self.cluster.drain_s = 3.0
+        self.journal = Journal(None, clock=asyncio.get_running_loop().time)
+        self.played = self._controller()
+
+    def _controller(self) -> Played:
+        return Played(self.home, self.cluster, SPECS[0], journal=self.journal, tick_s=self.tick_s)
+
+    async def befall(self, event: tuple[Any, ...]) -> None:
+        """One event; an operator may be refused."""
+        with contextlib.suppress(Refused):
+            await getattr(self, f"_{event[0]}")(*event[1:])
+        self.check()
+
+    def check(self) -> None:
+        """What holds at every moment."""
+        assert self.cluster.violations == []
+        for host in self.played.controller.status()["hosts"]:
+            assert host["leased"] + host["free"] + host["quarantined"] + host["reserved"] == host["cores"], host
+        for view in self.played.controller.state.views.values():
+            if view.state is State.READY and view.host not in self.cluster.lost_now:
+                assert f"{view.id}.{view.epoch}" in self.cluster.replicas
+
+    async def settle(self) -> None:
+        """Everything foreign is taken back; after a while nothing is left to do."""
+        self.cluster.held.clear()
+        self.cluster.broken.clear()
+        self.cluster.loads = True
+        self.cluster.lost_now.clear()
+        for host in range(HOSTS):
+            await self._cordon(host, None, False)
+        if self.played.operator.rollout()["state"] in ("paused", "failed"):
+            await self.played.operator.resume("tester")
+        if self.played.controller.state.in_canary:
+            await self.played.operator.promote("tester")
+        for _ in range(12):
+            await asyncio.sleep(700.0)
+            self.check()
+        state = self.played.controller.state
+        goal = state.aim()
+        observed = Observed(state.clock(), dict(state.views))
+        assert reconcile(goal.targets, observed, state.replaced()) == []
+        assert {view.state for view in state.views.values()} <= {State.READY}
+        assert {(view.id, view.version) for view in state.views.values()} == {(t.id, t.version) for t in goal.targets}
+        assert {t.version for t in goal.targets} <= set(state.current.versions.values())
+        living = {f"{r.config.model}/{r.config.replica}.{r.config.epoch}" for r in self.cluster.living()}
+        assert living == {f"{view.id}.{view.epoch}" for view in state.views.values()}
+
+    async def _apply(self, number: int) -> None:
+        await self.played.apply(SPECS[number])
+
+    async def _canary(self, number: int) -> None:
+        await self.played.apply(SPECS[number], canary=0.5)
+
+    async def _promote(self) -> None:
+        await self.played.operator.promote("tester")
+
+    async def _undo(self) -> None:
+        await self.played.operator.undo(None, "tester")
+
+    async def _kill(self, number: int) -> None:
+        living = self.cluster.living()
+        if living:
+            await living[number % len(living)].die("killed by signal 9")
+
+    async def _kill_controller(self) -> None:
+        await self.played.kill()
+        self.played = self._controller()
+        await self.played.__aenter__()
+        await self.played.controller.change(0, 60.0)
+
+    async def _scale(self, model: str, count: int) -> None:
+        await self.played.operator.scale(model, count, "tester")
+
+    async def _unscale(self, model: str) -> None:
+        await self.played.operator.scale(model, None, "tester")
+
+    async def _cordon(self, host: int, cores: str | None, on: bool) -> None:
+        await self.played.operator.cordon(f"inf2.48xlarge/{host}", cores, on, "tester")
+
+    async def _drain_host(self, host: int) -> None:
+        await self.played.operator.drain(f"inf2.48xlarge/{host}", "tester")
+
+    async def _drain_replica(self, number: int) -> None:
+        ids = sorted(self.played.controller.state.views)
+        if ids:
+            await self.played.operator.drain(ids[number % len(ids)], "tester")
+
+    async def _restart(self, model: str) -> None:
+        await self.played.operator.restart(model, "tester")
+
+    async def _take_core(self, core: int) -> None:
+        ours = {core for r in self.cluster.living() for core in r.config.cores if r.config.host.endswith("/0")}
+        if core not in ours:
+            self.cluster.held[core] = 4711
+
+    async def _free_cores(self) -> None:
+        self.cluster.held.clear()
+
+    async def _lose_host(self, host: int) -> None:
+        await self.cluster.lose(f"inf2.48xlarge/{host}")
+
+    async def _host_back(self) -> None:
+        self.cluster.lost_now.clear()
+
+    async def _break_loads(self, broken: bool) -> None:
+        self.cluster.broken.clear()
+        if broken:
+            versions = {r.config.version for r in self.cluster.replicas.values() if r.config.slots == BROKEN_BATCH}
+            self.cluster.broken.update(dict.fromkeys(versions, Failure("engine-failed", "it is broken")))
+
+    async def _pause(self) -> None:
+        await self.played.operator.pause("tester")
+
+    async def _resume(self) -> None:
+        await self.played.operator.resume("tester")
+
+    async def _wake(self) -> None:
+        if self.played.controller.state.current.spec.model("asleep") is not None:
+            await self.played.controller.wake("asleep")
+
+    async def _wait(self, seconds: int) -> None:
+        await asyncio.sleep(seconds)
+
+
+@settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(events, max_size=14))
+def test_after_any_sequence_of_events_the_fleet_is_as_the_spec_says(story: list[tuple[Any, ...]]) -> None:
+    """Applies, kills, drains, cordons, lost hosts, taken cores, controllers that die: it converges, by the rules."""
+
+    async def live() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            world = World(Path(home), tick_s=30.0)
+            async with world.played:
+                await world.played.controller.change(0, 60.0)
+                for event in story:
+                    await world.befall(event)
+                await world.settle()
+                await world.played.kill()
+
+    virtually(live)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(
+    replicas=st.integers(1, 4),
+    load_s=st.floats(0.1, 50),
+    drain_s=st.floats(0, 50),
+    strategy=st.sampled_from(["surge", "in_place"]),
+    mixes=st.just(True),
+)
+def test_an_update_never_serves_with_fewer_replicas_than_it_promised(
+    replicas: int, load_s: float, drain_s: float, strategy: str, mixes: bool
+) -> None:
+    """Surge promises all of them at every moment, in place all but one."""
+    text = (
+        "version: 1\nhosts: {{emulate: inf2.48xlarge}}\nmodels:\n"
+        "  m: {{engine: echo, tp_degree: 2, replicas: {n}, max_batch: {batch}, update: {{strategy: {strategy}}}}}\n"
+    )
+
+    async def live() -> None:
+        cluster = FakeCluster()
+        cluster.load_s, cluster.drain_s = load_s, drain_s
+        with tempfile.TemporaryDirectory() as home:
+            first = text.format(n=replicas, batch=2, strategy=strategy)
+            async with Played(Path(home), cluster, first) as played:
+                await played.settled()
+                await played.apply(text.format(n=replicas, batch=4, strategy=strategy))
+                seen, fewest = 0, replicas
+                while not played.is_settled():
+                    seen = await played.controller.change(seen, 5.0)
+                    routed = len(played.controller.routes().models[0].replicas)
+                    fewest = min(fewest, routed, len(played.ready("m")))
+                assert fewest >= (replicas if strategy == "surge" else replicas - 1)
+                assert cluster.violations == []
+
+    virtually(live)
+
+
+def test_a_controller_killed_at_any_record_of_an_apply_leaves_the_old_or_the_new_revision() -> None:
+    """The journal is cut after each of its records, and at bytes between: what comes up runs one text, whole."""
+
+    async def live() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            home, path = Path(folder), Path(folder) / "journal"
+            journal = Journal(path)
+            cluster = FakeCluster()
+            async with Played(home, cluster, SPECS[0], journal=journal) as played:
+                await played.settled()
+                before = path.stat().st_size
+                await played.apply(SPECS[3])
+                await played.settled()
+            journal.close()
+            data = path.read_bytes()
+            ends = [i + 1 for i in range(before, len(data)) if data[i : i + 1] == b"\n"]
+            cuts = sorted({before, *ends, *(end - 7 for end in ends)})
+            for cut in cuts:
+                path.write_bytes(data[:cut])
+                again = Journal(path)
+                fresh = FakeCluster()
+                async with Played(home, fresh, SPECS[0], journal=again) as second:
+                    await second.settled()
+                    text = second.controller.state.current.revision.text
+                    assert text in (SPECS[0], SPECS[3])
+                    models = {replica.config.model for replica in fresh.living()}
+                    assert models == ({"big", "small"} if text == SPECS[0] else {"big", "small", "pinned"})
+                    assert fresh.violations == []
+                again.close()
+
+    virtually(live)
+
+
+@pytest.mark.slow
+def test_a_year_of_events_passes_in_a_minute() -> None:
+    """One event an hour for 365 days, of every kind: it converges at the end of each week."""
+
+    async def live() -> int:
+        rng = random.Random(4)
+        with tempfile.TemporaryDirectory() as home:
+            world = World(Path(home), tick_s=600.0)
+            async with world.played:
+                await world.played.controller.change(0, 60.0)
+                hours = 365 * 24
+                for hour in range(hours):
+                    await world.befall(_drawn(rng))
+                    await asyncio.sleep(3600.0 - asyncio.get_running_loop().time() % 3600.0)
+                    if hour % (24 * 7) == 0:
+                        await world.settle()
+                await world.settle()
+                await world.played.kill()
+                return hours
+
+    began = time.monotonic()
+    assert virtually(live) == 8760
+    assert time.monotonic() - began < 60 * float(os.environ.get("SLOWNESS", "3"))
+
+
+KINDS = ["apply", "undo", "kill", "kill", "kill_controller", "scale", "unscale", "cordon", "drain_host", "drain_replica", "restart", "take_core", "free_cores", "lose_host", "host_back", "host_back", "break_loads", "pause", "resume", "resume", "wake", "canary", "promote", "wait"]
+
+
+def _drawn(rng: random.Random) -> tuple[Any, ...]:
+    kind = rng.choice(KINDS)
+    number, model = rng.randrange(20), rng.choice(["big", "small"])
+    arguments: dict[str, tuple[Any, ...]] = {
+        "apply": (number % len(SPECS),),
+        "canary": (number % len(SPECS),),
+        "kill": (number,),
+        "scale": (model, number % 4),
+        "unscale": (model,),
+        "restart": (model,),
+        "cordon": (number % HOSTS, rng.choice(["0-7", "4", None]), rng.random() < 0.4),
+        "drain_host": (number % HOSTS,),
+        "drain_replica": (number,),
+        "take_core": (rng.randrange(24),),
+        "lose_host": (number % HOSTS,),
+        "break_loads": (rng.random() < 0.5,),
+        "wait": (number,),
+    }
+    return kind, *arguments.get(kind, ())

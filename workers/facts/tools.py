@@ -1,0 +1,112 @@
+"""Running a tool for its output, with a deadline that holds even when the tool hangs in the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NEURON_TOOLS = "/opt/aws/neuron/bin"  # where aws-neuronx-tools installs; not on every service's PATH
+MOST_OUTPUT = 16 * 1024 * 1024
+LAST_WORDS_S = 0.2  # for standard error after standard output was closed; a child may keep it open for good
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a tool wrote until it ended, or until enough was read."""
+
+    stdout: bytes
+    problem: str | None  # why there is no more of it; None when all is well
+
+
+def find_tool(name: str, folder: str = NEURON_TOOLS) -> str | None:
+    """The path of a tool: in AWS's folder, else on PATH. None when it is not installed."""
+    return shutil.which(name, path=folder) or shutil.which(name)
+
+
+def run_tool(argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], bool] = lambda stdout: False) -> Output:
+    """Run it until it ends, or until ``enough`` says so of its standard output. Never raises.
+
+    At the deadline it is killed with its children. A process that hangs in the kernel survives even that; it is left
+    behind then, since waiting for it would hang the caller too.
+    """
+    name = Path(argv[0]).name
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return Output(b"", f"{name}: cannot be started: {error}; try `{' '.join(argv)}` by hand")
+    until = time.monotonic() + deadline_s
+    try:
+        stdout, stderr, ended = _read(process, until, enough)
+        code = _wait(process, until) if ended else None
+    finally:
+        _end(process)
+    by_hand = f"; try `{' '.join(argv)}` by hand"
+    said = _last_line(stderr) or ("" if code == 0 else _last_line(stdout[-1000:]))
+    said = f": {said}" if said else ""
+    if code == 0 or (not ended and enough(stdout)):
+        return Output(stdout, None)
+    if code is not None:
+        return Output(stdout, f"{name}: ended with exit code {code}{said}{by_hand}")
+    return Output(stdout, f"{name}: no full answer within {deadline_s:g} s{said}{by_hand}")
+
+
+def _read(process: subprocess.Popen[bytes], until: float, enough: Callable[[bytes], bool]) -> tuple[bytes, bytes, bool]:
+    """Standard output, the end of standard error, and whether the output was closed."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdout, stderr, closed = b"", b"", False
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(process.stderr, selectors.EVENT_READ)
+        while selector.get_map() and (left := until - time.monotonic()) > 0 and len(stdout) < MOST_OUTPUT:
+            for key, _ in selector.select(left):
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fileobj)
+                    if key.fileobj is process.stdout:
+                        closed = True
+                        until = min(until, time.monotonic() + LAST_WORDS_S)
+                elif key.fileobj is process.stdout:
+                    stdout += data
+                    if enough(stdout):
+                        return stdout, stderr, False
+                else:
+                    stderr = (stderr + data)[-2000:]
+    return stdout, stderr, closed
+
+
+def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
+    try:
+        return process.wait(max(0.1, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _last_line(text: bytes) -> str:
+    lines = text.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:200] if lines else ""
