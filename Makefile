@@ -8,7 +8,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 MARKS := $(if $(SLOW),,-m "not slow")
 
-.PHONY: demo demo-check test lint venv
+.PHONY: demo demo-check test lint venv chromium
 
 venv: .venv/.installed
 
@@ -29,5 +29,11 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+# The long tests open Ray's dashboard in Debian's Chromium. Only root can install it; without it they fail and say so.
+chromium:
+	@if [ ! -x /usr/bin/chromium ] && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; \
+	fi
+
+test: lint $(if $(SLOW),chromium)
 	$(BIN)/pytest $(MARKS) $(PYTEST_ARGS)

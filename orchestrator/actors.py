@@ -20,6 +20,7 @@ from orchestrator.journal import Journal
 from orchestrator.operations import Refused
 from orchestrator.operator import Operator
 from orchestrator.routes import RouteTable
+from placements.problems import Problem
 
 GATEWAY = "gateway"
 
@@ -37,7 +38,11 @@ class ControllerActor:
         self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._running = loop.create_task(self._controller.run())
-        self._admin = loop.create_task(serve_admin(admin_app(self._operator, self._ask_down), settings.admin_port))
+        self._admin = loop.create_task(self._serve_admin())
+
+    async def _serve_admin(self) -> None:
+        await self._controller.settled()  # before that a verb would meet a fleet without replicas
+        await serve_admin(admin_app(self._operator, self._ask_down), self._controller.settings.admin_port)
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         return await self._controller.change(seen, timeout_s), self._controller.routes()
@@ -56,7 +61,11 @@ class ControllerActor:
         try:
             return await self._operator.apply(text, file, base_dir, by=by, cause=cause)
         except Refused as refused:
-            return {"error": refused.problem, "problems": refused.problems}
+            return {"error": refused.problem, "problems": refused.problems, "status": refused.status}
+        except Exception as error:
+            logging.getLogger(__name__).exception("the apply failed")
+            problem = Problem("apply-failed", "error", file, f"{type(error).__name__}: {error}", "see controller.log")
+            return {"error": problem, "problems": (), "status": 500}
 
     async def wait_down(self) -> None:
         """Returns when someone asked by the admin API that the fleet ends."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,21 +76,38 @@ def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[s
     os.environ.pop("NEURON_RT_VISIBLE_CORES", None)  # the raylet misreads a range as one accelerator
     os.environ.pop("NEURON_RT_NUM_CORES", None)
     os.environ.pop("RAY_ADDRESS", None)
-    context = ray.init(
-        num_cpus=cpus,
-        resources=core_resources(cores),
-        labels={HOST_LABEL: host_label(0)},
-        include_dashboard=dashboard,
-        dashboard_host="127.0.0.1",
-        object_store_memory=OBJECT_STORE_BYTES,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level="error",
-        _temp_dir=str(folder),
-        _node_ip_address="127.0.0.1",
-        _system_config=_HEALTH_CHECKS,
-    )
+    with _agent_on_a_free_port():
+        context = ray.init(
+            num_cpus=cpus,
+            resources=core_resources(cores),
+            labels={HOST_LABEL: host_label(0)},
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            object_store_memory=OBJECT_STORE_BYTES,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(folder),
+            _node_ip_address="127.0.0.1",
+            _system_config=_HEALTH_CHECKS,
+        )
     return dict(context.address_info)
+
+
+@contextlib.contextmanager
+def _agent_on_a_free_port() -> Iterator[None]:
+    """Have ``ray.init``, which has no argument for it, start the node's dashboard agent on a port that is free.
+
+    At the fixed default, 52365, the agent of a machine's second Ray goes without its port and is never made known: the
+    dashboard then shows no log, "Agent for node id ... doesn't exist" (Ray 2.60).
+    """
+    parameters = ray._private.parameter
+    plain = parameters.RayParams
+    parameters.RayParams = functools.partial(plain, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameters.RayParams = plain
 
 
 def add_node(index: int, *, cores: int, cpus: int) -> Any:

@@ -20,7 +20,7 @@ import msgspec.structs
 from orchestrator.effects import Cluster, Owner, ReplicaDied, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.home import Home
-from orchestrator.journal import Journal, Quarantine, Revision
+from orchestrator.journal import Journal, Quarantine
 from orchestrator.lifecycle import Signal, State, advance
 from orchestrator.picture import Conditions, route_table, status
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
@@ -64,12 +64,13 @@ class Controller:
         self._tick_s = tick_s
         self._home = Home(Path(settings.home))
         self._conditions = Conditions(wall)
+        self._deaf: set[str] = set()  # hosts that do not answer
         self._busy: set[str] = set()  # replicas with an effect under way
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         self._version = 1
-        self._picture: tuple[RouteTable, dict[str, Any]] | None = None
+        self._told: tuple[Any, ...] = ()  # what routes and status were made of when someone was told last
         self._was_ready = False
         self._closing = False
         self._settled = asyncio.Event()  # what lived before is known: only then may anyone ask
@@ -79,7 +80,8 @@ class Controller:
     async def run(self) -> None:
         """Until ``shutdown``."""
         await self._adopt()
-        await self._round()
+        self.state.aim()
+        await self.publish()
         self._settled.set()
         while not self._closing:
             self._wake.clear()
@@ -96,10 +98,12 @@ class Controller:
         if self._closing:
             return
         state = self.state
+        state.try_to_write()
         goal = state.aim()
-        before = state.follow_rollout()
-        if before is not None:
-            self._roll_back(before)
+        rollback = state.follow_rollout()
+        if rollback is not None:
+            state.roll_back(rollback)
+            self.renew_deadlines()
             goal = state.aim()
         observed = Observed(self._clock(), dict(state.views))
         for action in reconcile(goal.targets, observed, state.replaced()):
@@ -137,22 +141,6 @@ class Controller:
             self.state.woken.add(model)
             self._wake.set()
 
-    def _roll_back(self, before: Revision) -> None:
-        state = self.state
-        revision = msgspec.structs.replace(
-            before,
-            number=state.current.number + 1,
-            cause="rollback",
-            by="controller",
-            of=before.number,
-            plan={},
-            canary=None,
-        )
-        state.note(revision)
-        state.tell("warning", "RolledBack", f"revision {revision.number} is revision {before.number} again")
-        assert state.stable is not None
-        state.install(dataclasses.replace(state.stable, revision=revision))
-
     # What is there
 
     async def _adopt(self) -> None:
@@ -173,6 +161,7 @@ class Controller:
                 cores=cores,
                 state=phase,
                 since=self._clock(),
+                begun=self._clock() - max(0.0, self.state.wall() - seen.started),
                 pid=seen.pid,
                 started=seen.started,
                 socket=config.socket,
@@ -186,7 +175,8 @@ class Controller:
             state.number_model(config.model, int(Path(config.socket).name.partition("-")[0]))
             state.epochs[id] = max(config.epoch, state.epochs.get(id, 0))
             model = state.current.spec.model(config.model)
-            if model is not None and state.wanted(model) == 0 and not state.sleeps(config.model):
+            asleep = model is not None and state.wanted(model) == 0 and phase is not State.DRAINING
+            if asleep and not state.sleeps(config.model):
                 state.woken.add(config.model)
             state.tell("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
             if phase is State.DRAINING:
@@ -202,10 +192,25 @@ class Controller:
         for name in sorted(state.lost - lost):
             state.tell("info", "HostBack", "its Ray node is there again", host=name)
         state.lost = lost
-        for index, host in enumerate(state.hosts):
-            if host.cores and host.name not in lost:
-                claims = str(self._home.claims(index)) if host.emulated else None
-                self._quarantine(host, await self._cluster.held_cores(claims, host.name))
+        await asyncio.gather(
+            *(
+                self._observe_cores(host, str(self._home.claims(index)) if host.emulated else None)
+                for index, host in enumerate(state.hosts)
+                if host.cores and host.name not in lost
+            )
+        )
+
+    async def _observe_cores(self, host: Host, claims: str | None) -> None:
+        try:
+            held = await self._cluster.held_cores(claims, host.name)
+        except Exception as error:  # the others must not wait for a deaf host; what was known of it stands
+            if host.name not in self._deaf:
+                self._deaf.add(host.name)
+                log.warning("%s does not tell who holds its cores", host.name, exc_info=True)
+                self.state.tell("error", "HostSilent", f"it does not tell who holds its cores: {error}", host=host.name)
+            return
+        self._deaf.discard(host.name)
+        self._quarantine(host, held)
 
     def _quarantine(self, host: Host, held: dict[int, Owner]) -> None:
         state = self.state
@@ -267,6 +272,7 @@ class Controller:
             cores=target.cores,
             state=State.PENDING,
             since=self._clock(),
+            begun=self._clock(),
             version=target.version,
             restarts=0 if previous is None else previous.restarts + 1,
             failures=0 if previous is None else previous.failures,
@@ -319,6 +325,12 @@ class Controller:
             version=current.versions[model.name],
             tokenizer=current.tokenizers[model.name],
         )
+
+    def forgive(self) -> None:
+        """Failed starts so far do not count any more: somebody has mended the cause."""
+        for view in list(self.state.views.values()):
+            self._put(dataclasses.replace(view, failures=0))
+        self._wake.set()
 
     def renew_deadlines(self) -> None:
         """A new revision may have other ones; they hold for what runs too."""
@@ -383,7 +395,7 @@ class Controller:
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
-            self._put(dataclasses.replace(view, load_s=status.load_s))
+            self._put(dataclasses.replace(view, load_s=round(self._clock() - view.begun, 3)))
             self._signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
             failure = status.failure
@@ -437,8 +449,9 @@ class Controller:
     async def _take_down(self, id: str, drain_s: float) -> None:
         view = self.state.views[id]
         name = actor_name(view.model, view.replica, view.epoch)
-        if view.state is State.READY:
-            self._signal(view, Signal.DRAIN)
+        if view.state in (State.READY, State.DRAINING):
+            if view.state is State.READY:
+                self._signal(view, Signal.DRAIN)
             await self._cluster.drain(name, drain_s)
         view = self._signal(self.state.views[id], Signal.STOP, "the fleet ends")
         gone = await self._cluster.end(name, view.pid, view.started, view.host)
@@ -459,14 +472,29 @@ class Controller:
     async def publish(self) -> None:
         """Tell those who wait when the routes or the status have changed."""
         self._was_ready = self._was_ready or all(
-            self.state.ready(model.name) >= model.replicas.min for model in self.state.current.spec.models
+            self.state.ready(model.name) >= min(model.replicas.min, self.state.wanted(model))
+            for model in self.state.current.spec.models
         )
-        picture = (self.routes(), self.status())
-        if picture != self._picture:
-            self._picture = picture
+        state = self.state
+        # All that routes and status are made of: making them each time would cost more than deciding.
+        told = (
+            list(state.views.values()),
+            state.goal,
+            dict(state.ways),
+            state.journal.state().seq,
+            state.lost,
+            self._was_ready,
+            self._closing,
+        )
+        if told != self._told:
+            self._told = told
             self._version += 1
             async with self._changed:
                 self._changed.notify_all()
+
+    async def settled(self) -> None:
+        """Wait until what lived before is known."""
+        await self._settled.wait()
 
     async def change(self, seen: int, timeout_s: float) -> int:
         """The version of the routes and the status, as soon as it is above ``seen``; after ``timeout_s`` as it is.

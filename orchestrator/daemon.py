@@ -38,6 +38,7 @@ LEFTOVERS_DEADLINE_S = 8.0  # for what a killed daemon left: the promise is 10 s
 STATUS_WAIT_S = 1.0  # a background call to Ray lasts no longer, so that the end need not wait for it
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 CONTROLLER_RETRY_S = 0.2
+CONTROLLER_THERE_S = 5.0  # whoever has kept a call for so long was there: without a controller it fails at once
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 READY_POLL_S = 0.5  # between looks at whether a signal has come
 
@@ -255,15 +256,19 @@ class Daemon:
         """What ``call`` gives, through restarts of the controller; None at the end. Raises Failed if it stays away."""
         import ray
 
-        away_since = time.monotonic()
+        away_since: float | None = None
         while not self._ending:
+            asked = time.monotonic()
             try:
                 return ray.get(call())
             except ray.exceptions.RayTaskError as error:
                 cause = f"the controller has failed: {error.cause}"
                 raise Failed("controller-failed", cause, f"see {self._home.logs / 'controller.log'}") from None
             except ray.exceptions.RayError as error:
-                if time.monotonic() - away_since > CONTROLLER_AWAY_S:
+                now = time.monotonic()
+                if away_since is None or now - asked > CONTROLLER_THERE_S:
+                    away_since = now
+                if now - away_since > CONTROLLER_AWAY_S:
                     what = f"the controller does not come back: {str(error).splitlines()[0]}"
                     raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
                 self._seen = 0  # Ray starts it again, and it counts anew
@@ -299,17 +304,22 @@ class Daemon:
         """Apply the spec's file when it changes; one that is refused leaves the fleet as it is."""
         _, file, base_dir = self._spec
         applied = last = self._spec[0]
+        failing = False  # of itself the last apply could have succeeded: a full disk
         while not self._ending:
             time.sleep(WATCH_POLL_S)
             text = _text_of(file)
             if text is None or text == applied or text != last:  # unchanged, or still being written
                 last = text or last
                 continue
-            applied = text
             call = functools.partial(self._controller.apply.remote, text, file, base_dir, "up --watch", "watch")
             result = self._ask_controller(call)
-            if result is not None and not self._ending:
+            if result is None or self._ending:
+                return
+            before, failing = failing, result.get("status", 0) >= 500
+            if not (failing and before):  # said once, tried on
                 self._tell_applied(file, result)
+            if not failing:
+                applied = text
 
     def _tell_applied(self, file: str, result: dict[str, Any]) -> None:
         if "error" in result:

@@ -139,6 +139,7 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     revisions: Mapping[int, Revision] = msgspec.field(default_factory=dict)  # by number, the newest KEEP_REVISIONS
     scales: Mapping[str, Scale] = msgspec.field(default_factory=dict)  # by model; none where the spec decides
     outcomes: Mapping[int, RolloutState] = msgspec.field(default_factory=dict)  # the latest by revision, as many
+    completed: int | None = None  # the latest revision that was complete once
     promoted: int | None = None  # the latest revision whose canary was ended
     cordons: Mapping[str, Cordoned] = msgspec.field(default_factory=dict)  # by host; none where nothing is cordoned
     drains: frozenset[str] = frozenset()  # of the hosts that are cordoned as a whole, those that shall be empty
@@ -197,7 +198,8 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     if isinstance(record, RolloutState):
         outcomes = _latest(state.outcomes, record.revision, record, KEEP_REVISIONS)
         promoted = record.revision if record.promoted else state.promoted
-        return replace(state, seq=seq, rollout=record, outcomes=outcomes, promoted=promoted)
+        completed = record.revision if record.state == "complete" else state.completed
+        return replace(state, seq=seq, rollout=record, outcomes=outcomes, promoted=promoted, completed=completed)
     if isinstance(record, Decision):
         id = f"{record.model}/{record.replica}"
         epoch = max(record.epoch, state.epochs.get(id, 0))  # it may be an adopted one that an older journal started

@@ -67,6 +67,15 @@ def advance(state: State, signal: Signal) -> State:
         raise IllegalTransition(f"a {state.value} replica cannot take the signal {signal.value}") from None
 
 
+def diagram() -> str:
+    """The table as a Mermaid state diagram, an arrow for each pair of states; docs/architecture.md holds it."""
+    arrows: dict[tuple[State, State], list[str]] = {}
+    for (before, signal), after in TRANSITIONS.items():
+        arrows.setdefault((before, after), []).append(signal.value)
+    lines = [f"    {before.value} --> {after.value} : {', '.join(names)}" for (before, after), names in arrows.items()]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {State.PENDING.value}", *lines]) + "\n"
+
+
 class ModelState(str, Enum):
     READY = "ready"  # every wanted replica is ready
     DEGRADED = "degraded"  # some are

@@ -93,7 +93,8 @@ class Operator:
         proposal = self._proposal(found, generation)
         revision = generation.revision
         same = (revision.text, revision.base_dir) == (state.current.revision.text, state.current.revision.base_dir)
-        if same and revision.canary is None and state.rollout_state()[0] in ("complete", "progressing"):
+        going = state.rollout_state()[0] in ("complete", "progressing") and not state.in_canary
+        if same and revision.canary is None and going:
             return {"changed": False, "revision": state.current.number, "index": index, "plan": proposal}
         self._refuse_impossible(proposal, generation)
         summary = {"models": proposal["models"], "changes": proposal["changes"]}
@@ -236,7 +237,7 @@ class Operator:
                 raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
 
     def _undone(self) -> int:
-        """The newest earlier revision of this fleet with another text that was complete, or else of any outcome."""
+        """The newest earlier revision of this fleet with another text: a complete one if there is one, no failed one."""
         known = self._state.journal.state()
         earlier = [
             revision
@@ -245,12 +246,14 @@ class Operator:
             and revision.fleet == self.settings.fleet
             and revision.text != self._state.current.revision.text
         ]
+        outcomes = {revision.number: known.outcomes.get(revision.number) for revision in earlier}
+        ends = {number: outcome.state if outcome is not None else "" for number, outcome in outcomes.items()}
         for revision in earlier:
-            outcome = known.outcomes.get(revision.number)
-            if outcome is not None and outcome.state == "complete":
+            if ends[revision.number] == "complete":
                 return revision.number
+        earlier = [revision for revision in earlier if ends[revision.number] not in ("failed", "rolled_back")]
         if not earlier:
-            what = f"revision {self._state.current.number} is the first of this fleet"
+            what = f"no revision before {self._state.current.number} is another one that worked"
             raise Refused("nothing-to-undo", what, "corewright rollout undo --to REVISION; rollout history lists them")
         return earlier[0].number
 
@@ -268,6 +271,8 @@ class Operator:
 
     def _revision(self, number: int) -> Revision:
         known = self._state.journal.state().revisions
+        if number == self._state.current.number:
+            return known.get(number, self._state.current.revision)
         if number not in known:
             what = f"there is no revision {number}"
             hint = f"kept are {min(known)} to {max(known)}" if known else "none is kept"
@@ -303,6 +308,7 @@ class Operator:
         now, _ = self._state.rollout_state()
         if now not in ("paused", "failed"):
             raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", "rollout status")
+        self._controller.forgive()
         return self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
 
     async def promote(self, by: str) -> dict[str, Any]:
@@ -320,10 +326,10 @@ class Operator:
 
     async def restart(self, model: str, by: str) -> dict[str, Any]:
         self._model(model)
+        self._refuse_frozen("restart")
         for view in self._state.replicas_of(model):
             self._replace(view, by)
-        self._controller.wake_up()
-        return self.rollout()
+        return self._set_rollout("progressing", f"restart of {model} by {by}", "RolloutRestarted")
 
     # Models, hosts and replicas
 
@@ -342,6 +348,8 @@ class Operator:
 
     async def load(self, model: str, by: str) -> dict[str, Any]:
         spec = self._model(model)
+        if wanted := self._state.wanted(spec):
+            return {"model": model, "scaled": None, "wanted": wanted}
         return await self.scale(model, None if spec.replicas.min else 1, by)
 
     async def unload(self, model: str, by: str) -> dict[str, Any]:
@@ -354,6 +362,9 @@ class Operator:
 
     async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
         chosen = self._cores_of(host, cores)
+        if chosen is not None and not on and self._state.journal.state().cordons.get(host) == "whole":
+            what = f"{host} is cordoned as a whole: single cores of it cannot be given back"
+            raise Refused("cordoned-whole", what, f"corewright uncordon {host}, then cordon the others")
         self._write(Cordon(host=host, cores=chosen, on=on, by=by))
         which = "the host" if cores is None else f"cores {cores}"
         self._state.tell("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
@@ -361,7 +372,9 @@ class Operator:
         return self._host_status(host)
 
     async def drain(self, target: str, by: str) -> dict[str, Any]:
+        self._refuse_frozen("drain")
         if any(host.name == target for host in self._state.hosts):
+            self._refuse_homeless(target)
             self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
             self._state.tell("info", "HostDraining", f"by {by}: its replicas go elsewhere", host=target)
             self._controller.wake_up()
@@ -371,8 +384,27 @@ class Operator:
             known = ", ".join([host.name for host in self._state.hosts] + sorted(self._state.views))
             raise Refused("target-unknown", f"{target} is no host and no replica", f"known are {known}", status=404)
         self._replace(view, by)
-        self._controller.wake_up()
+        self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
+
+    def _refuse_frozen(self, verb: str) -> None:
+        if self._state.frozen:
+            now = self._state.rollout_state()[0]
+            what = f"the rollout is {now}, and a {verb} would replace nothing"
+            raise Refused("rollout-paused", what, "corewright rollout resume, or rollout undo")
+
+    def _refuse_homeless(self, host: str) -> None:
+        """Where its replicas have no other place, nobody would serve."""
+        situation = self._state.situation()
+        every = frozenset(core for one in self._state.hosts if one.name == host for core in range(one.cores))
+        staying = tuple(view for view in situation.views if view.host != host)
+        blocked = {**situation.blocked, host: every}
+        goal = dataclasses.replace(situation, views=staying, blocked=blocked).aim()
+        there = {view.model for view in situation.views if view.host == host and view.state is State.READY}
+        missing = [problem for one in goal.plan.unplaced if one.model in there for problem in one.problems]
+        if missing:
+            what = f"{host} cannot be emptied: {'; '.join(problem.what for problem in missing)}"
+            raise Refused("drain-no-room", what, "scale something down or unload it first", problems=missing)
 
     def _replace(self, view: ReplicaView, by: str) -> None:
         self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))
@@ -441,6 +473,9 @@ class Operator:
         views = self._state.replicas_of(model)
         number = replica if replica is not None else (views[0].replica if views else 0)
         view = next((view for view in views if view.replica == number), None)
+        if replica is not None and view is None and not Home(Path(self.settings.home)).log(model, number).exists():
+            known = ", ".join(view.id for view in views) or "none"
+            raise Refused("replica-unknown", f"there is no {model}/{number}", f"known are {known}", status=404)
         path = Home(Path(self.settings.home)).log(model, number)
         host = None if view is None else view.host
         deadline = time.monotonic() + wait_s

@@ -55,6 +55,8 @@ class Forget:
     replica: ReplicaView
 
 
+DRAIN_GRACE_S = 10.0  # beyond the drain's deadline, which the replica itself keeps; it may be deaf
+
 Action = Start | Drain | Stop | Fail | Release | Forget
 
 
@@ -66,6 +68,7 @@ def reconcile(
     For each replica that exists:
       1. stopping or failed, its process not seen dead    -> Release
       2. ready or draining, one engine step over deadline -> Fail
+      2b. draining for longer than its deadline            -> Stop
       3. not wanted, or wanted elsewhere, in another version, or with a new process (``replaced``: id and epoch):
          3a. seen dead                                     -> Forget
          3b. ready                                         -> Drain
@@ -83,11 +86,15 @@ def reconcile(
         ending = replica.state in (State.STOPPING, State.FAILED)
         serving = replica.state in (State.READY, State.DRAINING)
         starting = replica.state in (State.PENDING, State.LOADING)
+        drained_for = observed.now - replica.since
+        overdrawn = replica.state is State.DRAINING and drained_for > replica.deadlines.drain_s + DRAIN_GRACE_S
         if ending and not replica.gone:  # 1
             actions.append(Release(replica))
         elif serving and replica.step_s > replica.deadlines.step_s:  # 2
             what = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
             actions.append(Fail(replica, f"{what}, the deadline is {replica.deadlines.step_s:.0f} s"))
+        elif overdrawn:  # 2b
+            actions.append(Stop(replica, "its drain is over"))
         elif target is None or not _meets(replica, target, replaced):  # 3
             if ending:
                 actions.append(Forget(replica))

@@ -12,6 +12,7 @@ borrow     an idle replica of another model gives way, and then as surge; it com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -93,16 +94,19 @@ def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView],
     if not old:
         return done
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
-    if wish.frozen:
-        return replace(done, keep=tuple(best_first), count=min(alive, wish.count), serves_old=not wish.mixes)
+    missing = wish.count - len(old)
+    if wish.frozen:  # the versions stand still, the numbers need not
+        keep = best_first[: max(0, wish.count - ready)]
+        return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, missing)), serves_old=not wish.mixes)
     spare = 0 if wish.strategy in ("surge", "borrow") else 1
     if wish.canary:
-        return replace(done, keep=tuple(best_first[: max(0, wish.count - spare)]), count=min(1, wish.count))
+        keep = best_first[: max(0, wish.count - spare)]
+        return replace(done, keep=tuple(keep), count=min(wish.count, max(1, missing)))
     if not wish.mixes:
         keep = best_first if spare == 0 and ready < wish.count else []
         return replace(done, keep=tuple(keep[: wish.count]), serves_old=bool(keep))
     keep = best_first[: max(0, wish.count - ready - spare)]
-    return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, ready + 1)))
+    return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, ready + 1, missing)))
 
 
 def aim(
@@ -152,7 +156,8 @@ def aim(
         for name, wish in wishes.items()
         if wish.strategy == "borrow" and wish.lender is not None and steps[name].old > 0
     }
-    counts = {name: steps[name].count - sum(view.id in lent for view in current[name]) for name in wishes}
+    lent_by = Counter(id.rpartition("/")[0] for id in lent)  # for as long as it is lent, wherever its process is
+    counts = {name: max(0, min(one.count, wishes[name].count - lent_by[name])) for name, one in steps.items()}
     taken = _cores_of(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)

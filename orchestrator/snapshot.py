@@ -36,9 +36,10 @@ class ReplicaView:
     log: tuple[str, ...] = ()  # the last lines of its log, when it failed
     socket: str | None = None
     restarts: int = 0
+    begun: float = 0.0  # when its process was asked for, on the snapshot's clock
     served: bool = False  # it has been ready since this start
     failures: int = 0  # starts in a row of which none served for long
-    load_s: float | None = None  # from its start to its first generation
+    load_s: float | None = None  # from there to its first generation; of the last start until this one is ready
     live: int = 0  # requests in slots
     waiting: int = 0  # requests that it has accepted beyond them
     idle_s: float = 0.0  # since its last request ended; 0 while it has one

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec.structs
 
 from orchestrator.changes import Situation, Way, choose
 from orchestrator.effects import Owner
@@ -21,6 +26,7 @@ from orchestrator.journal import (
     Record,
     Revision,
     RolloutState,
+    Scale,
 )
 from orchestrator.lifecycle import State
 from orchestrator.rollout import Goal, Step, Wish
@@ -35,6 +41,14 @@ log = logging.getLogger(__name__)
 Level = Literal["info", "warning", "error"]
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
 HELD_RECORDS = 1000  # decisions and events that wait for room on the disk
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A rollout has failed."""
+
+    to: Generation
+    cause: str
 
 
 class FleetState:
@@ -61,6 +75,8 @@ class FleetState:
         last = known.revisions.get(known.revision or 0)
         if last is None or last.fleet != settings.fleet:
             self.current = read_generation(self._first_revision(known), self.machine)
+            for model in known.scales:  # said of an earlier fleet; cordons are about the machine, and stay
+                self.note(Scale(model=model, count=None, by="up"))
             self.note(self.current.revision)
             self.tell("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
         else:
@@ -95,12 +111,9 @@ class FleetState:
     def _find_stable(self) -> None:
         """The latest revision of this fleet that was complete, unless the current one is itself."""
         known = self.journal.state()
-        for number in sorted(known.revisions, reverse=True):
-            revision, outcome = known.revisions[number], known.outcomes.get(number)
-            if revision.fleet == self.settings.fleet and outcome is not None and outcome.state == "complete":
-                if number != self.current.number:
-                    self.stable = read_generation(revision, self.machine)
-                return
+        last = known.revisions.get(known.completed or 0)
+        if last is not None and last.fleet == self.settings.fleet and last.number != self.current.number:
+            self.stable = read_generation(last, self.machine)
 
     # The journal
 
@@ -116,7 +129,10 @@ class FleetState:
         except JournalUnwritable as error:
             if not self._unwritten:
                 log.error("the journal cannot be written, repairs go on without: %s", error)
-            self._unwritten = [*self._unwritten, record][-HELD_RECORDS:]
+            self._unwritten.append(record)
+            if len(self._unwritten) > HELD_RECORDS:  # an event is the least loss
+                oldest = next((i for i, one in enumerate(self._unwritten) if isinstance(one, Event)), 0)
+                del self._unwritten[oldest]
 
     def flush(self) -> None:
         """Write what had to wait. Raises JournalUnwritable."""
@@ -126,12 +142,13 @@ class FleetState:
 
     @property
     def writable(self) -> bool:
-        """Whether everything is in the journal; tries again."""
-        try:
+        """Whether everything is in the journal."""
+        return not self._unwritten
+
+    def try_to_write(self) -> None:
+        """Write what had to wait, if there is room now."""
+        with contextlib.suppress(JournalUnwritable):
             self.flush()
-        except JournalUnwritable:
-            return False
-        return True
 
     def tell(
         self,
@@ -200,7 +217,10 @@ class FleetState:
 
     @property
     def outcome(self) -> RolloutState | None:
-        """What the journal last said about the rollout of the current revision."""
+        """What was last noted about the rollout of the current revision."""
+        for record in reversed(self._unwritten):
+            if isinstance(record, RolloutState) and record.revision == self.current.number:
+                return record
         return self.journal.state().outcomes.get(self.current.number)
 
     @property
@@ -287,7 +307,7 @@ class FleetState:
                 self.tell("info", "UpdateStrategy", f"{way.strategy}, {outage}: {way.why}", model=name)
             self.ways[name] = way
         for name, step in goal.steps.items():
-            if not step.old:
+            if step.settled(situation.wishes[name]):
                 self.ways.pop(name, None)
         for name in self.ways.keys() - goal.steps.keys():
             del self.ways[name]
@@ -326,10 +346,11 @@ class FleetState:
                 parts.append(f"{model.name}: {step.ready} of {self.wanted(model)} ready, {step.old} old")
         return "; ".join(parts)
 
-    def follow_rollout(self) -> Revision | None:
-        """See how the rollout goes, and note its end. Gives the revision to go back to when it has failed."""
+    def follow_rollout(self) -> Rollback | None:
+        """See how the rollout goes, and note its end. When it has failed: what to go back to."""
         state, _ = self.rollout_state()
         if state != "progressing":
+            self.restart_progress()
             return None
         unsettled = [
             model for model in self.current.spec.models if not self.goal.steps[model.name].settled(self.wish(model))
@@ -340,34 +361,34 @@ class FleetState:
             self.stable = None
             return None
         reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
-        if reach != self._progress[0]:
+        draining = any(view.state is State.DRAINING for view in self.views.values())
+        homeless = bool(self.lost and self.goal.plan.unplaced)
+        if reach != self._progress[0] or draining or homeless:  # of none of these is the new version to blame
             self._progress = (reach, self.clock())
-        cause = self._failure([model for model in unsettled if self._changes(model)])
-        if cause is None:
-            return None
-        if self.stable is None or self.current.revision.cause == "rollback":
-            return None  # nothing to go back to: it is tried on, ever more seldom
-        models = [model.name for model in unsettled if model.update.rollback]
-        if not models:
-            self._end("failed", cause)
-            return None
-        self._end("rolled_back", cause)
-        return self.stable.revision
+        failed = self._failure([model for model in unsettled if self._changes(model)])
+        if failed is None or self.stable is None or self.current.revision.cause == "rollback":
+            return None  # with nothing to go back to it is tried on, ever more seldom
+        model, cause = failed
+        if model.update.rollback:
+            return Rollback(self.stable, cause)
+        self._end("failed", cause)
+        return None
 
     def _changes(self, model: ModelSpec) -> bool:
         before = self.stable.versions.get(model.name) if self.stable is not None else None
         return before != self.current.versions[model.name]
 
-    def _failure(self, unsettled: Iterable[ModelSpec]) -> str | None:
-        """Why the rollout has failed; None while it may still succeed."""
+    def _failure(self, unsettled: Iterable[ModelSpec]) -> tuple[ModelSpec, str] | None:
+        """Which model has failed, and why; None while the rollout may still succeed."""
         for model in unsettled:
             version = self.current.versions[model.name]
             for view in self.views.values():
-                if view.model == model.name and view.version == version and view.failures >= model.update.max_failures:
-                    return f"{view.id} failed {view.failures} times: {view.reason}"
+                fails = view.state is not State.READY and view.failures >= model.update.max_failures
+                if view.model == model.name and view.version == version and fails:
+                    return model, f"{view.id} failed {view.failures} times: {view.reason}"
             quiet = self.clock() - self._progress[1]
             if quiet > model.update.progress_deadline_s:
-                return f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
+                return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
         return None
 
     def _end(self, state: Literal["complete", "failed", "rolled_back"], reason: str) -> None:
@@ -376,13 +397,33 @@ class FleetState:
         name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
         self.tell(level, name, f"revision {self.current.number}: {reason}")
 
+    def roll_back(self, rollback: Rollback) -> None:
+        """Make the earlier generation current again. The revision comes first: one record is all it takes."""
+        failed, before = self.current.number, rollback.to.revision
+        revision = msgspec.structs.replace(
+            before,
+            seq=0,
+            at=self.wall(),
+            number=failed + 1,
+            fleet=self.settings.fleet,
+            cause="rollback",
+            by="controller",
+            of=before.number,
+            plan={},
+            canary=None,
+        )
+        self.note(revision)
+        self._end("rolled_back", rollback.cause)
+        self.tell("warning", "RolledBack", f"revision {revision.number} is revision {before.number} again")
+        self.install(dataclasses.replace(rollback.to, revision=revision))
+
     def install(self, generation: Generation) -> None:
         """Make an applied revision the current one."""
-        outcome = self.outcome
-        if outcome is not None and outcome.state == "complete":
+        if self.journal.state().completed == self.current.number:
             self.stable = self.current
         self.current = generation
         self.ways.clear()
+        self.goal = self.situation().aim()  # the old one would tell of the new revision what was true of the last
         self.restart_progress()
         self.woken &= {model.name for model in generation.spec.models}
 
@@ -408,6 +449,3 @@ class FleetState:
 
     def ready(self, name: str) -> int:
         return sum(view.state is State.READY for view in self.replicas_of(name))
-
-    def is_quarantined(self, view: ReplicaView) -> bool:
-        return view.touches(frozenset(self.quarantined.get(view.host, ())))

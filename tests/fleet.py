@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -111,6 +112,24 @@ class LiveFleet:
         record = Home(self.home).read_record()
         fleet = record.fleet if record is not None else "none"
         return [process.pid for process in fleet_processes(Home(self.home), fleet)]
+
+    def named_pids(self, part: str) -> list[int]:
+        """The fleet's processes that have this in their command line or title."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if part in " ".join(psutil.Process(pid).cmdline()):
+                    found.append(pid)
+        return found
+
+    def controller_pid(self) -> int:
+        """The controller actor's process; waits for Ray to start it again."""
+        found: list[int] = until(lambda: self.named_pids("ControllerActor"), 30.0, "the controller has a process")
+        return found[0]
+
+    def replica_pids(self) -> set[int]:
+        """Every process of a replica, of whatever epoch, stopped ones too."""
+        return set(self.named_pids("Replica["))
 
     def raylet_pid(self, host_index: int) -> int:
         """The raylet of that emulated host: kill it, and the host is lost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,41 +17,45 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from orchestrator.admin import ROUTES
+from orchestrator.changes import Tag, tag_of
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.fleet import ADMIN_PATH
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
 from orchestrator.home import FleetRecord
-from orchestrator.lifecycle import ModelState, State
+from orchestrator.lifecycle import ModelState, State, diagram
 from orchestrator.settings import SETTINGS
 from orchestrator.specfile import SpecFile, examine, start_problems
 from placements.checkpoints import FAMILIES
-from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES
+from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
 from placements.explain import core_map
 from placements.hosts import Machine
 from placements.plan import plan
 from placements.problems import Problem, has_errors
-from placements.spec import HostsSpec, ModelSpec, Replicas, Reserve, Spec
+from placements.spec import STRATEGIES, Deadlines, HostsSpec, ModelSpec, Replicas, Reserve, Spec, Update
 from placements.topology import DEGREES, TOPOLOGIES
 from tests.orchestrator.fakefleet import PLAN, LiveAdmin
 from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
+from workers.facts.machine import ONLOOKERS
 from workers.requests import GenerateRequest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "placements" / "examples"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs" / f"{n}.md" for n in ("cli", "errors", "glossary"))]
 PAGES.append(ROOT / "docs" / "spec.md")
+PAGES.append(ROOT / "docs" / "ray-dashboard.md")
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 LAPTOP = Machine(cpus=(0, 1))
 LARGE = Machine(cpus=tuple(range(192)))  # enough CPUs that emulation oversubscribes none of them
 KEBAB = re.compile(r"[a-z]+(?:-[a-z0-9]+)+")
@@ -216,6 +221,8 @@ FIELDS = {
     **described("hosts.reserve.", Reserve),
     **described("", ModelSpec, ("name",)),
     **described("replicas.", Replicas),
+    **described("update.", Update),
+    **described("deadlines.", Deadlines),
 }
 BESIDE = {"defaults": ("a mapping", "unset"), "models": ("a mapping", "required")}  # no fields of the schema's classes
 
@@ -229,7 +236,10 @@ def default_of(field: FieldInfo) -> str:
         return "unset"
     if value == Replicas():
         return "1"
-    return {"()": "[]", "{}": "{}", str(Reserve()): "{}", "False": "false"}.get(str(value), str(value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    empty = dict.fromkeys(("{}", str(Reserve()), str(Update()), str(Deadlines())), "{}")
+    return {**empty, "()": "[]", "False": "false", "True": "true"}.get(str(value), str(value))
 
 
 def field_rows() -> dict[str, list[str]]:
@@ -253,15 +263,19 @@ def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) ->
     assert row[2].strip("`") == default_of(field)
     lowest = next((mark.ge for mark in field.metadata if isinstance(mark, Ge)), None)
     highest = next((mark.le for mark in field.metadata if isinstance(mark, Le)), None)
+    above = next((mark.gt for mark in field.metadata if isinstance(mark, Gt)), None)
     if lowest is not None:
         assert f"{lowest} to {highest}" in row[1]
+    if above is not None:
+        assert f"above {above}, at most {highest}" in row[1]
 
 
-def test_every_engine_dtype_and_thread_policy_is_described() -> None:
+def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
     """In the order of the code."""
     found = field_rows()
     assert tuple(words(found["engine"][1])) == ENGINES
     assert tuple(words(found["dtype"][1])) == DTYPES
+    assert tuple(words(found["update.strategy"][1])) == STRATEGIES
     policies = next(kind for kind in get_args(ModelSpec.model_fields["threads"].annotation) if get_args(kind))
     assert tuple(words(found["threads"][1])) == get_args(policies)
 
@@ -280,6 +294,29 @@ def test_the_degrees_and_instance_types_are_those_of_the_topology() -> None:
     hosts = " ".join(section(SPEC, "Hosts").split())
     for name, topology in TOPOLOGIES.items():
         assert re.search(rf"{re.escape(name)} \({topology.cores}\b", hosts)
+
+
+def update_table(header: str) -> dict[str, list[str]]:
+    """The rows of a table of "Updates", by their first word."""
+    table = section(SPEC, "Updates").partition(f"| {header} |")[2].partition("\n\n")[0]
+    return {words(row[0])[0]: row for row in rows(table) if words(row[0])}
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_a_graph"), [("cpu", "restart"), ("echo", "restart"), ("nxd-inference", "recompile")]
+)
+def test_every_field_of_a_model_has_the_tag_that_is_described(engine: Engine, of_a_graph: str) -> None:
+    """Once, in the table of tags; what a graph is compiled for is a restart where nothing is compiled."""
+    table = {tag: words(row[2]) for tag, row in update_table("tag").items()}
+    told = [(name, of_a_graph if tag == "recompile" else tag) for tag, names in table.items() for name in names]
+    fields = [name for name, field in ModelSpec.model_fields.items() if not field.exclude and name != "name"]
+    assert list(table) == [tag.value for tag in Tag]
+    assert sorted(told) == sorted((name, tag_of(name, engine).value) for name in fields)
+
+
+def test_every_strategy_is_described() -> None:
+    """Each but auto, which chooses among them."""
+    assert sorted(update_table("strategy")) == sorted(set(STRATEGIES) - {"auto"})
 
 
 # Problem ids
@@ -342,7 +379,8 @@ def choices(node: ast.expr, function: ast.AST) -> set[str]:
 
 @cache
 def ids_in_source() -> frozenset[str]:
-    """Every problem id, and every cause that is written as f"id: ..."."""
+    """Every problem id, and every cause that is written as f"id: ..."; a host fact's problem begins with the name of a
+    tool instead."""
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     known = makers(trees)
     found: set[str] = set()
@@ -356,7 +394,7 @@ def ids_in_source() -> frozenset[str]:
             if isinstance(item, ast.JoinedStr) and isinstance(item.values[0], ast.Constant):
                 cause = re.match(rf"({KEBAB.pattern}): ", str(item.values[0].value))
                 found |= {cause[1]} if cause else set()
-    return frozenset(found)
+    return frozenset(found - ONLOOKERS)
 
 
 @cache
@@ -414,7 +452,7 @@ def test_each_codes_status_is_that_of_its_entry() -> None:
 
 def leaves(group: Any, above: str = "") -> dict[str, Any]:
     """The commands that do something, each with the words that it is called by."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, command in group.commands.items():
         found |= leaves(command, f"{above}{name} ") if hasattr(command, "commands") else {above + name: command}
     return found
@@ -769,6 +807,21 @@ def test_the_refused_fields_are_refused() -> None:
         with pytest.raises(ApiError) as refused:
             read(json.dumps(body).encode())
         assert (refused.value.code, refused.value.param) == ("unsupported_parameter", name)
+
+
+# The architecture
+
+
+def test_the_drawn_life_cycle_is_the_transition_table() -> None:
+    """Generated from it: UPDATE_GOLDEN=1 writes it anew."""
+    begin, end = "<!-- lifecycle: generated -->\n", "<!-- end of lifecycle -->"
+    before, _, rest = ARCHITECTURE.read_text().partition(begin)
+    drawn, _, after = rest.partition(end)
+    wanted = f"```mermaid\n{diagram()}```\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        ARCHITECTURE.write_text(before + begin + wanted + end + after)
+        drawn = wanted
+    assert drawn == wanted
 
 
 # Links

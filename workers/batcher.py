@@ -251,14 +251,18 @@ class Batcher:
                 accepted=self._accepted_drafts,
             )
 
-    def run(self) -> None:
-        """Step until ``close``, asleep while there is nothing to do. Raises what the engine or ``emit`` raised."""
+    def run(self, after_step: Callable[[], None] = lambda: None) -> None:
+        """Step until ``close``, asleep while there is nothing to do. Raises what the engine or ``emit`` raised.
+
+        ``after_step`` is called after each step, on this thread.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._accepted or self._closing)
                 if self._closing and not self._accepted:
                     return
             self.step()
+            after_step()
 
     def step(self) -> bool:
         """Run one step. False when there was nothing to do. Raises what the engine or ``emit`` raised."""

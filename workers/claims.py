@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+LOOK_S = 0.1  # whoever only looks (`held_cores`) has a lock for microseconds
 
 
 class CoresTaken(Exception):
@@ -33,15 +36,14 @@ class CoreClaim:
         self._files: list[int] = []
         folder.mkdir(parents=True, exist_ok=True)
         taken: dict[int, int | None] = {}
+        deadline = time.monotonic() + LOOK_S
         for core in self.cores:
             descriptor = os.open(_lock_file(folder, core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if _lock(descriptor, deadline):
+                self._files.append(descriptor)
+            else:
                 taken[core] = _owner(descriptor)
                 os.close(descriptor)
-            else:
-                self._files.append(descriptor)
         if taken:
             self.release()
             raise CoresTaken(self.cores, taken)
@@ -67,6 +69,19 @@ def held_cores(folder: Path) -> dict[int, int | None]:
         finally:
             os.close(descriptor)
     return held
+
+
+def _lock(descriptor: int, deadline: float) -> bool:
+    """Whether the lock is ours now. Tried until the deadline: someone may only look."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        else:
+            return True
 
 
 def _lock_file(folder: Path, core: int) -> Path:

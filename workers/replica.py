@@ -6,6 +6,7 @@ comes up and then tells its phase, its cause when it failed included; only a kil
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec.structs
 import ray
+from ray.util.metrics import Counter, Gauge
 
 import workers
 from workers import host
@@ -28,6 +30,7 @@ from workers.dataplane import DataPlane
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
 from workers.memory import is_out_of_memory, out_of_memory
+from workers.metrics import REFRESH_S, TAGS, Kind, Metric, Sink, StepMetrics
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.status import Failure, Phase, ReplicaStatus
 from workers.tokenizer import load_tokenizer
@@ -56,6 +59,7 @@ class Replica:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
+        _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log")
         _redirect_output(Path(config.log))
         self._began = time.monotonic()
         self._changed = threading.Condition()
@@ -89,9 +93,10 @@ class Replica:
     def drain(self, timeout_s: float) -> bool:
         """Take no new request and wait for the live ones. True when none is left."""
         batcher = self._batcher
-        if batcher is None or self._status.phase is not Phase.READY:
+        if batcher is None or self._status.phase not in (Phase.READY, Phase.DRAINING):
             return True
-        self._set(Phase.DRAINING)
+        if self._status.phase is Phase.READY:  # else a controller that died has begun it: its requests still run
+            self._set(Phase.DRAINING)
         return batcher.drain(timeout_s)
 
     def _reading(self) -> ReplicaStatus:
@@ -175,12 +180,20 @@ class Replica:
                 self._probed.set()
 
     def _run_batcher(self) -> None:
-        assert self._batcher is not None
+        batcher = self._batcher
+        assert batcher is not None
+        metrics = StepMetrics(self._open_sink)
+        threading.Thread(target=_refresh, args=(metrics, batcher), name="metrics", daemon=True).start()
         try:
-            self._batcher.run()
+            batcher.run(after_step=lambda: metrics.record(batcher.stats))
         except Exception as error:
             log.exception("an engine step failed")
             self._fail(failure_of("engine-failed", error, "a step of the engine", self._config.log))
+
+    def _open_sink(self, metric: Metric) -> Sink:
+        kind, tags = (Gauge if metric.kind is Kind.GAUGE else Counter), (self._config.model, str(self._config.replica))
+        made = kind(metric.name, metric.description, TAGS).set_default_tags(dict(zip(TAGS, tags, strict=True)))
+        return cast(Sink, made.set if metric.kind is Kind.GAUGE else made.inc)
 
     def _fail(self, failure: Failure) -> None:
         log.error("%s: %s", failure.id, failure.what)
@@ -191,6 +204,12 @@ class Replica:
             version = self._status.version + 1
             self._status = msgspec.structs.replace(self._status, version=version, phase=phase, **changes)
             self._changed.notify_all()
+
+
+def _refresh(metrics: StepMetrics, batcher: Batcher) -> None:
+    while True:
+        metrics.record(batcher.stats)
+        time.sleep(REFRESH_S)
 
 
 def failure_of(id: str, error: Exception, doing: str, log_file: str) -> Failure:
@@ -229,6 +248,20 @@ def _pin_to(cpus: str | None) -> None:
         mask.update(range(int(first), int(last or first) + 1))
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), mask)
+
+
+def _show_log(path: Path, name: str) -> None:
+    """Make the log visible in Ray's dashboard: as ``name`` among the session's logs, which the Logs tab lists, and by
+    its name on the actor's own page, whose log would be empty otherwise.
+
+    The session's folder is where Ray has sent this process's output; its viewer follows a link that leads out of it.
+    """
+    output = Path("/proc/self/fd/2").readlink()
+    if not output.name.startswith("worker-"):
+        return
+    print(f"The log of this replica is {name} in the Logs tab, and {path}.", file=sys.stderr, flush=True)  # noqa: T201
+    with contextlib.suppress(FileExistsError):  # of an earlier start: it leads to the same file
+        (output.parent / name).symlink_to(path)
 
 
 def _redirect_output(path: Path) -> None:

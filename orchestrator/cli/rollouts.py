@@ -175,8 +175,12 @@ def rollout_undo(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Apply an earlier revision again."""
+    from orchestrator.cli.client import PLAN_DEADLINE_S
+
     client = the_fleet()
-    raise typer.Exit(_told(client, client.post("rollout/undo", {"to": to}), output, [], wait=False, timeout=None))
+    raise typer.Exit(
+        _told(client, client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S), output, [], wait=False, timeout=None)
+    )
 
 
 def _simply(name: str, does: str) -> Callable[[FormatOption], None]:

@@ -100,12 +100,14 @@ class Gateway:
             if queue is None:
                 queue = ModelQueue(routes, gateway=self._id, token=table.token, wake=self._wake)
                 self.queues[routes.name] = queue
-                self._tokenizers.fetch(routes.engine, routes.source)
+            if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
+                self._tokenizers.fetch(routes.engine, routes.source, routes.tokenizer)
             queue.update(routes)
             if table.stopping:
                 queue.close()
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
+        self._tokenizers.keep({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))
@@ -145,7 +147,8 @@ class Gateway:
     async def chat(self, body: bytes, receive: Receive, send: Send) -> None:
         asked = protocol.read_chat(body)
         queue = self._queue(asked.model)
-        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source)
+        key = queue.routes.tokenizer
+        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
         messages = [{"role": message.role, "content": message.text()} for message in asked.messages]
         try:
             prompt = await asyncio.to_thread(tokenizer.apply_chat_template, messages)
@@ -153,19 +156,20 @@ class Gateway:
             raise errors.invalid(f"{queue.name}: {error}", param="messages", code="no_chat_template") from None
         except (ChatTemplateError, ValueError) as error:
             raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
-        await self._answer(asked, queue, [prompt], [""], None, receive, send)
+        await self._answer(asked, queue, key, [prompt], [""], None, receive, send)
 
     async def complete(self, body: bytes, receive: Receive, send: Send) -> None:
         asked = protocol.read_completion(body)
         given = asked.prompts()
         queue = self._queue(asked.model)
-        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source)
+        key = queue.routes.tokenizer
+        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
         try:
             prompts = await asyncio.to_thread(_tokenized, tokenizer, given)
         except ValueError as error:
             raise errors.invalid(f"prompt: {error}", param="prompt") from None
         echoes = [_echo(tokenizer, part) for part in given] if asked.echo else [""] * len(prompts)
-        await self._answer(asked, queue, prompts, echoes, protocol.DEFAULT_COMPLETION_TOKENS, receive, send)
+        await self._answer(asked, queue, key, prompts, echoes, protocol.DEFAULT_COMPLETION_TOKENS, receive, send)
 
     def _queue(self, model: str) -> ModelQueue:
         if self._table is None:
@@ -180,6 +184,7 @@ class Gateway:
         self,
         asked: protocol.ChatRequest | protocol.CompletionRequest,
         queue: ModelQueue,
+        tokenizer: str,
         prompts: list[list[int]],
         echoes: list[str],
         default_tokens: int | None,
@@ -203,7 +208,7 @@ class Gateway:
         )
         tickets: list[Ticket] = []
         try:
-            tickets.extend(queue.submit(request) for request in requests)  # those before a refusal are kept
+            tickets.extend(queue.submit(request, tokenizer) for request in requests)  # those before a refusal are kept
             if asked.stream:
                 usage = asked.stream_options is not None and asked.stream_options.include_usage
                 writing = write_stream(list(zip(choices, tickets, strict=True)), queue.name, answer, send, usage)

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_DEADLINE_S = 5.0
 RECONNECT_S = 0.1
+NEW_TOKENIZER = "its tokenizer is another one now"
 RETRY_AFTER_S = (1, 60)  # the bounds of what a refused client is told
 
 
@@ -75,8 +76,11 @@ class ModelQueue:
         """Of a request of this model, as far as a replica has told them."""
         return Limits(self.routes.max_len, self.longest_prompt or self.routes.max_len, self.vocab_size)
 
-    def submit(self, request: GenerateRequest) -> Ticket:
-        """Queue a request. Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes.
+    def submit(self, request: GenerateRequest, tokenizer: str | None = None) -> Ticket:
+        """Queue a request, whose prompt was read with the routes' ``tokenizer`` of that time (None: today's).
+
+        Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes, or when the tokenizer
+        is another one by now.
 
         1. a replica is ready, or is being swapped         -> queue, up to max_queue
         2. the model loads on request, and has not failed  -> wake it, and queue, up to max_queue
@@ -88,6 +92,9 @@ class ModelQueue:
         if self._closed or not (usable or comes or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = Ticket(request, self._left)
+        if tokenizer not in (None, routes.tokenizer):
+            raise errors.model_unavailable(self.name, "updated", NEW_TOKENIZER)
+        ticket.tokenizer = routes.tokenizer
         ticket.canary = routes.canary is not None and self._random.random() < routes.canary
         self._waiting.append(ticket)
         self._pump()
@@ -101,7 +108,7 @@ class ModelQueue:
     def update(self, routes: ModelRoutes) -> None:
         """Take over what the controller says: open links to new replicas, retire those that left."""
         if routes.tokenizer != self.routes.tokenizer:  # what waits was read with the old tokenizer
-            self._fail_waiting(errors.model_unavailable(self.name, "updated", "its tokenizer is another one now"))
+            self._fail_waiting(errors.model_unavailable(self.name, "updated", NEW_TOKENIZER))
         self.routes = routes
         self._refused &= set(routes.replicas)
         for route, link in list(self._links.items()):
@@ -109,9 +116,10 @@ class ModelQueue:
         for route in routes.replicas:
             self._keep_link(route)
         self._pump()
-        if routes.loads_on_request and routes.state is ModelState.UNLOADED and self._waiting:
+        unloaded = routes.state is ModelState.UNLOADED
+        if routes.loads_on_request and unloaded and self._waiting:
             self._wake(self.name)  # the controller may have been started again since we asked
-        if routes.state is ModelState.FAILED:
+        if routes.state is ModelState.FAILED or (unloaded and not routes.loads_on_request):  # nothing will start it
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
 
     def close(self) -> None:
@@ -165,7 +173,7 @@ class ModelQueue:
         if link.closed.is_set():
             self._links.pop(link.route, None)
         for ticket in reversed(tickets):
-            if ticket.can_retry and not self._closed:
+            if ticket.can_retry and not self._closed and ticket.tokenizer == self.routes.tokenizer:
                 ticket.restart()
                 self._waiting.appendleft(ticket)
             else:

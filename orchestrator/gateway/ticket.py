@@ -31,6 +31,7 @@ class Ticket:
         self.sent_at = 0.0
         self.retries = 0
         self.link: ReplicaLink | None = None
+        self.tokenizer = ""  # that its prompt was read with
         self.canary = False  # it goes to the version that is being tried
         self._leave = leave
         self._events: list[TokenEvent] = []

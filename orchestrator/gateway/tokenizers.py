@@ -10,24 +10,30 @@ from workers.tokenizer import Tokenizer, load_tokenizer
 
 
 class TokenizerShelf:
-    """By engine and folder, since several models may share one. Used from one event loop."""
+    """By folder and by what is in it, since several models may share one. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._loading: dict[tuple[bool, str | None], asyncio.Task[Tokenizer]] = {}
+        self._loading: dict[tuple[bool, str | None, str], asyncio.Task[Tokenizer]] = {}
 
-    def fetch(self, engine: str, source: str | None) -> asyncio.Task[Tokenizer]:
-        """Begin to load it, unless that has begun; a load that failed is begun again."""
-        key = (engine == "echo", source)
-        task = self._loading.get(key)
+    def keep(self, wanted: set[tuple[bool, str | None, str]]) -> None:
+        """Forget the others."""
+        for key in self._loading.keys() - wanted:
+            del self._loading[key]
+
+    def fetch(self, engine: str, source: str | None, key: str = "") -> asyncio.Task[Tokenizer]:
+        """Begin to load it, unless that has begun; a load that failed is begun again. ``key`` is another one when the
+        files in the folder are."""
+        shelf = (engine == "echo", source, key)
+        task = self._loading.get(shelf)
         if task is None or (task.done() and task.exception() is not None):
             task = asyncio.get_running_loop().create_task(asyncio.to_thread(load_tokenizer, engine, source))
-            self._loading[key] = task
+            self._loading[shelf] = task
         return task
 
-    async def get(self, engine: str, source: str | None) -> Tokenizer:
+    async def get(self, engine: str, source: str | None, key: str = "") -> Tokenizer:
         """The tokenizer, once it is loaded. Raises ApiError 503 with the cause when it cannot be."""
         try:
-            return await asyncio.shield(self.fetch(engine, source))
+            return await asyncio.shield(self.fetch(engine, source, key))
         except EngineLoadError as error:
             what = f"The model's tokenizer cannot be loaded: {error}"
             raise ApiError(

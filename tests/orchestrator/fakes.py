@@ -48,8 +48,10 @@ def virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(main())
     finally:
-        for task in asyncio.all_tasks(loop):
+        left = asyncio.all_tasks(loop)
+        for task in left:
             task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         asyncio.set_event_loop(None)
         loop.close()
 
@@ -96,6 +98,7 @@ class FakeCluster:
         self.drain_s = 0.0
         self.broken: dict[str, Failure] = {}  # by version
         self.held: dict[int, int | None] = {}  # of the first host
+        self.told_held: set[int] = set()  # what was said of it last
         self.lost_now: set[str] = set()
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
@@ -119,6 +122,8 @@ class FakeCluster:
             both = set(other.config.cores) & set(config.cores)
             if other.config.host == config.host and both:
                 self.violations.append(f"{name} takes {sorted(both)}, which {other.config.model} holds")
+        if config.host.endswith("/0") and (strange := set(config.cores) & self.told_held & set(self.held)):
+            self.violations.append(f"{name} is started on {sorted(strange)}, which a stranger was said to hold")
         self.started.append(config)
         pid = next(self._pids)
         status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=float(pid))
@@ -170,6 +175,7 @@ class FakeCluster:
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
         if host is not None and not host.endswith("/0"):
             return {}
+        self.told_held = set(self.held)
         return {core: Owner(pid, "somebody") for core, pid in self.held.items()}
 
     async def lost_hosts(self) -> frozenset[str]:
@@ -266,8 +272,9 @@ class Played:
 
     def is_settled(self) -> bool:
         status = self.controller.status()
-        replicas = [replica["state"] for model in status["models"] for replica in model["replicas"]]
-        return status["rollout"]["state"] == "complete" and set(replicas) <= {"ready"}
+        found = [[replica["state"] for replica in model["replicas"]] for model in status["models"]]
+        wished = [["ready"] * model["wanted"] for model in status["models"]]
+        return bool(status["rollout"]["state"] == "complete" and found == wished)
 
     async def apply(self, spec: str, **options: Any) -> dict[str, Any]:
         return await self.operator.apply(spec, "spec.yaml", str(self.home), by="tester", **options)

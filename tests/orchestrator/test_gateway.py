@@ -259,6 +259,21 @@ def test_a_client_that_goes_away_leaves_the_queue(gateway: LiveGateway, replica:
     until(lambda: served.batcher.stats.live == 0, 5, "the slot is free")
 
 
+def test_a_model_that_is_unloaded_by_hand_refuses_what_waits_for_it(gateway: LiveGateway, replica: Make) -> None:
+    """Nothing will start it: the request that waits gets 503, the one that runs ends in its time."""
+    served = replica(slots=1, step_ms=2)
+    gateway.serve(routes("m", served))
+    running = Stream(gateway, "runs", 300)
+    running.read_until("data: ")
+    waiting = Stream(gateway, "waits", 3)
+    until(lambda: gateway.queue("m").waiting == 1, 5, "one request waits")
+
+    gateway.serve(routes("m", state=ModelState.UNLOADED))
+
+    assert "model_unavailable" in waiting.read_until("}}")
+    running.read_until("[DONE]")
+
+
 def test_a_lost_replica_ends_a_begun_stream_with_an_error_event(gateway: LiveGateway, replica: Make) -> None:
     """A stream of which something was sent ends with an error; it is not begun again."""
     served = replica(slots=1, step_ms=5)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.changes import _LIVE, _PROCESS, _SHAPE, tag_of
+from orchestrator.journal import Journal, JournalUnwritable
 from orchestrator.operations import Refused
 from placements.spec import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -98,16 +99,17 @@ def test_a_replica_alone_on_full_cores_is_swapped_while_requests_wait(tmp_path: 
         (change,) = [model for model in result["plan"]["models"] if model["model"] == "a"]
         assert change["strategy"] == "hold"
         assert 10.0 <= change["outage_s"] <= 15.0
-        held = False
+        unheld = 0
 
         def settled() -> bool:
-            nonlocal held
+            nonlocal unheld
             route = next(m for m in played.controller.routes().models if m.name == "a")
-            held = held or (route.holds and not route.replicas)
+            unheld += not route.replicas and not route.holds
             return played.is_settled()
 
-        await watched(played, "a", settled)
-        assert held
+        counts = await watched(played, "a", settled)
+        assert min(counts) == 0
+        assert unheld == 0
         assert not next(m for m in played.controller.routes().models if m.name == "a").holds
 
     play(tmp_path, spec(a=pinned), story, load_s=10.0)
@@ -129,7 +131,7 @@ def test_an_update_that_would_be_out_for_long_says_so(tmp_path: Path) -> None:
 
 def test_an_idle_model_lends_its_cores(tmp_path: Path) -> None:
     """Borrow: the idle one gives way, the new replica surges onto its cores, and the idle one comes back."""
-    more = "  idle: {tp_degree: 8, priority: -1}\n"
+    more = "  idle: {tp_degree: 8}\n"
     first = spec(a=', cores: ["0-7"], deadlines: {drain_s: 1}', b_replicas=4, more=more)
     second = spec(a_batch=8, b_replicas=4, more=more)
 
@@ -307,6 +309,32 @@ def test_a_drained_host_is_emptied_and_its_replicas_come_up_elsewhere_first(tmp_
     play(tmp_path, two, story, load_s=5.0)
 
 
+def test_replicas_of_a_lost_host_come_up_elsewhere_the_highest_priority_first(tmp_path: Path) -> None:
+    """Two hosts, one dies, and the other has room for one of its two large replicas: the more important one gets it."""
+    text = """\
+version: 1
+hosts: {emulate: inf2.48xlarge, count: 2}
+models:
+  low: {engine: echo, tp_degree: 12, priority: 1, cores: ["inf2.48xlarge/0:0-11"]}
+  other: {engine: echo, tp_degree: 12, priority: 9, cores: ["inf2.48xlarge/1:12-23"]}
+  high: {engine: echo, tp_degree: 12, priority: 5}
+"""
+
+    async def story(played: Played) -> None:
+        (high,) = played.ready("high")
+        assert high["host"] == "inf2.48xlarge/0"
+        await played.cluster.lose("inf2.48xlarge/0")
+        await played.until(lambda: [r["host"] for r in played.ready("high")] == ["inf2.48xlarge/1"], "high", 60)
+        status = played.controller.status()
+        assert [host["lost"] for host in status["hosts"]] == [True, False]
+        assert played.ready("low") == []
+        assert "HostLost" in played.happened()
+        played.cluster.lost_now.clear()
+        await played.until(lambda: all(played.ready(m) for m in ("low", "other", "high")), "all", 60)
+
+    play(tmp_path, text, story, load_s=5.0)
+
+
 def test_a_drained_replica_is_replaced_by_a_new_process(tmp_path: Path) -> None:
     """`drain a/0`: the same version, another process, and somebody serves all the while."""
 
@@ -350,3 +378,197 @@ def test_every_field_of_a_model_has_a_tag() -> None:
     assert len(_LIVE) + len(_PROCESS) + len(_SHAPE) == len(fields)
     assert {tag_of(name, "nxd-inference").value for name in _SHAPE} == {"recompile"}
     assert {tag_of(name, "cpu").value for name in _SHAPE} == {"restart"}
+
+
+async def version_of(played: Played, text: str, model: str) -> str:
+    """The version that replicas of the model would have under a text."""
+    _, generation = await played.operator._read(text, "spec.yaml", str(played.home), by="x", cause="apply")
+    return generation.versions[model]
+
+
+async def roll_back(played: Played, text: str, model: str) -> None:
+    """Apply a text whose replicas of the model cannot start, and see it rolled back."""
+    played.cluster.broken[await version_of(played, text, model)] = Failure("weights-broken", "truncated")
+    await played.apply(text)
+    await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600)
+    await played.settled()
+
+
+def test_undo_never_goes_back_to_a_revision_that_failed(tmp_path: Path) -> None:
+    """After 1, a failed 2 and its rollback, undo finds nothing else that worked; after a good 4 it finds the first."""
+
+    async def story(played: Played) -> None:
+        await roll_back(played, spec(a_batch=8), "a")
+        with pytest.raises(Refused) as refused:
+            await played.operator.undo(None, "tester")
+        assert refused.value.problem.id == "nothing-to-undo"
+        await played.apply(spec(a_batch=2))
+        await played.settled()
+        await played.operator.undo(None, "tester")
+        assert played.controller.state.current.revision.text == spec()
+
+    play(tmp_path, spec(), story, load_s=2.0)
+
+
+def test_a_model_that_does_not_want_a_rollback_is_asked_itself(tmp_path: Path) -> None:
+    """`rollback: false` of the failing model counts, whatever its neighbours say."""
+    off = ", update: {rollback: false}"
+
+    async def story(played: Played) -> None:
+        text = spec(a_batch=8, a=off, b_batch=8)
+        played.cluster.broken[await version_of(played, text, "a")] = Failure("x", "broken")
+        await played.apply(text)
+        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        assert played.controller.status()["revision"] == 2
+
+    play(tmp_path, spec(a=off), story, load_s=2.0)
+
+
+def test_a_failed_rollout_goes_on_when_its_cause_is_mended_and_someone_resumes_it(tmp_path: Path) -> None:
+    """Failures of before do not count any more."""
+    off = ", update: {rollback: false}"
+
+    async def story(played: Played) -> None:
+        text = spec(a_batch=8, a=off)
+        played.cluster.broken[await version_of(played, text, "a")] = Failure("x", "broken")
+        await played.apply(text)
+        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        played.cluster.broken.clear()
+        await played.operator.resume("tester")
+        await played.settled()
+        assert played.ready("a")[0]["version"] == played.controller.state.current.versions["a"]
+
+    play(tmp_path, spec(a=off), story, load_s=2.0)
+
+
+def test_while_an_update_is_paused_models_are_scaled_all_the_same(tmp_path: Path) -> None:
+    """The versions stand still, the numbers do not; a drain, which would replace nothing, is refused."""
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(b_batch=8, b_replicas=4))
+        await played.operator.pause("tester")
+        await played.operator.unload("a", "tester")
+        await played.operator.scale("b", 2, "tester")
+        await played.until(lambda: not played.model("a")["replicas"], "unloaded", 60)
+        await played.until(lambda: len(played.model("b")["replicas"]) == 2, "fewer", 60)
+        await played.operator.scale("b", 4, "tester")
+        await played.until(lambda: len(played.ready("b")) == 4, "more", 60)
+        with pytest.raises(Refused) as refused:
+            await played.operator.drain("b/0", "tester")
+        assert refused.value.problem.id == "rollout-paused"
+
+    play(tmp_path, spec(b_replicas=4), story, load_s=2.0)
+
+
+def test_a_canary_that_dies_after_an_hour_comes_back_as_a_canary(tmp_path: Path) -> None:
+    """The time in which it only waited for someone is no lack of progress."""
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(b_batch=8), canary=0.25)
+        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        for _ in range(60):
+            await played.controller.change(10**9, 60.0)
+        new = played.controller.state.current.versions["b"]
+        (canary,) = [r.config for r in played.cluster.living() if r.config.version == new]
+        await played.cluster.find(f"b/{canary.replica}").die("killed")
+        await played.until(lambda: played.replica(f"b/{canary.replica}")["state"] != "ready", "it died")
+        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        assert "RolledBack" not in played.happened()
+
+    play(tmp_path, spec(), story, load_s=5.0)
+
+
+def test_a_host_whose_replicas_have_no_other_place_is_not_drained(tmp_path: Path) -> None:
+    """Nobody would serve: it is refused, with what finds no room."""
+
+    async def story(played: Played) -> None:
+        before = played.journal.state()
+        with pytest.raises(Refused) as refused:
+            await played.operator.drain("inf2.48xlarge/0", "tester")
+        assert refused.value.problem.id == "drain-no-room"
+        assert "a/" in refused.value.problem.what
+        assert played.journal.state() == before
+
+    play(tmp_path, spec(), story)
+
+
+def test_a_deaf_host_does_not_keep_the_others_from_being_repaired(tmp_path: Path) -> None:
+    """Its answer about its cores never comes; a replica elsewhere dies and is started again."""
+
+    async def story(played: Played) -> None:
+        asked = played.cluster.held_cores
+
+        async def held_cores(claims: str | None, host: str | None = None) -> Any:
+            if host == "inf2.48xlarge/1":
+                raise OSError("no route")
+            return await asked(claims, host)
+
+        played.cluster.held_cores = held_cores  # type: ignore[method-assign]
+        await played.cluster.find("a/0").die("killed")
+        await played.until(lambda: played.replica("a/0")["restarts"] == 1 and played.ready("a"), "again", 60)
+        assert "HostSilent" in played.happened()
+
+    two = spec().replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
+    play(tmp_path, two, story)
+
+
+def test_a_drain_whose_call_fails_ends_all_the_same(tmp_path: Path) -> None:
+    """A replica whose drain never answers is stopped when its deadline is over."""
+
+    async def story(played: Played) -> None:
+        async def drain(name: str, timeout_s: float) -> bool:
+            raise OSError("no route")
+
+        played.cluster.drain = drain  # type: ignore[method-assign]
+        await played.apply(spec(a_batch=8))
+        await played.settled()
+        assert len(played.model("a")["replicas"]) == 1
+
+    play(tmp_path, spec(), story)
+
+
+def test_what_was_scaled_by_hand_holds_for_one_fleet_only(tmp_path: Path) -> None:
+    """The next `up` starts as its spec says, and becomes ready; cordons are about the machine, and stay."""
+
+    async def main() -> None:
+        journal = Journal(None)
+        async with Played(tmp_path, FakeCluster(), spec(), journal=journal) as played:
+            await played.settled()
+            await played.operator.unload("a", "tester")
+            await played.operator.cordon("inf2.48xlarge/0", "23", True, "tester")
+        async with Played(tmp_path, FakeCluster(), spec(), journal=journal, fleet="next") as played:
+            await played.settled()
+            assert played.controller.status()["ready"]
+            assert len(played.ready("a")) == 1
+            assert played.host()["cordoned"] == ["23"]
+
+    virtually(main)
+
+
+def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) -> None:
+    """Nothing is lost either: what was done meanwhile is in the journal once there is room."""
+
+    async def main() -> None:
+        journal = Journal(tmp_path / "journal")
+        async with Played(tmp_path, FakeCluster(), spec(), journal=journal) as played:
+            await played.settled()
+            append = journal.append
+
+            def full(record: Any) -> Any:
+                raise JournalUnwritable(28, "No space left on device")
+
+            journal.append = full  # type: ignore[method-assign]
+            await played.cluster.find("a/0").die("killed")
+            await played.until(lambda: played.replica("a/0")["restarts"] == 1 and played.ready("a"), "again", 60)
+            with pytest.raises(Refused) as refused:
+                await played.apply(spec(a_batch=8))
+            assert (refused.value.problem.id, refused.value.status) == ("journal-unwritable", 507)
+            conditions = {c["type"]: c["status"] for c in played.controller.status()["conditions"]}
+            assert conditions["JournalWritable"] is False
+            journal.append = append  # type: ignore[method-assign]
+            await played.apply(spec(a_batch=8))
+            await played.settled()
+            assert played.journal.state().epochs["a/0"] >= 2
+        journal.close()
+
+    virtually(main)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,22 @@ def test_the_kernel_frees_the_cores_of_a_killed_process(tmp_path: Path) -> None:
     assert held_cores(tmp_path) == dict.fromkeys(range(8), os.getpid())
     claim.release()
     assert held_cores(tmp_path) == {}
+
+
+def test_a_claim_is_not_refused_by_someone_who_only_looks(tmp_path: Path) -> None:
+    """`held_cores` has each lock for a moment; a claim made in that moment waits for it."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            held_cores(tmp_path)
+
+    CoreClaim(tmp_path, range(24)).release()
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(50):
+            CoreClaim(tmp_path, range(24)).release()
+    finally:
+        over.set()
+        looking.join()
