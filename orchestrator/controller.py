@@ -201,6 +201,8 @@ class Controller:
         )
 
     async def _observe_cores(self, host: Host, claims: str | None) -> None:
+        # one of them may end, and be forgotten, while we ask
+        before = {view.pid for view in self.state.views.values() if view.pid is not None}
         try:
             held = await self._cluster.held_cores(claims, host.name)
         except Exception as error:  # the others must not wait for a deaf host; what was known of it stands
@@ -210,7 +212,7 @@ class Controller:
                 self.state.tell("error", "HostSilent", f"it does not tell who holds its cores: {error}", host=host.name)
             return
         self._deaf.discard(host.name)
-        self._quarantine(host, held)
+        self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
 
     def _quarantine(self, host: Host, held: dict[int, Owner]) -> None:
         state = self.state

@@ -237,7 +237,7 @@ class Operator:
                 raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
 
     def _undone(self) -> int:
-        """The newest earlier revision of this fleet with another text: a complete one if there is one, no failed one."""
+        """The newest earlier revision of this fleet with another text: a complete one if any is, no failed one."""
         known = self._state.journal.state()
         earlier = [
             revision

@@ -6,6 +6,7 @@ Its event loop runs on a thread of its own, so that neither an engine step nor a
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hmac
 import logging
@@ -22,6 +23,8 @@ from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Sub
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 16 * 2**20  # a gateway that leaves this much unread is hung; it is disconnected
+FLUSH_S = 5.0  # for the last tokens of a drained replica to be on their way
+FLUSH_POLL_S = 0.005
 
 
 class Requests(Protocol):
@@ -61,6 +64,18 @@ class DataPlane:
         if events:
             with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody is connected any more
                 self._loop.call_soon_threadsafe(self._send, events)
+
+    def flush(self, deadline_s: float = FLUSH_S) -> bool:
+        """Wait until the kernel has all that was emitted: then it outlives this process. False at the deadline."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._flushed(), self._loop).result(deadline_s)
+        except (TimeoutError, concurrent.futures.TimeoutError, RuntimeError):  # or closed meanwhile
+            return False
+        return True
+
+    async def _flushed(self) -> None:
+        while any(connection.unsent for connection in self._connections):  # noqa: ASYNC110
+            await asyncio.sleep(FLUSH_POLL_S)
 
     def close(self) -> None:
         """Disconnect everyone and stop the thread."""
@@ -164,6 +179,11 @@ class _Connection(asyncio.Protocol):
         if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             log.warning("a gateway is disconnected: it left more than %d bytes unread", MAX_UNREAD_BYTES)
             self.abort()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
         if self._transport is not None:

@@ -97,7 +97,10 @@ class Replica:
             return True
         if self._status.phase is Phase.READY:  # else a controller that died has begun it: its requests still run
             self._set(Phase.DRAINING)
-        return batcher.drain(timeout_s)
+        drained = batcher.drain(timeout_s)
+        if self._plane is not None:
+            self._plane.flush()  # who hears that it is drained may kill this process at once
+        return drained
 
     def _reading(self) -> ReplicaStatus:
         if self._batcher is None:

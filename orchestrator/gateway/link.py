@@ -43,12 +43,13 @@ class ReplicaLink(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._live: dict[str, Ticket] = {}
         self._retired = False
+        self._drains = False  # it has refused a request: to send it there again would use up its retries
         self.closed = asyncio.Event()
         self.refused = False  # by the replica; to ask again would give the same answer
 
     @property
     def free_slots(self) -> int:
-        if self.welcome is None or self._transport is None or self._retired:
+        if self.welcome is None or self._transport is None or self._retired or self._drains:
             return 0
         return self.welcome.slots - len(self._live)
 
@@ -141,6 +142,7 @@ class ReplicaLink(asyncio.Protocol):
                 continue
             if event.finish is FinishReason.REFUSED:
                 del self._live[event.id]
+                self._drains = True
                 self._on_lost(self, [ticket])
                 continue
             if event.finish is not FinishReason.CANCELLED:

@@ -1,0 +1,194 @@
+"""How long a fleet takes to come back, against the bare process and the bare Ray actor; and what a drain loses.
+
+    .venv/bin/python -m benchmarks.operations
+
+One fleet on an emulated host. Each ratio is the median of the rounds' ratios, and the two sides of a round are measured
+one after the other:
+
+- a replica of the demo's model is killed (-9), until it has answered a request, against a bare process that imports the
+  CPU engine, loads the same model and makes its first token;
+- the controller actor is killed (-9) while streams are open, until an apply is accepted, against a bare Ray actor that
+  is killed and answers again;
+- 200 streams on two echo replicas, one of which is drained.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Target, finish
+from orchestrator.home import Home
+from tests.fleet import LiveFleet, until
+from tests.orchestrator.clients import Admin, Streamed, complete, echo_text
+
+TINY = Path(__file__).parent.parent / "placements" / "examples" / "models" / "tiny"
+ROUNDS = 3
+STREAMS = 200
+STREAM_TOKENS = 400
+DEADLINE_S = 90.0
+SPEC = f"""\
+version: 1
+name: operations
+hosts: {{emulate: inf2.48xlarge}}
+models:
+  loaded: {{source: {TINY}, engine: cpu, max_len: 512}}
+  echo: {{engine: echo, tp_degree: 2, replicas: 2, max_batch: 128, max_queue: 1000, engine_options: {{step_ms: 20}}}}
+"""
+BARE = """\
+import sys
+from workers.batcher import Batcher
+from workers.engines.cpu import CpuEngine
+from workers.requests import GenerateRequest
+from workers.tokenizer import load_tokenizer
+engine = CpuEngine(sys.argv[1], slots=4, max_len=512, threads=1)
+engine.load()
+batcher = Batcher(engine, load_tokenizer("cpu", sys.argv[1]), lambda events: None)
+batcher.submit(GenerateRequest(id="first", prompt_ids=[1], max_tokens=2, temperature=0.0, ignore_eos=True))
+while batcher.step():
+    pass
+"""
+TARGETS = {
+    "replica_back_over_bare_start": Target(1.5, at_least=False),
+    "controller_back_over_bare_actor": Target(2.0, at_least=False),
+    "broken_streams_at_controller_kill": Target(0, at_least=False),
+    "lost_by_drain_under_200_streams": Target(0, at_least=False),
+}
+
+
+def bare_start_s() -> float:
+    """A process of its own, from nothing to its first tokens."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", BARE, str(TINY)], check=True, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def replica_back_s(fleet: LiveFleet) -> float:
+    """From the kill to an answer of the next process."""
+    pid = fleet.replica("loaded/0")["pid"]
+    began = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+
+    def answers() -> bool:
+        return complete(fleet, "loaded", "Once", max_tokens=1).status_code == 200 and not _alive(pid)
+
+    until(answers, DEADLINE_S, "the replica is back")
+    return time.perf_counter() - began
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def bare_actor_back_s(name: str) -> float:
+    """A Ray actor without any work of its own, from the kill to its next answer."""
+    import ray
+
+    class Bare:
+        def pid(self) -> int:
+            return os.getpid()
+
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Bare).options(name=name).remote()
+    pid = ray.get(actor.pid.remote())
+    began = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            return bool(ray.get(actor.pid.remote()) != pid)
+        except ray.exceptions.RayActorError:
+            return False
+
+    until(answers, DEADLINE_S, "the bare actor is back")
+    seconds = time.perf_counter() - began
+    ray.kill(actor)
+    return seconds
+
+
+def controller_back_s(fleet: LiveFleet, queue: int) -> tuple[float, int]:
+    """From the kill to the next accepted apply, and how many of the open streams broke."""
+    streams = [Streamed(fleet, "echo", f"stream {i}", STREAM_TOKENS) for i in range(8)]
+    for stream in streams:
+        assert stream.begun.wait(DEADLINE_S)
+    pid = fleet.controller_pid()
+    text = SPEC.replace("max_queue: 1000", f"max_queue: {queue}")
+    admin = Admin(fleet)
+    began = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not _alive(pid), DEADLINE_S, "the controller is dead")
+    status, answer = admin.apply(text)
+    seconds = time.perf_counter() - began
+    assert (status, answer["changed"]) == (200, True), answer
+    return seconds, _broken(streams)
+
+
+def _broken(streams: list[Streamed]) -> int:
+    for stream in streams:
+        assert stream.done.wait(DEADLINE_S), "a stream never ended"
+    return sum(stream.text != echo_text(f"stream {i}", STREAM_TOKENS) for i, stream in enumerate(streams))
+
+
+def lost_by_drain(fleet: LiveFleet) -> int:
+    """Streams that did not get their whole text."""
+    streams = [Streamed(fleet, "echo", f"stream {i}", STREAM_TOKENS) for i in range(STREAMS)]
+    for stream in streams:
+        assert stream.begun.wait(DEADLINE_S)
+    id = next(m for m in fleet.status()["models"] if m["name"] == "echo")["replicas"][0]["id"]
+    assert fleet.corewright("drain", id).returncode == 0
+    return _broken(streams)
+
+
+def main() -> None:
+    import ray
+
+    measured: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="cwb-", dir="/tmp") as folder:
+        spec = Path(folder) / "spec.yaml"
+        spec.write_text(SPEC)
+        fleet = LiveFleet(spec)
+        try:
+            fleet.wait_ready()
+            record = Home(fleet.home).read_record()
+            assert record is not None
+            bare, back = [bare_start_s()], []  # the first reads the files into the page cache
+            for _ in range(ROUNDS):
+                bare.append(bare_start_s())
+                back.append(replica_back_s(fleet))
+                print(f"replica: bare start {bare[-1]:.2f} s, killed to serving again {back[-1]:.2f} s", flush=True)
+            ratios = [ours / theirs for ours, theirs in zip(back, bare[1:], strict=True)]
+            measured["replica_back_over_bare_start"] = statistics.median(ratios)
+            measured["replica_back_s"] = statistics.median(back)
+
+            os.environ["RAY_AUTH_MODE"] = "disabled"
+            ray.init(address=record.ray_address, log_to_driver=False, logging_level="error")
+            broken, ratios, seconds = 0, [], []
+            for round in range(ROUNDS):
+                theirs = bare_actor_back_s(f"bare-{round}")
+                ours, lost = controller_back_s(fleet, 500 + round)
+                print(f"controller: bare actor {theirs:.2f} s, killed to the next apply {ours:.2f} s", flush=True)
+                ratios.append(ours / theirs)
+                seconds.append(ours)
+                broken += lost
+            ray.shutdown()
+            measured["controller_back_over_bare_actor"] = statistics.median(ratios)
+            measured["controller_back_s"] = statistics.median(seconds)
+            measured["broken_streams_at_controller_kill"] = broken
+            measured["lost_by_drain_under_200_streams"] = lost_by_drain(fleet)
+        finally:
+            fleet.clean()
+    finish("operations", measured, TARGETS)
+
+
+if __name__ == "__main__":
+    main()
