@@ -169,7 +169,8 @@ class HostActor:
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[int | None, str | None]] = {}  # by the Neuron tools
-        self._told_at = -TOOLS_PERIOD_S
+        self._reads = False
+        self._asking = threading.Lock()
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
         return this_host.confirm_death(pid, started, deadline_s)
@@ -184,10 +185,20 @@ class HostActor:
         """The owner's pid and command of each held core; ``claims`` None: of the real ones."""
         if claims is not None:
             return {core: (pid, this_host.command_of(pid)) for core, pid in held_cores(Path(claims)).items()}
-        if time.monotonic() - self._told_at >= TOOLS_PERIOD_S:
-            self._told = {core: (owner.pid, owner.command) for core, owner in owners(read_host_facts()).items()}
-            self._told_at = time.monotonic()
+        with self._asking:
+            if not self._reads:  # the first answer is waited for, later ones are at most a period old
+                self._read_tools()
+                threading.Thread(target=self._keep_reading, name="neuron tools", daemon=True).start()
+                self._reads = True
         return self._told
+
+    def _keep_reading(self) -> None:
+        while True:
+            time.sleep(TOOLS_PERIOD_S)
+            self._read_tools()
+
+    def _read_tools(self) -> None:
+        self._told = {core: (owner.pid, owner.command) for core, owner in owners(read_host_facts()).items()}
 
 
 @dataclass(frozen=True)

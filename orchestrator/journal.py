@@ -146,7 +146,7 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch that shall go, by `model/n`
     quarantines: Mapping[str, Mapping[int, Quarantine]] = msgspec.field(default_factory=dict)  # by host and core
     epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest of each replica, by `model/n`
-    starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # how often each was started, by `model/n`
+    starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # of each since this `up`, or it was forgotten
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="snapshot"):
@@ -203,7 +203,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     if isinstance(record, Decision):
         id = f"{record.model}/{record.replica}"
         epoch = max(record.epoch, state.epochs.get(id, 0))  # it may be an adopted one that an older journal started
-        starts = state.starts.get(id, 0) + (record.action == "start")
+        starts = 0 if record.action == "forget" else state.starts.get(id, 0) + (record.action == "start")
         epochs = _latest(state.epochs, id, epoch, KEEP_REPLICAS)
         counts = _latest(state.starts, id, starts, KEEP_REPLICAS)
         over = record.epoch > state.replaces.get(id, record.epoch) or record.action == "forget"
@@ -211,7 +211,8 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return replace(state, seq=seq, index=index, epochs=epochs, starts=counts, replaces=replaces)
     if isinstance(record, Revision):
         revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
-        return replace(state, seq=seq, index=index, revision=record.number, revisions=revisions)
+        counts = {} if record.cause == "up" else dict(state.starts)
+        return replace(state, seq=seq, index=index, revision=record.number, revisions=revisions, starts=counts)
     if isinstance(record, Scale):
         as_the_spec_says = record.count is None and not record.sleep
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))

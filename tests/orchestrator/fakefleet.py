@@ -140,7 +140,7 @@ PLAN: dict[str, Any] = {
             "strategy": "surge",
             "outage_s": 0.0,
             "predicted_s": 9.4,
-            "why": "8 free cores hold a replica beside the old ones",
+            "why": "free cores hold the new replica while the old one serves",
             "borrow": None,
             "possible": True,
         },
@@ -173,7 +173,7 @@ PLAN: dict[str, Any] = {
 ROLLOUT: dict[str, Any] = {
     "revision": 3,
     "state": "progressing",
-    "reason": "1 of 2 replicas of chat are new",
+    "reason": "chat: 1 of 2 ready, 1 old",
     "since": AT,
     "models": [
         {"model": "chat", "strategy": "surge", "wanted": 2, "updated": 1, "ready": 2, "old": 1, "state": "progressing"},
@@ -205,10 +205,10 @@ def event(seq: int, reason: str, message: str, *, level: str = "info", **about: 
 
 LOG = b"2026-11-20 14:08:10,411 INFO workers.replica: loading\n2026-11-20 14:08:13,930 INFO workers.replica: ready\n"
 EVENTS = [
-    event(5, "Started", "started on cores 0-7", model="chat", replica="chat/0"),
-    event(8, "Died", "killed", level="error", model="chat", replica="chat/1"),
-    event(9, "Cordoned", "by ada@wright: cores 20-22", host="inf2.48xlarge/0"),
-    event(12, "Unloaded", "by ada@wright", model="small"),
+    event(5, "Ready", "after 4.2 s", model="chat", replica="chat/0"),
+    event(8, "Failed", "replica-died: it was ended", level="error", model="chat", replica="chat/1"),
+    event(9, "Cordoned", "cores 20-22 by ada@wright", host="inf2.48xlarge/0"),
+    event(12, "Unloaded", "by ada@wright: nothing starts it until `corewright load`", model="small"),
 ]
 
 

@@ -511,7 +511,7 @@ def test_waiting_ends_with_the_rollout(
     printed = capsys.readouterr()
     assert f"revision 3: {state.replace('_', ' ')}: because" in printed.out
     assert printed.err.count("Ready") == 1  # however often it asks
-    assert "Died" not in printed.err  # it was before the apply
+    assert "Failed" not in printed.err  # it was before the apply
 
 
 def test_waiting_gives_up_at_its_time(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
