@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.util.metrics import Gauge
 
 from orchestrator.admin import admin_app, serve_admin
 from orchestrator.cluster import CONTROLLER, NAMESPACE, RayCluster, here
@@ -21,8 +22,10 @@ from orchestrator.operations import Refused
 from orchestrator.operator import Operator
 from orchestrator.routes import RouteTable
 from placements.problems import Problem
+from workers.metrics import REFRESH_S
 
 GATEWAY = "gateway"
+CORE_STATES = ("leased", "free", "quarantined", "reserved")
 
 
 class ControllerActor:
@@ -39,10 +42,21 @@ class ControllerActor:
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._running = loop.create_task(self._controller.run())
         self._admin = loop.create_task(self._serve_admin())
+        self._metrics = loop.create_task(self._tell_cores())
 
     async def _serve_admin(self) -> None:
         await self._controller.settled()  # before that a verb would meet a fleet without replicas
         await serve_admin(admin_app(self._operator, self._ask_down), self._controller.settings.admin_port)
+
+    async def _tell_cores(self) -> None:
+        """The cores of each host by state, for Ray's metrics: together they are all of its cores, at all times."""
+        gauge = Gauge("corewright_cores", "NeuronCores by host and state.", ("host", "state"))
+        await self._controller.settled()
+        while True:
+            for host in self._controller.status()["hosts"]:
+                for state in CORE_STATES:
+                    gauge.set(host[state], {"host": host["name"], "state": state})
+            await asyncio.sleep(REFRESH_S)
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         return await self._controller.change(seen, timeout_s), self._controller.routes()
