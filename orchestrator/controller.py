@@ -490,6 +490,7 @@ class Controller:
         )
         if told != self._told:
             self._told = told
+            self.status()  # its conditions remember since when they hold
             self._version += 1
             async with self._changed:
                 self._changed.notify_all()

@@ -572,3 +572,21 @@ def test_with_a_full_disk_repairs_go_on_and_verbs_are_refused(tmp_path: Path) ->
         journal.close()
 
     virtually(main)
+
+
+def test_a_condition_tells_since_when_it_holds_whether_or_not_anyone_looked(tmp_path: Path) -> None:
+    """The time is that of the change, not of the first question after it."""
+
+    async def story(played: Played) -> None:
+        cluster = played.cluster
+        cluster.held = dict.fromkeys(cluster.find("a/0").config.cores, 4711)
+        before = played.controller.state.wall()
+        await cluster.find("a/0").die("killed")
+        await played.operator.cordon("inf2.48xlarge/0", None, True, "tester")
+        for _ in range(5):
+            await played.controller.change(10**9, 60.0)
+        conditions = {c["type"]: c for c in played.model("a")["conditions"]}
+        assert conditions["Placed"]["status"] is False
+        assert conditions["Placed"]["since"] <= before + 60.0 < played.controller.state.wall()
+
+    play(tmp_path, spec(), story)
