@@ -32,7 +32,10 @@ lint: venv
 # The long tests open Ray's dashboard in Debian's Chromium. Only root can install it; without it they fail and say so.
 chromium:
 	@if [ ! -x /usr/bin/chromium ] && [ "$$(id -u)" = 0 ]; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium; \
+		for try in 1 2 3; do \
+			apt-get update -qq; \
+			DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium && break; \
+		done; \
 	fi
 
 test: lint $(if $(SLOW),chromium)
