@@ -27,6 +27,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
+        self._clock_resolution = 1e-6  # seconds; a nanosecond after half a year is nothing, and no timer would be due
         select = self._selector.select  # type: ignore[attr-defined]
 
         def jump(timeout: float | None = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -113,11 +112,9 @@ def test_each_host_has_its_raylet_and_its_replicas_and_a_killed_one_is_lost(home
         assert complete(fleet, model, max_tokens=4).json()["choices"][0]["text"] == echo_text("hello", 4)
     assert [host["leased"] for host in fleet.status()["hosts"]] == [8, 8, 8]
     assert {psutil.Process(pid).ppid() for pid in raylets} == {fleet.process.pid}  # they die with the daemon
-    ours = [psutil.Process(pid) for pid in fleet.processes()]
-    head = [
-        one.ppid() for one in ours if re.search("::(ControllerActor|ServeController|ServeReplica)", one.cmdline()[0])
-    ]
-    assert head == [raylets[0]] * 3  # none of them is lost with another host
+    for name in ("::ControllerActor", "::ServeController", "::ServeReplica"):
+        (pid,) = fleet.named_pids(name)
+        assert psutil.Process(pid).ppid() == raylets[0]  # none of them is lost with another host
 
     lost = replicas["third/0"]
     driver = asking(fleet, lost["pid"], Home(home).claims(2), lost["log_file"])
