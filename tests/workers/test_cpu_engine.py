@@ -238,7 +238,7 @@ def test_whatever_a_slot_held_before_the_next_request_is_alone_in_it(checkpoint:
     clean = engine.prefill([0], [[5, 6]]), engine.decode([0], [7], [2])
     with torch.inference_mode():
         for layer in engine._cache.layers:
-            layer.values[0, :, 3:] = float("nan")
+            layer.values[0, :, 1:] = float("nan")
     assert engine.decode([0], [7], [3]).isnan().any()
     again = engine.prefill([0], [[5, 6]]), engine.decode([0], [7], [2])
     assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 900.0  # for the installation and the tests together
 PACKAGES = (
+    "psutil",
     "transformers==4.57.6",
     "torch==2.13.0",  # a looser pin may take several GB of CUDA packages
     "tokenizers",
