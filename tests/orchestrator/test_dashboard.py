@@ -182,7 +182,7 @@ def test_process_titles_name_the_model(fleet: LiveFleet) -> None:
 
 
 def exported(fleet: LiveFleet) -> dict[tuple[str, str, str], float]:
-    """The fleet's metrics as Prometheus reads them: (name, model, replica) -> value."""
+    """The fleet's metrics as Prometheus reads them: (name, model, replica) -> value; of cores (name, host, state)."""
     [discovery] = (Home(fleet.home).ray / "session_latest").glob("prom_metrics_service_discovery.json")
     found = {}
     for target in json.loads(discovery.read_text())[0]["targets"]:
@@ -194,7 +194,8 @@ def exported(fleet: LiveFleet) -> dict[tuple[str, str, str], float]:
             match = re.fullmatch(r"(ray_corewright_\w+)\{(.*)\} (\S+)", line)
             if match:
                 tags = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
-                found[match[1], tags["model"], tags["replica"]] = float(match[3])
+                keys = ("host", "state") if match[1] == "ray_corewright_cores" else ("model", "replica")
+                found[match[1], tags[keys[0]], tags[keys[1]]] = float(match[3])
     return found
 
 
@@ -212,6 +213,16 @@ def test_prometheus_finds_every_metric_of_every_replica(fleet: LiveFleet) -> Non
 
     until(complete, EXPORTED_S, "every metric is exported")
     assert exported(fleet)["ray_corewright_slots", "assistant", "0"] == 4
+
+
+def test_prometheus_finds_the_cores_of_each_host_by_state(fleet: LiveFleet) -> None:
+    """What is leased, free, quarantined and reserved is together every core of the host."""
+
+    def cores() -> dict[str, float]:
+        return {key[2]: value for key, value in exported(fleet).items() if key[0] == "ray_corewright_cores"}
+
+    found = until(lambda: len(told := cores()) == 4 and told, EXPORTED_S, "the cores are exported")
+    assert found == {"leased": 13, "free": 11, "quarantined": 0, "reserved": 0}
 
 
 def ray_command(fleet: LiveFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
