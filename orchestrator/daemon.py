@@ -199,7 +199,7 @@ class Daemon:
             raise
         except Exception as error:  # of many kinds, with pages of text
             log.exception("Ray does not start")
-            cause = str(error).strip().splitlines()[0]
+            cause = str(error).strip().partition("\n")[0] or type(error).__name__
             hint = f"its logs are under {self._home.ray}; ours is {self._home.logs / 'daemon.log'}"
             raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
         dashboard = addresses.get("webui_url")

@@ -198,15 +198,13 @@ class Operator:
         now = state.situation()
         wishes = {}
         for model in generation.spec.models:
-            version = generation.versions[model.name]
-            own = generation.tokenizers[model.name]
-            mixes = all(
-                state.configs[view.id].tokenizer == own
-                for view in state.replicas_of(model.name)
-                if view.version != version and view.id in state.configs
+            wishes[model.name] = Wish(
+                model,
+                state.wanted(model),
+                generation.versions[model.name],
+                mixes=state.mixes(generation, model),
+                canary=generation.revision.canary is not None,
             )
-            canary = generation.revision.canary is not None
-            wishes[model.name] = Wish(model, state.wanted(model), version, mixes=mixes, canary=canary)
         return dataclasses.replace(now, spec=generation.spec, checkpoints=generation.checkpoints, wishes=wishes)
 
     def _settled(self, situation: Situation) -> Goal:

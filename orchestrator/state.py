@@ -242,15 +242,15 @@ class FleetState:
             self.wanted(model),
             version,
             strategy="surge" if way is None else way.strategy,
-            mixes=self._mixes(model, version),
+            mixes=self.mixes(self.current, model),
             canary=self.in_canary,
             frozen=self.frozen,
             lender=None if way is None else way.lender,
         )
 
-    def _mixes(self, model: ModelSpec, version: str) -> bool:
-        """Whether older replicas read the same tokens out of a text."""
-        own = self.current.tokenizers[model.name]
+    def mixes(self, generation: Generation, model: ModelSpec) -> bool:
+        """Whether replicas of other versions than that generation's read the same tokens out of a text."""
+        version, own = generation.versions[model.name], generation.tokenizers[model.name]
         return all(
             self.configs[view.id].tokenizer == own
             for view in self.views.values()

@@ -10,7 +10,10 @@ import pytest
 
 from orchestrator.changes import _LIVE, _PROCESS, _SHAPE, tag_of
 from orchestrator.journal import Journal, JournalUnwritable
+from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
+from orchestrator.rollout import Wish, step
+from orchestrator.snapshot import ReplicaView
 from placements.spec import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.status import Failure
@@ -590,3 +593,74 @@ def test_a_condition_tells_since_when_it_holds_whether_or_not_anyone_looked(tmp_
         assert conditions["Placed"]["since"] <= before + 60.0 < played.controller.state.wall()
 
     play(tmp_path, spec(), story)
+
+
+TOKENIZED = """\
+version: 1
+hosts: {{emulate: inf2.48xlarge}}
+models:
+  m: {{engine: cpu, source: ./{source}, max_len: 64, tp_degree: {tp}, replicas: {replicas}{more}}}
+"""
+
+
+def tokenizers(folder: Path, **texts: str) -> None:
+    """Model folders of which only the tokenizer matters here."""
+    for name, text in texts.items():
+        (folder / name).mkdir()
+        (folder / name / "tokenizer.json").write_text(text)
+
+
+async def routed_together(played: Played, settled: Callable[[], bool]) -> list[tuple[str, set[str]]]:
+    """At each change: the tokenizer that the gateway is told, and those of the replicas that it is told."""
+    seen, found = 0, []
+    while not settled():
+        seen = await played.controller.change(seen, 5.0)
+        (model,) = played.controller.routes().models
+        found.append(
+            (model.tokenizer, {played.controller.state.configs[route.id].tokenizer for route in model.replicas})
+        )
+    return found
+
+
+@pytest.mark.parametrize(("tp", "strategy"), [(2, "surge"), (8, "in_place")])
+def test_versions_whose_tokenizers_differ_are_never_routed_together(tmp_path: Path, tp: int, strategy: str) -> None:
+    """A prompt is read once, before its replica is chosen: all replicas of the routes must read it alike."""
+    tokenizers(tmp_path, one="1", two="2")
+
+    async def story(played: Played) -> None:
+        (before,) = played.controller.routes().models
+        result = await played.apply(TOKENIZED.format(source="two", tp=tp, replicas=3, more=""))
+        assert result["plan"]["models"][0]["strategy"] == strategy
+        found = await routed_together(played, played.is_settled)
+        assert all(of_replicas <= {told} for told, of_replicas in found)
+        assert len({told for told, _ in found} | {before.tokenizer}) == 2
+        if strategy == "surge":
+            assert all(of_replicas for _, of_replicas in found), "nobody served for a moment"
+
+    first = TOKENIZED.format(source="one", tp=tp, replicas=3, more="")
+    play(tmp_path, first, story, load_s=400.0, drain_s=3.0)
+
+
+def test_a_canary_whose_tokenizer_differs_is_refused(tmp_path: Path) -> None:
+    """The two versions could not share requests. One with the same tokenizer in another folder can."""
+    tokenizers(tmp_path, one="1", two="2", same="1")
+
+    async def story(played: Played) -> None:
+        with pytest.raises(Refused) as refused:
+            await played.apply(TOKENIZED.format(source="two", tp=2, replicas=2, more=""), canary=0.5)
+        assert refused.value.problem.id == "canary-impossible"
+        await played.apply(TOKENIZED.format(source="same", tp=2, replicas=2, more=""), canary=0.5)
+        await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 100)
+        (model,) = played.controller.routes().models
+        assert (len(model.replicas), len(model.canaries)) == (3, 1)
+
+    play(tmp_path, TOKENIZED.format(source="one", tp=2, replicas=2, more=""), story, load_s=2.0)
+
+
+def test_a_canary_makes_up_for_old_replicas_that_are_gone() -> None:
+    """Of four, three were lost with their host: the count is kept, by the version that is being tried."""
+    model = ModelSpec(name="m", source="echo", engine="echo")
+    old = ReplicaView(model="m", replica=0, epoch=1, host="h", cores=None, state=State.READY, since=0.0, version="old")
+    wish = Wish(model, 4, "new", canary=True)
+    assert (step(wish, [], [old]).keep, step(wish, [], [old]).count) == ((old,), 3)
+    assert step(wish, [], [old] * 4).count == 1
