@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
+from orchestrator.home import Home, end_leftovers
 from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.gateways import LiveGateway
 from tests.served import Served
@@ -45,3 +49,14 @@ def admin() -> Iterator[LiveAdmin]:
     live = LiveAdmin()
     yield live
     live.close()
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A home of its own; whatever the test leaves in it is ended."""
+    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
+        yield Path(folder)
+        record = Home(Path(folder)).read_record()
+        if record is not None and psutil.pid_exists(record.pid):
+            psutil.Process(record.pid).kill()
+        end_leftovers(Home(Path(folder)), record.fleet if record is not None else "none", 10.0)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
-from orchestrator.home import Home, end_leftovers
+from orchestrator.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Streamed, complete, echo_text
 from workers.claims import held_cores
@@ -27,17 +24,6 @@ models:
   alpha: {tp_degree: 8, cores: ["0-7"]}
   beta: {tp_degree: 2, replicas: 2, max_batch: 8}
 """
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A home of its own; whatever the test leaves in it is ended."""
-    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
-        yield Path(folder)
-        record = Home(Path(folder)).read_record()
-        if record is not None and psutil.pid_exists(record.pid):
-            psutil.Process(record.pid).kill()
-        end_leftovers(Home(Path(folder)), record.fleet if record is not None else "none", 10.0)
 
 
 def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:

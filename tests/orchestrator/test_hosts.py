@@ -7,16 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from orchestrator.home import Home, end_leftovers
+from orchestrator.home import Home
 from orchestrator.specfile import examine, start_problems
 from placements.hosts import Machine
 from tests.fleet import LiveFleet, until
@@ -34,17 +32,6 @@ models:
   third: {cores: ["inf2.48xlarge/2:0-7"]}
 """
 HOSTS = {"first/0": 0, "second/0": 1, "third/0": 2}
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A home of its own; whatever the test leaves in it is ended."""
-    with tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp") as folder:
-        yield Path(folder)
-        record = Home(Path(folder)).read_record()
-        if record is not None and psutil.pid_exists(record.pid):
-            psutil.Process(record.pid).kill()
-        end_leftovers(Home(Path(folder)), record.fleet if record is not None else "none", 10.0)
 
 
 ASK = """
