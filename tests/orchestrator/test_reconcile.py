@@ -33,6 +33,7 @@ def view(state: State, **changes: object) -> ReplicaView:
         cores=CoreRange(0, 7),
         state=state,
         since=10.0,
+        begun=10.0,
         pid=7,
         started=1.0,
         version="v",
@@ -100,6 +101,13 @@ def test_a_start_beyond_its_deadline_is_a_failure() -> None:
     assert decide([target()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
 
 
+def test_the_start_deadline_counts_from_the_start_and_not_from_the_last_state() -> None:
+    """A process that took most of the time to come up has only the rest of it to load."""
+    loading = view(State.LOADING, since=109.0)
+
+    assert decide([target()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
+
+
 def test_cores_of_another_replica_are_waited_for() -> None:
     """A placement starts only when no replica that may still live holds one of its cores."""
     old = view(State.DRAINING, model="old", cores=CoreRange(6, 7))
@@ -152,7 +160,9 @@ def _carry_out(action: Action, fleet: dict[str, ReplicaView], now: float) -> Non
         for other in fleet.values():
             held = other.cores is not None and not other.gone and other.id != f"{action.target.model}/0"
             assert not (held and other.cores is not None and cores.overlap(other.cores)), "a held core was given away"
-        new = view(State.PENDING, model=action.target.model, replica=action.target.replica, cores=cores, since=now)
+        new = view(
+            State.PENDING, model=action.target.model, replica=action.target.replica, cores=cores, since=now, begun=now
+        )
         fleet[new.id] = new
     elif isinstance(action, Drain):
         fleet[action.replica.id] = _signalled(action.replica, Signal.DRAIN, now)
