@@ -41,11 +41,24 @@ _LIVE = frozenset(
         "allow_head_padding",
         "allow_degrees",
         "hbm_overhead_gib",
+        "host_memory_gib",
+        "spread",
     }
 )
 _PROCESS = frozenset({"neff_cache", "threads", "allow_pickle"})
 _SHAPE = frozenset(  # what a graph is compiled for; a new process where nothing is compiled
-    {"source", "engine", "dtype", "tp_degree", "max_batch", "max_len", "draft", "engine_options"}
+    {
+        "source",
+        "engine",
+        "dtype",
+        "tp_degree",
+        "max_batch",
+        "max_len",
+        "draft",
+        "engine_options",
+        "quantize",
+        "group_query_attention",
+    }
 )
 
 

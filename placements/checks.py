@@ -294,7 +294,7 @@ _RULES: tuple[_Judged, ...] = (
 
 def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
     """Reserved cores exist, and reserved vCPUs leave some."""
-    if not hosts or spec.hosts is None:
+    if not hosts or not spec.hosts:
         return
     host = hosts[0]
     outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]

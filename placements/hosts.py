@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from placements.spec import HostsSpec, Spec
@@ -24,7 +25,7 @@ class Machine:
 
 
 def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
-    """The hosts to plan for.
+    """The hosts to plan for, called "<instance>/<i>" with i counted over all hosts of that type.
 
     ``instance``: from the topology alone, whatever this machine is. ``emulate``: the topology's cores with this
     machine's CPUs, divided among the emulated hosts. Without ``hosts``: this machine if its type is known, else one
@@ -32,14 +33,31 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
     """
     if "hosts" in spec.broken:
         return ()
-    wish = spec.hosts or HostsSpec()
-    if wish.instance is not None:
-        topology = TOPOLOGIES[wish.instance]
-        return _real(topology, wish, tuple(range(topology.vcpus)))
-    here = TOPOLOGIES.get(machine.instance or "")
-    if wish.emulate is None and here is not None:
-        return _real(here, wish, machine.cpus)
-    return _emulated(TOPOLOGIES[wish.emulate or DEFAULT_EMULATION], wish, machine.cpus)
+    wishes = spec.hosts or (_what_is_there(machine),)
+    emulated = sum(wish.count for wish in wishes if wish.instance is None)
+    hosts: list[Host] = []
+    numbers: Counter[str] = Counter()
+    at = 0  # emulated hosts so far
+    for wish in wishes:
+        name = wish.instance or wish.emulate or DEFAULT_EMULATION
+        topology = TOPOLOGIES[name].at_lnc(wish.lnc)
+        for _ in range(wish.count):
+            called = f"{name}/{numbers[name]}"
+            numbers[name] += 1
+            if wish.instance is not None:
+                mine = not spec.hosts
+                hosts.append(_real(called, topology, wish, machine.cpus if mine else tuple(range(topology.vcpus))))
+            else:
+                share = machine.cpus[at * len(machine.cpus) // emulated : (at + 1) * len(machine.cpus) // emulated]
+                at += 1
+                hosts.append(_emulated(called, topology, wish, share or machine.cpus))
+    return tuple(hosts)
+
+
+def _what_is_there(machine: Machine) -> HostsSpec:
+    if machine.instance in TOPOLOGIES:
+        return HostsSpec(instance=machine.instance)
+    return HostsSpec(emulate=DEFAULT_EMULATION)
 
 
 def default_reserve(vcpus: int) -> int:
@@ -47,19 +65,11 @@ def default_reserve(vcpus: int) -> int:
     return max(1, math.ceil(vcpus * RESERVED_SHARE))
 
 
-def _real(topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> tuple[Host, ...]:
+def _real(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> Host:
     reserve = default_reserve(len(cpus)) if wish.reserve.vcpus is None else wish.reserve.vcpus
-    return tuple(
-        Host(f"{topology.instance}/{i}", topology, cpus, reserve, frozenset(wish.reserve.cores))
-        for i in range(wish.count)
-    )
+    memory = max(0.0, topology.memory_gib - wish.reserve.memory_gib)
+    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), memory_gib=memory)
 
 
-def _emulated(topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> tuple[Host, ...]:
-    hosts = []
-    for i in range(wish.count):
-        own = cpus[i * len(cpus) // wish.count : (i + 1) * len(cpus) // wish.count] or cpus
-        name = f"{topology.instance}/{i}"
-        cores = frozenset(wish.reserve.cores)
-        hosts.append(Host(name, topology, own, wish.reserve.vcpus or 0, cores, emulated=True))
-    return tuple(hosts)
+def _emulated(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> Host:
+    return Host(name, topology, cpus, wish.reserve.vcpus or 0, frozenset(wish.reserve.cores), emulated=True)

@@ -24,6 +24,7 @@ from placements.spec import (
     Replicas,
     Reserve,
     Spec,
+    Spread,
     Update,
 )
 from placements.topology import TOPOLOGIES
@@ -40,6 +41,7 @@ _NESTED: Mapping[str, tuple[str, ...]] = {
     "draft": tuple(Draft.model_fields),
     "update": tuple(Update.model_fields),
     "deadlines": tuple(Deadlines.model_fields),
+    "spread": tuple(Spread.model_fields),
 }
 _DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores", "draft"))
 
@@ -181,15 +183,24 @@ class _Reader:
             broken=frozenset(broken),
         )
 
-    def _hosts(self, top: dict[str, Any], broken: set[str]) -> HostsSpec | None:
-        path: Path = ("hosts",)
+    def _hosts(self, top: dict[str, Any], broken: set[str]) -> tuple[HostsSpec, ...]:
+        """One mapping, or a list of them: machines of several types."""
         value = top.get("hosts")
         if value is None and "hosts" not in top:
-            return None
+            return ()
+        if isinstance(value, list) and value:
+            found = [self._hosts_of(item, ("hosts", i)) for i, item in enumerate(value)]
+        else:
+            found = [self._hosts_of(value, ("hosts",))]
+        if None in found:
+            broken.add("hosts")
+            return ()
+        return tuple(hosts for hosts in found if hosts is not None)
+
+    def _hosts_of(self, value: Any, path: Path) -> HostsSpec | None:
         if not isinstance(value, dict):
             if value is not BROKEN:
-                self._wrong_type(path, "hosts", _WANTS["hosts"])
-            broken.add("hosts")
+                self._wrong_type(path, _label(path), _WANTS["hosts"])
             return None
         values = self._known(value, _HOSTS, path)
         if isinstance(values.get("reserve"), dict):
@@ -207,10 +218,7 @@ class _Reader:
             self._report("hosts-ambiguous", path, what, hint)
             missing.add("instance")
         hosts = self._validated(HostsSpec, values, path, missing)
-        if missing:
-            broken.add("hosts")
-            return None
-        return hosts
+        return None if missing else hosts
 
     def _unknown_instance(self, path: Path, key: str, name: str) -> None:
         supported = ", ".join(TOPOLOGIES)

@@ -35,6 +35,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
 
 SourceKind = Literal["path", "s3", "hub"]
+GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
 Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -169,7 +170,20 @@ class Reserve(_Frozen):
     """What replicas may not use. ``vcpus`` None: the default of the host (4 %, at least 1; 0 on emulated hosts)."""
 
     vcpus: int | None = Field(None, ge=0, le=4096)
+    memory_gib: float = Field(0.0, ge=0, le=1 << 20)
     cores: ReservedCores = ()
+
+
+class Spread(_Frozen):
+    """At most ``host`` replicas of the model on one host. ``spread: host`` is one on each."""
+
+    host: int = Field(1, ge=1, le=1000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, value: Any) -> Any:
+        """ "host" -> {host: 1}."""
+        return {"host": 1} if value == "host" else value
 
 
 class Draft(_Frozen):
@@ -198,11 +212,12 @@ class Deadlines(_Frozen):
 
 
 class HostsSpec(_Frozen):
-    """The machines: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
+    """Machines of one type: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
     instance: str | None = None
     emulate: str | None = None
-    count: int = Field(1, ge=1, le=256)
+    count: int = Field(1, ge=1, le=4096)
+    lnc: Literal[1, 2] | None = None  # physical cores in a logical one, on trn2; None: 2
     reserve: Reserve = Reserve()
 
 
@@ -229,6 +244,10 @@ class ModelSpec(_Frozen):
     draft: Draft | None = None  # speculative decoding, on the cpu engine
     update: Update = Update()
     deadlines: Deadlines = Deadlines()
+    spread: Spread | None = None  # anti-affinity
+    host_memory_gib: float | None = Field(None, ge=0, le=1 << 20)  # of one replica; None: the estimate of `memory`
+    quantize: Literal["int8"] | None = None  # the weights, on the Neuron engines
+    group_query_attention: GroupQueryAttention | None = None  # how KV heads are dealt out; transformers-neuronx only
     engine_options: dict[str, bool | int | float | str] = {}  # what no field says; see `engines.ENGINE_OPTIONS`
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
@@ -271,7 +290,8 @@ class ModelSpec(_Frozen):
         source = self.source_path or self.source
         draft = None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k)
         engine = (self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads)
-        return (source, *engine, options, draft, self.allow_pickle)
+        attention = (self.quantize, self.group_query_attention)
+        return (source, *engine, options, draft, self.allow_pickle, *attention)
 
     def dtype_on(self, engine: Engine) -> Dtype:
         """The weights' and the KV cache's type under a resolved engine (`engines.resolve`)."""
@@ -290,7 +310,7 @@ class Spec(_Frozen):
 
     version: Literal[1] = 1
     name: Name = "fleet"
-    hosts: HostsSpec | None = None  # None: what is there; see `hosts_for`
+    hosts: tuple[HostsSpec, ...] = ()  # (): what is there; see `hosts_for`
     models: tuple[ModelSpec, ...] = ()
     base_dir: str = Field(".", exclude=True)
     places: Places = Field(Places(), exclude=True, repr=False)

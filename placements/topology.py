@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-_ARCH = "AWS Neuron SDK docs, about-neuron/arch/neuron-hardware/inf2-arch.rst"
+_ARCH = "AWS Neuron SDK docs, about-neuron/arch/neuron-hardware/{family}-arch.rst"
+_SCHEDULER = "AWS Neuron SDK docs, deploy/infrastructure/scheduler.rst (the device sets that it allows)"
+_NXD_GUIDE = "NxD Inference API guide"
 _COLLECTIVES = "AWS Neuron SDK 2.21 docs, general/arch/neuron-features/collective-communication.rst"
 _GUIDES = "Transformers NeuronX developer guide and NxD Inference API guide (inf2: 1, 2, 4, 8, 24)"
+_TRN1_GUIDES = "Transformers NeuronX developer guide (trn1: 1, 2, 8, 32) and NxD Inference API guide (16 as well)"
 _LLM_PAGE = "AWS Neuron SDK docs, about-neuron/transformers/generative-llm-inference-with-neuron.rst"
+
+
+Link = Literal["none", "line", "ring", "torus"]
 
 
 @dataclass(frozen=True)
@@ -25,30 +31,56 @@ class Topology:
     hbm_per_core_gib: int
     vcpus: int
     memory_gib: int  # of the host, not of the devices
-    link: Literal["none", "line", "ring"]  # how the devices are joined
+    link: Link  # how the devices are joined; a torus is 4 x 4
     source: str
+    lnc: int | None = None  # physical cores in one logical core, where the family can choose
 
     @property
     def cores(self) -> int:
         """Cores of the whole machine."""
         return self.devices * self.cores_per_device
 
+    def at_lnc(self, lnc: int | None) -> Topology:
+        """The same machine with another number of physical cores in a logical one; None: as it is.
 
-def _inf2(size: str, devices: int, vcpus: int, memory_gib: int, link: Literal["none", "line", "ring"]) -> Topology:
-    return Topology(f"inf2.{size}", "inf2", devices, 2, 16, vcpus, memory_gib, link, _ARCH)
+        With one in each there are twice as many, with half of the HBM. Raises ValueError where the family has no such
+        choice.
+        """
+        if lnc is None or lnc == self.lnc:
+            return self
+        if self.lnc is None or lnc not in LNC_CHOICES:
+            raise ValueError(f"{self.instance} has no logical NeuronCores of {lnc} physical ones")
+        cores, hbm = self.cores_per_device * self.lnc // lnc, self.hbm_per_core_gib * lnc // self.lnc
+        return replace(self, cores_per_device=cores, hbm_per_core_gib=hbm, lnc=lnc)
+
+
+LNC_CHOICES = (1, 2)
+
+
+def _type(instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link) -> Topology:
+    family = "trn1" if instance.startswith("trn1n") else instance[:4]
+    source = _ARCH.format(family=family)
+    return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, source, 2 if cores == 4 else None)
 
 
 TOPOLOGIES: Mapping[str, Topology] = MappingProxyType(
     {
         topology.instance: topology
         for topology in (
-            _inf2("xlarge", 1, 4, 16, "none"),
-            _inf2("8xlarge", 1, 32, 128, "none"),
-            _inf2("24xlarge", 6, 96, 384, "line"),
-            _inf2("48xlarge", 12, 192, 768, "ring"),
+            _type("inf2.xlarge", 1, 2, 16, 4, 16, "none"),
+            _type("inf2.8xlarge", 1, 2, 16, 32, 128, "none"),
+            _type("inf2.24xlarge", 6, 2, 16, 96, 384, "line"),
+            _type("inf2.48xlarge", 12, 2, 16, 192, 768, "ring"),
+            _type("trn1.2xlarge", 1, 2, 16, 8, 32, "none"),
+            _type("trn1.32xlarge", 16, 2, 16, 128, 512, "torus"),
+            _type("trn1n.32xlarge", 16, 2, 16, 128, 512, "torus"),
+            _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none"),  # not in the pages of the SDK that we read
+            _type("trn2.48xlarge", 16, 4, 24, 192, 2048, "torus"),
+            _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # four make an UltraServer; each is a host
         )
     }
 )
+"""Every instance type with Neuron devices that serves language models, at its default LNC."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +105,18 @@ DEGREES: Mapping[str, Mapping[int, Degree]] = MappingProxyType(
                 12: Degree(12, 12, 12, False, _LLM_PAGE),  # named on that one page only
                 24: Degree(24, 24, 24, True, f"{_GUIDES}; the full ring: {_COLLECTIVES}"),
             }
-        )
+        ),
+        "trn1": MappingProxyType(
+            {
+                1: Degree(1, 1, 1, True, _TRN1_GUIDES),
+                2: Degree(2, 2, 2, True, _TRN1_GUIDES),
+                **{tp: Degree(tp, tp, tp, True, f"{_TRN1_GUIDES}; {_SCHEDULER}") for tp in (8, 16, 32)},
+            }
+        ),
+        "trn2": MappingProxyType(
+            # The documents show ranges at multiples of the degree and no other; none says that others are illegal.
+            {tp: Degree(tp, tp, tp, True, f"{_NXD_GUIDE} (trn2, LNC 2)") for tp in (1, 2, 4, 8, 16, 32, 64)}
+        ),
     }
 )
 
@@ -102,6 +145,9 @@ class Host:
     reserve_vcpus: int = 0  # left to the system: the first of ``cpus``
     reserved_cores: frozenset[int] = frozenset()
     emulated: bool = False  # the accelerator only; CPUs are real
+    memory_gib: float | None = (
+        None  # of the host, for loading; None: not a limit (an emulated host shares the machine's)
+    )
 
     @property
     def cores(self) -> int:

@@ -22,7 +22,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     if file.spec is None or has_errors(problems):
         say(f"{file.name} has errors: nothing was started")
         return 1
-    if file.spec.hosts is None and file.hosts[0].emulated:
+    if not file.spec.hosts and file.hosts[0].emulated:
         name = file.hosts[0].name
         say(f"no Neuron devices here: emulating {name} (only the accelerator; the CPUs are real)")
     placed = plan(file.spec, file.hosts, file.checkpoints)

@@ -12,7 +12,7 @@ BIG = TOPOLOGIES["inf2.48xlarge"]
 
 
 def wish(**hosts: object) -> Spec:
-    return Spec(hosts=HostsSpec.model_validate(hosts))
+    return Spec(hosts=(HostsSpec.model_validate(hosts),))
 
 
 def test_an_instance_is_planned_from_its_topology_alone() -> None:
