@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -15,6 +15,29 @@ class CheckpointError(Exception):
         self.id = id
         self.what = what
         self.hint = hint
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters a model has, by what they do. A fused query-key-value projection counts as its parts."""
+
+    embedding: int  # of tokens; the head too where the two are tied
+    head: int  # 0 where it is tied
+    positions: int  # learned ones; 0 without
+    attention: int  # matrices of the query and output projections
+    kv: int  # matrices of the key and value projections
+    feed_forward: int  # matrices, of all experts
+    small: int  # norms, biases, routers, and what widens or narrows an embedding (some of opt)
+
+    @property
+    def matrices(self) -> int:
+        """What ``quantize`` applies to: the projections of all layers."""
+        return self.attention + self.kv + self.feed_forward
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.embedding + self.head + self.positions + self.matrices + self.small
 
 
 @dataclass(frozen=True)
@@ -34,11 +57,31 @@ class Checkpoint:
     parameters: int  # of the whole model, tied weights counted once
     experts: int | None = None  # feed-forward layers beside each other, all of them held; None: one, without a router
     embedding_dim: int | None = None  # width of an embedded token where it is not ``hidden`` (some of opt)
+    stored_bytes: int | None = None  # of a parameter in the checkpoint's files; None: config.json does not say
+
+    @property
+    def feed_forward_matrices(self) -> int:
+        """Of one expert: up and down, and a gate where the family has one."""
+        return 3 if self.model_type in _GATED else 2
+
+    @property
+    def groups(self) -> Parameters:
+        """``parameters``, divided. They sum to it exactly."""
+        table = self.vocab * (self.embedding_dim or self.hidden)
+        positions = 0
+        if self.model_type in _LEARNED_POSITIONS and self.max_positions:
+            positions = (self.max_positions + _LEARNED_POSITIONS[self.model_type]) * self.hidden
+        projection = 2 * self.layers * self.hidden * self.head_dim
+        feed_forward = self.layers * (self.experts or 1) * self.feed_forward_matrices * self.hidden * self.ffn
+        attention, kv = projection * self.heads, projection * self.kv_heads
+        head = 0 if self.tied_embeddings else table
+        small = self.parameters - (table + head + positions + attention + kv + feed_forward)
+        return Parameters(table, head, positions, attention, kv, feed_forward, small)
 
     @property
     def embedding_parameters(self) -> int:
         """Token embedding and output head, tied weights counted once."""
-        return self.vocab * (self.embedding_dim or self.hidden) * (1 if self.tied_embeddings else 2)
+        return self.groups.embedding + self.groups.head
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Checkpoint:
@@ -60,7 +103,19 @@ class Checkpoint:
                 f'model_type "{family}" is not supported; supported are {known}',
                 "serve a checkpoint of one of these families",
             )
-        return reader(_Config(config))
+        return replace(reader(_Config(config)), stored_bytes=_stored_bytes(config))
+
+
+_GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
+_LEARNED_POSITIONS = {"gpt2": 0, "gpt_bigcode": 0, "opt": 2}  # rows beyond the positions
+
+_STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def _stored_bytes(config: Mapping[str, Any]) -> int | None:
+    """From ``dtype`` (transformers 5) or ``torch_dtype``. It only sharpens an estimate, so that nothing is refused."""
+    name = config.get("dtype", config.get("torch_dtype"))
+    return _STORED_BYTES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 _REPAIR = "use the config.json that belongs to the checkpoint"

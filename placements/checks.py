@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange
-from placements.engines import ENGINE_OPTIONS, needs_neuron, resolve, takes_cores
-from placements.memory import USABLE_HBM, estimate
+from placements.engines import ENGINE_OPTIONS, HOST_ENGINES, Engine, needs_neuron, resolve, takes_cores
+from placements.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
 from placements.packing import Free
 from placements.pins import assign
 from placements.places import Path
@@ -18,23 +18,78 @@ from placements.plan import plan
 from placements.problems import Problem, Severity, in_order
 from placements.spec import ModelSpec, Pin, Spec
 from placements.threads import arithmetic, threads
-from placements.topology import DEGREES, Host, alignment, degree
+from placements.topology import DEGREES, Host, Topology, alignment, degree, documented
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """The hosts that a rule looks at."""
+
+    hosts: Sequence[Host]
+    names: Mapping[str, Host]
+    kinds: Sequence[tuple[Host, int]]  # one host for each type, reserve and memory, and how many are like it
+
+    @classmethod
+    def of(cls, hosts: Sequence[Host]) -> _Fleet:
+        kinds: dict[tuple[object, ...], tuple[Host, int]] = {}
+        for host in hosts:
+            key = (host.topology, host.reserved_cores, host.memory_gib)
+            first, count = kinds.get(key, (host, 0))
+            kinds[key] = (first, count + 1)
+        return cls(hosts, {host.name: host for host in hosts}, tuple(kinds.values()))
+
+    @property
+    def types(self) -> list[Topology]:
+        """The instance types, each once."""
+        return list(dict.fromkeys(host.topology for host, _ in self.kinds if host.topology is not None))
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One model to be judged. ``hosts`` are those where it takes cores."""
+    """One model to be judged. ``fleet`` holds the hosts where it takes cores; a model is legal if one type can take
+    it."""
 
     spec: Spec
     model: ModelSpec
-    hosts: Sequence[Host]
-    all_hosts: Sequence[Host]
+    fleet: _Fleet
+    all_hosts: _Fleet
     checkpoint: Checkpoint | None
     draft: Checkpoint | None = None
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        return self.fleet.hosts
+
+    @property
+    def engine(self) -> Engine:
+        """Resolved where the hosts are known; real and emulated ones never stand together."""
+        hosts = self.all_hosts.hosts
+        return resolve(self.model.engine, hosts[0]) if hosts else self.model.engine
+
+    def has_degree(self, topology: Topology) -> bool:
+        """Whether the model's degree may lie on hosts of the type."""
+        return _has_degree(self.model, topology)
+
+    def memory(self, tp_degree: int | None = None) -> MemoryEstimate | None:
+        """What a core needs, at the model's degree or another; None without a checkpoint."""
+        if self.checkpoint is None:
+            return None
+        model = self.model.model_copy(update={"tp_degree": tp_degree or self.model.tp_degree})
+        return estimate(model, self.checkpoint, self.engine, self.draft)
+
+    def suits(self, host: Host) -> bool:
+        """Whether a replica could lie on the host if it were empty, as far as degree and HBM decide it."""
+        if host.topology is None or not takes_cores(self.model.engine, host):
+            return True
+        need = self.memory()
+        return self.has_degree(host.topology) and (need is None or fits(need, host.topology))
 
     def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
         return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
 
+
+UNQUANTIZED_FAMILIES = ("gptj", "gpt_neox")
+"""Those that transformers-neuronx has no int8 weights for: its classes take no QuantizationConfig."""
 
 Rule = Callable[[_Case], Iterator[Problem]]
 
@@ -58,10 +113,13 @@ def check(
     ``hosts`` may be empty when the spec's hosts could not be read; then only rules about the spec alone are judged.
     """
     problems: list[Problem] = []
+    everywhere = _Fleet.of(hosts)
+    fleets: dict[Engine, _Fleet] = {}
     for model in spec.models:
-        own_hosts = [host for host in hosts if takes_cores(model.engine, host)]
+        if model.engine not in fleets:
+            fleets[model.engine] = _Fleet.of([host for host in hosts if takes_cores(model.engine, host)])
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
-        case = _Case(spec, model, own_hosts, hosts, checkpoint, draft)
+        case = _Case(spec, model, fleets[model.engine], everywhere, checkpoint, draft)
         for judged in _RULES:
             if not judged.needs & model.broken:
                 problems.extend(judged.rule(case))
@@ -69,7 +127,7 @@ def check(
     problems.extend(pins_do_not_overlap(spec, hosts))
     problems.extend(threads_within_budget(spec, hosts))
     if not any(problem.severity == "error" for problem in problems) and not any(model.broken for model in spec.models):
-        problems.extend(max_can_fit(spec, hosts))
+        problems.extend(max_can_fit(spec, hosts, checkpoints))
     return in_order(problems)
 
 
@@ -95,19 +153,20 @@ def pins_within_max(case: _Case) -> Iterator[Problem]:
 
 def pins_have_effect(case: _Case) -> Iterator[Problem]:
     """A model that takes no cores has no use for pins."""
-    if case.model.cores and case.all_hosts and not case.hosts:
-        engine = resolve(case.model.engine, case.all_hosts[0])
-        what = f"pin {_quoted(case.model.cores[0])} has no effect: the {engine} engine takes no cores of a real host"
+    if case.model.cores and case.all_hosts.hosts and not case.hosts:
+        what = (
+            f"pin {_quoted(case.model.cores[0])} has no effect: the {case.engine} engine takes no cores of a real host"
+        )
         yield case.problem("pin-without-effect", ("cores",), what, "remove the pins", "warning")
 
 
 def pins_on_known_hosts(case: _Case) -> Iterator[Problem]:
     """A pin names a host that is there."""
-    names = [host.name for host in case.all_hosts]
+    names = case.all_hosts.names
     for i, pin in enumerate(case.model.cores):
         if names and pin.host is not None and pin.host not in names:
-            what = f'pin {_quoted(pin)} names the host "{pin.host}"; hosts are {_some(names)}'
-            yield case.problem("pin-unknown-host", ("cores", i), what, f'write "{names[0]}:{pin.cores}"')
+            what = f'pin {_quoted(pin)} names the host "{pin.host}"; hosts are {_some([*names])}'
+            yield case.problem("pin-unknown-host", ("cores", i), what, f'write "{next(iter(names))}:{pin.cores}"')
 
 
 def pins_inside_host(case: _Case) -> Iterator[Problem]:
@@ -136,49 +195,76 @@ def pins_as_long_as_tp(case: _Case) -> Iterator[Problem]:
     for i, pin in enumerate(case.model.cores):
         if len(pin.cores) != tp and case.hosts:
             what = f"pin {_quoted(pin)} has {_count(len(pin.cores), 'core')}, and tp_degree is {tp}"
-            fitting = CoreRange.of_length(pin.cores.first, tp)
-            yield case.problem(
-                "pin-length", ("cores", i), what, f'pin to "{fitting}", or set tp_degree to {len(pin.cores)}'
-            )
+            fitting = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host)
+            hint = f"pin to {_quoted(fitting)}, or set tp_degree to {len(pin.cores)}"
+            yield case.problem("pin-length", ("cores", i), what, hint)
 
 
 def degree_is_legal(case: _Case) -> Iterator[Problem]:
-    """The tensor-parallel degree is one that the family has, and no more than a host's cores."""
-    tp = case.model.tp_degree
-    if not case.hosts:
+    """The tensor-parallel degree is one that a host's family has, and no more than that host's cores."""
+    tp, path, types = case.model.tp_degree, ("tp_degree",), case.fleet.types
+    if not types:
         return
-    host = max(case.hosts, key=lambda host: host.cores)
-    family = _family(host)
-    path = ("tp_degree",)
-    legal = [known for known in DEGREES[family] if known <= host.cores]
-    known = degree(family, tp)
-    if tp > host.cores:
-        what = f"tp_degree {tp} exceeds the {_count(host.cores, 'core')} of {host.name}"
-        yield case.problem(
-            "degree-exceeds-host", path, what, f"take one of {_listed(legal)}, or a larger instance type"
-        )
-    elif tp in case.model.allow_degrees:
-        return
-    elif known is None:
-        what = f"tp_degree {tp} is not a degree of {family}, which has {_listed(legal)}"
+    legal = [topology for topology in types if case.has_degree(topology)]
+    known = {topology: [one for one in DEGREES[topology.family] if one <= topology.cores] for topology in types}
+    if all(tp > topology.cores for topology in types):
+        what = f"tp_degree {tp} exceeds the {_count(types[0].cores, 'core')} of {case.hosts[0].name}"
+        if len(types) > 1:
+            sizes = _each(types, lambda topology: _count(topology.cores, "core"))
+            what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
+        fitting = sorted({one for degrees in known.values() for one in degrees})
+        hint = f"take one of {_listed(fitting)}, or a larger instance type"
+        yield case.problem("degree-exceeds-host", path, what, hint)
+    elif not legal:
+        what = f"tp_degree {tp} is not a degree of {types[0].family}, which has {_listed(known[types[0]])}"
+        if len(types) > 1:
+            what = f"tp_degree {tp} is a degree of none of the hosts: {_each(types, lambda t: _listed(known[t]))}"
         hint = f"take one of these, or add allow_degrees: [{tp}] if you know that it works"
         yield case.problem("illegal-degree", path, what, hint)
-    elif not known.documented:
+    elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
         what = f"tp_degree {tp} is named on one page of AWS's only, not in the guides of the engines"
+        if legal[0].lnc == 1:
+            what = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, and lnc is 1"
         yield case.problem("undocumented-degree", path, what, f"allow_degrees: [{tp}] silences this", "warning")
 
 
+def pins_have_their_degree(case: _Case) -> Iterator[Problem]:
+    """A pin lies on a host whose type can take the model, where only some types can."""
+    able = [topology for topology in case.fleet.types if case.has_degree(topology)]
+    fitting = [host for host, _ in case.fleet.kinds if case.suits(host)]
+    for i, pin, hosts in _pinned(case):
+        own = ", ".join(topology.instance for topology in _Fleet.of(hosts).types)
+        if not able or any(case.suits(host) for host in hosts):
+            continue
+        if not any(host.topology and case.has_degree(host.topology) for host in hosts):
+            what = f"pin {_quoted(pin)} lies on {own}, which has no tp_degree {case.model.tp_degree}"
+            hint = f"pin to a host of type {_types(able)}"
+            yield case.problem("illegal-degree", ("cores", i), what, hint)
+        elif fitting:
+            what = f"pin {_quoted(pin)} lies on {own}, whose cores have too little HBM for {case.model.name}"
+            hint = f"pin to a host of type {_types(_Fleet.of(fitting).types)}"
+            yield case.problem("hbm-exceeded", ("cores", i), what, hint)
+
+
 def pins_are_aligned(case: _Case) -> Iterator[Problem]:
-    """A pin begins where the hardware lets its degree begin."""
+    """A pin begins where the hardware of one of its hosts lets its degree begin."""
     tp = case.model.tp_degree
     for i, pin, hosts in _pinned(case):
-        if len(pin.cores) != tp or tp > max(host.cores for host in hosts):
+        inside = [host for host in hosts if pin.cores.last < host.cores] or hosts
+        types = [topology for topology in _Fleet.of(inside).types if tp <= topology.cores]
+        types = [topology for topology in types if case.has_degree(topology)] or types
+        if len(pin.cores) != tp or not types:
             continue  # told already
-        step = alignment(_family(hosts[0]), tp).legal
-        if not pin.cores.aligned(step):
-            lower = pin.cores.first // step * step
-            what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} begins at a multiple of {step}"
-            yield case.problem("pin-misaligned", ("cores", i), what, f'pin to "{CoreRange.of_length(lower, tp)}"')
+        steps = {topology: alignment(topology.family, tp).legal for topology in types}
+        if any(pin.cores.aligned(step) for step in steps.values()):
+            continue
+        told = f"a multiple of {steps[types[0]]}"
+        if len(set(steps.values())) > 1:
+            told = _each(types, lambda topology: f"multiples of {steps[topology]}")  # noqa: B023
+        what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} begins at {told}"
+        least = min(steps.values())
+        lower = Pin(CoreRange.of_length(pin.cores.first // least * least, tp), pin.host)
+        yield case.problem("pin-misaligned", ("cores", i), what, f"pin to {_quoted(lower)}")
 
 
 def heads_divisible(case: _Case) -> Iterator[Problem]:
@@ -186,40 +272,89 @@ def heads_divisible(case: _Case) -> Iterator[Problem]:
     tp, checkpoint = case.model.tp_degree, case.checkpoint
     if checkpoint is None or not case.hosts or case.model.allow_head_padding or checkpoint.heads % tp == 0:
         return
-    largest = max(host.cores for host in case.hosts)
-    family = _family(case.hosts[0])
-    dividing = [known for known in DEGREES[family] if checkpoint.heads % known == 0 and known <= largest]
+    dividing = [known for known in _degrees(case.fleet.types) if checkpoint.heads % known == 0]
     what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
     hint = f"take {_listed(dividing, 'or')}, or add allow_head_padding: true for an engine that pads with zeros"
     yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
 
 
+def experts_divisible(case: _Case) -> Iterator[Problem]:
+    """transformers-neuronx deals whole experts out to cores, or whole groups of cores to experts."""
+    tp, experts = case.model.tp_degree, case.checkpoint.experts if case.checkpoint else None
+    if case.engine != "transformers-neuronx" or not experts or experts % tp == 0 or tp % experts == 0:
+        return
+    dividing = [known for known in _degrees(case.fleet.types) if experts % known == 0 or known % experts == 0]
+    what = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
+    yield case.problem("experts-not-divisible", ("tp_degree",), what, f"take {_listed(dividing, 'or')}")
+
+
 def fits_memory(case: _Case) -> Iterator[Problem]:
-    """Weights, KV cache and overhead fit into a core's HBM."""
-    model, checkpoint = case.model, case.checkpoint
-    if checkpoint is None or not case.hosts:
+    """Weights, KV cache and overhead fit into a core's HBM of one type at least."""
+    model, checkpoint, need = case.model, case.checkpoint, case.memory()
+    types = [topology for topology in case.fleet.types if case.has_degree(topology)] or case.fleet.types
+    if checkpoint is None or need is None or not types or any(fits(need, topology) for topology in types):
         return
-    host = max(case.hosts, key=lambda host: host.topology.hbm_per_core_gib if host.topology else 0)
-    if host.topology is None:
-        return
-    hbm = host.topology.hbm_per_core_gib
-    limit = USABLE_HBM * hbm
-    engine = resolve(model.engine, host)
-    need = estimate(model, checkpoint, engine, case.draft)
-    if need.total <= limit:
-        return
-    terms = f"{need} on each core, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM"
+    largest = max(types, key=lambda topology: topology.hbm_per_core_gib)
+    hbm, limit = largest.hbm_per_core_gib, usable_hbm(largest)
+    of = f" of {largest.instance}" if len(types) > 1 else ""
+    terms = f"{need} on each core, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
     setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
-    what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(engine)}: {terms}"
+    what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
     hint = "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
-    for tp in sorted(DEGREES[_family(host)]):
-        larger = model.model_copy(update={"tp_degree": tp})
-        if model.tp_degree < tp <= host.cores and checkpoint.heads % tp == 0:
-            total = estimate(larger, checkpoint, engine, case.draft).total
-            if total <= limit:
-                hint = f"tp_degree {tp} needs {total:.2f} GiB on each core; or {hint}"
-                break
+    for tp in _degrees(case.fleet.types):
+        having = [topology for topology in case.fleet.types if tp <= topology.cores and degree(topology.family, tp)]
+        larger = case.memory(tp) if tp > model.tp_degree and checkpoint.heads % tp == 0 else None
+        if larger is not None and any(fits(larger, topology) for topology in having):
+            hint = f"tp_degree {tp} needs {larger.total:.2f} GiB on each core; or {hint}"
+            break
     yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
+
+
+def fits_host_memory(case: _Case) -> Iterator[Problem]:
+    """The load of one replica fits into the memory of one host at least."""
+    model, checkpoint = case.model, case.checkpoint
+    hosts = [host for host, _ in (case.fleet if case.hosts else case.all_hosts).kinds]
+    hosts = [host for host in hosts if case.suits(host)]
+    memory = [host.memory_gib for host in hosts if host.memory_gib is not None]
+    if not memory or len(memory) < len(hosts):
+        return
+    if model.host_memory_gib is not None:
+        need, path = model.host_memory_gib, "host_memory_gib"
+    elif checkpoint is not None:
+        need, path = host_memory(model, checkpoint, case.engine, case.draft).load, "source"
+    else:
+        return
+    largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
+    if need > max(memory):
+        what = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
+        what += f", and replicas of {largest.name} may take {max(memory):g} GiB"
+        hint = "take a larger instance type, or set host_memory_gib if you measured less"
+        yield case.problem("host-memory-exceeded", (path,), what, hint)
+
+
+def spread_leaves_room(case: _Case) -> Iterator[Problem]:
+    """As many replicas as ``min`` asks for have a host each, or as few on one as ``spread`` allows; pins too."""
+    model, spread = case.model, case.model.spread
+    if spread is None or not case.all_hosts.hosts:
+        return
+    kinds = (case.fleet if case.hosts else case.all_hosts).kinds
+    hosts = sum(count for host, count in kinds if case.suits(host))
+    least = model.replicas.min
+    if hosts and least > spread.host * hosts:
+        places = f"{_count(hosts, 'host')} that can take it"
+        what = f"min {least} of {model.name} exceeds {spread.host} on each of {places}"
+        hint = f"add hosts, raise spread.host to {-(-least // hosts)}, or lower replicas.min to {spread.host * hosts}"
+        yield case.problem("spread-too-narrow", ("spread",), what, hint)
+    only = case.hosts[0].name if len(case.hosts) == 1 else None
+    pins: dict[str, int] = {}
+    for i, pin in enumerate(model.cores):
+        name = pin.host or only
+        if name is not None and case.hosts:
+            pins[name] = pins.get(name, 0) + 1
+            if pins[name] == spread.host + 1:
+                what = f"pin {_quoted(pin)} is number {pins[name]} on {name}, and spread allows {spread.host} on a host"
+                hint = "pin to another host, or raise spread.host"
+                yield case.problem("spread-too-narrow", ("cores", i), what, hint)
 
 
 def length_within_positions(case: _Case) -> Iterator[Problem]:
@@ -233,7 +368,7 @@ def length_within_positions(case: _Case) -> Iterator[Problem]:
 
 def engine_options_are_known(case: _Case) -> Iterator[Problem]:
     """engine_options holds only what the engine understands, in its type and range."""
-    engine = resolve(case.model.engine, case.all_hosts[0]) if case.all_hosts else case.model.engine
+    engine = case.engine
     known = ENGINE_OPTIONS.get(engine, {})
     for name, value in case.model.engine_options.items():
         path, option = ("engine_options", name), known.get(name)
@@ -253,19 +388,79 @@ def engine_options_are_known(case: _Case) -> Iterator[Problem]:
 
 def engine_can_draft(case: _Case) -> Iterator[Problem]:
     """A draft is asked only of the engine that uses one."""
-    engine = resolve(case.model.engine, case.all_hosts[0]) if case.all_hosts else case.model.engine
-    if case.model.draft is not None and engine not in ("auto", "cpu"):
-        what = f"draft has no effect: the engine {engine} drafts nothing, only cpu does"
+    if case.model.draft is not None and case.engine not in ("auto", "cpu"):
+        what = f"draft has no effect: the engine {case.engine} drafts nothing, only cpu does"
         yield case.problem("draft-unsupported", ("draft",), what, "remove draft, or take the engine cpu")
+
+
+def engine_can_quantize(case: _Case) -> Iterator[Problem]:
+    """int8 weights are asked only of an engine, and of a family, that has them."""
+    quantize, family = case.model.quantize, case.checkpoint.model_type if case.checkpoint else None
+    if quantize is None:
+        return
+    if case.engine in HOST_ENGINES:
+        what = f"quantize has no effect: the engine {case.engine} computes with whole weights"
+        hint = "remove quantize, or take an engine of Neuron devices"
+        yield case.problem("quantize-unsupported", ("quantize",), what, hint)
+    elif case.engine == "transformers-neuronx" and family in UNQUANTIZED_FAMILIES:
+        what = f"transformers-neuronx quantizes no {family}, which {case.model.name} is"
+        yield case.problem("quantize-unsupported", ("quantize",), what, "remove quantize")
+
+
+def engine_can_share_heads(case: _Case) -> Iterator[Problem]:
+    """A way to deal KV heads out is asked only of the engine that has the choice, and only where it can be.
+
+    transformers-neuronx itself would warn and take another way, with another need of memory (its
+    ``check_gqa_fallback``).
+    """
+    model, checkpoint = case.model, case.checkpoint
+    way, tp, path = model.group_query_attention, model.tp_degree, ("group_query_attention",)
+    if way is None:
+        return
+    if case.engine not in ("auto", "transformers-neuronx"):
+        what = f"group_query_attention has no effect: the engine {case.engine} has no such choice"
+        hint = "remove it, or take the engine transformers-neuronx"
+        yield case.problem("gqa-unsupported", path, what, hint)
+        return
+    why = ""
+    if way == "shard-over-batch" and model.max_batch % tp != 0:
+        why = f"tp_degree {tp} does not divide max_batch {model.max_batch}"
+    elif checkpoint is None:
+        return
+    elif way == "shard-over-heads" and checkpoint.kv_heads % tp != 0:
+        why = f"tp_degree {tp} does not divide the {_count(checkpoint.kv_heads, 'KV head')}"
+    elif way == "all-gather-heads":
+        width, padding = checkpoint.kv_heads * checkpoint.head_dim, -checkpoint.heads % tp
+        if width % tp != 0:
+            why = f"tp_degree {tp} does not divide the {width} numbers of all KV heads"
+        elif padding % checkpoint.kv_heads != 0:
+            why = f"the {_count(padding, 'head')} of padding cannot be dealt to {checkpoint.kv_heads} KV heads"
+    if why:
+        hint = "replicated-heads is always possible; or leave group_query_attention out"
+        yield case.problem("gqa-not-divisible", path, f"{way} of {model.name} cannot be: {why}", hint)
 
 
 def engine_can_run(case: _Case) -> Iterator[Problem]:
     """An engine of Neuron devices is not asked of hosts that have none."""
-    hosts = case.all_hosts
+    hosts = case.all_hosts.hosts
     if needs_neuron(case.model.engine) and hosts and all(host.emulated or host.topology is None for host in hosts):
         what = f"engine {case.model.engine} needs Neuron devices, and the hosts are emulated or have none"
         yield case.problem("engine-needs-neuron", ("engine",), what, "engine: auto takes cpu there", "warning")
 
+
+_SIZES = frozenset(  # what decides how much memory a replica needs
+    {
+        "engine",
+        "dtype",
+        "tp_degree",
+        "max_batch",
+        "max_len",
+        "hbm_overhead_gib",
+        "draft",
+        "quantize",
+        "group_query_attention",
+    }
+)
 
 _RULES: tuple[_Judged, ...] = (
     _Judged(min_within_max, frozenset({"replicas"})),
@@ -276,14 +471,17 @@ _RULES: tuple[_Judged, ...] = (
     _Judged(pins_off_reserved, frozenset({"engine"})),
     _Judged(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
     _Judged(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
+    _Judged(pins_have_their_degree, _SIZES | {"allow_degrees"}),
     _Judged(pins_are_aligned, frozenset({"engine", "tp_degree"})),
     _Judged(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
-    _Judged(
-        fits_memory,
-        frozenset({"engine", "dtype", "tp_degree", "max_batch", "max_len", "hbm_overhead_gib"}),
-    ),
+    _Judged(experts_divisible, frozenset({"engine", "tp_degree"})),
+    _Judged(fits_memory, _SIZES),
+    _Judged(fits_host_memory, _SIZES | {"host_memory_gib"}),
+    _Judged(spread_leaves_room, _SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
     _Judged(length_within_positions, frozenset({"max_len"})),
     _Judged(engine_can_draft, frozenset({"engine", "draft"})),
+    _Judged(engine_can_quantize, frozenset({"engine", "quantize"})),
+    _Judged(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
     _Judged(engine_options_are_known, frozenset({"engine", "engine_options"})),
     _Judged(engine_can_run, frozenset({"engine"})),
 )
@@ -293,23 +491,28 @@ _RULES: tuple[_Judged, ...] = (
 
 
 def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
-    """Reserved cores exist, and reserved vCPUs leave some."""
-    if not hosts or not spec.hosts:
-        return
-    host = hosts[0]
-    outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]
-    if outside:
-        what = f"reserve.cores names {_cores(outside)}; {host.name} has cores 0-{host.cores - 1}"
-        yield _hosts_problem(spec, "reserve-outside-host", "cores", what, "reserve cores that exist")
-    if host.reserve_vcpus >= len(host.cpus):
-        what = (
-            f"reserve.vcpus {host.reserve_vcpus} leaves nothing of the {_count(len(host.cpus), 'CPU')} of {host.name}"
-        )
-        yield _hosts_problem(spec, "reserve-exceeds-host", "vcpus", what, f"reserve at most {len(host.cpus) - 1}")
-
-
-def _hosts_problem(spec: Spec, id: str, key: str, what: str, hint: str) -> Problem:
-    return Problem(id, "error", spec.where("hosts", "reserve", key), what, hint)
+    """Reserved cores exist, and reserved vCPUs and memory leave some; of each entry of ``hosts``."""
+    first = 0
+    for i, wish in enumerate(spec.hosts):
+        if first >= len(hosts):
+            return
+        host, first = hosts[first], first + wish.count
+        path: Path = ("hosts", i, "reserve") if ("hosts", i) in spec.places else ("hosts", "reserve")
+        outside = [core for core in sorted(host.reserved_cores) if core >= host.cores]
+        if outside:
+            what = f"reserve.cores names {_cores(outside)}; {host.name} has cores 0-{host.cores - 1}"
+            where = spec.where(*path, "cores")
+            yield Problem("reserve-outside-host", "error", where, what, "reserve cores that exist")
+        if host.reserve_vcpus >= len(host.cpus):
+            cpus = _count(len(host.cpus), "CPU")
+            what = f"reserve.vcpus {host.reserve_vcpus} leaves nothing of the {cpus} of {host.name}"
+            hint = f"reserve at most {len(host.cpus) - 1}"
+            yield Problem("reserve-exceeds-host", "error", spec.where(*path, "vcpus"), what, hint)
+        if host.topology and host.memory_gib is not None and wish.reserve.memory_gib >= host.topology.memory_gib:
+            memory = host.topology.memory_gib
+            what = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves nothing of the {memory} GiB of {host.name}"
+            where = spec.where(*path, "memory_gib")
+            yield Problem("reserve-exceeds-host", "error", where, what, f"reserve less than {memory}")
 
 
 class _Claim(NamedTuple):
@@ -384,10 +587,11 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
         if kind in seen or budget < 1:
             continue
         seen.add(kind)
-        total = _most_threads(models, host)
+        able = [model for model in models if _can_lie(model, host)]
+        total = _most_threads(able, host)
         if total > budget:
             sums = dict.fromkeys(
-                f"tp {model.tp_degree}: {arithmetic(model.threads, model.tp_degree, host)}" for model in models
+                f"tp {model.tp_degree}: {arithmetic(model.threads, model.tp_degree, host)}" for model in able
             )
             what = (
                 f"replicas of this spec could run {total} threads together on {host.name}, which has "
@@ -397,6 +601,13 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
                 "they take turns on the CPUs and slow each other down; use fewer replicas or a machine with more CPUs"
             )
             yield Problem("threads-oversubscribed", "warning", spec.where("hosts"), what, hint)
+
+
+def _can_lie(model: ModelSpec, host: Host) -> bool:
+    """Whether the host has the model's degree; always where the model takes no cores."""
+    if host.topology is None or not takes_cores(model.engine, host):
+        return True
+    return _has_degree(model, host.topology)
 
 
 def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
@@ -409,20 +620,26 @@ def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
         if not takes_cores(model.engine, host):
             floating += count * model.replicas.max
             continue
-        for _ in range(min(model.replicas.max, cores // model.tp_degree)):
+        most = min(model.replicas.max, model.spread.host) if model.spread else model.replicas.max
+        for _ in range(min(most, cores // model.tp_degree)):
             for used in range(cores, model.tp_degree - 1, -1):
                 best[used] = max(best[used], best[used - model.tp_degree] + count)
     return max(best) + floating
 
 
-def max_can_fit(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
+def max_can_fit(
+    spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint] | None = None
+) -> Iterator[Problem]:
     """Each model's ``max`` fits beside the ``min`` of all models that do not rank below it."""
-    if not hosts or not plan(spec, hosts, wanted={model.name: model.replicas.max for model in spec.models}).unplaced:
+    if (
+        not hosts
+        or not plan(spec, hosts, checkpoints, wanted={model.name: model.replicas.max for model in spec.models}).unplaced
+    ):
         return
     for model in spec.models:
         most = model.replicas.max
         rivals = {other.name: other.replicas.min if other.priority >= model.priority else 0 for other in spec.models}
-        drawn = plan(spec, hosts, wanted={**rivals, model.name: most})
+        drawn = plan(spec, hosts, checkpoints, wanted={**rivals, model.name: most})
         placed = sum(placement.model == model.name for placement in drawn.placements)
         if placed < most:
             what = f"max {most} of {model.name} can never fit: there is room for {placed} beside the min of the others"
@@ -434,15 +651,37 @@ def max_can_fit(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
 
 
 def _pinned(case: _Case) -> Iterator[tuple[int, Pin, list[Host]]]:
-    """Each pin with the hosts that it may lie on, where there are any."""
+    """Each pin with the hosts that it may lie on, where there are any; of hosts that are alike one."""
+    every = [host for host, _ in case.fleet.kinds]
     for i, pin in enumerate(case.model.cores):
-        hosts = [host for host in case.hosts if pin.host in (None, host.name)]
+        named = case.fleet.names.get(pin.host) if pin.host is not None else None
+        hosts = every if pin.host is None else [named] if named is not None else []
         if hosts:
             yield i, pin, hosts
 
 
-def _family(host: Host) -> str:
-    return host.topology.family if host.topology else ""
+def _has_degree(model: ModelSpec, topology: Topology) -> bool:
+    known = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
+    return known and model.tp_degree <= topology.cores
+
+
+def _is_documented(topology: Topology, tp: int) -> bool:
+    known = degree(topology.family, tp)
+    return known is not None and documented(topology, known)
+
+
+def _degrees(types: Sequence[Topology]) -> list[int]:
+    """The degrees that some of the types have, ascending."""
+    return sorted({tp for topology in types for tp in DEGREES[topology.family] if tp <= topology.cores})
+
+
+def _each(types: Sequence[Topology], told: Callable[[Topology], str]) -> str:
+    """ "32 cores of trn1.32xlarge, 24 cores of inf2.48xlarge"."""
+    return "; ".join(f"{told(topology)} on {topology.instance}" for topology in types)
+
+
+def _types(types: Sequence[Topology]) -> str:
+    return " or ".join(topology.instance for topology in types)
 
 
 def _quoted(pin: Pin) -> str:

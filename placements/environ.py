@@ -8,12 +8,18 @@ from placements.cores import CoreRange
 
 
 def environment(
-    model: str, replica: int, cores: CoreRange | None, threads: int, cpus: Sequence[int] = ()
+    model: str,
+    replica: int,
+    cores: CoreRange | None,
+    threads: int,
+    cpus: Sequence[int] = (),
+    lnc: int | None = None,
 ) -> dict[str, str]:
     """The variables of one replica.
 
     NEURON_RT_VISIBLE_CORES is "a-b", or "a": optimum-neuron reads no other form. NEURON_RT_NUM_CORES is never set, for
-    optimum-neuron takes the smaller of the two. ``cpus`` empty means that the process is not bound to CPUs.
+    optimum-neuron takes the smaller of the two. ``cpus`` empty means that the process is not bound to CPUs. ``lnc`` is
+    that of the host's topology: the range counts logical cores, and a NEFF loads only under the LNC of its compilation.
     """
     env = {
         "NEURON_PROCESS_TAG": f"{model}/{replica}",  # neuron-monitor shows it as neuron_runtime_tag
@@ -23,6 +29,8 @@ def environment(
     }
     if cores is not None:
         env["NEURON_RT_VISIBLE_CORES"] = str(cores)
+        if lnc is not None:
+            env["NEURON_LOGICAL_NC_CONFIG"] = str(lnc)
     if threads > 1:
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of two processes on shared CPUs cost a factor of 30
     if cpus:

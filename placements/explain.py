@@ -1,83 +1,510 @@
-"""A plan as people read it: the core map."""
+"""Why a model is where it is, or what keeps it from a place."""
 
 from __future__ import annotations
 
-import string
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
-from placements.plan import Placement, Plan
-from placements.topology import Host
+from placements.checkpoints import Checkpoint
+from placements.checks import check
+from placements.cores import CoreRange, ranges
+from placements.demand import demands, kinds_of, suits
+from placements.engines import resolve
+from placements.memory import estimate, usable_hbm
+from placements.plan import Placement, Running, plan
+from placements.problems import Problem
+from placements.remedies import Question, Suggestion, changed, count_text, suggestions, without
+from placements.spec import ModelSpec, Spec
+from placements.threads import arithmetic
+from placements.topology import DEGREES, Host, alignment
 
-_LETTERS = string.ascii_uppercase + string.ascii_lowercase
-_WIDTH = 24  # cores in a line; with the devices grouped 24 cores take 72 columns
-_FREE, _RESERVED, _QUARANTINED, _MANY = ".", "-", "!", "*"
-_COLORS = (32, 33, 34, 35, 36, 31)
-
-
-def core_map(
-    plan: Plan, hosts: Sequence[Host], blocked: Mapping[str, frozenset[int]] | None = None, *, color: bool = False
-) -> str:
-    """One block for each host: its cores, grouped by device, with a letter for each replica, and a legend.
-
-    At most 80 columns wide for model names up to 40 letters. ``color`` adds ANSI codes.
-    """
-    letters = {
-        (placement.model, placement.replica): _LETTERS[i] if i < len(_LETTERS) else _MANY
-        for i, placement in enumerate(plan.placements)
+_MOST_HOLDERS = 6  # models that are named as holding cores
+_MOST_HOSTS = 3  # that are named in a line
+_ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short", "vcpus-short", "no-room")
+_DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {  # what is told where it holds -> the problems that say that it does not
+        "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
+        "heads": frozenset({"heads-not-divisible"}),
+        "memory": frozenset({"hbm-exceeded", "no-suitable-host"}),
+        "host memory": frozenset({"host-memory-short"}),
+        "threads": frozenset({"vcpus-short"}),
+        "pins": frozenset({"pin-taken", "pin-overlap", "pin-outside-host", "pin-reserved", "pin-length"}),
+        "spread": frozenset({"spread-blocks"}),
+        "cores": frozenset({"no-room", "pin-taken"}),
     }
-    blocks = []
-    for host in hosts:
-        own = [placement for placement in plan.placements if placement.host == host.name]
-        quarantined = (blocked or {}).get(host.name, frozenset())
-        blocks.append(_block(host, own, letters, quarantined, color))
-    return "\n".join(blocks)
+)
 
 
-def _block(
-    host: Host,
-    placements: Sequence[Placement],
-    letters: Mapping[tuple[str, int], str],
-    quarantined: frozenset[int],
-    color: bool,
-) -> str:
-    marks = dict.fromkeys(range(host.cores), _FREE)
-    marks.update({core: _RESERVED for core in host.reserved_cores if core in marks})
-    marks.update({core: _QUARANTINED for core in quarantined if core in marks})
-    for placement in placements:
-        for core in placement.cores or ():
-            marks[core] = letters[placement.model, placement.replica]
-    used = sum(len(placement.cores or ()) for placement in placements)
-    what = f"{used} of {host.cores} cores in use" if host.cores else f"{len(host.cpus)} CPUs, no NeuronCores"
-    emulated = ", emulated" if host.emulated else ""
-    lines = [f"{host.name}: {what}{emulated}"]
-    per_device = host.topology.cores_per_device if host.topology else 1
-    for first in range(0, host.cores, _WIDTH):
-        cores = range(first, min(first + _WIDTH, host.cores))
-        devices = [cores[i : i + per_device] for i in range(0, len(cores), per_device)]
-        cells = ["".join(_paint(marks[core], color) * 2 for core in device) for device in devices]
-        width = 2 * per_device
-        lines.append("  core   " + " ".join(f"{device[0]:<{width}}" for device in devices).rstrip())
-        lines.append("         " + " ".join(cells))
-    lines.extend(
-        "  " + _legend(placement, letters[placement.model, placement.replica], color) for placement in placements
+@dataclass(frozen=True)
+class Constraint:
+    """One demand of a model. ``id`` is a problem's where it fails, else the dimension's."""
+
+    id: str
+    what: str  # with its numbers
+    details: tuple[str, ...] = ()
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"id": self.id, "what": self.what, "details": list(self.details), "hint": self.hint}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A replica that has a place, and why there."""
+
+    placement: Placement
+    why: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        placement = self.placement
+        return {
+            "replica": f"{placement.model}/{placement.replica}",
+            "host": placement.host,
+            "cores": None if placement.cores is None else str(placement.cores),
+            "threads": placement.threads,
+            "why": list(self.why),
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All that there is to say about one model on these hosts."""
+
+    model: str
+    priority: int
+    required: int  # replicas that ``min`` asks for
+    wanted: int  # that were planned for; 1 for a model that nobody wants now
+    places: tuple[Place, ...] = ()
+    failed: tuple[Constraint, ...] = ()  # in the order in which they are judged
+    holds: tuple[Constraint, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()  # the smallest change first
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has every replica that ``min`` asks for, or the one of a model that nobody wants now."""
+        return len(self.places) >= (min(self.required, self.wanted) or self.wanted) and not self.broken
+
+    @property
+    def broken(self) -> bool:
+        """Whether its part of the spec has errors, so that nothing of it is placed."""
+        return not self.places and bool(self.failed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON of `corewright explain`."""
+        return {
+            "model": self.model,
+            "fits": self.fits,
+            "priority": self.priority,
+            "min": self.required,
+            "wanted": self.wanted,
+            "replicas": [place.as_dict() for place in self.places],
+            "failed": [constraint.as_dict() for constraint in self.failed],
+            "holds": [constraint.as_dict() for constraint in self.holds],
+            "suggestions": [suggestion.as_dict() for suggestion in self.suggestions],
+        }
+
+
+def explain(
+    spec: Spec,
+    hosts: Sequence[Host],
+    model: str,
+    checkpoints: Mapping[str, Checkpoint] | None = None,
+    running: Iterable[Running] = (),
+    wanted: Mapping[str, int] | None = None,
+    blocked: Mapping[str, frozenset[int]] | None = None,
+    drafts: Mapping[str, Checkpoint] | None = None,
+    *,
+    cordoned: Mapping[str, frozenset[int]] | None = None,
+    problems: Iterable[Problem] = (),
+) -> Explanation:
+    """Why ``model`` is placed so, or what keeps it from its replicas, and what would mend that.
+
+    The arguments are those of `plan`; ``cordoned`` is the part of ``blocked`` that an operator can give back, and
+    ``problems`` are findings about the file beyond those of `check`. Raises KeyError for a model that is not there.
+
+    Every suggestion has been tried: `check` finds no error that the spec did not have elsewhere, `plan` gives the model
+    all replicas that are wanted, and no other model has fewer than before, but for one whose own ``min`` is the change.
+    They come in this order, one of a kind:
+
+    1. give cordoned cores back; move 1, 2 or 4 running replicas                   (nothing of the spec changes)
+    2. a smaller tp_degree, a greater one; no pins; more replicas on a host        (it serves what it served)
+    3. fewer slots; a shorter max_len; int8 weights                                (it serves less, or otherwise)
+    4. fewer replicas of it; a lower ``min`` of a rival                            (somebody has less)
+    5. more hosts
+    6. where none of these helps: two of them together
+    """
+    question, errors, unreadable = _question(
+        spec,
+        tuple(hosts),
+        model,
+        checkpoints or {},
+        drafts or {},
+        tuple(dict.fromkeys(running)),
+        wanted or {},
+        blocked or {},
+        cordoned or {},
+        tuple(problems),
     )
-    signs = {_FREE: "free", _RESERVED: "reserved", _QUARANTINED: "quarantined"}
-    present = [f"{sign} {word}" for sign, word in signs.items() if sign in marks.values()]
-    if present:
-        lines.append("  " + "   ".join(present))
-    return "\n".join(lines) + "\n"
+    facts = _Facts(question)
+    failed = (*errors, *facts.refusals(errors))
+    return Explanation(
+        model,
+        question.model.priority,
+        question.model.replicas.min,
+        question.target,
+        () if errors else tuple(Place(one, tuple(facts.reasons(one))) for one in question.placed),
+        failed,
+        tuple(facts.holds({constraint.id for constraint in failed})),
+        tuple(suggestions(question)) if failed and not unreadable else (),
+    )
 
 
-def _legend(placement: Placement, letter: str, color: bool) -> str:
-    count = "1 thread" if placement.threads == 1 else f"{placement.threads} threads"
-    name = f"{placement.model}/{placement.replica}"
-    if placement.cores is None:
-        return f"{_paint(letter, color)} {name}  no cores, {count}"
-    noun = "core" if len(placement.cores) == 1 else "cores"
-    return f"{_paint(letter, color)} {name}  {noun} {placement.cores}, {count}"
+def _question(
+    spec: Spec,
+    hosts: tuple[Host, ...],
+    name: str,
+    checkpoints: Mapping[str, Checkpoint],
+    drafts: Mapping[str, Checkpoint],
+    running: tuple[Running, ...],
+    wanted: Mapping[str, int],
+    blocked: Mapping[str, frozenset[int]],
+    cordoned: Mapping[str, frozenset[int]],
+    problems: tuple[Problem, ...],
+) -> tuple[Question, tuple[Constraint, ...], bool]:
+    """The question, the errors of the model's part of the spec, and whether no other value of a field mends them."""
+    model = spec.model(name)
+    if model is None:
+        raise KeyError(name)
+
+    def errors_of(part: Spec) -> list[Problem]:
+        return [one for one in check(part, hosts, checkpoints, drafts) if one.severity == "error"]
+
+    every = errors_of(spec)
+    beyond = [one for one in problems if one.severity == "error" and one not in every]
+    unreadable = [one for one in beyond if _concerns(spec, name, one)]
+    elsewhere = set(errors_of(without(spec, name))) if every else set()
+    own = [one for one in every if one not in elsewhere or _about_hosts(one)]
+    others = [one for one in every if one not in own]
+    sound = spec
+    for rival in spec.models if others or beyond else ():
+        alone = spec.model_copy(update={"models": (rival,)})
+        wrong = any(not _about_hosts(one) for one in errors_of(alone)) or any(
+            _concerns(spec, rival.name, one) for one in beyond if one not in unreadable
+        )
+        if rival is not model and wrong:
+            sound = without(sound, rival.name)
+    count = wanted.get(name, model.replicas.min) or 1
+    question = Question(
+        model,
+        sound,
+        hosts,
+        checkpoints,
+        drafts,
+        running,
+        MappingProxyType({**wanted, name: max(1, min(count, model.replicas.max))}),
+        blocked,
+        cordoned,
+        bool(unreadable or own),
+        frozenset((one.id, one.what) for one in others),
+    )
+    constraints = tuple(
+        Constraint(one.id, one.what, (one.where,) if one.where else (), one.hint) for one in (*unreadable, *own)
+    )
+    return question, constraints, bool(unreadable) or any(map(_about_hosts, own))
 
 
-def _paint(mark: str, color: bool) -> str:
-    if not color or mark not in _LETTERS:
-        return mark
-    return f"\x1b[{_COLORS[_LETTERS.index(mark) % len(_COLORS)]}m{mark}\x1b[0m"
+def _about_hosts(problem: Problem) -> bool:
+    return problem.id.startswith("reserve-")
+
+
+def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
+    """Whether a finding about the file stands in the model's own lines, or in none of any model."""
+    line = problem.where.rpartition(":")[0].rpartition(":")[2]
+    if not line.isdecimal():
+        return True
+    starts = {path[1]: place.line for path, place in spec.places.items() if len(path) == 2 and path[0] == "models"}
+    above = [(start, model) for model, start in starts.items() if start <= int(line)]
+    return not above or max(above, key=lambda one: one[0])[1] == name
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What follows from a question: what fails, what holds, and the reasons for places. The numbers of everything."""
+
+    asked: Question
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.asked.model
+
+    # What fails
+
+    def refusals(self, errors: Sequence[Constraint]) -> tuple[Constraint, ...]:
+        """What keeps missing replicas from a place: what `plan` says, and every other demand that no host meets."""
+        missing = self.asked.target - len(self.asked.placed)
+        if missing <= 0:
+            return ()
+        found = {constraint.id: constraint for constraint in self._unmet(missing)}
+        for unplaced in self.asked.drawn.unplaced:
+            for problem in unplaced.problems if unplaced.model == self.model.name else ():
+                details = found[problem.id].details if problem.id in found else ()
+                if problem.id not in found or not found[problem.id].what:
+                    found[problem.id] = Constraint(problem.id, problem.what, details, problem.hint)
+        if any(constraint.id in _DIMENSIONS["degree"] | {"hbm-exceeded"} for constraint in errors):
+            found.pop("no-suitable-host", None)  # that is what it says
+        if found.keys() & {"no-room", "pin-taken"}:
+            last = max(found.keys() & {"no-room", "pin-taken"}, key=_ORDER.index)
+            found[last] = replace(found[last], details=(*found[last].details, *self._holders()))
+        return tuple(sorted(found.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
+
+    def _unmet(self, missing: int) -> Iterator[Constraint]:
+        """Each demand by itself, for one replica more than are placed."""
+        asked, model = self.asked, self.model
+        checkpoint = asked.checkpoints.get(model.name)
+        suited = [host for host in asked.own_hosts if suits(model, host, checkpoint)]
+        name = f"{model.name}/{len(asked.placed)}"
+        if not suited:
+            lines = tuple(line for host in asked.kinds for line in [self._why_unsuited(host)] if line)
+            yield Constraint("no-suitable-host", f"{name} suits no host", lines, "another tp_degree or host type")
+        on = Counter(placement.host for placement in asked.placed)
+        spread = model.spread
+        if suited and spread is not None and all(on[host.name] >= spread.host for host in suited):
+            limit = f"at most {count_text(spread.host, 'replica')} on one host"
+            what = f"{name}: {limit}, and each of {count_text(len(suited), 'host')} has as many"
+            yield Constraint("spread-blocks", what, (), "another host, or a larger spread")
+        kinds = kinds_of(asked.hosts)
+        kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
+        asks = dict(
+            zip(
+                (one.name for one in asked.spec.models),
+                demands(asked.spec, kinds.hosts, asked.checkpoints),
+                strict=True,
+            )
+        )
+        memory = {host.name: host.memory_gib for host in suited if host.memory_gib is not None}
+        cpus = {host.name: float(len(host.usable_cpus)) for host in suited if not host.emulated}
+        for placement in asked.drawn.placements:
+            kind, ask = kind_of[placement.host], asks[placement.model]
+            if placement.host in memory and ask.memory:
+                memory[placement.host] -= ask.memory[kind]
+            if placement.host in cpus:
+                cpus[placement.host] -= placement.threads
+        own = asks[model.name]
+        for id, wanted, left, unit, hint in (
+            ("host-memory-short", own.memory, memory, "GiB of its host's memory to load", "host_memory_gib, or a host"),
+            ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "fewer threads, or another host"),
+        ):
+            if (
+                suited
+                and wanted
+                and len(left) == len(suited)
+                and all(left[host.name] < wanted[kind_of[host.name]] for host in suited)
+            ):
+                best = max(suited, key=lambda host: left[host.name])
+                what = f"{name} needs {wanted[kind_of[best.name]]:.4g} {unit}"
+                yield Constraint(id, f"{what}, {max(0.0, left[best.name]):.4g} are left on {best.name}", (), hint)
+        room = self._room(missing)
+        if room is not None:
+            yield room
+
+    def _why_unsuited(self, host: Host) -> str:
+        model, checkpoint = self.model, self.asked.checkpoints.get(self.model.name)
+        if host.topology is None:
+            return f"{host.name} has no NeuronCores"
+        topology = host.topology
+        if model.tp_degree > host.cores:
+            return f"{topology.instance} has {host.cores} cores, and tp_degree is {model.tp_degree}"
+        if model.tp_degree not in (*DEGREES[topology.family], *model.allow_degrees):
+            return f"{topology.instance}: {topology.family} has the degrees {_listed(DEGREES[topology.family])}"
+        if checkpoint is None:
+            return ""
+        need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))
+        return f"{topology.instance}: {need}, and {usable_hbm(topology):.2f} GiB are usable on each core"
+
+    def _room(self, missing: int) -> Constraint | None:
+        """Whether there would be cores enough if nothing but cores counted."""
+        asked, model = self.asked, self.model
+        fields: dict[str, object] = {
+            "allow_degrees": (*model.allow_degrees, model.tp_degree),
+            "spread": None,
+            "host_memory_gib": None,
+            "threads": "share",
+            "cores": (),
+        }
+        relaxed = changed(asked.spec, model.name, fields)
+        known = {name: checkpoint for name, checkpoint in asked.checkpoints.items() if name != model.name}
+        drawn = plan(relaxed, asked.hosts, known, asked.running, asked.wanted, asked.blocked)
+        refused = [one for one in drawn.unplaced if one.model == model.name]
+        if not refused or not refused[0].problems:
+            return None
+        problem = refused[0].problems[0]
+        if problem.id != "no-room":
+            return None
+        more = "" if missing == 1 else f"; {missing} of {count_text(asked.target, 'replica')} have no place"
+        return Constraint(problem.id, problem.what + more, (), problem.hint)
+
+    def _holders(self) -> Iterator[str]:
+        """Who has the cores: what is free, then each model with its priority, then what nobody may use."""
+        asked = self.asked
+        tp = self.model.tp_degree
+        for topology in dict.fromkeys(host.topology for host in asked.own_hosts if host.topology):
+            same = [host for host in asked.own_hosts if host.topology == topology]
+            free = {host.name: self._free[host.name] for host in same}
+            runs = [(CoreRange.parse(run), name) for name, left in free.items() for run in ranges(left)]
+            longest, where = max(runs, key=lambda run: len(run[0]), default=(None, ""))
+            run = "" if longest is None else f", the longest run is {len(longest)} ({longest} of {where})"
+            total, cores = sum(map(len, free.values())), sum(host.cores for host in same)
+            step = alignment(topology.family, tp).legal
+            needs = f"{tp} cores from a multiple of {step} on" if tp > 1 else "1 core"
+            yield f"{topology.instance}: {total} of {cores} cores are free{run}; it needs {needs}"
+        held: Counter[str] = Counter()
+        count: Counter[str] = Counter()
+        for placement in asked.drawn.placements:
+            held[placement.model] += len(placement.cores or ())
+            count[placement.model] += placement.cores is not None
+        holders = [(name, cores) for name, cores in held.most_common() if cores]
+        for name, cores in holders[:_MOST_HOLDERS]:
+            rival = asked.spec.model(name)
+            who = "itself" if rival is self.model or rival is None else f"priority {rival.priority}"
+            with_replicas = count_text(count[name], "replica")
+            yield f"{name} ({who}) holds {count_text(cores, 'core')} with {with_replicas}"
+        if len(holders) > _MOST_HOLDERS:
+            rest = sum(cores for _, cores in holders[_MOST_HOLDERS:])
+            yield f"{len(holders) - _MOST_HOLDERS} more models hold {rest} cores"
+        yield from self._forbidden()
+
+    def _forbidden(self) -> Iterator[str]:
+        """Cores that nobody may use."""
+        asked = self.asked
+        quarantined = {name: cores - asked.cordoned.get(name, frozenset()) for name, cores in asked.blocked.items()}
+        reserved = {host.name: host.reserved_cores for host in asked.own_hosts}
+        for word, cores_of in (("reserved", reserved), ("cordoned", asked.cordoned), ("quarantined", quarantined)):
+            where = [f"{','.join(ranges(cores))} of {name}" for name, cores in cores_of.items() if cores]
+            if where:
+                total = sum(map(len, cores_of.values()))
+                more = f" and {len(where) - _MOST_HOSTS} more hosts" if len(where) > _MOST_HOSTS else ""
+                verb = "is" if total == 1 else "are"
+                yield f"{count_text(total, 'core')} {verb} {word}: {', '.join(where[:_MOST_HOSTS])}{more}"
+
+    @cached_property
+    def _free(self) -> dict[str, set[int]]:
+        """Cores that nobody has and that may be used, by host."""
+        free = {
+            host.name: set(range(host.cores)) - host.reserved_cores - self.asked.blocked.get(host.name, frozenset())
+            for host in self.asked.hosts
+        }
+        for placement in self.asked.drawn.placements:
+            free[placement.host] -= set(placement.cores or ())
+        return free
+
+    # What holds
+
+    def holds(self, failed: set[str]) -> Iterator[Constraint]:
+        """The demands that are met, with their numbers."""
+        told = dict(self._numbers())
+        for name, ids in _DIMENSIONS.items():
+            if name in told and not ids & failed:
+                yield Constraint(name, told[name])
+
+    def _numbers(self) -> Iterator[tuple[str, str]]:
+        asked, model, tp = self.asked, self.model, self.model.tp_degree
+        checkpoint, draft = asked.checkpoints.get(model.name), asked.drafts.get(model.name)
+        families = dict.fromkeys(host.topology.family for host in asked.kinds if host.topology)
+        if families:
+            known = "; ".join(f"{family} has {_listed(DEGREES[family])}" for family in families)
+            yield "degree", f"tp_degree {tp}: {known}"
+        if checkpoint is not None and families:
+            each = f"{checkpoint.heads // tp} on each core" if checkpoint.heads % tp == 0 else "padded with zeros"
+            yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} of keys and values: {each}"
+            lines = []
+            for host in asked.kinds:
+                if host.topology is not None:
+                    need = estimate(model, checkpoint, resolve(model.engine, host), draft)
+                    lines.append(f"{need} of {usable_hbm(host.topology):.2f} on each core of {host.topology.instance}")
+            yield "memory", "; ".join(dict.fromkeys(lines))
+        kinds = kinds_of(asked.own_hosts)
+        asks = demands(asked.spec, kinds.hosts, asked.checkpoints)
+        order = [one.name for one in asked.spec.models].index(model.name)
+        limits = [(need, host) for need, host in zip(asks[order].memory, kinds.hosts, strict=False) if need]
+        if limits:
+            load, host = max(limits, key=lambda one: one[0])
+            yield "host memory", f"{load:.1f} GiB to load, of the {host.memory_gib:g} GiB of {_instance(host)}"
+        if asked.hosts:
+            host = (asked.own_hosts or asked.hosts)[0]
+            yield "threads", f"{arithmetic(model.threads, tp, host)} on {_instance(host)}"
+        if model.cores:
+            yield "pins", ", ".join(f'"{pin}"' for pin in model.cores)
+        if model.spread is not None:
+            hosts = count_text(len(asked.own_hosts), "host")
+            yield "spread", f"at most {count_text(model.spread.host, 'replica')} on one of {hosts}"
+        if asked.own_hosts:
+            free = sum(len(self._free[host.name]) for host in asked.own_hosts)
+            yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free"
+
+    # Why there
+
+    def reasons(self, placement: Placement) -> Iterator[str]:
+        """For one replica's place."""
+        asked, model, cores = self.asked, self.model, placement.cores
+        if placement.running in asked.running:
+            yield "it runs there, and what runs stays"
+        pins = [pin for pin in model.cores if pin.cores == cores and pin.host in (None, placement.host)]
+        if pins:
+            yield f'it is pinned to "{pins[0]}"'
+        host = next((one for one in asked.hosts if one.name == placement.host), None)
+        if cores is None or host is None or host.topology is None:
+            yield "its engine takes no cores there"
+        else:
+            per = host.topology.cores_per_device
+            first, last = cores.first // per, cores.last // per
+            devices = f"device {first}" if first == last else f"devices {first} to {last}"
+            known = alignment(host.topology.family, model.tp_degree)
+            if len(cores) == 1:
+                yield devices
+            elif cores.aligned(known.preferred):
+                yield f"{devices}; it begins at a multiple of {known.preferred}, as tp_degree {len(cores)} prefers"
+            else:
+                yield (
+                    f"{devices}; it begins at a multiple of {known.legal}, which is legal; one of {known.preferred}"
+                    + (" would be better")
+                )
+        surplus = asked.placed.index(placement) >= model.replicas.min
+        yield f"priority {model.priority}, " + ("beyond its min" if surplus else "asked for by its min")
+        yield from self._displaced(placement)
+        if placement == asked.placed[0] and self._would_gain:
+            yield f"without this model {', '.join(self._would_gain)} would have a place"
+
+    def _displaced(self, placement: Placement) -> Iterator[str]:
+        """Running replicas of other models that end, or move, where this one comes."""
+        staying = {one.running for one in self.asked.drawn.placements}
+        for one in self.asked.running:
+            if one in staying or one.host != placement.host or one.model == self.model.name:
+                continue
+            if placement.cores is not None and one.cores is not None and placement.cores.overlap(one.cores):
+                rival = self.asked.spec.model(one.model)
+                what = f"priority {rival.priority}" if rival else "not in the spec"
+                yield f"it displaces {one.model}/{one.replica} ({what}) from {one.cores}"
+
+    @cached_property
+    def _would_gain(self) -> list[str]:
+        """Replicas that have no place because of this model."""
+        asked = self.asked
+        missing = Counter(one.model for one in asked.drawn.unplaced if one.model != self.model.name)
+        if not missing:
+            return []
+        none = {**asked.wanted, self.model.name: 0}
+        alone = plan(asked.spec, asked.hosts, asked.checkpoints, asked.running, none, asked.blocked)
+        gained = missing - Counter(one.model for one in alone.unplaced)
+        return [f"{count_text(count, 'replica')} of {model}" for model, count in gained.items()]
+
+
+def _instance(host: Host) -> str:
+    return host.topology.instance if host.topology else host.name
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

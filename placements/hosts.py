@@ -41,12 +41,12 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
     for wish in wishes:
         name = wish.instance or wish.emulate or DEFAULT_EMULATION
         topology = TOPOLOGIES[name].at_lnc(wish.lnc)
+        real = tuple(range(topology.vcpus)) if spec.hosts else machine.cpus
         for _ in range(wish.count):
             called = f"{name}/{numbers[name]}"
             numbers[name] += 1
             if wish.instance is not None:
-                mine = not spec.hosts
-                hosts.append(_real(called, topology, wish, machine.cpus if mine else tuple(range(topology.vcpus))))
+                hosts.append(_real(called, topology, wish, real))
             else:
                 share = machine.cpus[at * len(machine.cpus) // emulated : (at + 1) * len(machine.cpus) // emulated]
                 at += 1

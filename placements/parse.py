@@ -14,6 +14,8 @@ from placements.engines import DTYPES, ENGINES
 from placements.places import Path, Place, Places
 from placements.problems import Problem, has_errors, in_order
 from placements.spec import (
+    GROUP_QUERY_ATTENTIONS,
+    MAX_HOSTS,
     NAME,
     NAME_RULE,
     STRATEGIES,
@@ -27,7 +29,7 @@ from placements.spec import (
     Spread,
     Update,
 )
-from placements.topology import TOPOLOGIES
+from placements.topology import LNC_CHOICES, TOPOLOGIES
 from placements.yamltree import BROKEN, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -69,7 +71,37 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "vcpus": ("cpus", "vcpu", "cpu"),
     "min": ("minimum", "min_replicas"),
     "max": ("maximum", "max_replicas"),
+    "lnc": (
+        "logical_nc_config",
+        "neuron_logical_nc_config",
+        "neuron_rt_virtual_core_size",
+        "virtual_core_size",
+        "logical_cores",
+    ),
+    "memory_gib": ("memory", "ram", "ram_gib", "mem", "memory_gb"),
+    "spread": ("anti_affinity", "antiaffinity", "pod_anti_affinity", "max_per_host", "max_per_node"),
+    "host": ("hosts", "node", "max_per_host", "max_per_node", "per_host", "hostname"),
+    "host_memory_gib": ("host_memory", "memory", "memory_gib", "ram", "ram_gib", "host_ram_gib"),
+    "quantize": (
+        "quantization",
+        "quant",
+        "quantized",
+        "quantization_dtype",
+        "quant_dtype",
+        "neuron_quant",
+        "neuron_quant_dtype",
+        "load_in_8bit",
+        "int8",
+    ),
+    "group_query_attention": ("gqa", "grouped_query_attention", "gqa_sharding", "kv_sharding"),
 }
+_MEANT: Mapping[tuple[str, bool], object] = {
+    **{(key, True): "int8" for key in ("load_in_8bit", "quantized", "neuron_quant", "int8")},
+    **{(key, False): None for key in ("load_in_8bit", "quantized", "neuron_quant", "int8")},
+    **{(key, True): "host" for key in ("anti_affinity", "antiaffinity")},
+    **{(key, False): None for key in ("anti_affinity", "antiaffinity")},
+}
+"""What true and false of a key of another tool mean in the field that stands for it."""
 
 _VALUE_ALIASES = {
     "bfloat16": "bf16",
@@ -87,6 +119,9 @@ _VALUE_ALIASES = {
     "torch-neuron": "torch-neuronx",
     "hf": "cpu",
     "transformers": "cpu",
+    **dict.fromkeys(("static_int8", "s8", "i8", "8bit", "w8", "int8_weights", "dynamic_int8"), "int8"),
+    **{mode.replace("-", "_"): mode for mode in GROUP_QUERY_ATTENTIONS},
+    "replicate-to-tp-degree": "replicated-heads",
 }
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -94,9 +129,13 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "strategy": STRATEGIES,
     "version": ("1",),
+    "quantize": ("int8",),
+    "group_query_attention": GROUP_QUERY_ATTENTIONS,
+    "lnc": tuple(map(str, LNC_CHOICES)),
 }
 
 _WHOLE, _TEXT, _MAPPING, _SECONDS = "a whole number", "text", "a mapping", "a number of seconds"
+_GIB = "a number of GiB"
 _WANTS: Mapping[str, str] = {
     "name": _TEXT,
     "source": _TEXT,
@@ -108,7 +147,13 @@ _WANTS: Mapping[str, str] = {
     "threads": "share, lmi or a whole number from 1 to 1024",
     "allow_head_padding": "true or false",
     "allow_degrees": "a list of whole numbers, like [6]",
-    "hbm_overhead_gib": "a number of GiB",
+    "hbm_overhead_gib": _GIB,
+    "host_memory_gib": _GIB,
+    "memory_gib": _GIB,
+    "spread": "host, or a mapping like {host: 2}",
+    "quantize": "int8",
+    "group_query_attention": "one of " + ", ".join(GROUP_QUERY_ATTENTIONS),
+    "lnc": "1 or 2",
     "allow_pickle": "true or false",
     "draft": "a mapping with a source, like {source: ./models/draft, k: 4}",
     "engine_options": "a mapping from option names to values",
@@ -120,7 +165,7 @@ _WANTS: Mapping[str, str] = {
     "instance": _TEXT,
     "emulate": _TEXT,
     "reserve": "a mapping, like {vcpus: 8, cores: [23]}",
-    "hosts": "a mapping, like {instance: inf2.48xlarge}",
+    "hosts": "a mapping, like {instance: inf2.48xlarge}, or a list of them",
     "defaults": _MAPPING,
     "models": "a mapping from model names to their fields",
 }
@@ -185,22 +230,41 @@ class _Reader:
 
     def _hosts(self, top: dict[str, Any], broken: set[str]) -> tuple[HostsSpec, ...]:
         """One mapping, or a list of them: machines of several types."""
+        path: Path = ("hosts",)
         value = top.get("hosts")
         if value is None and "hosts" not in top:
             return ()
-        if isinstance(value, list) and value:
-            found = [self._hosts_of(item, ("hosts", i)) for i, item in enumerate(value)]
-        else:
-            found = [self._hosts_of(value, ("hosts",))]
-        if None in found:
+        if value == []:
+            hint = "name at least one type, or leave hosts out to take this machine"
+            self._report("wrong-type", path, "hosts is an empty list; it must be " + _WANTS["hosts"], hint)
+        items = [((*path, i), item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
+        found = [self._hosts_of(item, where) for where, item in items]
+        hosts = [one for one in found if one is not None]
+        if len(hosts) < max(1, len(found)) or not self._together(hosts, [where for where, _ in items]):
             broken.add("hosts")
             return ()
-        return tuple(hosts for hosts in found if hosts is not None)
+        return tuple(hosts)
+
+    def _together(self, hosts: list[HostsSpec], paths: list[Path]) -> bool:
+        """Whether the entries of a list go with each other; what does not is reported at the first that does not."""
+        total = 0
+        for one, path in zip(hosts, paths, strict=True):
+            if (one.instance is None) != (hosts[0].instance is None):
+                what = "hosts names real machines (instance) and emulated ones (emulate)"
+                hint = "take instance for all of them, or emulate for all: a fleet is real or emulated"
+                self._report("hosts-mixed", (*path, "emulate" if one.instance is None else "instance"), what, hint)
+                return False
+            total += one.count
+            if total > MAX_HOSTS:
+                what = f"hosts names more than {MAX_HOSTS} machines together"
+                self._report("out-of-range", (*path, "count"), what, "lower count")
+                return False
+        return True
 
     def _hosts_of(self, value: Any, path: Path) -> HostsSpec | None:
         if not isinstance(value, dict):
             if value is not BROKEN:
-                self._wrong_type(path, _label(path), _WANTS["hosts"])
+                self._wrong_type(path, _label(path), _WANTS["hosts"] if len(path) == 1 else _HOSTS_ITEM)
             return None
         values = self._known(value, _HOSTS, path)
         if isinstance(values.get("reserve"), dict):
@@ -213,17 +277,28 @@ class _Reader:
                 missing.add(key)
         given = [key for key in ("instance", "emulate") if key in values]
         if len(given) != 1:
-            what = "hosts names both instance and emulate" if given else "hosts names no instance type"
+            label = _label(path)
+            what = f"{label} names both instance and emulate" if given else f"{label} names no instance type"
             hint = "keep one of the two" if given else "add instance: inf2.48xlarge, or emulate: inf2.48xlarge"
             self._report("hosts-ambiguous", path, what, hint)
             missing.add("instance")
         hosts = self._validated(HostsSpec, values, path, missing)
-        return None if missing else hosts
+        if missing or hosts is None:
+            return None
+        name = hosts.instance or hosts.emulate
+        if name is None:  # a key without a value
+            self._wrong_type((*path, given[0]), _label((*path, given[0])), "an instance type")
+            return None
+        if hosts.lnc is not None and TOPOLOGIES[name].lnc is None:
+            what = f"lnc is {hosts.lnc}, and {name} has no logical NeuronCores to choose: only trn2 has"
+            self._report("lnc-without-choice", (*path, "lnc"), what, "remove lnc")
+            hosts = hosts.model_copy(update={"lnc": None})
+        return hosts
 
     def _unknown_instance(self, path: Path, key: str, name: str) -> None:
         supported = ", ".join(TOPOLOGIES)
-        if name.startswith(("trn", "inf1")):
-            what = f'{key} "{name}" is not supported yet; supported are {supported}'
+        if name.startswith("inf1"):
+            what = f'{key} "{name}" is not supported: its cores hold no language models; supported are {supported}'
             self._report("unsupported-instance", path, what, "plan for one of the inf2 types")
             return
         close = difflib.get_close_matches(name, TOPOLOGIES, 1)
@@ -318,7 +393,7 @@ class _Reader:
             hint = hint or f"known here are {', '.join(allowed)}"
             self._report("unknown-key", where, f'"{_short(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
-                result[meant] = value
+                result[meant] = _as_meant(key, meant, value)
                 for known in [known for known in self._tree.places if known[: len(where)] == where]:
                     renamed = (*path, meant, *known[len(where) :])
                     self._tree.places[renamed] = self._tree.places[known]
@@ -393,7 +468,13 @@ class _Reader:
             self._report(
                 "out-of-range", where, f"{label} is {shown}; it must be {word} {bound}", _BOUND_HINTS.get(field, "")
             )
-        elif kind == "literal_error" and field in _CHOICES and written and written.kind in ("text", "a number"):
+        elif (
+            kind == "literal_error"
+            and field in _CHOICES
+            and written
+            and written.kind in ("text", "a number")
+            and (written.plain or str(error["input"]) not in _CHOICES[field])
+        ):
             text = str(error["input"])
             close = _VALUE_ALIASES.get(text.lower()) or next(
                 iter(difflib.get_close_matches(text.lower(), _CHOICES[field], 1)), ""
@@ -424,7 +505,7 @@ class _Reader:
             self._report("yaml-unquoted", where, what, f'write "{written.text}" in quotes')
             return
         hint = ""
-        if written.kind == "text" and not written.plain and wanted.startswith("a whole number"):
+        if written.kind == "text" and not written.plain and wanted.startswith(("a whole number", _WANTS["lnc"])):
             hint = "write the number without quotes"
         if where == ("models",) and written.kind == "a list":
             hint = "write each model as NAME: {source: ...} instead of a list item"
@@ -440,6 +521,7 @@ class _Reader:
         return self._tree.places.get((), Place(1, 1))
 
 
+_HOSTS_ITEM = "a mapping, like {instance: inf2.48xlarge, count: 2}"
 _SOURCE_HINT = "add source: ./path, s3://bucket/prefix or a hub id"
 _BOUNDS = {
     "greater_than_equal": "at least",
@@ -459,7 +541,8 @@ _VALUE_HINTS = {
 
 def _label(path: Path) -> str:
     """ "tp_degree", "cores[1]", "replicas.max": the path as people say it, without the model's name."""
-    parts = path[2:] if path[:1] == ("models",) and len(path) > 2 else path[1:] if len(path) > 1 else path
+    inner = len(path) > 1 and not isinstance(path[1], int)  # the items of a list keep the list's name
+    parts = path[2:] if path[:1] == ("models",) and len(path) > 2 else path[1:] if inner else path
     label = ""
     for part in parts:
         label += f"[{part}]" if isinstance(part, int) else f".{part}" if label else part
@@ -471,7 +554,7 @@ def _wanted(where: Path, field: str) -> str:
         return "a number, text, true or false"
     if isinstance(where[-1] if where else "", int):
         return {"cores": 'a range, like "0-7"', "allow_degrees": _WHOLE}.get(field, _WHOLE)
-    if where[:2] == ("hosts", "reserve") and field == "cores":
+    if where[:1] == ("hosts",) and field == "cores":
         return 'a list of core ids, like [20, "22-23"]'
     return _WANTS.get(field, _WHOLE)
 
@@ -484,12 +567,26 @@ def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "_").replace(" ", "_")
+
+
 def _meant(key: str, allowed: tuple[str, ...]) -> str | None:
-    plain = key.lower().replace("-", "_").replace(" ", "_")
+    plain = _plain(key)
     for known in allowed:
         if plain == known or plain in _ALIASES.get(known, ()):
             return known
     return next(iter(difflib.get_close_matches(plain, allowed, 1, 0.7)), None)
+
+
+def _as_meant(key: str, meant: str, value: Any) -> Any:
+    """The value of a key of another tool as the field that stands for it says it."""
+    plain = _plain(key)
+    if isinstance(value, bool):
+        return _MEANT.get((plain, value), value)
+    if meant == "spread" and isinstance(value, int):
+        return {"host": value}
+    return value
 
 
 def _did_you_mean(names: list[str]) -> str:
@@ -513,4 +610,4 @@ def _of(path: Path) -> str:
         return " of a spec"
     if path[0] == "models":
         return f' of model "{_short(str(path[1]))}"' if len(path) == 2 else f" of {path[-1]}"
-    return f" of {'.'.join(str(part) for part in path)}"
+    return " of " + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")

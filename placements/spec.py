@@ -24,9 +24,16 @@ from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange
 from placements.engines import Dtype, Engine, default_dtype
 from placements.places import Places
+from placements.topology import TOPOLOGIES
 
 DEFAULT_MAX_LEN = 2048
 """Tokens of a slot when the spec says nothing and the checkpoint allows as many."""
+
+MAX_HOSTS = 4096
+"""Machines of one spec, of all types together."""
+
+TYPE_IN_WORDS = "x-type"
+"""The keyword of the JSON Schema that holds a field's type as `reference` writes it. Editors take no notice of it."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 NAME_RULE = "letters, digits, '.', '_' and '-', at most 63 of them, beginning with a letter or digit"
@@ -36,6 +43,7 @@ _PATH_STARTS = ("/", "./", "../", "~")
 
 SourceKind = Literal["path", "s3", "hub"]
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
+GROUP_QUERY_ATTENTIONS: tuple[GroupQueryAttention, ...] = get_args(GroupQueryAttention)
 Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -110,6 +118,17 @@ def _location(value: str) -> str:
     return value
 
 
+def _choice(*known: int) -> BeforeValidator:
+    """Keeps a boolean from being taken for the number that it equals."""
+
+    def judge(value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(f"{str(value).lower()} is a boolean; it must be {' or '.join(map(str, known))}")
+        return value
+
+    return BeforeValidator(judge)
+
+
 Name = Annotated[str, AfterValidator(_name)]
 Count = Annotated[int, Field(strict=True)]
 PinField = Annotated[
@@ -142,6 +161,11 @@ ReservedCores = Annotated[
 ]
 
 
+def _words(type_: str, **more: Any) -> dict[str, Any]:
+    """The type in words, for the reference, where the schema alone does not say it well; and further keywords."""
+    return {TYPE_IN_WORDS: type_, **more}
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -152,8 +176,20 @@ class Replicas(_Frozen):
     That min does not exceed max is a rule of `checks`, so that it can be told beside all other findings.
     """
 
-    min: int = Field(1, ge=0, le=1000)
-    max: int = Field(1, ge=1, le=1000)
+    min: int = Field(
+        1,
+        ge=0,
+        le=1000,
+        description="How many replicas run, unless `scale`, `load` or `unload` says otherwise. With 0 the first "
+        "request starts one.",
+    )
+    max: int = Field(
+        1,
+        ge=1,
+        le=1000,
+        description="The most that may run. Unless given it equals `min`, at least 1. `scale` goes up to it; nothing "
+        "else starts more than `min` yet.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -169,15 +205,31 @@ class Replicas(_Frozen):
 class Reserve(_Frozen):
     """What replicas may not use. ``vcpus`` None: the default of the host (4 %, at least 1; 0 on emulated hosts)."""
 
-    vcpus: int | None = Field(None, ge=0, le=4096)
-    memory_gib: float = Field(0.0, ge=0, le=1 << 20)
-    cores: ReservedCores = ()
+    vcpus: int | None = Field(
+        None,
+        ge=0,
+        le=4096,
+        description="vCPUs left to the system: the first ones. Unset: 4 % of them rounded up, at least 1; on emulated "
+        "hosts 0.",
+    )
+    memory_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 20,
+        description="GiB of the host's memory left to the system. Emulated hosts share the machine's: there it means "
+        "nothing.",
+    )
+    cores: ReservedCores = Field(
+        (),
+        description='NeuronCores that no replica gets, like `[20, "22-23"]`.',
+        json_schema_extra=_words("list of core ids and ranges"),
+    )
 
 
 class Spread(_Frozen):
     """At most ``host`` replicas of the model on one host. ``spread: host`` is one on each."""
 
-    host: int = Field(1, ge=1, le=1000)
+    host: int = Field(1, ge=1, le=1000, description="The most replicas of the model on one host.")
 
     @model_validator(mode="before")
     @classmethod
@@ -189,66 +241,207 @@ class Spread(_Frozen):
 class Draft(_Frozen):
     """A smaller model of the same vocabulary, which guesses ``k`` tokens ahead of each step of its model."""
 
-    source: Annotated[str, AfterValidator(_source)]
-    k: int = Field(4, ge=1, le=16)
+    source: Annotated[str, AfterValidator(_source)] = Field(
+        description="A smaller model of the same vocabulary; a path, an S3 address or a hub id, like `source` above."
+    )
+    k: int = Field(4, ge=1, le=16, description="How many tokens it guesses ahead of each step.")
 
 
 class Update(_Frozen):
     """How a model's processes are replaced when the spec changes."""
 
-    strategy: Strategy = "auto"  # auto: the one with the least predicted outage
-    hold_s: float = Field(30.0, ge=0, le=3600)  # auto lets requests wait for a swap of at most so long
-    progress_deadline_s: float = Field(900.0, gt=0, le=86_400)  # without a new replica for so long it has failed
-    rollback: bool = True  # a failed update goes back to the last revision that was complete
-    max_failures: int = Field(3, ge=1, le=100)  # failed starts in a row of one new replica: it has failed
+    strategy: Strategy = Field(
+        "auto",
+        description="How a new replica comes by its cores. `auto` takes what is predicted to interrupt least.",
+    )
+    hold_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="The longest predicted swap, in seconds, for which `auto` lets requests wait.",
+    )
+    progress_deadline_s: float = Field(
+        900.0,
+        gt=0,
+        le=86_400,
+        description="Seconds in which a new replica must have become ready, or an old one have gone; else the update "
+        "has failed.",
+    )
+    rollback: bool = Field(
+        True, description="Go back by itself to the last complete revision when the update has failed."
+    )
+    max_failures: int = Field(
+        3, ge=1, le=100, description="A new replica that fails so often in a row makes the update fail."
+    )
 
 
 class Deadlines(_Frozen):
     """How long a replica may take, in seconds."""
 
-    start_s: float = Field(900.0, gt=0, le=86_400)  # from its start to its first generation
-    step_s: float = Field(120.0, gt=0, le=86_400)  # one prefill or decode
-    drain_s: float = Field(300.0, ge=0, le=86_400)  # for its requests to end before it is stopped
+    start_s: float = Field(
+        900.0,
+        gt=0,
+        le=86_400,
+        description="Seconds for a replica to come up, until its first generation; then it is `start-deadline`.",
+    )
+    step_s: float = Field(
+        120.0, gt=0, le=86_400, description="Seconds for one step of the engine; then it is `step-stuck`."
+    )
+    drain_s: float = Field(
+        300.0,
+        ge=0,
+        le=86_400,
+        description="Seconds for the requests of a replica to end that is replaced, moved or no longer wanted. What "
+        "still runs is cut off then.",
+    )
 
 
 class HostsSpec(_Frozen):
     """Machines of one type: ``instance`` for real ones, or ``emulate``; exactly one of the two."""
 
-    instance: str | None = None
-    emulate: str | None = None
-    count: int = Field(1, ge=1, le=4096)
-    lnc: Literal[1, 2] | None = None  # physical cores in a logical one, on trn2; None: 2
-    reserve: Reserve = Reserve()
+    instance: str | None = Field(
+        None,
+        description="Real machines of this type. They are planned from a table of facts; none needs to be at hand. "
+        "`up` starts only on such a machine.",
+        json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]),
+    )
+    emulate: str | None = Field(
+        None,
+        description="The cores of this type, emulated on this machine. The CPUs and the memory are the real ones.",
+        json_schema_extra=_words("an instance type", enum=[*TOPOLOGIES, None]),
+    )
+    count: int = Field(
+        1,
+        ge=1,
+        le=MAX_HOSTS,
+        description="How many of them. Emulated hosts share this machine's CPUs evenly, and `up` starts each with a "
+        "Ray node of its own. Of real ones `up` serves one.",
+    )
+    lnc: Annotated[Literal[1, 2] | None, _choice(1, 2)] = Field(
+        None,
+        description="Physical cores in one logical NeuronCore, on trn2, which alone has the choice. With 1 there are "
+        "twice as many cores, each with half of the HBM. Unset: 2.",
+    )
+    reserve: Reserve = Field(Reserve(), description="What replicas may not use, on each host.")
 
 
 class ModelSpec(_Frozen):
     """One model of the fleet."""
 
     name: Name
-    source: Annotated[str, AfterValidator(_source)]
-    engine: Engine = "auto"
-    dtype: Dtype | None = None  # None: by engine, see ``dtype_on``
-    tp_degree: int = Field(1, ge=1, le=128)
-    max_batch: int = Field(4, ge=1, le=1024)  # slots; small, since every slot's KV cache is allocated at once
-    max_len: int | None = Field(None, ge=2, le=1 << 24)  # tokens of a slot; None: see ``length``
-    cores: tuple[PinField, ...] = Field((), strict=False)
-    replicas: Replicas = Replicas()
-    neff_cache: Annotated[str, AfterValidator(_location)] | None = None
-    priority: int = Field(0, ge=-1_000_000, le=1_000_000)  # strict: a lower one never costs a higher one a core
-    max_queue: int = Field(256, ge=0, le=1_000_000)  # waiting requests
-    threads: Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)] = "share"
-    allow_head_padding: bool = False  # heads that tp_degree does not divide, for engines that pad them with zeros
-    allow_degrees: tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...] = Field((), strict=False)
-    hbm_overhead_gib: float | None = Field(None, ge=0, le=1024)  # per core; None: the estimate of `memory`
-    allow_pickle: bool = False  # read weights that are a pickle, the draft's too, on the cpu engine
-    draft: Draft | None = None  # speculative decoding, on the cpu engine
-    update: Update = Update()
-    deadlines: Deadlines = Deadlines()
-    spread: Spread | None = None  # anti-affinity
-    host_memory_gib: float | None = Field(None, ge=0, le=1 << 20)  # of one replica; None: the estimate of `memory`
-    quantize: Literal["int8"] | None = None  # the weights, on the Neuron engines
-    group_query_attention: GroupQueryAttention | None = None  # how KV heads are dealt out; transformers-neuronx only
-    engine_options: dict[str, bool | int | float | str] = {}  # what no field says; see `engines.ENGINE_OPTIONS`
+    source: Annotated[str, AfterValidator(_source)] = Field(
+        description="Where the checkpoint is. A path begins with `/`, `./`, `../` or `~` and is relative to the spec "
+        "file; `s3://bucket/prefix`; anything else is an id of the Hugging Face hub. `up` starts only from a path. The "
+        "echo engine needs none."
+    )
+    engine: Engine = Field(
+        "auto",
+        description="What runs the model. `auto` is `cpu` on an emulated host; on a real one it stands for a Neuron "
+        "engine. `up` starts `cpu` and `echo`.",
+    )
+    dtype: Dtype | None = Field(
+        None,
+        description="The type of the weights and of the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`.",
+    )
+    tp_degree: int = Field(
+        1, ge=1, le=128, description="The tensor-parallel degree: the cores of one replica. See Degrees."
+    )
+    max_batch: int = Field(
+        4,
+        ge=1,
+        le=1024,
+        description="Slots: the requests that one replica works on at once. The KV cache of every slot is allocated at "
+        "the start.",
+    )
+    max_len: int | None = Field(
+        None,
+        ge=2,
+        le=1 << 24,
+        description="Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if "
+        "these are fewer.",
+    )
+    cores: tuple[PinField, ...] = Field(
+        (),
+        strict=False,
+        description='Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that '
+        "one. Replicas beyond the pins lie wherever there is room.",
+        json_schema_extra=_words("list of core ranges"),
+    )
+    replicas: Replicas = Field(
+        Replicas(),
+        description="`2` means `{min: 2, max: 2}`.",
+        json_schema_extra=_words("whole number, 1 to 1000, or a mapping"),
+    )
+    neff_cache: Annotated[str, AfterValidator(_location)] | None = Field(
+        None,
+        description="Where compiled executables are kept. No engine of this version uses it.",
+        json_schema_extra=_words("a path or `s3://...`"),
+    )
+    priority: int = Field(
+        0,
+        ge=-1_000_000,
+        le=1_000_000,
+        description="When cores are short, a model of lower priority never costs one of higher priority a core.",
+    )
+    max_queue: int = Field(256, ge=0, le=1_000_000, description="Requests that may wait for a slot. One more gets 429.")
+    threads: Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)] = Field(
+        "share", description="CPU threads of a replica. See Threads."
+    )
+    allow_head_padding: bool = Field(
+        False,
+        description="Accept a `tp_degree` that does not divide the attention heads, for an engine that pads them with "
+        "zeros.",
+    )
+    allow_degrees: tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...] = Field(
+        (), strict=False, description="Accept these tensor-parallel degrees beside the known ones."
+    )
+    hbm_overhead_gib: float | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="HBM in GiB that a replica needs on each core beside weights and KV cache. Unset: an estimate. See "
+        "Memory.",
+    )
+    allow_pickle: bool = Field(
+        False,
+        description="Read `pytorch_model.bin` where a checkpoint has no safetensors; the draft's too. A pickle can "
+        "hold code: it is read with torch's `weights_only`, which calls none, but take it from nobody whom you do not "
+        "trust. On the engine `cpu`.",
+    )
+    draft: Draft | None = Field(
+        None,
+        description="Speculative decoding. Greedy answers stay token for token what they are without it. On the engine "
+        "`cpu`; not in `defaults`.",
+    )
+    update: Update = Field(Update(), description="How replicas are replaced when the spec changes. See Updates.")
+    deadlines: Deadlines = Field(
+        Deadlines(), description="How long a replica may take. A change holds at once for what runs."
+    )
+    spread: Spread | None = Field(
+        None,
+        description="Keeps the replicas of the model apart: `host` puts each on a host of its own, `{host: 2}` at most "
+        "two on one. Unset: as many as there is room for.",
+        json_schema_extra=_words("`host`, or a mapping"),
+    )
+    host_memory_gib: float | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory.",
+    )
+    quantize: Literal["int8"] | None = Field(
+        None, description="Weights of one byte on the cores. On the Neuron engines. Unset: weights of the `dtype`."
+    )
+    group_query_attention: GroupQueryAttention | None = Field(
+        None,
+        description="How the KV heads are dealt out to the cores. On the engine `transformers-neuronx`. Unset: the "
+        "engine chooses. See Memory.",
+    )
+    engine_options: dict[str, bool | int | float | str] = Field(
+        {},
+        description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
+        "prompt go through the model together (unset: all). `echo`: `step_ms`, the milliseconds that each step takes.",
+    )
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
 
@@ -308,10 +501,17 @@ class ModelSpec(_Frozen):
 class Spec(_Frozen):
     """A whole file. Where its keys are written is no part of its value."""
 
-    version: Literal[1] = 1
-    name: Name = "fleet"
-    hosts: tuple[HostsSpec, ...] = ()  # (): what is there; see `hosts_for`
-    models: tuple[ModelSpec, ...] = ()
+    version: Annotated[Literal[1], _choice(1)] = Field(1, description="The version of this form.")
+    name: Name = Field("fleet", description="The fleet's name, shown in `status`.")
+    hosts: tuple[HostsSpec, ...] = Field(
+        (),  # what is there; see `hosts_for`
+        description="The machines; a list for machines of several types. Unset: this machine if it has Neuron devices "
+        "of a known type, else one emulated inf2.48xlarge. See Hosts.",
+    )
+    models: tuple[ModelSpec, ...] = Field(
+        (),
+        description="The models by name, at least one. Clients send the name as `model`.",
+    )
     base_dir: str = Field(".", exclude=True)
     places: Places = Field(Places(), exclude=True, repr=False)
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # top-level keys that could not be read
@@ -330,17 +530,25 @@ class Spec(_Frozen):
         return next((model for model in self.models if model.name == name), None)
 
 
+_DEFAULTS = (
+    "Fields for every model that does not give them itself. Any field of a model but `source`, `cores` and `draft`. A "
+    "field counts as a whole: a model's own `replicas` replaces all of the default's."
+)
+_INTERNAL = frozenset({"base_dir", "broken", "places"})
+
+
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a spec file, for editors. Looser than `parse` and `checks`, never stricter."""
-    internal = {"base_dir", "broken", "places", "name"}
-    generated = ModelSpec.model_json_schema()
-    definitions = generated.pop("$defs")
-    definitions["Replicas"] = {"anyOf": [{"type": "integer", "minimum": 1}, definitions["Replicas"]]}
-    model = {key: value for key, value in generated["properties"].items() if key not in internal}
-    defaults = {key: value for key, value in model.items() if key not in ("source", "cores", "draft")}
-    hosts = HostsSpec.model_json_schema()
-    definitions.update(hosts.pop("$defs"))
+    model, hosts = ModelSpec.model_json_schema(), HostsSpec.model_json_schema()
+    definitions = {**model.pop("$defs"), **hosts.pop("$defs"), "Hosts": hosts}
+    definitions["Replicas"] = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1000}, definitions["Replicas"]]}
+    definitions["Spread"] = {"anyOf": [{"const": "host"}, definitions["Spread"]]}
+    fields = {key: value for key, value in model["properties"].items() if key not in {*_INTERNAL, "name"}}
+    fields["replicas"]["default"] = 1
+    defaults = {key: value for key, value in fields.items() if key not in ("source", "cores", "draft")}
+    one = {"$ref": "#/$defs/Hosts"}
     name = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+    told = {key: {"description": field.description} for key, field in Spec.model_fields.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "corewright spec",
@@ -348,16 +556,29 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "required": ["models"],
         "properties": {
-            "version": {"const": 1},
-            "name": name,
-            "hosts": hosts,
-            "defaults": {"type": "object", "additionalProperties": False, "properties": defaults},
+            "version": {**told["version"], "const": 1, "default": 1},
+            "name": {**told["name"], **name, **_words("a name"), "default": "fleet"},
+            "hosts": {
+                **told["hosts"],
+                **_words("a mapping, or a list of mappings"),
+                "anyOf": [one, {"type": "array", "minItems": 1, "items": one}],
+            },
+            "defaults": {
+                "description": _DEFAULTS,
+                "type": "object",
+                "additionalProperties": False,
+                "properties": defaults,
+            },
             "models": {
+                **told["models"],
                 "type": "object",
                 "minProperties": 1,
                 "propertyNames": name,
-                "additionalProperties": {"type": "object", "additionalProperties": False, "properties": model},
+                "additionalProperties": {"$ref": "#/$defs/Model"},
             },
         },
-        "$defs": definitions,
+        "$defs": {
+            **definitions,
+            "Model": {"type": "object", "additionalProperties": False, "properties": fields},
+        },
     }

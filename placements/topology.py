@@ -34,6 +34,7 @@ class Topology:
     link: Link  # how the devices are joined; a torus is 4 x 4
     source: str
     lnc: int | None = None  # physical cores in one logical core, where the family can choose
+    note: str = ""  # what is uncertain about these facts
 
     @property
     def cores(self) -> int:
@@ -57,10 +58,13 @@ class Topology:
 LNC_CHOICES = (1, 2)
 
 
-def _type(instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link) -> Topology:
-    family = "trn1" if instance.startswith("trn1n") else instance[:4]
+def _type(
+    instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
+) -> Topology:
+    family = next(known for known in ("inf2", "trn1", "trn2") if instance.startswith(known))
+    lnc = 2 if family == "trn2" else None
     source = _ARCH.format(family=family)
-    return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, source, 2 if cores == 4 else None)
+    return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, source, lnc, note)
 
 
 TOPOLOGIES: Mapping[str, Topology] = MappingProxyType(
@@ -74,13 +78,15 @@ TOPOLOGIES: Mapping[str, Topology] = MappingProxyType(
             _type("trn1.2xlarge", 1, 2, 16, 8, 32, "none"),
             _type("trn1.32xlarge", 16, 2, 16, 128, 512, "torus"),
             _type("trn1n.32xlarge", 16, 2, 16, 128, 512, "torus"),
-            _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none"),  # not in the pages of the SDK that we read
+            _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none", "no page of the Neuron SDK that we read has it"),
             _type("trn2.48xlarge", 16, 4, 24, 192, 2048, "torus"),
             _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # four make an UltraServer; each is a host
         )
     }
 )
-"""Every instance type with Neuron devices that serves language models, at its default LNC."""
+"""Every instance type with Neuron devices that serves language models, at its default LNC. With one physical core in
+each logical one a core of trn2 has half of the HBM on paper; in practice the halves of a bank are uneven (AWS Neuron
+SDK docs, neuron-runtime/explore/device-memory.rst)."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,11 @@ def degree(family: str, tp: int) -> Degree | None:
     return DEGREES[family].get(tp)
 
 
+def documented(topology: Topology, known: Degree) -> bool:
+    """Whether the guides of the engines name the degree for this family, at this LNC: those of trn2 are for LNC 2."""
+    return known.documented and (known.tp == 1 or topology.lnc != 1)
+
+
 def alignment(family: str, tp: int) -> Degree:
     """The table's row; for a degree outside it (the spec's ``allow_degrees``) consecutive whole devices."""
     known = degree(family, tp)
@@ -145,9 +156,7 @@ class Host:
     reserve_vcpus: int = 0  # left to the system: the first of ``cpus``
     reserved_cores: frozenset[int] = frozenset()
     emulated: bool = False  # the accelerator only; CPUs are real
-    memory_gib: float | None = (
-        None  # of the host, for loading; None: not a limit (an emulated host shares the machine's)
-    )
+    memory_gib: float | None = None  # what replicas may take; None: no limit (an emulated host shares the machine's)
 
     @property
     def cores(self) -> int:

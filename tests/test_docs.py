@@ -34,13 +34,25 @@ from orchestrator.lifecycle import ModelState, State, diagram
 from orchestrator.settings import SETTINGS
 from orchestrator.specfile import SpecFile, examine, start_problems
 from placements.checkpoints import FAMILIES
+from placements.coremap import core_map
 from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
-from placements.explain import core_map
 from placements.hosts import Machine
 from placements.plan import plan
 from placements.problems import Problem, has_errors
-from placements.spec import STRATEGIES, Deadlines, HostsSpec, ModelSpec, Replicas, Reserve, Spec, Update
-from placements.topology import DEGREES, TOPOLOGIES
+from placements.reference import TABLES, renewed
+from placements.spec import (
+    GROUP_QUERY_ATTENTIONS,
+    STRATEGIES,
+    Deadlines,
+    Draft,
+    HostsSpec,
+    ModelSpec,
+    Replicas,
+    Reserve,
+    Spec,
+    Spread,
+    Update,
+)
 from tests.orchestrator.fakefleet import PLAN, LiveAdmin
 from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -223,6 +235,8 @@ FIELDS = {
     **described("replicas.", Replicas),
     **described("update.", Update),
     **described("deadlines.", Deadlines),
+    **described("draft.", Draft),
+    **described("spread.", Spread),
 }
 BESIDE = {"defaults": ("a mapping", "unset"), "models": ("a mapping", "required")}  # no fields of the schema's classes
 
@@ -273,6 +287,7 @@ def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) ->
 def test_every_engine_dtype_strategy_and_thread_policy_is_described() -> None:
     """In the order of the code."""
     found = field_rows()
+    assert tuple(words(found["group_query_attention"][1])) == GROUP_QUERY_ATTENTIONS
     assert tuple(words(found["engine"][1])) == ENGINES
     assert tuple(words(found["dtype"][1])) == DTYPES
     assert tuple(words(found["update.strategy"][1])) == STRATEGIES
@@ -287,13 +302,14 @@ def test_every_family_and_engine_option_is_described() -> None:
     assert set(words(field_rows()["engine_options"][3])) == options | ENGINE_OPTIONS.keys()
 
 
-def test_the_degrees_and_instance_types_are_those_of_the_topology() -> None:
-    """Each row of the table, and each type with its cores."""
-    table = [[int(cell) for cell in row] for row in rows(section(SPEC, "Degrees")) if row[0].isdigit()]
-    assert table == [[degree.tp, degree.legal, degree.preferred] for degree in DEGREES["inf2"].values()]
-    hosts = " ".join(section(SPEC, "Hosts").split())
-    for name, topology in TOPOLOGIES.items():
-        assert re.search(rf"{re.escape(name)} \({topology.cores}\b", hosts)
+def test_the_tables_of_the_spec_are_those_of_the_schema_and_the_topology() -> None:
+    """Generated from them: UPDATE_GOLDEN=1 writes them anew."""
+    page = SPEC.read_text()
+    if os.environ.get("UPDATE_GOLDEN"):
+        SPEC.write_text(renewed(page))
+        page = SPEC.read_text()
+    assert re.findall(r"<!-- generated from the \w+: (\w+) -->", page) == list(TABLES)
+    assert page == renewed(page)
 
 
 def update_table(header: str) -> dict[str, list[str]]:

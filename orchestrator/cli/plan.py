@@ -11,8 +11,8 @@ from orchestrator.cli.client import AdminClient, FleetRefused
 from orchestrator.cli.output import columns
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile
+from placements.coremap import core_map
 from placements.cores import CoreRange
-from placements.explain import core_map
 from placements.plan import Placement, Plan, plan
 from placements.problems import Problem, has_errors
 from placements.topology import Host

@@ -10,7 +10,7 @@ from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.home import FleetRecord, Home
 from orchestrator.settings import Settings
 from orchestrator.specfile import SpecFile, start_problems
-from placements.explain import core_map
+from placements.coremap import core_map
 from placements.plan import plan
 from placements.problems import has_errors
 

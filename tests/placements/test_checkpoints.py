@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from placements.checkpoints import FAMILIES, Checkpoint, CheckpointError
+from placements.checkpoints import FAMILIES, Checkpoint, CheckpointError, Parameters
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -129,47 +132,66 @@ SMALL_OPT = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SMALL_MISTRAL,
-        {**SMALL_MISTRAL, "head_dim": 16, "tie_word_embeddings": True},
-        {**SMALL_MISTRAL, "head_dim": None, "sliding_window": 24},
-        SMALL_MIXTRAL,
-        {**SMALL_MIXTRAL, "num_local_experts": 3, "head_dim": None},
-        SMALL_QWEN2,
-        {**SMALL_QWEN2, "tie_word_embeddings": True, "num_key_value_heads": None},
-        SMALL_QWEN3,
-        {**SMALL_QWEN3, "head_dim": 10, "attention_bias": True, "tie_word_embeddings": True},
-        SMALL_BIGCODE,
-        {**SMALL_BIGCODE, "multi_query": False, "n_inner": 100},
-        {**SMALL_BIGCODE, "tie_word_embeddings": False},
-        SMALL_GPTJ,
-        {**SMALL_GPTJ, "n_inner": 100},
-        {**SMALL_GPTJ, "tie_word_embeddings": True},
-        SMALL_NEOX,
-        {**SMALL_NEOX, "attention_bias": False},
-        {**SMALL_NEOX, "tie_word_embeddings": True},
-        SMALL_OPT,
-        {**SMALL_OPT, "tie_word_embeddings": False},
-        {**SMALL_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
-        {**SMALL_OPT, "word_embed_proj_dim": 20, "tie_word_embeddings": False, "_remove_final_layer_norm": True},
-        {**SMALL_OPT, "enable_bias": False},
-        {**SMALL_OPT, "layer_norm_elementwise_affine": False},
-        SMALL_LLAMA,
-        {**SMALL_LLAMA, "tie_word_embeddings": True},
-        {**SMALL_LLAMA, "attention_bias": True, "mlp_bias": True},
-        {**SMALL_LLAMA, "head_dim": 16, "num_key_value_heads": None},
-        SMALL_GPT2,
-        {**SMALL_GPT2, "n_inner": 100},
-        {**SMALL_GPT2, "tie_word_embeddings": False},
-        SMALL_BLOOM,
-        {**SMALL_BLOOM, "tie_word_embeddings": False},
-    ],
-)
+VARIANTS: list[dict[str, Any]] = [
+    SMALL_MISTRAL,
+    {**SMALL_MISTRAL, "head_dim": 16, "tie_word_embeddings": True},
+    {**SMALL_MISTRAL, "head_dim": None, "sliding_window": 24},
+    SMALL_MIXTRAL,
+    {**SMALL_MIXTRAL, "num_local_experts": 3, "head_dim": None},
+    SMALL_QWEN2,
+    {**SMALL_QWEN2, "tie_word_embeddings": True, "num_key_value_heads": None},
+    SMALL_QWEN3,
+    {**SMALL_QWEN3, "head_dim": 10, "attention_bias": True, "tie_word_embeddings": True},
+    SMALL_BIGCODE,
+    {**SMALL_BIGCODE, "multi_query": False, "n_inner": 100},
+    {**SMALL_BIGCODE, "tie_word_embeddings": False},
+    SMALL_GPTJ,
+    {**SMALL_GPTJ, "n_inner": 100},
+    {**SMALL_GPTJ, "tie_word_embeddings": True},
+    SMALL_NEOX,
+    {**SMALL_NEOX, "attention_bias": False},
+    {**SMALL_NEOX, "tie_word_embeddings": True},
+    SMALL_OPT,
+    {**SMALL_OPT, "tie_word_embeddings": False},
+    {**SMALL_OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    {**SMALL_OPT, "word_embed_proj_dim": 20, "tie_word_embeddings": False, "_remove_final_layer_norm": True},
+    {**SMALL_OPT, "enable_bias": False},
+    {**SMALL_OPT, "layer_norm_elementwise_affine": False},
+    SMALL_LLAMA,
+    {**SMALL_LLAMA, "tie_word_embeddings": True},
+    {**SMALL_LLAMA, "attention_bias": True, "mlp_bias": True},
+    {**SMALL_LLAMA, "head_dim": 16, "num_key_value_heads": None},
+    SMALL_GPT2,
+    {**SMALL_GPT2, "n_inner": 100},
+    {**SMALL_GPT2, "tie_word_embeddings": False},
+    SMALL_BLOOM,
+    {**SMALL_BLOOM, "tie_word_embeddings": False},
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
 def test_parameters_are_those_that_transformers_builds(config: dict[str, Any]) -> None:
     """The formula equals the sum over the parameters of the real model class, built without memory."""
     assert Checkpoint.from_config(config).parameters == sum(weight.numel() for weight in built(config).parameters())
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_groups_are_those_that_transformers_builds(config: dict[str, Any]) -> None:
+    """Each group equals the sum over the parameters of that name, and all of them are the whole."""
+    found = Checkpoint.from_config(config)
+    assert (found.groups, found.groups.total) == (groups(built(config), found), found.parameters)
+
+
+@pytest.mark.slow
+@settings(max_examples=int(os.environ.get("EXAMPLES", "100")), deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_small_config_is_counted_as_transformers_builds_it(family: str, data: st.DataObject) -> None:
+    """Parameters and groups, over random shapes, vocabularies, ties, biases and null keys of each family."""
+    config = data.draw(CONFIGS[family])
+    found, model = Checkpoint.from_config(config), built(config)
+    assert found.parameters == sum(weight.numel() for weight in model.parameters())
+    assert found.groups == groups(model, found)
 
 
 def built(config: dict[str, Any]) -> Any:
@@ -181,6 +203,127 @@ def built(config: dict[str, Any]) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(hf_config)
     model.tie_weights()
     return model
+
+
+def groups(model: Any, shape: Checkpoint) -> Parameters:
+    """The model's parameters by name. A matrix that fuses query, key and value is divided by the shape's heads."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    sizes = dict.fromkeys(("embedding", "head", "positions", "attention", "kv", "feed_forward", "small"), 0)
+    for name, weight in model.named_parameters():
+        size, matrix = weight.numel(), weight.dim() > 1
+        if weight is embedding:
+            sizes["embedding"] += size
+        elif weight is head:
+            sizes["head"] += size
+        elif "wpe" in name or "embed_positions" in name:
+            sizes["positions"] += size
+        elif not matrix or "project_" in name or "mlp.gate.weight" in name or "block_sparse_moe.gate.weight" in name:
+            sizes["small"] += size
+        elif "k_proj" in name or "v_proj" in name:
+            sizes["kv"] += size
+        elif "query_key_value" in name or "c_attn" in name:
+            kv = 2 * shape.kv_heads * size // (shape.heads + 2 * shape.kv_heads)
+            sizes["kv"] += kv
+            sizes["attention"] += size - kv
+        elif "attn" in name or "attention" in name:
+            sizes["attention"] += size
+        else:
+            sizes["feed_forward"] += size
+    return Parameters(**sizes)
+
+
+_FLAG = st.booleans()
+
+
+@st.composite
+def _rotary_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Null only where the family's class in transformers 5 accepts it."""
+    absent = draw(st.integers(0, 9)) == 0
+    heads = 32 if absent else draw(st.integers(1, 6))  # the defaults of absent KV heads, 8 and 32, divide 32
+    head_dim = 2 * draw(st.integers(1, 5))
+    config: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "intermediate_size": draw(st.integers(1, 60)),
+        "vocab_size": draw(st.integers(4, 300)),
+        "max_position_embeddings": draw(st.integers(1, 64)),
+        "tie_word_embeddings": draw(_FLAG),
+        "attention_bias": draw(_FLAG),
+        "mlp_bias": draw(_FLAG),
+    }
+    if not absent:
+        divisors = [kv for kv in range(1, heads + 1) if heads % kv == 0]
+        null = [None] if family in ("llama", "qwen2", "qwen3") else []
+        config["num_key_value_heads"] = draw(st.sampled_from([*null, *divisors]))
+    match draw(st.integers(0, 2)):
+        case 0 if family in ("llama", "mistral", "mixtral"):
+            config["head_dim"] = None
+        case 1:
+            config["head_dim"] = 2 * draw(st.integers(1, 8))
+            config["hidden_size"] = heads * draw(st.integers(1, 30))  # llama's class wants a multiple
+    if family == "mixtral":
+        config["num_local_experts"] = draw(st.integers(2, 5))
+    return config
+
+
+@st.composite
+def _fused_configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    heads, head_dim = draw(st.integers(1, 6)), 4 * draw(st.integers(1, 4))
+    hidden, layers, inner = heads * head_dim, draw(st.integers(1, 3)), draw(st.integers(1, 60))
+    tied, vocab = (
+        draw(st.sampled_from([{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])),
+        {"vocab_size": draw(st.integers(4, 300))},
+    )
+    short = {"n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": draw(st.integers(1, 64))}
+    long = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
+    width = draw(st.sampled_from([{}, {"n_inner": None}, {"n_inner": inner}]))
+    positions = {"max_position_embeddings": draw(st.integers(1, 64))}
+    own: dict[str, Any] = {
+        "gpt2": {**short, **width},
+        "gpt_bigcode": {**short, **width, "multi_query": draw(_FLAG)},
+        "gptj": {**short, **width, "rotary_dim": draw(st.sampled_from([2, 4]))},
+        "bloom": {"hidden_size": hidden, "n_head": heads, "n_layer": layers},
+        "gpt_neox": {**long, **positions, "intermediate_size": inner, "attention_bias": draw(_FLAG)},
+        "opt": {
+            **long,
+            **positions,
+            "ffn_dim": inner,
+            "word_embed_proj_dim": draw(st.sampled_from([hidden, draw(st.integers(1, 60))])),
+            "do_layer_norm_before": draw(_FLAG),
+            "_remove_final_layer_norm": draw(_FLAG),
+            "enable_bias": draw(_FLAG),
+            "layer_norm_elementwise_affine": draw(_FLAG),
+        },
+    }
+    return {"model_type": family, **tied, **vocab, **own[family]}
+
+
+CONFIGS = {
+    family: _rotary_configs(family)
+    if family in ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+    else _fused_configs(family)
+    for family in FAMILIES
+}
+
+
+@pytest.mark.parametrize(
+    ("named", "stored"),
+    [
+        ({}, None),
+        ({"torch_dtype": "bfloat16"}, 2),
+        ({"torch_dtype": "float32"}, 4),
+        ({"dtype": "float16"}, 2),
+        ({"dtype": "torch.float32"}, 4),
+        ({"torch_dtype": None}, None),
+        ({"torch_dtype": "float8_e4m3fn"}, None),
+        ({"torch_dtype": 16}, None),
+    ],
+)
+def test_the_files_dtype_is_read_where_it_is_known(named: dict[str, Any], stored: int | None) -> None:
+    """Under its name in transformers 4 or 5; another value is no fault, since only an estimate needs it."""
+    assert Checkpoint.from_config({**LLAMA, **named}).stored_bytes == stored
 
 
 EACH_FAMILY = [

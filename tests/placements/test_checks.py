@@ -13,6 +13,9 @@ from placements.parse import parse
 from placements.spec import Spec
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B, PLAIN, brief, host, model, problems_of
 
+LLAMA_3_8B = Checkpoint("llama", 32, 8, 32, 4096, 14336, 128, 128256, 8192, False, 8_030_261_248)
+MIXTRAL = Checkpoint("mixtral", 32, 8, 32, 4096, 14336, 128, 32000, 32768, False, 46_702_792_704, 8)
+SEVERAL = "hosts: [{instance: inf2.48xlarge}, {instance: trn1.32xlarge, count: 2}]\n"
 REAL = "hosts: {instance: inf2.48xlarge}\n"
 TWO = "hosts: {instance: inf2.48xlarge, count: 2}\n"
 
@@ -189,7 +192,7 @@ def test_memory_prints_every_term_and_a_degree_that_fits() -> None:
     assert (problem.id, problem.what, problem.hint) == (
         "hbm-exceeded",
         "a does not fit into memory with tp_degree 2, max_batch 32, max_len 4096, bf16: weights 6.28 + KV cache 32.00 "
-        "+ overhead 1.60 = 39.88 GiB on each core, more than 0.95 x 16 = 15.20 GiB of HBM",
+        "+ scratch 1.00 + runtime 0.60 = 39.88 GiB on each core, more than 0.95 x 16 = 15.20 GiB of HBM",
         "tp_degree 8 needs 11.17 GiB on each core; or lower max_batch or max_len, or set hbm_overhead_gib if you "
         "measured the overhead",
     )
@@ -391,3 +394,274 @@ def test_mixed_hosts_are_judged_by_those_where_cores_are_taken() -> None:
     """A plain CPU host beside a Neuron host does not make a degree illegal."""
     spec = Spec(models=(model("a", 8, "0-7", engine="nxd-inference"),))
     assert check(spec, [PLAIN, host()]) == ()
+
+
+# Hosts of several types
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ("{tp_degree: 8}", []),
+        ("{tp_degree: 4}", []),  # of inf2 only
+        ("{tp_degree: 16}", []),  # of trn1 only
+        ("{tp_degree: 32}", []),
+        ("{tp_degree: 6}", ["illegal-degree 3:7"]),
+        ("{tp_degree: 12}", ["undocumented-degree 3:7"]),
+        ("{tp_degree: 64}", ["degree-exceeds-host 3:7"]),
+        ("{tp_degree: 32, replicas: 2}", []),
+        ("{tp_degree: 32, replicas: 3}", ["max-never-fits 3:22"]),
+        # pins
+        ("{tp_degree: 4, cores: ['trn1.32xlarge/0:0-3']}", ["illegal-degree 3:29"]),
+        ("{tp_degree: 4, cores: ['trn1.32xlarge/0:0-3'], allow_degrees: [4]}", []),
+        ("{tp_degree: 4, cores: ['inf2.48xlarge/0:2-5']}", []),
+        ("{tp_degree: 4, cores: ['2-5']}", []),
+        ("{tp_degree: 8, cores: ['2-9']}", []),  # on inf2
+        ("{tp_degree: 8, cores: ['trn1.32xlarge/1:2-9']}", ["pin-misaligned 3:29"]),
+        ("{tp_degree: 8, cores: ['24-31']}", []),  # on trn1
+        ("{tp_degree: 8, cores: ['inf2.48xlarge/0:24-31']}", ["pin-outside-host 3:29"]),
+        ("{tp_degree: 8, cores: ['32-39']}", ["pin-outside-host 3:29"]),
+        ("{tp_degree: 1, cores: ['trn1.32xlarge/2:0']}", ["pin-unknown-host 3:29"]),
+    ],
+)
+def test_a_model_is_legal_where_one_type_can_take_it(fields: str, found: list[str]) -> None:
+    """An inf2.48xlarge and two trn1.32xlarge; a pin is judged by the hosts that it may lie on."""
+    assert [place.split(",")[0] for place in ids(f"{SEVERAL}models:\n  a: {fields[:-1]}, source: ./a}}\n")] == found
+
+
+def test_what_no_type_can_take_is_told_with_all_types() -> None:
+    """Each with its degrees, or its size."""
+    six, wide = (whats(f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: {tp}}}}}\n") for tp in (6, 64))
+    assert (six, wide) == (
+        [
+            "tp_degree 6 is a degree of none of the hosts: 1, 2, 4, 8, 12 and 24 on inf2.48xlarge; "
+            "1, 2, 8, 16 and 32 on trn1.32xlarge"
+        ],
+        ["tp_degree 64 exceeds the cores of every host: 24 cores on inf2.48xlarge; 32 cores on trn1.32xlarge"],
+    )
+
+
+def test_a_pin_on_a_type_without_the_degree_names_the_types_that_have_it() -> None:
+    """The degree itself is legal."""
+    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, cores: ['inf2.48xlarge/0:0-15']}}}}\n"
+    (problem,) = problems_of(text)
+    assert (problem.id, problem.what, problem.hint) == (
+        "illegal-degree",
+        'pin "inf2.48xlarge/0:0-15" lies on inf2.48xlarge, which has no tp_degree 16',
+        "pin to a host of type trn1.32xlarge",
+    )
+
+
+def test_a_pin_that_no_type_lets_begin_there_is_told_with_each_step() -> None:
+    """Two on inf2, eight on trn1."""
+    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 8, cores: ['1-8']}}}}\n"
+    assert whats(text) == [
+        'pin "1-8" begins at core 1; tp_degree 8 begins at multiples of 2 on inf2.48xlarge; multiples of 8 on '
+        "trn1.32xlarge"
+    ]
+
+
+def test_memory_is_judged_by_the_type_with_the_most_hbm() -> None:
+    """Llama-2-7B with 16 slots of 2048 needs 18 GiB on each of two cores: of trn2, not of inf2."""
+    text = "hosts: [{instance: inf2.48xlarge}, {instance: trn2.3xlarge}]\nmodels:\n  a: {source: ./a, tp_degree: 2, "
+    found = [
+        (problem.id, "22.80 GiB of HBM of trn2.3xlarge" in problem.what, problem.where)
+        for slots in ("max_batch: 16", "max_batch: 64", "max_batch: 16, cores: ['inf2.48xlarge/0:0-1']")
+        for problem in problems_of(f"{text}{slots}}}\n", {"a": LLAMA_2_7B})
+    ]
+    assert found == [("hbm-exceeded", True, "f.yaml:3:20"), ("hbm-exceeded", False, "f.yaml:3:57")]
+
+
+def test_an_lnc_of_one_halves_the_hbm_and_its_degrees_are_undocumented() -> None:
+    """allow_degrees silences the warning; degree 1 needs no other core."""
+
+    def found(lnc: int, more: str) -> list[str]:
+        text = f"hosts: {{instance: trn2.48xlarge, lnc: {lnc}}}\nmodels:\n  a: {{source: ./a, max_batch: 1, {more}}}\n"
+        return [problem.id for problem in problems_of(text, {"a": LLAMA_2_7B})]
+
+    assert (found(2, "tp_degree: 1"), found(1, "tp_degree: 1")) == ([], ["hbm-exceeded"])
+    assert (found(2, "tp_degree: 8"), found(1, "tp_degree: 8")) == ([], ["undocumented-degree"])
+    assert found(1, "tp_degree: 8, allow_degrees: [8]") == []
+
+
+def test_threads_count_only_the_replicas_that_a_type_can_hold() -> None:
+    """A degree of 16 does not lie on inf2."""
+    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 200, replicas: 4}}}}\n"
+    assert [problem.what.split(", which")[0] for problem in problems_of(text) if "threads" in problem.id] == [
+        "replicas of this spec could run 400 threads together on trn1.32xlarge/0"
+    ]
+
+
+def test_the_reserve_of_each_entry_is_judged_at_its_own_place() -> None:
+    """In a list of hosts each item has its own; memory too."""
+    text = (
+        "hosts:\n"
+        "  - {instance: inf2.48xlarge, count: 2, reserve: {cores: [23]}}\n"
+        "  - {instance: inf2.xlarge, reserve: {cores: [2], vcpus: 4, memory_gib: 16}}\n"
+        "models: {a: {source: ./a}}\n"
+    )
+    assert ids(text) == ["reserve-outside-host 3:39", "reserve-exceeds-host 3:51", "reserve-exceeds-host 3:61"]
+
+
+# Host memory, spreading, quantized weights, KV heads, experts
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ("host_memory_gib: 16", []),
+        ("host_memory_gib: 16.5", ["host-memory-exceeded 4:5"]),
+        ("engine: cpu\n    host_memory_gib: 17", ["host-memory-exceeded 5:5"]),
+    ],
+)
+def test_a_replica_that_no_host_can_load_is_told(fields: str, found: list[str]) -> None:
+    """On an inf2.xlarge of 16 GiB; on emulated hosts nobody knows."""
+    assert ids(one(fields, "hosts: {instance: inf2.xlarge}\n")) == found
+    assert ids(one(fields, "hosts: {emulate: inf2.xlarge}\n")) == []
+
+
+def test_the_estimate_of_the_load_counts_and_any_host_that_is_large_enough_will_do() -> None:
+    """Llama-3-8B has 15 GiB of weights in bf16; what is reserved is not there."""
+    small = "hosts: {instance: inf2.xlarge, reserve: {memory_gib: 2}}\n"
+    mixed = "hosts: [{instance: inf2.xlarge}, {instance: inf2.8xlarge}]\n"
+    text = "tp_degree: 2\n    max_batch: 1"
+    told = [[problem.id for problem in problems_of(one(text, hosts), {"a": LLAMA_3_8B})] for hosts in (small, mixed)]
+    assert told == [["host-memory-exceeded"], []]
+
+
+@pytest.mark.parametrize(
+    ("fields", "hosts", "found"),
+    [
+        ("{spread: host, replicas: 2}", TWO, []),
+        ("{spread: host, replicas: 3}", TWO, ["spread-too-narrow 3:7"]),
+        ("{spread: {host: 2}, replicas: 4}", TWO, []),
+        ("{spread: {host: 2}, replicas: 5}", TWO, ["spread-too-narrow 3:7"]),
+        ("{spread: host, replicas: 3, tp_degree: 8}", SEVERAL, []),
+        ("{spread: host, replicas: 3, tp_degree: 32}", SEVERAL, ["spread-too-narrow 3:7"]),  # two hosts are so large
+        ("{spread: host, engine: cpu, replicas: 3}", TWO, ["spread-too-narrow 3:7"]),  # they take no cores
+        ("{spread: host, replicas: 2, cores: ['0', '1']}", TWO, []),
+        (
+            "{spread: host, cores: ['inf2.48xlarge/0:0', 'inf2.48xlarge/0:1'], replicas: 2}",
+            TWO,
+            ["spread-too-narrow 3:50"],
+        ),
+        ("{spread: {host: 2}, cores: ['0', '1'], replicas: 2}", REAL, []),
+        ("{spread: host, cores: ['0', '1'], replicas: {min: 1, max: 2}}", REAL, ["spread-too-narrow 3:34"]),
+    ],
+)
+def test_min_and_pins_agree_with_what_spread_allows(fields: str, hosts: str, found: list[str]) -> None:
+    """No plan could ever place them; what exceeds min only is for max-never-fits."""
+    text = f"{hosts}models:\n  a: {fields[:-1]}, source: ./a}}\n"
+    assert [place for place in ids(text) if "max-never-fits" not in place] == found
+
+
+@pytest.mark.parametrize(
+    ("engine", "hosts", "found"),
+    [
+        ("cpu", REAL, ["quantize-unsupported 5:5"]),
+        ("echo", REAL, ["quantize-unsupported 5:5"]),
+        ("auto", "hosts: {emulate: inf2.48xlarge}\n", ["quantize-unsupported 5:5"]),
+        ("auto", REAL, []),
+        ("transformers-neuronx", REAL, []),
+        ("nxd-inference", REAL, []),
+        ("optimum-neuron", REAL, []),
+    ],
+)
+def test_weights_of_one_byte_are_for_neuron_engines(engine: str, hosts: str, found: list[str]) -> None:
+    """`auto` is the cpu engine on emulated hosts."""
+    assert ids(one(f"engine: {engine}\n    quantize: int8", hosts)) == found
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "found"),
+    [
+        ("transformers-neuronx", "gptj", ["quantize-unsupported 5:5"]),
+        ("transformers-neuronx", "gpt_neox", ["quantize-unsupported 5:5"]),
+        ("transformers-neuronx", "llama", []),
+        ("auto", "gptj", []),
+    ],
+)
+def test_transformers_neuronx_quantizes_not_every_family(engine: str, family: str, found: list[str]) -> None:
+    """Two of its classes take no QuantizationConfig."""
+    checkpoint = Checkpoint(family, 16, 16, 1, 1024, 4096, 64, 1000, 2048, False, 1000)
+    assert ids(one(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == found
+
+
+@pytest.mark.parametrize(
+    ("engine", "hosts", "found"),
+    [
+        ("transformers-neuronx", REAL, []),
+        ("auto", REAL, []),
+        ("auto", "hosts: {emulate: inf2.48xlarge}\n", ["gqa-unsupported 5:5"]),
+        ("nxd-inference", REAL, ["gqa-unsupported 5:5"]),
+        ("optimum-neuron", REAL, ["gqa-unsupported 5:5"]),
+        ("cpu", REAL, ["gqa-unsupported 5:5"]),
+    ],
+)
+def test_only_transformers_neuronx_can_be_told_how_kv_heads_are_dealt_out(
+    engine: str, hosts: str, found: list[str]
+) -> None:
+    """NxD Inference chooses by itself."""
+    assert ids(one(f"engine: {engine}\n    group_query_attention: replicated-heads", hosts)) == found
+
+
+def grouped(heads: int, kv_heads: int, head_dim: int = 64) -> Checkpoint:
+    return Checkpoint("llama", heads, kv_heads, 1, heads * head_dim, 64, head_dim, 100, None, False, 1000)
+
+
+@pytest.mark.parametrize(
+    ("way", "checkpoint", "tp", "slots", "why"),
+    [
+        ("shard-over-heads", grouped(32, 8), 8, 4, ""),
+        ("shard-over-heads", grouped(32, 8), 24, 4, "tp_degree 24 does not divide the 8 KV heads"),
+        ("shard-over-heads", grouped(32, 1), 2, 4, "tp_degree 2 does not divide the 1 KV head"),
+        ("shard-over-batch", grouped(32, 4), 8, 16, ""),
+        ("shard-over-batch", grouped(32, 4), 8, 4, "tp_degree 8 does not divide max_batch 4"),
+        ("shard-over-batch", None, 8, 4, "tp_degree 8 does not divide max_batch 4"),
+        ("replicated-heads", grouped(32, 5), 8, 3, ""),
+        ("all-gather-heads", grouped(32, 8), 8, 4, ""),
+        ("all-gather-heads", grouped(24, 4, 3), 8, 4, "tp_degree 8 does not divide the 12 numbers of all KV heads"),
+        ("all-gather-heads", grouped(20, 4), 8, 4, ""),  # 4 heads of padding, one for each KV head
+        (
+            "all-gather-heads",
+            grouped(22, 4),
+            8,
+            4,
+            "the 2 heads of padding cannot be dealt to 4 KV heads",
+        ),
+        ("shard-over-heads", None, 8, 4, ""),  # not known
+    ],
+)
+def test_how_kv_heads_are_dealt_out_must_be_possible(
+    way: str, checkpoint: Checkpoint | None, tp: int, slots: int, why: str
+) -> None:
+    """The rules of transformers-neuronx's check_gqa_fallback, which would take another way instead."""
+    fields = f"group_query_attention: {way}\n    tp_degree: {tp}\n    max_batch: {slots}\n    allow_head_padding: true"
+    found = [
+        (problem.id, problem.where, problem.what)
+        for problem in problems_of(one(fields), {"a": checkpoint} if checkpoint else {})
+    ]
+    assert found == ([("gqa-not-divisible", "f.yaml:4:5", f"{way} of a cannot be: {why}")] if why else [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "tp", "found"),
+    [
+        ("transformers-neuronx", 8, []),
+        ("transformers-neuronx", 24, []),
+        ("transformers-neuronx", 12, ["experts-not-divisible"]),
+        ("nxd-inference", 12, []),
+        ("auto", 12, []),
+    ],
+)
+def test_experts_and_degree_divide_each_other(engine: str, tp: int, found: list[str]) -> None:
+    """Mixtral's eight on transformers-neuronx; the other engines shard within an expert."""
+    text = one(f"engine: {engine}\n    tp_degree: {tp}\n    allow_degrees: [12]\n    allow_head_padding: true")
+    assert [problem.id for problem in problems_of(text, {"a": MIXTRAL})] == found
+
+
+def test_quantized_weights_make_room() -> None:
+    """Llama-2-7B in int8 fits on one core, in bf16 with as many slots it does not."""
+    text = "engine: transformers-neuronx\n    max_batch: 2"
+    told = [ids(one(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
+    assert [[place.split()[0] for place in places] for places in told] == [["hbm-exceeded"], []]

@@ -24,6 +24,18 @@ def test_a_single_core_is_written_as_one_id() -> None:
     assert environment("m", 0, CoreRange(5, 5), 1)["NEURON_RT_VISIBLE_CORES"] == "5"
 
 
+@pytest.mark.parametrize(
+    ("cores", "lnc", "told"),
+    [(CoreRange(0, 7), 1, "1"), (CoreRange(3, 3), 2, "2"), (CoreRange(0, 7), None, None), (None, 2, None)],
+)
+def test_cores_of_trn2_come_with_the_size_of_a_logical_one(
+    cores: CoreRange | None, lnc: int | None, told: str | None
+) -> None:
+    """Without it the runtime would count other cores; a family without the choice, or a replica without cores, needs
+    none."""
+    assert environment("m", 0, cores, 1, lnc=lnc).get("NEURON_LOGICAL_NC_CONFIG") == told
+
+
 def test_one_thread_may_spin_and_no_mask_is_no_variable() -> None:
     """OMP_WAIT_POLICY and COREWRIGHT_CPUS appear only where they mean something."""
     assert environment("m", 0, CoreRange(5, 5), 1).keys().isdisjoint({"OMP_WAIT_POLICY", "COREWRIGHT_CPUS"})

@@ -14,7 +14,7 @@ import pytest
 
 from placements.checkpoints import Checkpoint
 from placements.checks import check
-from placements.explain import core_map
+from placements.coremap import core_map
 from placements.hosts import hosts_for
 from placements.parse import parse
 from placements.plan import plan

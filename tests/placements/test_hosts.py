@@ -18,8 +18,8 @@ def wish(**hosts: object) -> Spec:
 def test_an_instance_is_planned_from_its_topology_alone() -> None:
     """Whatever this machine is, the hosts are those of the instance type."""
     assert hosts_for(wish(instance="inf2.48xlarge", count=2), LAPTOP) == (
-        Host("inf2.48xlarge/0", BIG, tuple(range(192)), 8),
-        Host("inf2.48xlarge/1", BIG, tuple(range(192)), 8),
+        Host("inf2.48xlarge/0", BIG, tuple(range(192)), 8, memory_gib=768.0),
+        Host("inf2.48xlarge/1", BIG, tuple(range(192)), 8, memory_gib=768.0),
     )
 
 
@@ -45,11 +45,11 @@ def test_without_hosts_the_machine_s_own_type_is_taken() -> None:
     """A real inf2.8xlarge, with its real CPUs and the default reserve."""
     cpus = tuple(range(32))
     assert hosts_for(Spec(), Machine(cpus, "inf2.8xlarge")) == (
-        Host("inf2.8xlarge/0", TOPOLOGIES["inf2.8xlarge"], cpus, 2),
+        Host("inf2.8xlarge/0", TOPOLOGIES["inf2.8xlarge"], cpus, 2, memory_gib=128.0),
     )
 
 
-@pytest.mark.parametrize("instance", [None, "trn1.32xlarge", "m5.large"])
+@pytest.mark.parametrize("instance", [None, "inf1.24xlarge", "m5.large"])
 def test_without_hosts_and_without_neuron_one_inf2_48xlarge_is_emulated(instance: str | None) -> None:
     """What a laptop gets."""
     (host,) = hosts_for(Spec(), Machine((0, 1), instance))
@@ -68,6 +68,40 @@ def test_reserves_of_the_spec_are_taken() -> None:
 def test_the_default_reserve_is_four_percent(vcpus: int, reserve: int) -> None:
     """Rounded up, at least 1."""
     assert default_reserve(vcpus) == reserve
+
+
+def test_hosts_of_several_types_are_counted_by_type() -> None:
+    """In the order of the list; a type that comes twice counts on."""
+    wishes = [("inf2.48xlarge", 1), ("trn1.32xlarge", 2), ("inf2.48xlarge", 1)]
+    spec = Spec(hosts=tuple(HostsSpec(instance=instance, count=count) for instance, count in wishes))
+    names = ["inf2.48xlarge/0", "trn1.32xlarge/0", "trn1.32xlarge/1", "inf2.48xlarge/1"]
+    assert [host.name for host in hosts_for(spec, LAPTOP)] == names
+
+
+def test_emulated_hosts_of_several_types_divide_the_machine_s_cpus() -> None:
+    """All of them together, not each type for itself."""
+    spec = Spec(hosts=(HostsSpec(emulate="inf2.xlarge", count=2), HostsSpec(emulate="trn1.2xlarge")))
+    hosts = hosts_for(spec, Machine(cpus=(3, 4, 5, 6, 7)))
+    assert [(host.name, host.cpus) for host in hosts] == [
+        ("inf2.xlarge/0", (3,)),
+        ("inf2.xlarge/1", (4, 5)),
+        ("trn1.2xlarge/0", (6, 7)),
+    ]
+
+
+@pytest.mark.parametrize(("lnc", "cores"), [(None, 64), (2, 64), (1, 128)])
+def test_trn2_has_as_many_cores_as_its_lnc_makes(lnc: int | None, cores: int) -> None:
+    """Real or emulated; names stay those of the type."""
+    for kind in ("instance", "emulate"):
+        (host,) = hosts_for(wish(**{kind: "trn2.48xlarge", "lnc": lnc}), LAPTOP)
+        assert (host.name, host.cores) == ("trn2.48xlarge/0", cores)
+
+
+def test_memory_is_the_type_s_without_the_reserve_and_no_limit_where_it_is_emulated() -> None:
+    """An emulated host has a part of this machine's memory, and nobody knows which."""
+    real = hosts_for(wish(instance="trn1.2xlarge", reserve={"memory_gib": 4.5}), LAPTOP)[0]
+    emulated = hosts_for(wish(emulate="trn1.2xlarge", reserve={"memory_gib": 4.5}), LAPTOP)[0]
+    assert (real.memory_gib, emulated.memory_gib) == (27.5, None)
 
 
 def test_hosts_that_could_not_be_read_are_none() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from placements.parse import parse
 from placements.problems import Problem
-from placements.spec import Spec
+from placements.spec import HostsSpec, Spec, Spread
 from tests.placements.fleets import brief
 
 MODELS = "models: {a: {source: ./a}}\n"
@@ -108,6 +108,7 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         ("hosts:\n" + MODELS, "wrong-type", "1:1", "hosts is empty"),
         ("defaults: [cpu]\n" + MODELS, "wrong-type", "1:1", "defaults is [cpu], a list"),
         # values
+        ("version: true\n" + MODELS, "wrong-type", "1:1", "version: true is a boolean; it must be 1"),
         ("version: 2\n" + MODELS, "unknown-value", "1:1", "version is 2; known: 1"),
         ("name: my fleet\n" + MODELS, "bad-name", "1:1", '"my fleet"'),
         ("models:\n  a b: {source: ./a}", "bad-name", "2:3", '"a b"'),
@@ -175,7 +176,75 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
             "names both instance and emulate",
         ),
         ("hosts: {instance: inf2.4xlarge}\n" + MODELS, "unknown-instance", "1:9", '"inf2.4xlarge"'),
-        ("hosts: {emulate: trn1.32xlarge}\n" + MODELS, "unsupported-instance", "1:9", "supported are inf2.xlarge"),
+        ("hosts: {emulate: inf1.24xlarge}\n" + MODELS, "unsupported-instance", "1:9", "supported are inf2.xlarge"),
+        ("hosts: {instance: trn3.48xlarge}\n" + MODELS, "unknown-instance", "1:9", '"trn3.48xlarge"'),
+        ("hosts: {instance: }\n" + MODELS, "wrong-type", "1:9", "instance is empty; it must be an instance type"),
+        ("hosts: {instance: inf2.xlarge, lnc: 2}\n" + MODELS, "lnc-without-choice", "1:32", "inf2.xlarge has no"),
+        ("hosts: {emulate: trn1.32xlarge, lnc: 1}\n" + MODELS, "lnc-without-choice", "1:33", "only trn2 has"),
+        ("hosts: {instance: trn2.48xlarge, lnc: 3}\n" + MODELS, "unknown-value", "1:34", "lnc is 3; known: 1, 2"),
+        ("hosts: {instance: trn2.48xlarge, lnc: '2'}\n" + MODELS, "wrong-type", "1:34", "it must be 1 or 2"),
+        ("hosts: {instance: trn2.48xlarge, lnc: true}\n" + MODELS, "wrong-type", "1:34", "it must be 1 or 2"),
+        ("hosts: {instance: inf2.xlarge, count: 4097}\n" + MODELS, "out-of-range", "1:32", "it must be at most 4096"),
+        ("hosts: {instance: inf2.xlarge, reserve: {memory_gib: -1}}\n" + MODELS, "out-of-range", "1:42", "at least 0"),
+        ("hosts: {instance: inf2.xlarge, reserve: {memory_gib: a}}\n" + MODELS, "wrong-type", "1:42", "number of GiB"),
+        # hosts of several types
+        ("hosts: []\n" + MODELS, "wrong-type", "1:1", "hosts is an empty list"),
+        ("hosts: [inf2.xlarge]\n" + MODELS, "wrong-type", "1:9", 'hosts[0] is "inf2.xlarge", text'),
+        ("hosts: [[]]\n" + MODELS, "wrong-type", "1:9", "hosts[0] is [], a list; it must be a mapping"),
+        (
+            "hosts: [{instance: inf2.xlarge}, {}]\n" + MODELS,
+            "hosts-ambiguous",
+            "1:34",
+            "hosts[1] names no instance type",
+        ),
+        (
+            "hosts:\n  - {instance: inf2.xlarge}\n  - {instance: trn1.2xlarge, count: 0}\n" + MODELS,
+            "out-of-range",
+            "3:30",
+            "hosts[1].count is 0",
+        ),
+        (
+            "hosts:\n  - {instance: inf2.xlarge}\n  - {instance: trn1.2xlarge, cuont: 2}\n" + MODELS,
+            "unknown-key",
+            "3:30",
+            '"cuont" is not a known key of hosts[1]',
+        ),
+        (
+            "hosts:\n  - {instance: inf2.xlarge}\n  - {instance: trn1.3xlarge}\n" + MODELS,
+            "unknown-instance",
+            "3:6",
+            '"trn1.3xlarge"',
+        ),
+        (
+            "hosts:\n  - {instance: inf2.xlarge}\n  - {instance: trn1.2xlarge, reserve: {cores: [x]}}\n" + MODELS,
+            "bad-range",
+            "3:40",
+            "hosts[1].reserve.cores",
+        ),
+        (
+            "hosts:\n  - {instance: inf2.xlarge}\n  - {instance: trn1.2xlarge, reserve: {cpus: 1}}\n" + MODELS,
+            "unknown-key",
+            "3:40",
+            "hosts[1].reserve",
+        ),
+        (
+            "hosts:\n  - {instance: trn2.48xlarge, lnc: 1}\n  - {instance: trn1.2xlarge, lnc: 1}\n" + MODELS,
+            "lnc-without-choice",
+            "3:30",
+            "trn1.2xlarge has no",
+        ),
+        (
+            "hosts: [{instance: inf2.xlarge}, {emulate: trn1.2xlarge}]\n" + MODELS,
+            "hosts-mixed",
+            "1:35",
+            "real machines (instance) and emulated ones (emulate)",
+        ),
+        (
+            "hosts: [{instance: inf2.xlarge, count: 4000}, {instance: trn1.2xlarge, count: 97}]\n" + MODELS,
+            "out-of-range",
+            "1:72",
+            "more than 4096 machines together",
+        ),
         ("hosts: {instance: 7}\n" + MODELS, "yaml-unquoted", "1:9", "instance is 7"),
         ("hosts: {instance: inf2.xlarge, count: 0}\n" + MODELS, "out-of-range", "1:32", "count is 0"),
         ("hosts: {instance: inf2.xlarge, reserve: 8}\n" + MODELS, "wrong-type", "1:32", "reserve is 8"),
@@ -192,6 +261,21 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
             '"x" is not a core range',
         ),
         ("hosts: {instance: inf2.xlarge, reserve: {cpus: 1}}\n" + MODELS, "unknown-key", "1:42", "hosts.reserve"),
+        # spreading, host memory, quantized weights, and how KV heads are dealt out
+        (model("spread: device"), "wrong-type", "3:5", 'spread is "device", text; it must be host, or a mapping'),
+        (model("spread: 2"), "wrong-type", "3:5", "spread is 2, a number"),
+        (model("spread: {host: 0}"), "out-of-range", "3:14", "spread.host is 0; it must be at least 1"),
+        (model("spread: {host: many}"), "wrong-type", "3:14", 'spread.host is "many"'),
+        (model("spread: {device: 1}"), "unknown-key", "3:14", '"device" is not a known key of spread'),
+        (model("host_memory_gib: 1 GiB"), "wrong-type", "3:5", "it must be a number of GiB"),
+        (model("host_memory_gib: -0.5"), "out-of-range", "3:5", "it must be at least 0"),
+        (model("quantize: s8"), "unknown-value", "3:5", 'quantize is "s8"; known: int8'),
+        (model("quantize: 8"), "unknown-value", "3:5", "quantize is 8; known: int8"),
+        (model("quantize: true"), "wrong-type", "3:5", "quantize is true, a boolean; it must be int8"),
+        (model("group_query_attention: heads"), "unknown-value", "3:5", "known: shard-over-heads, shard-over-batch"),
+        (model("load_in_8bit: true"), "unknown-key", "3:5", '"load_in_8bit"'),
+        (model("anti_affinity: false"), "unknown-key", "3:5", '"anti_affinity"'),
+        (model("spread: {max_per_host: 2}"), "unknown-key", "3:14", '"max_per_host"'),
         # defaults
         ("defaults: {source: ./a}\n" + MODELS, "unknown-key", "1:12", '"source" is not a known key of defaults'),
         ("defaults: {engine: tnx}\n" + MODELS, "unknown-value", "1:12", 'engine is "tnx"'),
@@ -216,6 +300,17 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         (model("amp: bf16"), 'did you mean "dtype"?'),
         (model("replica: 2"), 'did you mean "replicas"?'),
         (model("max_lenn: 512"), 'did you mean "max_len"?'),
+        (model("load_in_8bit: true"), 'did you mean "quantize"?'),
+        (model("gqa: shard-over-heads"), 'did you mean "group_query_attention"?'),
+        (model("anti_affinity: true"), 'did you mean "spread"?'),
+        (model("max_per_host: 2"), 'did you mean "spread"?'),
+        (model("spread: {max_per_host: 2}"), 'did you mean "host"?'),
+        (model("memory: 12"), 'did you mean "host_memory_gib"?'),
+        ("hosts: {instance: inf2.xlarge, reserve: {memory: 4}}\n" + MODELS, 'did you mean "memory_gib"?'),
+        ("hosts: {instance: trn2.48xlarge, virtual_core_size: 1}\n" + MODELS, 'did you mean "lnc"?'),
+        (model("quantize: static_int8"), 'did you mean "int8"?'),
+        (model("quantize: s8"), 'did you mean "int8"?'),
+        (model("group_query_attention: shard_over_batch"), 'did you mean "shard-over-batch"?'),
         (model("name: x"), "the name of a model is the key that its fields stand under"),
         (model("zzz: 8"), "known here are source, engine, dtype"),
         ("tp_degree: 8\n" + MODELS, "tp_degree belongs to a model, or to defaults"),
@@ -418,3 +513,63 @@ def test_the_spec_holds_its_file_name_and_folder() -> None:
     spec = parse(MODELS, "specs/f.yaml", "/specs").spec
     assert isinstance(spec, Spec)
     assert (spec.filename, spec.base_dir, spec.models[0].source_path) == ("specs/f.yaml", "/specs", "/specs/a")
+
+
+def test_hosts_are_one_mapping_or_a_list_of_them() -> None:
+    """A list of one is the same as the mapping itself."""
+    one = parse("hosts: {instance: trn2.48xlarge, count: 2, lnc: 1}\n" + MODELS).spec
+    many = parse("hosts: [{instance: trn2.48xlarge, count: 2, lnc: 1}]\n" + MODELS).spec
+    assert one is not None
+    assert (one, one.hosts) == (many, (HostsSpec(instance="trn2.48xlarge", count=2, lnc=1),))
+
+
+def test_problems_of_all_hosts_in_a_list_are_told_at_once() -> None:
+    """Each at the line and column of its own item."""
+    text = """\
+hosts:
+  - {instance: inf2.48xlarge, cuont: 2}
+  - instance: trn1.32xlarge
+    count: none
+    reserve: {cores: ["8-x"], memory_gib: x}
+  - 3
+  - {instance: trn9.32xlarge}
+models: {a: {source: ./a}}
+"""
+    assert brief(problems(text)) == [
+        "unknown-key 2:31",
+        "wrong-type 4:5",
+        "bad-range 5:15",
+        "wrong-type 5:31",
+        "wrong-type 6:5",
+        "unknown-instance 7:6",
+    ]
+
+
+def test_a_type_without_a_choice_of_lnc_is_planned_all_the_same() -> None:
+    """So that the other findings about the hosts are told too."""
+    spec = parse("hosts: {instance: inf2.xlarge, lnc: 2}\n" + MODELS).spec
+    assert spec is not None
+    assert (spec.hosts, spec.broken) == ((HostsSpec(instance="inf2.xlarge"),), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        ("spread: host", "spread", Spread(host=1)),
+        ("spread: {host: 3}", "spread", Spread(host=3)),
+        ("anti_affinity: true", "spread", Spread(host=1)),
+        ("anti_affinity: false", "spread", None),
+        ("max_per_host: 2", "spread", Spread(host=2)),
+        ("load_in_8bit: true", "quantize", "int8"),
+        ("load_in_8bit: false", "quantize", None),
+        ("quantize: int8", "quantize", "int8"),
+        ("quantize:", "quantize", None),
+        ("host_memory_gib: 12", "host_memory_gib", 12.0),
+        ("gqa: replicated-heads", "group_query_attention", "replicated-heads"),
+    ],
+)
+def test_what_other_tools_write_is_read_as_it_is_meant(fields: str, field: str, value: object) -> None:
+    """Reported as an unknown key, and judged by what it means."""
+    spec = parse(model(fields)).spec
+    assert spec is not None
+    assert getattr(spec.models[0], field) == value

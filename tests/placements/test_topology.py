@@ -2,27 +2,67 @@ from __future__ import annotations
 
 import pytest
 
-from placements.topology import DEGREES, TOPOLOGIES, alignment, degree
+from placements.topology import DEGREES, TOPOLOGIES, alignment, degree, documented
 
 
 @pytest.mark.parametrize(
-    ("instance", "cores", "vcpus", "memory"),
+    ("instance", "family", "devices", "cores", "hbm", "vcpus", "memory", "link"),
     [
-        ("inf2.xlarge", 2, 4, 16),
-        ("inf2.8xlarge", 2, 32, 128),
-        ("inf2.24xlarge", 12, 96, 384),
-        ("inf2.48xlarge", 24, 192, 768),
+        ("inf2.xlarge", "inf2", 1, 2, 32, 4, 16, "none"),
+        ("inf2.8xlarge", "inf2", 1, 2, 32, 32, 128, "none"),
+        ("inf2.24xlarge", "inf2", 6, 12, 192, 96, 384, "line"),
+        ("inf2.48xlarge", "inf2", 12, 24, 384, 192, 768, "ring"),
+        ("trn1.2xlarge", "trn1", 1, 2, 32, 8, 32, "none"),
+        ("trn1.32xlarge", "trn1", 16, 32, 512, 128, 512, "torus"),
+        ("trn1n.32xlarge", "trn1", 16, 32, 512, 128, 512, "torus"),
+        ("trn2.3xlarge", "trn2", 1, 4, 96, 12, 128, "none"),
+        ("trn2.48xlarge", "trn2", 16, 64, 1536, 192, 2048, "torus"),
+        ("trn2u.48xlarge", "trn2", 16, 64, 1536, 192, 2048, "torus"),
     ],
 )
-def test_inf2_types_have_the_documented_sizes(instance: str, cores: int, vcpus: int, memory: int) -> None:
-    """Cores, vCPUs and memory are those of AWS's pages; a core has 16 GiB."""
+def test_each_type_has_the_documented_sizes(
+    instance: str, family: str, devices: int, cores: int, hbm: int, vcpus: int, memory: int, link: str
+) -> None:
+    """Devices, cores, HBM, vCPUs, memory and how the devices are joined are those of AWS's pages."""
     topology = TOPOLOGIES[instance]
-    assert (topology.cores, topology.vcpus, topology.memory_gib, topology.hbm_per_core_gib) == (
+    assert (topology.family, topology.devices, topology.cores, topology.cores * topology.hbm_per_core_gib) == (
+        family,
+        devices,
         cores,
-        vcpus,
-        memory,
-        16,
+        hbm,
     )
+    assert (topology.vcpus, topology.memory_gib, topology.link) == (vcpus, memory, link)
+
+
+def test_there_is_no_other_type() -> None:
+    """Ten, the last of which are uncertain only where that is said."""
+    assert len(TOPOLOGIES) == 10
+    assert [topology.instance for topology in TOPOLOGIES.values() if topology.note] == ["trn2.3xlarge"]
+
+
+@pytest.mark.parametrize(
+    ("instance", "lnc", "cores", "hbm"),
+    [
+        ("trn2.48xlarge", None, 64, 24),
+        ("trn2.48xlarge", 2, 64, 24),
+        ("trn2.48xlarge", 1, 128, 12),
+        ("trn2u.48xlarge", 1, 128, 12),
+        ("trn2.3xlarge", 1, 8, 12),
+    ],
+)
+def test_the_cores_of_trn2_are_two_physical_ones_or_one(instance: str, lnc: int | None, cores: int, hbm: int) -> None:
+    """At LNC 1 there are twice as many, each with half of the HBM; the devices stay."""
+    topology = TOPOLOGIES[instance].at_lnc(lnc)
+    assert (topology.cores, topology.hbm_per_core_gib, topology.lnc) == (cores, hbm, lnc or 2)
+    assert topology.devices == TOPOLOGIES[instance].devices
+    assert topology.at_lnc(2) == TOPOLOGIES[instance]
+
+
+@pytest.mark.parametrize(("instance", "lnc"), [("inf2.xlarge", 1), ("trn1.32xlarge", 2), ("trn2.48xlarge", 4)])
+def test_no_other_choice_of_logical_cores_is_taken(instance: str, lnc: int) -> None:
+    """inf2 and trn1 have none, trn2 has two."""
+    with pytest.raises(ValueError, match=rf"{instance} has no logical NeuronCores of {lnc}"):
+        TOPOLOGIES[instance].at_lnc(lnc)
 
 
 def test_a_preferred_block_is_always_legal() -> None:
@@ -32,25 +72,57 @@ def test_a_preferred_block_is_always_legal() -> None:
 
 
 def test_every_fact_has_a_source() -> None:
-    """No row of the tables is without its source."""
+    """No row of the tables is without its source, and it names the page of its own family."""
     rows = [*TOPOLOGIES.values(), *(row for table in DEGREES.values() for row in table.values())]
     assert [row for row in rows if not row.source] == []
+    assert [t.instance for t in TOPOLOGIES.values() if f"/{t.family}-arch.rst" not in t.source] == []
 
 
-def test_inf2_degrees_and_their_legal_alignment() -> None:
-    """1 anywhere; 2, 4 and 8 on whole devices; 12 at 0 and 12; 24 at 0; only 12 is undocumented."""
-    table = {tp: (row.legal, row.preferred, row.documented) for tp, row in DEGREES["inf2"].items()}
-    assert table == {
-        1: (1, 1, True),
-        2: (2, 2, True),
-        4: (2, 4, True),
-        8: (2, 8, True),
-        12: (12, 12, False),
-        24: (24, 24, True),
-    }
+@pytest.mark.parametrize(
+    ("family", "rows", "source"),
+    [
+        # 1 anywhere; 2, 4 and 8 on whole devices; 12 at 0 and 12, and named on one page only; 24 at 0
+        (
+            "inf2",
+            {
+                1: (1, 1, True),
+                2: (2, 2, True),
+                4: (2, 4, True),
+                8: (2, 8, True),
+                12: (12, 12, False),
+                24: (24, 24, True),
+            },
+            "collective-communication.rst",
+        ),
+        # the device sets of the scheduler: one device, 0-3, 4-7, 8-11, 12-15; 0-7, 8-15; all sixteen
+        (
+            "trn1",
+            {1: (1, 1, True), 2: (2, 2, True), 8: (8, 8, True), 16: (16, 16, True), 32: (32, 32, True)},
+            "scheduler.rst",
+        ),
+        # shown at multiples of the degree only
+        ("trn2", {tp: (tp, tp, True) for tp in (1, 2, 4, 8, 16, 32, 64)}, "NxD Inference"),
+    ],
+)
+def test_degrees_and_their_legal_and_preferred_alignment(
+    family: str, rows: dict[int, tuple[int, int, bool]], source: str
+) -> None:
+    """Each family's, with the document that says where a range may begin."""
+    table = DEGREES[family]
+    assert {tp: (row.legal, row.preferred, row.documented) for tp, row in table.items()} == rows
+    assert source in table[max(table)].source
+    assert all(row.tp == tp for tp, row in table.items())
 
 
-def test_a_degree_outside_the_table_takes_whole_devices() -> None:
-    """An overridden degree of 6 begins at an even core, preferably at a multiple of 6."""
-    row = alignment("inf2", 6)
-    assert (degree("inf2", 6), row.legal, row.preferred) == (None, 2, 6)
+def test_the_degrees_of_trn2_are_documented_for_lnc_2_only() -> None:
+    """One core needs no other, so that degree 1 is documented at any."""
+    big = TOPOLOGIES["trn2.48xlarge"]
+    told = {(lnc, tp): documented(big.at_lnc(lnc), DEGREES["trn2"][tp]) for lnc in (1, 2) for tp in (1, 8)}
+    assert told == {(1, 1): True, (1, 8): False, (2, 1): True, (2, 8): True}
+
+
+@pytest.mark.parametrize(("family", "tp"), [("inf2", 6), ("trn1", 4), ("trn2", 6)])
+def test_a_degree_outside_the_table_takes_whole_devices(family: str, tp: int) -> None:
+    """An overridden degree begins at an even core, preferably at a multiple of itself."""
+    row = alignment(family, tp)
+    assert (degree(family, tp), row.legal, row.preferred) == (None, 2, tp)

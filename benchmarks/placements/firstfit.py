@@ -1,0 +1,65 @@
+"""First fit: hosts in order, on each the first legal range that is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from benchmarks.placements.fleet import Machine
+from benchmarks.placements.rules import starts
+
+
+@lru_cache(maxsize=None)
+def _start_mask(instance: str, tp: int, aligned: bool) -> int:
+    return sum(1 << first for first in starts(instance, tp) if not aligned or first % tp == 0)
+
+
+def openings(free: int, instance: str, tp: int, aligned: bool = False) -> int:
+    """The legal starts (a mask) of free ranges of ``tp`` cores; ``aligned``: only those at multiples of ``tp``."""
+    found, length = free, 1
+    while length < tp:
+        step = min(length, tp - length)
+        found &= found >> step
+        length += step
+    return found & _start_mask(instance, tp, aligned)
+
+
+class FirstFit:
+    """Free cores of machines, from which ranges are taken and to which they are given back.
+
+    ``tidy``: on the host that is found, a multiple of the degree comes before any other legal start.
+    """
+
+    def __init__(self, machines: Sequence[Machine], degrees: Sequence[int], tidy: bool = False) -> None:
+        self._tidy = tidy
+        self.instances = [machine.instance for machine in machines]
+        self.free = [machine.free for machine in machines]
+        self._open = dict.fromkeys(degrees, 0)  # for each degree a mask of the machines that have room
+        for i in range(len(machines)):
+            self._look(i)
+
+    def _look(self, i: int) -> None:
+        for tp in self._open:
+            if openings(self.free[i], self.instances[i], tp):
+                self._open[tp] |= 1 << i
+            else:
+                self._open[tp] &= ~(1 << i)
+
+    def find(self, tp: int) -> tuple[int, int] | None:
+        """(index of the machine, first core), or None where no range is free."""
+        rooms = self._open[tp]
+        if not rooms:
+            return None
+        i = (rooms & -rooms).bit_length() - 1
+        places = openings(self.free[i], self.instances[i], tp)
+        if self._tidy:
+            places = openings(self.free[i], self.instances[i], tp, aligned=True) or places
+        return i, (places & -places).bit_length() - 1
+
+    def take(self, i: int, first: int, tp: int) -> None:
+        self.free[i] &= ~(((1 << tp) - 1) << first)
+        self._look(i)
+
+    def give(self, i: int, first: int, tp: int) -> None:
+        self.free[i] |= ((1 << tp) - 1) << first
+        self._look(i)

@@ -1,0 +1,426 @@
+"""What would give a model its replicas, found by trying: each suggestion has been planned."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from placements.checkpoints import Checkpoint
+from placements.checks import check
+from placements.cores import CoreRange
+from placements.engines import resolve, takes_cores
+from placements.hosts import default_reserve
+from placements.memory import estimate, fits, host_memory, usable_hbm
+from placements.plan import Placement, Plan, Running, plan
+from placements.spec import HostsSpec, ModelSpec, Replicas, Spec, Spread
+from placements.topology import DEGREES, TOPOLOGIES, Host, Topology
+
+MOVES = (1, 2, 4)
+"""So many running replicas may be moved in one suggestion."""
+
+_MOST_HOSTS = 8  # whose cordons are tried one by one
+_MOST_RIVALS = 8  # models whose ``min`` is tried lower
+_LENGTH_STEP = 128  # tokens; lengths that are suggested are multiples of it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Arguments of `check` and `plan`, and what is changed in them."""
+
+    id: str  # the kind of change
+    change: str  # what to do, in words
+    spec: Spec
+    hosts: tuple[Host, ...]
+    wanted: Mapping[str, int]
+    blocked: Mapping[str, frozenset[int]]
+    moves: int = 0
+    losers: frozenset[str] = frozenset()  # models that the change itself takes replicas from
+
+    def and_then(self, other: Trial) -> Trial:
+        """Both: ``other`` was made from this one."""
+        return replace(other, id=f"{self.id}+{other.id}", change=f"{self.change}, and {other.change}")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change after which the model has its replicas: ``plan`` is what `plan` says of it."""
+
+    trial: Trial
+    plan: Plan
+    gives: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `explain -o json` prints it."""
+        return {
+            "id": self.trial.id,
+            "change": self.trial.change,
+            "gives": self.gives,
+            "moves": [move.as_dict() for move in self.plan.moves],
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about one model, and the plan as it is without any change."""
+
+    model: ModelSpec
+    spec: Spec  # without other models that have errors: those run nowhere
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint]
+    drafts: Mapping[str, Checkpoint]
+    running: tuple[Running, ...]
+    wanted: Mapping[str, int]  # of this model never 0
+    blocked: Mapping[str, frozenset[int]]
+    cordoned: Mapping[str, frozenset[int]]  # the part of ``blocked`` that an operator can give back
+    wrong: bool  # the model's part of the spec has errors, so that nothing of it is placed
+    tolerated: frozenset[tuple[str, str]]  # (id, what) of errors elsewhere
+
+    @property
+    def target(self) -> int:
+        """Replicas that are planned for."""
+        return self.wanted[self.model.name]
+
+    @cached_property
+    def drawn(self) -> Plan:
+        return plan(self.spec, self.hosts, self.checkpoints, self.running, self.wanted, self.blocked)
+
+    @cached_property
+    def placed(self) -> tuple[Placement, ...]:
+        """Of this model."""
+        return tuple(placement for placement in self.drawn.placements if placement.model == self.model.name)
+
+    @cached_property
+    def own_hosts(self) -> tuple[Host, ...]:
+        """Those where it takes cores."""
+        return tuple(host for host in self.hosts if takes_cores(self.model.engine, host))
+
+    @cached_property
+    def kinds(self) -> tuple[Host, ...]:
+        """One host of each type where it takes cores."""
+        kinds: dict[object, Host] = {}
+        for host in self.own_hosts:
+            kinds.setdefault((host.topology, host.emulated, len(host.usable_cpus), host.memory_gib), host)
+        return tuple(kinds.values())
+
+
+def suggestions(question: Question) -> Iterator[Suggestion]:
+    """Changes that work, the smallest first; `explain.explain` says in which order, and what "works" means."""
+    return _Search(question).found()
+
+
+class _Search:
+    """Tries changes of one question."""
+
+    def __init__(self, question: Question) -> None:
+        self._asked = question
+        self._model = question.model
+
+    def found(self) -> Iterator[Suggestion]:
+        """The numbers are those of `explain`."""
+        asked = self._asked
+        start = Trial("", "", asked.spec, asked.hosts, asked.wanted, asked.blocked)
+        found = False
+        for kind in self._single(start):
+            tried = self._first(kind)
+            if tried is not None:
+                found = True
+                yield tried
+        if not found:
+            yield from self._pairs(start)
+
+    def _single(self, start: Trial) -> Iterator[Iterator[Trial]]:
+        """Each kind of change, as trials of which the first that works is enough."""
+        # 1.
+        yield self._uncordoned(start)
+        if self._asked.running and not self._asked.wrong:
+            yield (replace(start, id="move", change="", moves=moves) for moves in MOVES)
+        # 2.
+        yield (trial for tp in self._degrees(smaller=True) for trial in self._with_degree(start, tp))
+        yield (trial for tp in self._degrees(smaller=False) for trial in self._with_degree(start, tp))
+        if self._model.cores:
+            yield iter([self._changed(start, "pins", "without its pins", cores=())])
+        yield self._wider_spread(start)
+        # 3.
+        yield self._fewer_slots(start)
+        yield self._shorter(start)
+        yield self._quantized(start)
+        # 4.
+        yield self._fewer_replicas(start)
+        yield self._lower_rivals(start)
+        # 5.
+        yield self._more_hosts(start)
+
+    def _pairs(self, start: Trial) -> Iterator[Suggestion]:
+        # 6.
+        ways: list[Callable[[Trial], Iterator[Trial]]] = [
+            self._fewer_slots,
+            self._shorter,
+            self._quantized,
+            self._fewer_replicas,
+            self._more_hosts,
+        ]
+        firsts = [
+            trial
+            for smaller in (False, True)
+            for tp in self._degrees(smaller)
+            for trial in self._with_degree(start, tp)
+        ]
+        if self._model.max_batch > 1:
+            firsts.append(self._changed(start, "slots", "max_batch: 1", max_batch=1))
+        firsts += self._quantized(start)
+        seen: set[str] = set()
+        for way in ways:
+            for first in firsts:
+                if way.__name__ == "_fewer_slots" and first.id == "slots":
+                    continue
+                tried = self._first(first.and_then(second) for second in way(first))
+                if tried is not None and tried.trial.id not in seen:
+                    seen.add(tried.trial.id)
+                    yield tried
+                    break
+
+    def _first(self, trials: Iterable[Trial]) -> Suggestion | None:
+        for trial in trials:
+            tried = self._tried(trial)
+            if tried is not None:
+                return tried
+        return None
+
+    def _tried(self, trial: Trial) -> Suggestion | None:
+        """The suggestion, if it works."""
+        asked, name = self._asked, self._model.name
+        for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts):
+            if problem.severity == "error" and (problem.id, problem.what) not in asked.tolerated:
+                return None
+        drawn = self._planned(trial)
+        before, after = (Counter(one.model for one in of.placements) for of in (asked.drawn, drawn))
+        if after[name] < trial.wanted[name]:
+            return None
+        if any(after[one] < count for one, count in before.items() if one != name and one not in trial.losers):
+            return None
+        if trial.moves:
+            moved = [
+                f"{move.after.model}/{move.after.replica} to {place_text(move.after.host, move.after.cores)}"
+                for move in drawn.moves
+            ]
+            trial = replace(trial, change=f"move {', '.join(moved)}")
+        return Suggestion(trial, drawn, self._gives(trial, drawn))
+
+    def _planned(self, trial: Trial) -> Plan:
+        asked = self._asked
+        return plan(
+            trial.spec, trial.hosts, asked.checkpoints, asked.running, trial.wanted, trial.blocked, moves=trial.moves
+        )
+
+    def _gives(self, trial: Trial, drawn: Plan) -> str:
+        """How many replicas, where the new ones lie, and what the memory is like there."""
+        asked = self._asked
+        own = [placement for placement in drawn.placements if placement.model == self._model.name]
+        new = [placement for placement in own if placement.running not in asked.running]
+        parts = [f"{len(own)} of {count_text(trial.wanted[self._model.name], 'replica')}"]
+        if new:
+            shown = ", ".join(place_text(placement.host, placement.cores) for placement in new[:2])
+            parts.append(shown + (f" and {len(new) - 2} more" if len(new) > 2 else ""))
+        model, checkpoint = self._now(trial), asked.checkpoints.get(self._model.name)
+        host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
+        if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
+            need = estimate(model, checkpoint, resolve(model.engine, host), asked.drafts.get(model.name)).total
+            parts.append(f"{need:.2f} of {usable_hbm(host.topology):.2f} GiB on each core")
+        return "; ".join(parts)
+
+    def _changed(self, trial: Trial, id: str, change: str, **fields: object) -> Trial:
+        """The trial with other fields of the model."""
+        return replace(trial, id=id, change=change, spec=changed(trial.spec, self._model.name, fields))
+
+    def _uncordoned(self, trial: Trial) -> Iterator[Trial]:
+        """What one host's cordon takes, then what all of them take."""
+        cordons = {name: cores for name, cores in self._asked.cordoned.items() if cores}
+        choices = [[name] for name in list(cordons)[:_MOST_HOSTS]]
+        if len(cordons) > 1:
+            choices.append(list(cordons))
+        for names in choices:
+            given = {name: trial.blocked.get(name, frozenset()) - cordons[name] for name in names}
+            more = f" and {len(names) - 3} more hosts" if len(names) > 3 else ""
+            change = ", ".join(f"corewright uncordon {name}" for name in names[:3]) + more
+            yield replace(trial, id="uncordon", change=change, blocked={**trial.blocked, **given})
+
+    def _degrees(self, smaller: bool) -> list[int]:
+        """Documented degrees of the hosts' families on one side of the model's own, the nearest first."""
+        tp = self._model.tp_degree
+        found = {
+            known.tp
+            for host in self._asked.kinds
+            if host.topology is not None
+            for known in DEGREES[host.topology.family].values()
+            if known.documented and known.tp <= host.cores and (known.tp < tp if smaller else known.tp > tp)
+        }
+        return sorted(found, key=lambda one: abs(math.log2(one / tp)))
+
+    def _with_degree(self, trial: Trial, tp: int) -> Iterator[Trial]:
+        yield self._changed(trial, "degree", f"tp_degree: {tp}", tp_degree=tp)
+        if self._model.cores:  # their lengths are those of the degree
+            yield self._changed(trial, "degree", f"tp_degree: {tp}, without its pins", tp_degree=tp, cores=())
+
+    def _wider_spread(self, trial: Trial) -> Iterator[Trial]:
+        spread = self._model.spread
+        for most in range(spread.host + 1, self._asked.target + 1) if spread is not None else ():
+            yield self._changed(trial, "spread", f"spread: {{host: {most}}}", spread=Spread(host=most))
+
+    def _now(self, trial: Trial) -> ModelSpec:
+        model = trial.spec.model(self._model.name)
+        return self._model if model is None else model
+
+    def _has_memory(self, model: ModelSpec, host: Host) -> bool:
+        """Whether an empty host of that type has the memory for one replica."""
+        checkpoint, draft = self._asked.checkpoints[model.name], self._asked.drafts.get(model.name)
+        engine = resolve(model.engine, host)
+        if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
+            return False
+        return host.memory_gib is None or host_memory(model, checkpoint, engine, draft).load <= host.memory_gib
+
+    def _memory_short(self, model: ModelSpec) -> list[Host]:
+        """One host of each type that has too little memory for the model, those with most on a core first."""
+        if model.name not in self._asked.checkpoints:
+            return []
+        found = [host for host in self._asked.kinds if host.topology is not None and not self._has_memory(model, host)]
+        return sorted(found, key=lambda host: -(host.topology.hbm_per_core_gib if host.topology else 0))
+
+    def _fewer_slots(self, trial: Trial) -> Iterator[Trial]:
+        model = self._now(trial)
+        yield from self._smaller(trial, "slots", "max_batch", model.max_batch, 1)
+
+    def _shorter(self, trial: Trial) -> Iterator[Trial]:
+        model = self._now(trial)
+        length = model.length(self._asked.checkpoints.get(model.name))
+        yield from self._smaller(trial, "length", "max_len", length, _LENGTH_STEP if length > _LENGTH_STEP else 1)
+
+    def _smaller(self, trial: Trial, id: str, name: str, now: int, step: int) -> Iterator[Trial]:
+        """The greatest multiple of ``step`` below ``now`` with which a replica fits into memory."""
+        model = self._now(trial)
+        tried: set[int] = set()
+        for host in self._memory_short(model):
+            low, high = 0, (now - 1) // step
+            while low < high:
+                middle = (low + high + 1) // 2
+                smaller = model.model_copy(update={name: middle * step})
+                if self._has_memory(smaller, host):
+                    low = middle
+                else:
+                    high = middle - 1
+            value = low * step
+            if value >= (2 if name == "max_len" else 1) and value not in tried:
+                tried.add(value)
+                yield self._changed(trial, id, f"{name}: {value}", **{name: value})
+
+    def _quantized(self, trial: Trial) -> Iterator[Trial]:
+        model = self._now(trial)
+        if model.quantize is None and self._memory_short(model):
+            yield self._changed(trial, "int8", "quantize: int8", quantize="int8")
+
+    def _fewer_replicas(self, trial: Trial) -> Iterator[Trial]:
+        """As many as have a place."""
+        model = self._now(trial)
+        count = sum(placement.model == model.name for placement in self._planned(trial).placements)
+        if 0 < count < self._asked.target:
+            most = model.replicas.max
+            word = f"replicas: {count}" if most == model.replicas.min else f"replicas: {{min: {count}, max: {most}}}"
+            least = min(model.replicas.min, count)
+            replicas = Replicas(min=least, max=count if most == model.replicas.min else most)
+            fewer = self._changed(trial, "replicas", word, replicas=replicas, cores=model.cores[: replicas.max])
+            yield replace(fewer, wanted={**trial.wanted, model.name: count})
+
+    def _lower_rivals(self, trial: Trial) -> Iterator[Trial]:
+        """The least that one rival gives up, among those that this model does not outrank anyhow."""
+        counts = Counter(placement.model for placement in self._asked.drawn.placements if placement.cores is not None)
+        rivals = [
+            model
+            for model in trial.spec.models
+            if model.name != self._model.name and model.priority >= self._model.priority and counts[model.name]
+        ]
+        rivals.sort(key=lambda model: (model.priority, model.tp_degree))
+        options = [
+            (less * rival.tp_degree, rival, less)
+            for rival in rivals[:_MOST_RIVALS]
+            for less in (1, 2, 4, counts[rival.name])
+            if less <= counts[rival.name]
+        ]
+        for _, rival, less in sorted(options, key=lambda option: option[0]):
+            left = counts[rival.name] - less
+            replicas = Replicas(min=min(rival.replicas.min, left), max=rival.replicas.max)
+            yield replace(
+                trial,
+                id="rival",
+                change=f"replicas of {rival.name}: min {rival.replicas.min} -> {left}",
+                spec=changed(trial.spec, rival.name, {"replicas": replicas}),
+                wanted={**trial.wanted, rival.name: left},
+                losers=frozenset({rival.name}),
+            )
+
+    def _more_hosts(self, trial: Trial) -> Iterator[Trial]:
+        """One more of a type that is there, then as many as replicas are missing, then of a type that is not there."""
+        real = not any(host.emulated for host in self._asked.hosts)
+        missing = max(1, self._asked.target - (0 if self._asked.wrong else len(self._asked.placed)))
+        there = {host.topology.instance: host for host in self._asked.kinds if host.topology is not None}
+        families = {topology.family for host in self._asked.kinds if (topology := host.topology) is not None}
+        others = [
+            _new_host(topology, self._asked.hosts[0], real)
+            for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
+            if topology.instance not in there
+        ]
+        for template in (*there.values(), *others):
+            for power in range(missing.bit_length() + 1):
+                yield self._with_hosts(trial, template, min(1 << power, missing))
+                if 1 << power >= missing:
+                    break
+
+    def _with_hosts(self, trial: Trial, template: Host, number: int) -> Trial:
+        assert template.topology is not None
+        instance = template.topology.instance
+        taken = sum(host.topology is not None and host.topology.instance == instance for host in trial.hosts)
+        new = tuple(replace(template, name=f"{instance}/{taken + i}") for i in range(number))
+        key = "emulate" if template.emulated else "instance"
+        wishes = [*trial.spec.hosts]
+        at = next((i for i, wish in enumerate(wishes) if getattr(wish, key) == instance), None)
+        if at is None:
+            wishes.append(HostsSpec.model_validate({key: instance, "count": number}))
+        else:
+            wishes[at] = wishes[at].model_copy(update={"count": wishes[at].count + number})
+        change = f"{'one' if number == 1 else number} more {instance}"
+        spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
+        return replace(trial, id="host", change=change, spec=spec, hosts=(*trial.hosts, *new))
+
+
+def _new_host(topology: Topology, like: Host, real: bool) -> Host:
+    if not real:
+        return replace(
+            like, name=f"{topology.instance}/0", topology=topology, reserved_cores=frozenset(), emulated=True
+        )
+    cpus = tuple(range(topology.vcpus))
+    name, reserve = f"{topology.instance}/0", default_reserve(len(cpus))
+    return Host(name, topology, cpus, reserve, memory_gib=float(topology.memory_gib))
+
+
+def without(spec: Spec, name: str) -> Spec:
+    return spec.model_copy(update={"models": tuple(model for model in spec.models if model.name != name)})
+
+
+def changed(spec: Spec, name: str, fields: Mapping[str, object]) -> Spec:
+    """The spec with other fields of one model."""
+    models = (model.model_copy(update=dict(fields)) if model.name == name else model for model in spec.models)
+    return spec.model_copy(update={"models": tuple(models)})
+
+
+def place_text(host: str, cores: CoreRange | None) -> str:
+    """ "inf2.48xlarge/0 cores 0-7"."""
+    if cores is None:
+        return host
+    return f"{host} {'core' if len(cores) == 1 else 'cores'} {cores}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """ "1 host", "2 hosts"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
