@@ -41,7 +41,7 @@ class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """No fields."""
 
 
-class SpecToPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpecText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A spec as it was read from a file."""
 
     text: str
@@ -49,7 +49,21 @@ class SpecToPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     base_dir: Annotated[str, msgspec.Meta(pattern="^/", description="The folder that its relative paths begin at.")]
 
 
-class SpecToApply(SpecToPlan, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SpecToPlan(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A spec, and for how many cores there is to be room."""
+
+    defrag: (
+        Annotated[int, msgspec.Meta(ge=1, le=1000, description="What must move so that so many cores are free.")] | None
+    ) = None
+
+
+class SpecToExplain(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A spec, and one of its models."""
+
+    model: str
+
+
+class SpecToApply(SpecText, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A spec, and on what condition it is to be applied."""
 
     check_index: Annotated[int, msgspec.Meta(ge=0, description="Refuse when the fleet's index is another.")] | None = (
@@ -248,11 +262,20 @@ ROUTES = (
     AdminRoute(
         "POST",
         "/plan",
-        "What applying a spec would do.",
+        "What applying a spec would do; with `defrag` what must move so that so many cores in a row are free.",
         "the JSON of `corewright plan`",
-        lambda a: a.fleet.propose(a.what.text, a.what.file, a.what.base_dir),
+        lambda a: a.fleet.propose(a.what.text, a.what.file, a.what.base_dir, a.what.defrag),
         SpecToPlan,
-        (422,),
+        (409, 422),
+    ),
+    AdminRoute(
+        "POST",
+        "/explain",
+        "Why a model of a spec is where it is, or has no place, and what would help.",
+        "the JSON of `corewright explain`",
+        lambda a: a.fleet.explain(a.what.text, a.what.file, a.what.base_dir, a.what.model),
+        SpecToExplain,
+        (404, 409, 422),
     ),
     AdminRoute(
         "POST",

@@ -28,8 +28,13 @@ class Operations(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
-    async def propose(self, text: str, file: str, base_dir: str) -> dict[str, Any]:
-        """What an apply would do: placements, unplaced, problems, changes by replica, models, index, revision."""
+    async def propose(self, text: str, file: str, base_dir: str, defrag: int | None = None) -> dict[str, Any]:
+        """What an apply would do: placements, unplaced, moves, problems, changes by replica, models, hosts, memory,
+        index, revision. With ``defrag``: what would have to move so that so many cores in a row are free."""
+        ...
+
+    async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
+        """Why a model of that spec is where it is, or would have no place, and what would help."""
         ...
 
     async def apply(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 
 from orchestrator.changes import Situation, Tag, choose, difference, replica_changes
 from orchestrator.controller import Controller
+from orchestrator.defrag import defragmentation
 from orchestrator.effects import Cluster
 from orchestrator.generation import Generation, read_generation
 from orchestrator.home import Home
@@ -35,7 +37,9 @@ from orchestrator.rollout import Goal, Wish
 from orchestrator.snapshot import ReplicaView
 from orchestrator.specfile import SpecFile, examine, start_problems
 from placements.cores import CoreRange
-from placements.plan import plan
+from placements.explain import explain
+from placements.ledger import Ledger, ledger
+from placements.plan import Running, plan
 from placements.problems import has_errors
 from placements.spec import ModelSpec
 
@@ -58,9 +62,82 @@ class Operator:
 
     # Revisions
 
-    async def propose(self, text: str, file: str, base_dir: str) -> dict[str, Any]:
+    async def propose(self, text: str, file: str, base_dir: str, defrag: int | None = None) -> dict[str, Any]:
         found, generation = await self._read(text, file, base_dir, by="", cause="apply")
-        return self._proposal(found, generation)
+        return self._proposal(found, generation) if defrag is None else self._defragmentation(found, defrag)
+
+    async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
+        state = self._state
+        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine)
+        if found.spec is None:
+            what = f"{file} is no spec"
+            raise Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=found.problems)
+        self._refuse_other_hosts(found)
+        if found.spec.model(model) is None:
+            known = ", ".join(one.name for one in found.spec.models)
+            raise Refused("model-unknown", f"there is no model {model}", f"known are {known}", status=404)
+        wanted = {one.name: state.wanted(one) for one in found.spec.models}
+        told = await self._controller.in_thread(
+            partial(
+                explain,
+                found.spec,
+                state.living_hosts,
+                model,
+                found.checkpoints,
+                self._running(),
+                wanted,
+                state.blocked(),
+                found.drafts,
+                cordoned=self._cordoned(),
+                problems=found.problems,
+            )
+        )
+        return {"index": state.journal.state().index, "revision": state.current.number, **told.as_dict()}
+
+    def _running(self) -> tuple[Running, ...]:
+        """What holds cores, but for what is about to end."""
+        return tuple(
+            Running(view.model, view.replica, view.host, view.cores)
+            for view in self._state.views.values()
+            if view.state not in (State.DRAINING, State.STOPPING) and view.host not in self._state.lost
+        )
+
+    def _cordoned(self) -> dict[str, frozenset[int]]:
+        """Cores that an operator has taken out of planning, by host."""
+        cordons = self._state.journal.state().cordons
+        told = {host.name: (host, cordons[host.name]) for host in self._state.hosts if host.name in cordons}
+        return {
+            name: frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
+            for name, (host, cordoned) in told.items()
+        }
+
+    def _quarantined(self) -> dict[str, frozenset[int]]:
+        """Cores that strangers hold, by host."""
+        return {name: frozenset(owners) for name, owners in self._state.quarantined.items() if owners}
+
+    def _defragmentation(self, found: SpecFile, cores: int) -> dict[str, Any]:
+        state = self._state
+        assert found.spec is not None
+        situation = state.situation()
+        load_s, traffic = {}, {}
+        for model in found.spec.models:
+            views = [view for view in situation.views if view.model == model.name]
+            measured = situation.load_s(model.name)
+            if measured is not None:
+                load_s[model.name] = measured
+            traffic[model.name] = sum(view.live + view.waiting for view in views) / max(1, len(views))
+        told = defragmentation(
+            found.spec,
+            state.living_hosts,
+            found.checkpoints,
+            self._running(),
+            cores,
+            quarantined=self._quarantined(),
+            cordoned=self._cordoned(),
+            load_s=load_s,
+            traffic=traffic,
+        )
+        return {"index": state.journal.state().index, "revision": state.current.number, **told}
 
     async def apply(
         self,
@@ -126,9 +203,7 @@ class Operator:
             count = sum(problem.severity == "error" for problem in problems)
             what = f"{file} has {count} error{'' if count == 1 else 's'}: nothing was applied"
             raise Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=problems)
-        if _machines(found.hosts) != _machines(state.hosts):
-            what = f"{file} means other hosts than this fleet runs on"
-            raise Refused("hosts-changed", what, "corewright down, then up: Ray's nodes are started with the fleet")
+        self._refuse_other_hosts(found)
         ever = plan(found.spec, found.hosts, found.checkpoints)
         missing = [problem for one in ever.unplaced if one.required for problem in one.problems]
         if missing:
@@ -150,6 +225,11 @@ class Operator:
         return dataclasses.replace(found, problems=problems), await self._controller.in_thread(
             read_generation, revision, state.machine
         )
+
+    def _refuse_other_hosts(self, found: SpecFile) -> None:
+        if _machines(found.hosts) != _machines(self._state.hosts):
+            what = f"{found.name} means other hosts than this fleet runs on"
+            raise Refused("hosts-changed", what, "corewright down, then up: Ray's nodes are started with the fleet")
 
     def _proposal(self, found: SpecFile, generation: Generation) -> dict[str, Any]:
         """What would happen if the generation were installed now."""
@@ -190,7 +270,21 @@ class Operator:
             "problems": [problem.as_dict() for problem in (*found.problems, *settled.plan.problems)],
             "changes": replica_changes(begun, list(state.views.values()), settled),
             "models": models,
+            **self._ledger(found, settled).as_dict(),
         }
+
+    def _ledger(self, found: SpecFile, settled: Goal) -> Ledger:
+        state = self._state
+        assert found.spec is not None
+        return ledger(
+            found.spec,
+            state.living_hosts,
+            settled.plan,
+            found.checkpoints,
+            found.drafts,
+            self._quarantined(),
+            self._cordoned(),
+        )
 
     def _situation(self, generation: Generation) -> Situation:
         """The fleet's, as it would be right after the generation is installed."""

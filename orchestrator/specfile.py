@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from orchestrator.sources import read_facts
 from placements.checkpoints import Checkpoint
@@ -20,6 +21,7 @@ from workers import host as this_host
 
 STANDARD_INPUT = "-"
 MAX_BYTES = 4 * 2**20
+MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes some 150 MB
 SERVED_ENGINES = ("cpu", "echo")  # what `up` of this version can start
 
 
@@ -35,6 +37,7 @@ class SpecFile:
     hosts: tuple[Host, ...]
     checkpoints: Mapping[str, Checkpoint]
     problems: tuple[Problem, ...]  # of the file, the spec and its checkpoints
+    drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))  # those of drafts, by model
 
 
 def this_machine() -> Machine:
@@ -77,7 +80,7 @@ def examine(text: str, name: str, base_dir: str, machine: Machine) -> SpecFile:
     facts = read_facts(parsed.spec)
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
     problems = in_order((*parsed.problems, *facts.problems, *found))
-    return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems)
+    return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 
 def start_problems(file: SpecFile) -> tuple[Problem, ...]:
@@ -86,14 +89,21 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     if spec is None:
         return ()
     problems = []
+    many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places else ("hosts", "count")))
     if len(file.hosts) > 1 and not file.hosts[0].emulated:
         what = f"{len(file.hosts)} machines are asked for, and `up` of this version starts one"
-        problems.append(Problem("hosts-not-served", "error", spec.where("hosts", "count"), what, "count: 1"))
+        hint = "one entry with count: 1" if len(spec.hosts) > 1 else "count: 1"
+        problems.append(Problem("hosts-not-served", "error", many, what, hint))
+    elif len(file.hosts) > MAX_EMULATED:
+        what = f"{len(file.hosts)} emulated hosts are asked for, and `up` starts at most {MAX_EMULATED} Ray nodes"
+        problems.append(Problem("hosts-not-served", "error", many, what, f"count: {MAX_EMULATED} or less"))
     if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
         what = f"this machine is no {_instance(file.hosts[0])}: it has " + (
             f"the devices of an {file.machine.instance}" if file.machine.instance else "no Neuron devices"
         )
         hint = f"hosts: {{emulate: {_instance(file.hosts[0])}}} runs the same spec on emulated cores"
+        if len(spec.hosts) > 1:
+            hint = "emulate in place of instance, in each entry of hosts, runs the same spec on emulated cores"
         problems.append(Problem("host-differs", "error", spec.where("hosts"), what, hint))
     for model in spec.models:
         engine = resolve(model.engine, file.hosts[0]) if file.hosts else model.engine

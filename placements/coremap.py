@@ -157,9 +157,8 @@ def _summarised(drawn: Sequence[_Drawn], pen: _Pen) -> list[str]:
     return blocks
 
 
-def _hosts(group: Sequence[_Drawn]) -> str:
+def host_names(names: Sequence[str]) -> str:
     """ "5 hosts, inf2.48xlarge/0-3,7": which they are, as far as that is short."""
-    names = [one.host.name for one in group]
     if len(names) == 1:
         return names[0]
     numbers: dict[str, list[int]] = {}
@@ -168,10 +167,15 @@ def _hosts(group: Sequence[_Drawn]) -> str:
         if not (kind and number.isdecimal()):
             return f"{len(names)} hosts like {names[0]}"
         numbers.setdefault(kind, []).append(int(number))
-    told = [
-        f"{kind}/{','.join(ranges(found)[:3])}{',...' * (len(ranges(found)) > 3)}" for kind, found in numbers.items()
-    ]
-    return f"{len(names)} hosts, {', '.join(told[:2])}{', ...' * (len(told) > 2)}"
+    told = []
+    for kind, found in numbers.items():
+        runs = ranges(found)
+        told.append(f"{kind}/{','.join(runs[:3])}" + (",..." if len(runs) > 3 else ""))
+    return f"{len(names)} hosts, {', '.join(told[:2])}" + (", ..." if len(told) > 2 else "")
+
+
+def _hosts(group: Sequence[_Drawn]) -> str:
+    return host_names([one.host.name for one in group])
 
 
 def _kind(host: Host) -> list[str]:

@@ -33,7 +33,7 @@ _DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
         "host memory": frozenset({"host-memory-short"}),
         "threads": frozenset({"vcpus-short"}),
         "pins": frozenset({"pin-taken", "pin-overlap", "pin-outside-host", "pin-reserved", "pin-length"}),
-        "spread": frozenset({"spread-blocks"}),
+        "spread": frozenset({"spread-blocks", "spread-too-narrow"}),
         "cores": frozenset({"no-room", "pin-taken"}),
     }
 )
@@ -248,12 +248,15 @@ class _Facts:
         missing = self.asked.target - len(self.asked.placed)
         if missing <= 0:
             return ()
-        found = {constraint.id: constraint for constraint in self._unmet(missing)}
+        found = {constraint.id: constraint for constraint in self._unmet()}
+        more = "" if missing == 1 else f"; {missing} of {count_text(self.asked.target, 'replica')} have no place"
         for unplaced in self.asked.drawn.unplaced:
             for problem in unplaced.problems if unplaced.model == self.model.name else ():
-                details = found[problem.id].details if problem.id in found else ()
-                if problem.id not in found or not found[problem.id].what:
-                    found[problem.id] = Constraint(problem.id, problem.what, details, problem.hint)
+                told = found.get(problem.id)
+                if told is None or problem.id == "no-room":
+                    details = () if told is None else told.details
+                    found[problem.id] = Constraint(problem.id, problem.what + more, details, problem.hint)
+                    more = ""
         if any(constraint.id in _DIMENSIONS["degree"] | {"hbm-exceeded"} for constraint in errors):
             found.pop("no-suitable-host", None)  # that is what it says
         if found.keys() & {"no-room", "pin-taken"}:
@@ -261,7 +264,7 @@ class _Facts:
             found[last] = replace(found[last], details=(*found[last].details, *self._holders()))
         return tuple(sorted(found.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
 
-    def _unmet(self, missing: int) -> Iterator[Constraint]:
+    def _unmet(self) -> Iterator[Constraint]:
         """Each demand by itself, for one replica more than are placed."""
         asked, model = self.asked, self.model
         checkpoint = asked.checkpoints.get(model.name)
@@ -307,7 +310,7 @@ class _Facts:
                 best = max(suited, key=lambda host: left[host.name])
                 what = f"{name} needs {wanted[kind_of[best.name]]:.4g} {unit}"
                 yield Constraint(id, f"{what}, {max(0.0, left[best.name]):.4g} are left on {best.name}", (), hint)
-        room = self._room(missing)
+        room = self._room()
         if room is not None:
             yield room
 
@@ -325,7 +328,7 @@ class _Facts:
         need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))
         return f"{topology.instance}: {need}, and {usable_hbm(topology):.2f} GiB are usable on each core"
 
-    def _room(self, missing: int) -> Constraint | None:
+    def _room(self) -> Constraint | None:
         """Whether there would be cores enough if nothing but cores counted."""
         asked, model = self.asked, self.model
         fields: dict[str, object] = {
@@ -344,8 +347,7 @@ class _Facts:
         problem = refused[0].problems[0]
         if problem.id != "no-room":
             return None
-        more = "" if missing == 1 else f"; {missing} of {count_text(asked.target, 'replica')} have no place"
-        return Constraint(problem.id, problem.what + more, (), problem.hint)
+        return Constraint(problem.id, problem.what, (), problem.hint)
 
     def _holders(self) -> Iterator[str]:
         """Who has the cores: what is free, then each model with its priority, then what nobody may use."""

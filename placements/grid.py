@@ -27,7 +27,7 @@ class Grid:
     usable: int  # cores that are not reserved, quarantined, or held for good
     _starts: dict[int, int] = field(default_factory=dict, repr=False)
     _legal: dict[int, int] = field(default_factory=dict, repr=False)
-    _best: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict, repr=False)
+    _possible: dict[int, int] = field(default_factory=dict, repr=False)
 
     def starts(self, degree: int) -> int:
         """The grid's starts of that degree."""
@@ -42,6 +42,21 @@ class Grid:
         if found is None:
             found = self._legal[degree] = multiples(alignment(self.family, degree).legal, self.cores - degree + 1)
         return found
+
+    def step(self, degree: int) -> int:
+        """Legal starts are the multiples of this."""
+        return alignment(self.family, degree).legal
+
+    def possible(self, degree: int) -> int:
+        """Every legal start of a range of usable cores."""
+        found = self._possible.get(degree)
+        if found is None:
+            found = self._possible[degree] = self.legal(degree) & windows(self.usable, degree)
+        return found
+
+    def has_others(self, degree: int) -> bool:
+        """Whether there are legal ranges of usable cores beside those of the grid."""
+        return bool(self.possible(degree) & ~self.starts(degree))
 
     def best(self, free: int, degree: int) -> tuple[int, int] | None:
         """(level, start) of the free range that spoils least: inside the smallest free range of a larger degree.

@@ -15,11 +15,16 @@ Either all of a step succeeds or nothing of it is done.
 from __future__ import annotations
 
 import heapq
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from placements.grid import Grid, windows
+
+if TYPE_CHECKING:
+    from placements.plan import Running
 
 TRIES = (24, 6, 3, 2, 1)
 """How many ranges are tried for a tenant, for those that give way to it, for those that give way to them, and so on."""
@@ -27,7 +32,14 @@ TRIES = (24, 6, 3, 2, 1)
 MOST_LATE = 6
 """How many replicas of a degree that does not divide well are tried last."""
 
+ROUNDS = 800
+"""How often `Packer.improve` tries."""
+
 NEVER = float("inf")
+
+
+Grade = tuple[int, bool, bool]
+"""(-priority, beyond ``min``, not running): a tenant of a greater one never costs one of a lesser a core."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,18 +49,16 @@ class Tenant:
     model: int  # order in the spec
     replica: int
     size: int  # cores
-    grade: tuple[int, bool, bool]  # lower is more important
+    grade: Grade  # lower is more important
     demand: Demand
     cost: float = 1.0  # of loading it again elsewhere
-    home: tuple[int, int] | None = None  # (host, first core) where it runs
+    home: int = -1  # the host where it runs; -1: it does not, or has lost its place to a higher grade
+    home_first: int = -1
     fixed: bool = False  # never moved: a pin
-    host: int = -1  # -1: it has no place
+    host: int = -1  # where it lies; -1: it has no place
     first: int = -1
-
-    @property
-    def at_home(self) -> bool:
-        """Whether it runs where it lies."""
-        return self.home is not None and self.home == (self.host, self.first)
+    at_home: bool = False  # it lies where it runs
+    ran: Running | None = None  # as it was when the planning began
 
     @property
     def mask(self) -> int:
@@ -123,8 +133,11 @@ class _Index:
             heapq.heappop(heap)
         return heap[0] if heap else None
 
-    def ranked(self, most: int, usable: Callable[[int], bool]) -> list[tuple[tuple[float, ...], int]]:
+    def ranked(self, most: int, usable: Callable[[int], bool] | None = None) -> list[tuple[tuple[float, ...], int]]:
         """The best ``most`` hosts that are ``usable``, best first."""
+        if most == 1 and usable is None:
+            top = self.first()
+            return [] if top is None else [top]
         found: list[tuple[tuple[float, ...], int]] = []
         held: list[tuple[tuple[float, ...], int]] = []
         while len(found) < most:
@@ -134,7 +147,7 @@ class _Index:
             heapq.heappop(self._heap)
             held.append(top)
             self._current[top[1]] = None  # so that a second entry of it is not taken for good
-            if usable(top[1]):
+            if usable is None or usable(top[1]):
                 found.append(top)
         for entry in held:
             self._current[entry[1]] = entry[0]
@@ -154,11 +167,13 @@ class Packer:
         for host, space in enumerate(spaces):
             self._kinds.setdefault(space.kind, []).append(host)
         self._free: dict[tuple[int, int], _Index] = {}
+        self._waiting: Counter[int] = Counter()  # tenants to be placed, by size
+        self._further: dict[int, float] = {}
+        self._odd: dict[tuple[int, int], _Index | None] = {}
         self._evict: dict[tuple[int, int], _Index] = {}
         self._indices: list[_Index] = []
-        self._log: list[tuple[Tenant, int, int, tuple[int, int] | None]] = []  # (tenant, host, first, home) as before
+        self._log: list[tuple[Tenant, int, int, int]] = []  # (tenant, host, first, home) as before
         self._hopeless: set[tuple[object, ...]] = set()
-        self._owners: dict[tuple[Grid, int], list[int]] = {}
 
     # Places
 
@@ -178,12 +193,14 @@ class Packer:
         space.free &= ~tenant.mask
         space.tenants.append(tenant)
         self._charge(space, tenant, 1)
-        if tenant.home is not None and tenant.home == (host, first):
+        if host == tenant.home and first == tenant.home_first:
+            tenant.at_home = True
             self.moved -= 1
 
     def _leave(self, tenant: Tenant) -> None:
         space = self.spaces[tenant.host]
         if tenant.at_home:
+            tenant.at_home = False
             self.moved += 1
         space.free |= tenant.mask & space.allowed
         space.tenants.remove(tenant)
@@ -238,6 +255,9 @@ class Packer:
             return False
         return not demand.most or space.count(tenant.model) < demand.most
 
+    def _filter(self, tenant: Tenant) -> Callable[[int], bool] | None:
+        return None if tenant.demand.plain else lambda host: self._admits(tenant, host)
+
     def _free_index(self, size: int, kind: int) -> _Index:
         index = self._free.get((size, kind))
         if index is None:
@@ -265,51 +285,53 @@ class Packer:
             self._indices.append(index)
         return index
 
-    def _owner(self, grid: Grid, size: int) -> list[int]:
-        """For each core the start of the grid's range that it lies in, -1 outside of all."""
-        found = self._owners.get((grid, size))
-        if found is None:
-            found = self._owners[grid, size] = [-1] * grid.cores
-            starts = grid.starts(size)
-            for start in range(grid.cores):
-                if starts >> start & 1:
-                    found[start : start + size] = [start] * size
-        return found
-
     def _cheapest(self, host: int, size: int) -> tuple[float, ...] | None:
-        """(cost, running tenants, cores in use, start) of the range of the grid that is emptied most cheaply."""
+        """(cost, off the grid, cores in use, start) of the range that is emptied most cheaply."""
         space = self.spaces[host]
-        starts = space.grid.starts(size)
-        if not starts:
+        grid = space.grid
+        possible = grid.possible(size)
+        if not possible:
             return None
-        owner = self._owner(space.grid, size)
+        step = grid.step(size)
+        starts = grid.starts(size)
+        further = self._further
         cost: dict[int, float] = {}
-        count: dict[int, int] = {}
-        cores: dict[int, int] = {}
         for tenant in space.tenants:
-            price = self._price(tenant, size, space)
-            runs = tenant.home is not None and tenant.home == (tenant.host, tenant.first)
-            low, high = owner[tenant.first], owner[tenant.first + tenant.size - 1]
-            for start in (low, high) if high != low else (low,):
-                if start >= 0:
-                    cost[start] = cost.get(start, 0.0) + price
-                    count[start] = count.get(start, 0) + runs
-                    cores[start] = cores.get(start, 0) + tenant.size
+            first, length = tenant.first, tenant.size
+            if length < size and not tenant.fixed:
+                price = further.get(length, -1.0)
+                if price < 0:
+                    price = self._further_cost(length)
+            elif length > size or tenant.fixed or (starts >> first & 1 and len(tenant.demand.kinds) < 2):
+                price = NEVER
+            else:
+                price = float(size)  # of equal size: the last resort
+            if tenant.at_home:
+                price += tenant.cost
+            low = first - size + 1
+            for start in range(-(-low // step) * step if low > 0 else 0, first + length, step):
+                cost[start] = cost.get(start, 0.0) + price
         best: tuple[float, ...] | None = None
+        used = ~space.free
         for start, price in cost.items():
-            if price < NEVER and starts >> start & 1:
-                found = (price, count[start], cores[start], start)
+            if (best is None or price <= best[0]) and price < NEVER and possible >> start & 1:
+                cores = (used >> start & ((1 << size) - 1)).bit_count()
+                found = (price, not starts >> start & 1, cores, start)
                 if best is None or found < best:
                     best = found
         return best
 
-    def _price(self, tenant: Tenant, size: int, space: Space) -> float:
-        """What it costs that a tenant gives way to one of ``size``. What is larger never does."""
-        if tenant.fixed or tenant.size > size:
-            return NEVER
-        if tenant.size == size and space.grid.starts(size) >> tenant.first & 1 and len(tenant.demand.kinds) < 2:
-            return NEVER
-        return tenant.cost if tenant.at_home else 0.0
+    def _further_cost(self, size: int) -> float:
+        """What it costs to make room for one that gives way: nothing while more ranges are free than are waited for."""
+        found = self._further.get(size)
+        if found is None:
+            free = sum((windows(space.free, size) & space.grid.starts(size)).bit_count() for space in self.spaces)
+            found = 0.0
+            if free <= self._waiting[size]:
+                tops = (self._evict_index(size, kind).first() for kind in self._kinds)
+                found = min((top[0][0] for top in tops if top is not None), default=float(size))
+            self._further[size] = found
+        return found
 
     # Making room
 
@@ -319,6 +341,7 @@ class Packer:
         Degrees that do not divide each other (8 and 12 on inf2) spoil room for each other: then the last ones of the
         larger are tried after all others, and what serves most is kept.
         """
+        self._waiting = Counter(tenant.size for tenant in rivals)
         best: list[Tenant] = list(rivals)
         missing = self._place_each(best)
         orders = _orders(rivals) if missing else []
@@ -343,6 +366,61 @@ class Packer:
         """Back to where the log begins."""
         self._undo((0, 0))
         self._hopeless.clear()
+
+    def improve(self, missing: Sequence[Tenant]) -> list[Tenant]:
+        """Empty a few hosts of what is new there and fill them again in another order, as long as more is served.
+
+        Where memory, CPUs or spread decide, largest first is not the best order, and there is no order that always is.
+        Those that find no room in the end come back.
+        """
+        left = list(missing)
+        movable = [h for h, space in enumerate(self.spaces) if any(_is_new(tenant) for tenant in space.tenants)]
+        if not movable or all(tenant.demand.plain for tenant in (*left, *self._new_ones())):
+            return left
+        rng = random.Random(0)
+        for _ in range(ROUNDS):
+            if not left:
+                break
+            left = self._refill(left, rng, movable)
+        self._log.clear()
+        return left
+
+    def _new_ones(self) -> Iterator[Tenant]:
+        return (tenant for space in self.spaces for tenant in space.tenants if _is_new(tenant))
+
+    def _refill(self, missing: list[Tenant], rng: random.Random, movable: Sequence[int]) -> list[Tenant]:
+        """One try. The result is what is missing afterwards."""
+        self._log.clear()
+        hosts = rng.sample(movable, min(len(movable), rng.choice((1, 2, 2, 3, 4))))
+        emptied = [tenant for host in hosts for tenant in self.spaces[host].tenants if _is_new(tenant)]
+        for tenant in emptied:
+            self.remove(tenant)
+        waiting, rest = _some_of_each(missing)
+        weigh, noise = rng.choice(_WEIGHTS), rng.choice((0.0, 0.3, 1.0))
+        pool = [(t.grade, -weigh(t) * (1 + noise * rng.random()), t.model, t.replica, t) for t in (*emptied, *waiting)]
+        pool.sort(key=lambda entry: entry[:4])
+        left = []
+        for *_, tenant in pool:
+            rng.shuffle(hosts)
+            spot = self._spot_on(tenant, hosts) or self._free_spot(tenant) or self._odd_spot(tenant)
+            if spot is None:
+                left.append(tenant)
+            else:
+                self.put(tenant, *spot)
+        if not _worse(left, waiting):
+            return left + rest
+        self._undo((0, 0))
+        return missing
+
+    def _spot_on(self, tenant: Tenant, hosts: Sequence[int]) -> tuple[int, int] | None:
+        """A free range of the grid on the first of these hosts that has one."""
+        for host in hosts:
+            space = self.spaces[host]
+            if space.kind in tenant.demand.kinds and self._admits(tenant, host):
+                found = space.grid.best(space.free, tenant.size)
+                if found is not None:
+                    return host, found[1]
+        return None
 
     def squeeze_in(self, tenant: Tenant) -> bool:
         """Any free legal range, without moving anything."""
@@ -378,18 +456,20 @@ class Packer:
             return True
         if depth >= len(TRIES):
             return False
-        candidates = self._candidates(tenant, TRIES[depth])
-        gratis = [one for one in candidates if one[1] == 0]
-        for _, _, host, start in gratis:
+        spared = True
+        for cost, host, start in self._candidates(tenant, depth):
+            if cost > 0 and spared:
+                spared = False
+                spot = self._odd_spot(tenant)
+                if spot is not None:
+                    self.put(tenant, *spot)
+                    return True
             if self._swap(tenant, host, start, depth):
                 return True
-        spot = self._odd_spot(tenant)
+        spot = self._odd_spot(tenant) if spared else None
         if spot is not None:
             self.put(tenant, *spot)
-            return True
-        if self.moves is not None and self.moved >= self.moves:
-            return False
-        return any(self._swap(tenant, host, start, depth) for _, runs, host, start in candidates if runs)
+        return spot is not None
 
     def _free_spot(self, tenant: Tenant) -> tuple[int, int] | None:
         best: tuple[tuple[float, ...], int, int] | None = None
@@ -409,31 +489,54 @@ class Packer:
 
     def _odd_spot(self, tenant: Tenant) -> tuple[int, int] | None:
         """A free legal range off the grid."""
-        for kind in sorted(tenant.demand.kinds):
-            for host in self._kinds.get(kind, ()):
-                space = self.spaces[host]
-                found = windows(space.free, tenant.size) & space.grid.legal(tenant.size)
-                if found and self._admits(tenant, host):
-                    start = space.grid.anywhere(space.free & ~space.idle, tenant.size)
-                    start = space.grid.anywhere(space.free, tenant.size) if start is None else start
-                    if start is not None:
-                        return host, start
-        return None
-
-    def _candidates(self, tenant: Tenant, most: int) -> list[tuple[float, int, int, int]]:
-        """(cost, running tenants, host, start) of ranges to be emptied, cheapest first."""
-        left = None if self.moves is None else self.moves - self.moved
-        found: list[tuple[float, float, float, int, int]] = []
+        best: tuple[tuple[float, ...], int, int] | None = None
         for kind in tenant.demand.kinds:
             if kind not in self._kinds:
                 continue
-            for rank, host in self._evict_index(tenant.size, kind).ranked(
-                most, lambda host: self._admits(tenant, host)
-            ):
-                if left is None or rank[1] <= left:
-                    found.append((rank[0], rank[1], rank[2], host, int(rank[3])))
-        found.sort()
-        return [(cost, int(runs), host, start) for cost, runs, _, host, start in found[:most]]
+            index = self._odd_index(tenant.size, kind)
+            if index is None:
+                continue
+            for rank, host in index.ranked(1, self._filter(tenant)):
+                found = (rank[:2], host, int(rank[2]))
+                if best is None or found < best:
+                    best = found
+        return None if best is None else (best[1], best[2])
+
+    def _odd_index(self, size: int, kind: int) -> _Index | None:
+        """None where every legal range is one of the grid."""
+        index = self._odd.get((size, kind))
+        if index is None and (size, kind) not in self._odd:
+            hosts = [host for host in self._kinds[kind] if self.spaces[host].grid.has_others(size)]
+            if hosts:
+                index = _Index(hosts, lambda host: self._odd_rank(host, size))
+                self._indices.append(index)
+            self._odd[size, kind] = index
+        return index
+
+    def _odd_rank(self, host: int, size: int) -> tuple[float, ...] | None:
+        space = self.spaces[host]
+        if not windows(space.free, size) & space.grid.legal(size):
+            return None
+        start = space.grid.anywhere(space.free & ~space.idle, size)
+        if start is not None:
+            return (0, host, start)
+        start = space.grid.anywhere(space.free, size)
+        return None if start is None else (1, host, start)
+
+    def _candidates(self, tenant: Tenant, depth: int) -> Iterator[tuple[float, int, int]]:
+        """(cost, host, start) of ranges to be emptied, cheapest first."""
+        tried = 0
+        for most in (1, TRIES[depth]):
+            found: list[tuple[float, float, float, int, int]] = []
+            for kind in tenant.demand.kinds:
+                if kind in self._kinds:
+                    index = self._evict_index(tenant.size, kind)
+                    ranked = index.ranked(most, self._filter(tenant))
+                    found.extend((rank[0], rank[1], rank[2], host, int(rank[3])) for rank, host in ranked)
+            found.sort()
+            for cost, _, _, host, start in found[tried:most]:
+                yield cost, host, start
+            tried = most
 
     def _swap(self, tenant: Tenant, host: int, start: int, depth: int) -> bool:
         """Empty a range for the tenant, and find other places for those that lay there."""
@@ -441,7 +544,10 @@ class Packer:
         space = self.spaces[host]
         wanted = ((1 << tenant.size) - 1) << start
         leaving = [one for one in space.tenants if one.mask & wanted]
-        if any(one.size == tenant.size and not self._has_other_kinds(one, tenant) for one in leaving):
+        for one in leaving:
+            if one.fixed or (one.size >= tenant.size and not self._may_leave(one, tenant)):
+                return False
+        if self.moves is not None and self.moved + sum(one.at_home for one in leaving) > self.moves:
             return False
         for one in leaving:
             self.remove(one)
@@ -455,8 +561,10 @@ class Packer:
             return False
         return True
 
-    def _has_other_kinds(self, one: Tenant, tenant: Tenant) -> bool:
+    def _may_leave(self, one: Tenant, tenant: Tenant) -> bool:
         """Whether a tenant of equal size can go where the other cannot, or lies off the grid."""
+        if one.size > tenant.size:
+            return False
         grid = self.spaces[one.host].grid
         return bool(one.demand.kinds - tenant.demand.kinds) or not grid.starts(one.size) >> one.first & 1
 
@@ -473,7 +581,7 @@ class Packer:
         return any(self._displace_at(tenant, host, start) for _, _, host, start in options[: TRIES[0]])
 
     def _displaceable(
-        self, tenant: Tenant, host: int, lower: Sequence[tuple[int, bool, bool]]
+        self, tenant: Tenant, host: int, lower: Sequence[Grade]
     ) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
         """(cores displaced by grade, the most important first; cores that move; host; start) of each range."""
         space = self.spaces[host]
@@ -527,13 +635,47 @@ class Packer:
 
     def _forget_home(self, tenant: Tenant) -> None:
         """It begins anew, wherever there is room for it."""
-        if tenant.home is not None:
+        if tenant.home >= 0:
             self._log.append((tenant, -1, -1, tenant.home))
-            tenant.home = None
+            tenant.home = -1
             self.moved -= 1
 
     def _within_moves(self) -> bool:
         return self.moves is None or self.moved <= self.moves
+
+
+_WEIGHTS: tuple[Callable[[Tenant], float], ...] = (
+    lambda tenant: float(tenant.size),
+    lambda tenant: tenant.size / (1.0 + max(tenant.demand.memory, default=0.0)),
+    lambda tenant: max(tenant.demand.memory, default=0.0) + 0.01 * tenant.size,
+    lambda tenant: 1.0,
+)
+
+
+def _is_new(tenant: Tenant) -> bool:
+    return not tenant.fixed and not tenant.at_home
+
+
+def _some_of_each(missing: Sequence[Tenant]) -> tuple[list[Tenant], list[Tenant]]:
+    """A few of each model and grade, for they are alike; and the rest."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    some: list[Tenant] = []
+    rest: list[Tenant] = []
+    for tenant in missing:
+        key = (tenant.model, tenant.grade)
+        seen[key] += 1
+        (some if seen[key] <= 4 else rest).append(tenant)
+    return some, rest
+
+
+def _worse(left: Sequence[Tenant], before: Sequence[Tenant]) -> bool:
+    """Whether more cores go without a place, at the most important grade where the two differ."""
+    lost: Counter[Grade] = Counter()
+    for tenant in left:
+        lost[tenant.grade] += tenant.size
+    for tenant in before:
+        lost[tenant.grade] -= tenant.size
+    return next((count > 0 for _, count in sorted(lost.items()) if count), False)
 
 
 def _orders(rivals: Sequence[Tenant]) -> list[list[Tenant]]:

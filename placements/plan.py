@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from placements.checkpoints import Checkpoint
@@ -14,7 +15,7 @@ from placements.demand import demands, kinds_of
 from placements.engines import needs_neuron, takes_cores
 from placements.environ import environment
 from placements.grid import grid_of, windows
-from placements.packer import NEVER, Demand, Packer, Space, Tenant
+from placements.packer import NEVER, Demand, Grade, Packer, Space, Tenant
 from placements.packing import Free, bits, runs
 from placements.pins import assign
 from placements.problems import Problem
@@ -268,6 +269,7 @@ class _Draft:
         costs: Mapping[str, float],
     ) -> None:
         self._spec = spec
+        self._names = [model.name for model in spec.models]
         self._hosts = tuple(hosts)
         self._numbers = {host.name: i for i, host in enumerate(hosts)}
         self._blocked = blocked
@@ -277,9 +279,10 @@ class _Draft:
         self._kinds = kinds_of(hosts)
         self._demands = demands(spec, self._kinds.hosts, checkpoints)
         self._allowed = [self._usable(host) for host in self._hosts]
+        self._cores = [host.cores for host in self._hosts]
+        self._reserved = [sum(1 << core for core in host.reserved_cores) for host in self._hosts]
         self._taken = [0] * len(self._hosts)
         self._tenants: list[Tenant] = []  # that lie somewhere, before the packer takes over: running and pinned ones
-        self._ran: dict[int, Running] = {}  # id of a tenant -> as it runs
         self._items: list[_Item] = []
         self._coreless_items: list[_Item] = []
         self._coreless: dict[tuple[int, int], tuple[int, int]] = {}  # (model, replica) -> (host, threads)
@@ -319,19 +322,34 @@ class _Draft:
             self._keep(model, order, count, own)
 
     def _keep(self, model: ModelSpec, order: int, count: int, running: Sequence[Running]) -> None:
-        coreless = self._coreless_hosts[order]
-        pins = () if coreless else model.cores
-        on_pin, loose = self._on_pins(pins, [one for one in running if self._still_fits(model, order, one)])
+        pins = () if self._coreless_hosts[order] else model.cores
+        on_pin, loose = self._on_pins(pins, self._fitting(model, order, running))
         pinned = min(len(pins), count)
-        used: dict[int, int | None] = {}  # replica index -> pin
         candidates: list[tuple[int | None, Running]] = [*list(on_pin.items())[:pinned]]
         candidates.extend((None, replica) for replica in loose[: count - pinned])
-        low = model.replicas.min
+        used: dict[int, int | None] = {}  # replica index -> pin
+        low, tp, demand = model.replicas.min, model.tp_degree, self._demands[order]
+        cost = self._costs.get(model.name, 1.0)
+        grades = self._grades(model, runs=True)
+        numbers, occupied, tenants = self._numbers, self._taken, self._tenants
         for pin, replica in candidates:
-            if replica.replica not in used and self._keep_cores(
-                model, order, replica, len(used) < low, pin is not None
-            ):
-                used[replica.replica] = pin
+            index, cores = replica.replica, replica.cores
+            if index in used:
+                continue
+            if cores is None:
+                self._keep_coreless(order, replica)
+            else:
+                host, first = numbers[replica.host], cores.first
+                mask = ((1 << tp) - 1) << first
+                if occupied[host] & mask:
+                    continue  # another replica that is kept holds some of its cores
+                occupied[host] |= mask
+                grade = grades[len(used) < low]
+                fixed = pin is not None
+                tenants.append(
+                    Tenant(order, index, tp, grade, demand, cost, host, first, fixed, host, first, True, replica)
+                )
+            used[index] = pin
         taken = {pin for pin in used.values() if pin is not None}
         to_pin = [i for i in range(len(pins)) if i not in taken]
         missing = to_pin[: pinned - len(taken)]
@@ -373,47 +391,40 @@ class _Draft:
             chosen[index] = pin
         required = max(0, model.replicas.min - len(used))
         items = self._coreless_items if self._coreless_hosts[order] else self._items
+        tp, demand, cost = model.tp_degree, self._demands[order], self._costs.get(model.name, 1.0)
+        grades = self._grades(model, runs=False)
         for place, index in enumerate([*sorted(chosen), *left]):
-            tenant = self._tenant(model, order, index, place < required, runs=False)
+            needed = place < required
+            tenant = Tenant(order, index, tp, grades[needed], demand, cost)
             number = chosen.get(index, -1)
-            items.append(_Item(tenant, place < required, model.cores[number] if number >= 0 else None, number))
+            items.append(_Item(tenant, needed, model.cores[number] if number >= 0 else None, number))
 
-    def _tenant(self, model: ModelSpec, order: int, replica: int, required: bool, *, runs: bool) -> Tenant:
-        grade = (-model.priority, not required, not runs)
-        cost = self._costs.get(model.name, 1.0)
-        return Tenant(order, replica, model.tp_degree, grade, self._demands[order], cost)
+    def _fitting(self, model: ModelSpec, order: int, running: Sequence[Running]) -> list[Running]:
+        """Those that run as the spec has it, and lie where they may."""
+        numbers, cores_of, reserved = self._numbers, self._cores, self._reserved
+        if self._coreless_hosts[order]:
+            hosts = set(self._coreless_hosts[order])
+            return [one for one in running if one.cores is None and numbers.get(one.host) in hosts and one.replica >= 0]
+        found = []
+        tp = model.tp_degree
+        for one in running:
+            host, cores = numbers.get(one.host, -1), one.cores
+            if host < 0 or cores is None or one.replica < 0:
+                continue
+            first, last = cores.first, cores.last
+            if last - first + 1 == tp and last < cores_of[host] and not reserved[host] >> first & ((1 << tp) - 1):
+                found.append(one)
+        return found
 
-    def _still_fits(self, model: ModelSpec, order: int, replica: Running) -> bool:
-        host = self._numbers.get(replica.host)
-        if host is None or replica.replica < 0:
-            return False
-        coreless = self._coreless_hosts[order]
-        cores = replica.cores
-        if coreless:
-            return cores is None and host in coreless
-        machine = self._hosts[host]
-        if cores is None or cores.last >= machine.cores or cores.last - cores.first + 1 != model.tp_degree:
-            return False
-        return not machine.reserved_cores or not any(core in machine.reserved_cores for core in cores)
+    def _keep_coreless(self, order: int, replica: Running) -> None:
+        host = self._numbers[replica.host]
+        count = self._threads(order, host)
+        self._coreless[order, replica.replica] = (host, count)
+        self._busy[host] += count
 
-    def _keep_cores(self, model: ModelSpec, order: int, replica: Running, required: bool, pinned: bool) -> bool:
-        """False when another replica that is kept holds some of its cores."""
-        host, cores = self._numbers[replica.host], replica.cores
-        if cores is None:
-            count = self._threads(order, host)
-            self._coreless[order, replica.replica] = (host, count)
-            self._busy[host] += count
-            return True
-        mask = bits(cores)
-        if self._taken[host] & mask:
-            return False
-        tenant = self._tenant(model, order, replica.replica, required, runs=True)
-        tenant.home = (host, cores.first)
-        tenant.host, tenant.first, tenant.fixed = host, cores.first, pinned
-        self._taken[host] |= mask
-        self._tenants.append(tenant)
-        self._ran[id(tenant)] = replica
-        return True
+    def _grades(self, model: ModelSpec, *, runs: bool) -> tuple[Grade, Grade]:
+        """Of what exceeds ``min``, and of what it asks for."""
+        return (-model.priority, True, not runs), (-model.priority, False, not runs)
 
     # 2.
     def place_pinned(self) -> None:
@@ -465,6 +476,8 @@ class _Draft:
             rivals = [tenant for tenant in waiting if tenant.grade == grade]
             waiting = waiting[len(rivals) :]
             missing += packer.place_all(rivals)
+        if missing:
+            missing = packer.improve(missing)
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]  # 6.
         self._refuse_all(missing)
 
@@ -490,7 +503,7 @@ class _Draft:
         if not packer.place(tenant):
             return None
         host = self._hosts[tenant.host].name
-        return Window(host, CoreRange.of_length(tenant.first, cores), self._moves_made())
+        return Window(host, CoreRange.of_length(tenant.first, cores), self.result().moves)
 
     def _packer(self) -> Packer:
         """Takes over with the pins and what runs in place."""
@@ -520,29 +533,30 @@ class _Draft:
         return mask
 
     # The result
+
     def result(self) -> Plan:
-        found: dict[tuple[int, int], Placement] = {}
-        models, hosts = self._spec.models, self._hosts
-        for tenant in (*self._tenants, *(item.tenant for item in self._items if item.pin is None)):
+        by_model: list[list[tuple[int, Placement]]] = [[] for _ in self._spec.models]
+        moves: list[tuple[int, int, Move]] = []
+        for tenant in self._all_tenants():
             if tenant.host >= 0:
-                found[tenant.model, tenant.replica] = self._placement(tenant)
+                placement = self._placement(tenant)
+                by_model[tenant.model].append((tenant.replica, placement))
+                if tenant.ran is not None and not tenant.at_home and tenant.ran != placement.running:
+                    moves.append((tenant.model, tenant.replica, Move(tenant.ran, placement)))
         for (order, replica), (host, count) in self._coreless.items():
-            machine = hosts[host]
-            found[order, replica] = Placement(models[order].name, replica, machine.name, None, count, machine)
-        placed = tuple(found[key] for key in sorted(found))
+            machine = self._hosts[host]
+            placement = Placement(self._spec.models[order].name, replica, machine.name, None, count, machine)
+            by_model[order].append((replica, placement))
+        placed = tuple(placement for own in by_model for _, placement in sorted(own, key=itemgetter(0)))
         unplaced = tuple(self._unplaced[key] for key in sorted(self._unplaced))
-        return Plan(placed, unplaced, moves=self._moves_made())
+        return Plan(placed, unplaced, moves=tuple(move for *_, move in sorted(moves, key=itemgetter(0, 1))))
 
     def _placement(self, tenant: Tenant) -> Placement:
-        machine = self._hosts[tenant.host]
-        ran = self._ran.get(id(tenant))
-        if ran is not None and ran.cores is not None and ran.cores.first == tenant.first:
-            cores = ran.cores
-        else:
-            cores = CoreRange.of_length(tenant.first, tenant.size)
-        count = self._threads(tenant.model, tenant.host)
-        name = self._spec.models[tenant.model].name
-        return Placement(name, tenant.replica, machine.name, cores, count, machine)
+        order, host = tenant.model, tenant.host
+        machine, ran = self._hosts[host], tenant.ran
+        cores = ran.cores if ran is not None and tenant.at_home else CoreRange.of_length(tenant.first, tenant.size)
+        count = self._thread_counts.get((order, self._kinds.of[host])) or self._threads(order, host)
+        return Placement(self._names[order], tenant.replica, machine.name, cores, count, machine)
 
     def _threads(self, order: int, host: int) -> int:
         key = (order, self._kinds.of[host])
@@ -551,16 +565,6 @@ class _Draft:
             model = self._spec.models[order]
             found = self._thread_counts[key] = threads(model.threads, model.tp_degree, self._hosts[host])
         return found
-
-    def _moves_made(self) -> tuple[Move, ...]:
-        found = []
-        for tenant in self._tenants:
-            ran = self._ran.get(id(tenant))
-            if ran is not None and ran.cores is not None and tenant.host >= 0:
-                there = (self._numbers[ran.host], ran.cores.first)
-                if there != (tenant.host, tenant.first):
-                    found.append((tenant.model, tenant.replica, Move(ran, self._placement(tenant))))
-        return tuple(move for _, _, move in sorted(found, key=lambda entry: entry[:2]))
 
     # Refusals
 

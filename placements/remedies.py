@@ -24,6 +24,7 @@ MOVES = (1, 2, 4)
 
 _MOST_HOSTS = 8  # whose cordons are tried one by one
 _MOST_RIVALS = 8  # models whose ``min`` is tried lower
+_MOST_SPOTS = 4  # places that are named
 _LENGTH_STEP = 128  # tokens; lengths that are suggested are multiples of it
 
 
@@ -204,7 +205,8 @@ class _Search:
             return None
         if trial.moves:
             moved = [
-                f"{move.after.model}/{move.after.replica} to {place_text(move.after.host, move.after.cores)}"
+                f"{move.after.model}/{move.after.replica} from {place_text(move.before.host, move.before.cores)}"
+                f" to {place_text(move.after.host, move.after.cores)}"
                 for move in drawn.moves
             ]
             trial = replace(trial, change=f"move {', '.join(moved)}")
@@ -223,8 +225,8 @@ class _Search:
         new = [placement for placement in own if placement.running not in asked.running]
         parts = [f"{len(own)} of {count_text(trial.wanted[self._model.name], 'replica')}"]
         if new:
-            shown = ", ".join(place_text(placement.host, placement.cores) for placement in new[:2])
-            parts.append(shown + (f" and {len(new) - 2} more" if len(new) > 2 else ""))
+            shown = ", ".join(_spots(new[:_MOST_SPOTS]))
+            parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
         model, checkpoint = self._now(trial), asked.checkpoints.get(self._model.name)
         host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
@@ -412,6 +414,16 @@ def changed(spec: Spec, name: str, fields: Mapping[str, object]) -> Spec:
     """The spec with other fields of one model."""
     models = (model.model_copy(update=dict(fields)) if model.name == name else model for model in spec.models)
     return spec.model_copy(update={"models": tuple(models)})
+
+
+def _spots(placements: Iterable[Placement]) -> Iterator[str]:
+    """Each host once, with the cores of all of them there: "inf2.48xlarge/0 cores 0-7, 8-15"."""
+    on_host: dict[str, list[CoreRange | None]] = {}
+    for placement in placements:
+        on_host.setdefault(placement.host, []).append(placement.cores)
+    for host, found in on_host.items():
+        text = place_text(host, found[0])
+        yield ", ".join([text, *(str(cores) for cores in found[1:] if cores is not None)])
 
 
 def place_text(host: str, cores: CoreRange | None) -> str:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,13 +32,13 @@ from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
 from orchestrator.home import FleetRecord
 from orchestrator.lifecycle import ModelState, State, diagram
 from orchestrator.settings import SETTINGS
-from orchestrator.specfile import SpecFile, examine, start_problems
+from orchestrator.specfile import SpecFile, examine, load, start_problems
 from placements.checkpoints import FAMILIES
 from placements.coremap import core_map
 from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
 from placements.hosts import Machine
 from placements.plan import plan
-from placements.problems import Problem, has_errors
+from placements.problems import Problem, has_errors, render
 from placements.reference import TABLES, renewed
 from placements.spec import (
     GROUP_QUERY_ATTENTIONS,
@@ -156,6 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     configs: dict[str, dict[str, Any]] = {
         "llama-2-7b": llama,
         "gpt2-xl": {**gpt2_xl, "n_positions": 1024},
+        "mixtral": {**llama, "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8},
         "bert": {"model_type": "bert"},
         "broken": {key: value for key, value in llama.items() if key != "hidden_size"},
         "tiny": json.loads((EXAMPLES / "models" / "tiny" / "config.json").read_text()),
@@ -274,7 +275,7 @@ def test_every_field_of_the_spec_is_described_once() -> None:
 def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) -> None:
     """Defaults and bounds are those of placements.spec."""
     field, row = FIELDS[name], field_rows()[name]
-    assert row[2].strip("`") == default_of(field)
+    assert row[2].strip("`") == ("unset" if name == "hosts" else default_of(field))
     lowest = next((mark.ge for mark in field.metadata if isinstance(mark, Ge)), None)
     highest = next((mark.le for mark in field.metadata if isinstance(mark, Le)), None)
     above = next((mark.gt for mark in field.metadata if isinstance(mark, Gt)), None)
@@ -390,22 +391,36 @@ def choices(node: ast.expr, function: ast.AST) -> set[str]:
     for item in ast.walk(function):
         if isinstance(item, ast.Assign) and names & {getattr(target, "id", "") for target in item.targets}:
             found |= kebabs(item.value)
+        if isinstance(item, ast.For) and names & {
+            part.id for part in ast.walk(item.target) if isinstance(part, ast.Name)
+        }:
+            found |= kebabs(item.iter)
     return found
 
 
+def told(function: ast.AST) -> Iterator[ast.expr]:
+    """The ids that a function returns as the first of three texts: id, fact and remedy."""
+    if ast.unparse(getattr(function, "returns", None) or ast.Constant(None)) == "tuple[str, str, str]":
+        for item in ast.walk(function):
+            if isinstance(item, ast.Return) and isinstance(item.value, ast.Tuple):
+                yield item.value.elts[0]
+
+
 @cache
-def ids_in_source() -> frozenset[str]:
+def ids_in_source(within: str = "") -> frozenset[str]:
     """Every problem id, and every cause that is written as f"id: ..."; a host fact's problem begins with the name of a
-    tool instead."""
-    trees = [ast.parse(path.read_text()) for path in SOURCES]
-    known = makers(trees)
+    tool instead. ``within``: only those of the files whose path begins so."""
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    known = makers([*trees.values()])
     found: set[str] = set()
-    for tree in trees:
+    for tree in [tree for path, tree in trees.items() if str(path.relative_to(ROOT)).startswith(within)]:
         for function in [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]:
             for call in ast.walk(function):
                 given = id_of(call, known) if isinstance(call, ast.Call) else None
                 if given is not None:
                     found |= choices(given, function)
+            for given in told(function):
+                found |= choices(given, function)
         for item in ast.walk(tree):
             if isinstance(item, ast.JoinedStr) and isinstance(item.values[0], ast.Constant):
                 cause = re.match(rf"({KEBAB.pattern}): ", str(item.values[0].value))
@@ -450,9 +465,79 @@ def test_every_entry_is_of_an_id_that_exists() -> None:
     assert len(entries()) == len(set(entries()))
 
 
+def unreadable(folder: Path) -> list[Problem]:
+    return list(load(str(folder / "no-such.yaml")).problems)
+
+
+def pin_in_quarantine(folder: Path) -> list[Problem]:
+    file = examine("models: {chat: {engine: echo, cores: ['5']}}\n", "spec.yaml", str(folder), LARGE)
+    assert file.spec is not None
+    drawn = plan(file.spec, file.hosts, blocked={file.hosts[0].name: frozenset({5})})
+    return [problem for missing in drawn.unplaced for problem in missing.problems]
+
+
+def only_host_of_a_type_lost(folder: Path) -> list[Problem]:
+    text = (
+        "hosts: [{emulate: inf2.48xlarge}, {emulate: trn1.32xlarge}]\nmodels: {chat: {engine: echo, tp_degree: 16}}\n"
+    )
+    file = examine(text, "spec.yaml", str(folder), LARGE)
+    assert file.spec is not None
+    assert not has_errors(file.problems)
+    drawn = plan(file.spec, file.hosts[:1])
+    return [problem for missing in drawn.unplaced for problem in missing.problems]
+
+
+BESIDE_A_SPEC: dict[str, Callable[[Path], list[Problem]]] = {  # what no text alone can give
+    "spec-unreadable": unreadable,
+    "pin-taken": pin_in_quarantine,
+    "no-suitable-host": only_host_of_a_type_lost,
+}
+
+
+@pytest.mark.parametrize("id", BESIDE_A_SPEC)
+def test_what_no_example_can_show_happens_too(id: str, folder: Path) -> None:
+    """As the entry shows it, to the letter."""
+    (problem,) = BESIDE_A_SPEC[id](folder)
+    (shown,) = [block.text for block in blocks(ERRORS) if block.section == id]
+    assert render([problem]).replace(f"{folder}/", "") == shown
+    assert (problem.id, problem.severity) == (id, section(ERRORS, id).split()[0].rstrip("."))
+
+
+def test_every_problem_of_a_spec_or_a_plan_is_produced() -> None:
+    """By the example of an entry, which another test runs, or by the functions above."""
+    shown = {id for block in blocks(ERRORS) if block.language == "yaml" for id in block.marked("problems")}
+    shown |= {id for block in blocks(ERRORS) if block.language == "yaml" for id in block.marked("up refuses")}
+    made = (
+        ids_in_source("placements/")
+        | ids_in_source("orchestrator/specfile.py")
+        | ids_in_source("orchestrator/sources.py")
+    )
+    assert sorted(made - shown - BESIDE_A_SPEC.keys()) == []
+    assert len(made) > 60
+
+
+def test_an_entry_of_a_spec_or_a_plan_has_an_example_of_its_own() -> None:
+    """In its section, and it gives the entry's problem."""
+    own = {block.section for block in blocks(ERRORS) if block.section in block.marked("problems")}
+    own |= {block.section for block in blocks(ERRORS) if block.section in block.marked("up refuses")}
+    made = ids_in_source("placements/") | ids_in_source("orchestrator/specfile.py")
+    assert sorted(made - own - BESIDE_A_SPEC.keys()) == []
+
+
+def test_no_id_goes_without_a_test() -> None:
+    """Each is given by an example of errors.md, or named by a test that expects it."""
+    shown = {id for block in blocks(ERRORS) for mark in ("problems", "up refuses") for id in block.marked(mark)}
+    here = Path(__file__)
+    tests = "\n".join(path.read_text() for path in here.parent.rglob("*.py") if path != here)
+    tests += "\n".join(path.read_text() for path in (here.parent / "golden").rglob("*.txt"))
+    others = sorted(set(entries()) - shown - BESIDE_A_SPEC.keys())
+    assert [id for id in others if not re.search(rf"(?<![\w-]){re.escape(id)}(?![\w-])", tests)] == []
+
+
 def test_the_collection_finds_ids_of_every_kind() -> None:
     """Made by a class, by a helper, looked up in a mapping, written into a text; and codes."""
     assert ids_in_source() >= {"max-never-fits", "pin-length", "no-room", "bad-range", "no-fleet", "start-deadline"}
+    assert ids_in_source() >= {"vcpus-short", "spread-blocks", "host-memory-exceeded"}
     assert codes_in_source() >= {"model_loading", "queue_full", "invalid_json", "invalid_token"}
 
 

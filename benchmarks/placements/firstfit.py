@@ -10,28 +10,24 @@ from benchmarks.placements.rules import starts
 
 
 @lru_cache(maxsize=None)
-def _start_mask(instance: str, tp: int, aligned: bool) -> int:
-    return sum(1 << first for first in starts(instance, tp) if not aligned or first % tp == 0)
+def _start_mask(instance: str, tp: int) -> int:
+    return sum(1 << first for first in starts(instance, tp))
 
 
-def openings(free: int, instance: str, tp: int, aligned: bool = False) -> int:
-    """The legal starts (a mask) of free ranges of ``tp`` cores; ``aligned``: only those at multiples of ``tp``."""
+def openings(free: int, instance: str, tp: int) -> int:
+    """The legal starts (a mask) of free ranges of ``tp`` cores."""
     found, length = free, 1
     while length < tp:
         step = min(length, tp - length)
         found &= found >> step
         length += step
-    return found & _start_mask(instance, tp, aligned)
+    return found & _start_mask(instance, tp)
 
 
 class FirstFit:
-    """Free cores of machines, from which ranges are taken and to which they are given back.
+    """Free cores of machines, from which ranges are taken and to which they are given back."""
 
-    ``tidy``: on the host that is found, a multiple of the degree comes before any other legal start.
-    """
-
-    def __init__(self, machines: Sequence[Machine], degrees: Sequence[int], tidy: bool = False) -> None:
-        self._tidy = tidy
+    def __init__(self, machines: Sequence[Machine], degrees: Sequence[int]) -> None:
         self.instances = [machine.instance for machine in machines]
         self.free = [machine.free for machine in machines]
         self._open = dict.fromkeys(degrees, 0)  # for each degree a mask of the machines that have room
@@ -52,8 +48,6 @@ class FirstFit:
             return None
         i = (rooms & -rooms).bit_length() - 1
         places = openings(self.free[i], self.instances[i], tp)
-        if self._tidy:
-            places = openings(self.free[i], self.instances[i], tp, aligned=True) or places
         return i, (places & -places).bit_length() - 1
 
     def take(self, i: int, first: int, tp: int) -> None:

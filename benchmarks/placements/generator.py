@@ -25,8 +25,14 @@ KINDS: tuple[tuple[str, ...], ...] = (
 MODELS_OF_DEGREE: Mapping[int, int] = {1: 12, 2: 10, 4: 8, 8: 5, 12: 2, 24: 3}
 """The forty models of a running fleet."""
 
-ARRIVING: Mapping[int, float] = {1: 0.33, 2: 0.30, 4: 0.20, 8: 0.11, 12: 0.02, 24: 0.04}
-"""How often a replica of each degree arrives in the history of a running fleet: about 8 of them fill a host."""
+ARRIVING: Mapping[int, float] = {1: 0.37, 2: 0.31, 4: 0.19, 8: 0.10, 12: 0.01, 24: 0.02}
+"""How often a replica of each degree arrives in the history of a running fleet."""
+
+REPLACING: Mapping[int, float] = {1: 0.35, 2: 0.20, 4: 0.15, 8: 0.20, 12: 0.03, 24: 0.07}
+"""The same for those that come for the ended ones: larger, so that many find no free range without moves."""
+
+PEAK, EBB, WANTED = 0.98, 0.80, 0.95
+"""Cores in use at the busiest, before the churn, and wanted after it: with these, some 8 replicas a host."""
 
 PINNED_SHARE = 0.05
 CHURNED_SHARE = 0.15
@@ -88,15 +94,20 @@ def _with_some_pins(rng: random.Random, machines: Sequence[Machine], models: Seq
     return tuple(result)
 
 
-def churned(seed: int, hosts: int, load: float = 0.94) -> Fleet:
+def churned(seed: int, hosts: int) -> Fleet:
     """A running fleet of inf2.48xlarge whose layout is what first fit left of a history of arrivals and departures.
 
     5 % of the replicas are pinned where they are; 15 % have just ended, and as many new ones of other degrees are
-    wanted, up to ``load`` of all cores. All that is wanted fits beside the pins: largest first packs it.
+    wanted, up to 95 % of all cores. All that is wanted fits beside the pins: largest first packs it.
     """
-    rng = random.Random(f"churned {seed} {hosts}")
+    attempts = (_churned(random.Random(f"churned {seed} {hosts} {attempt}"), hosts) for attempt in range(100))
+    return next(fleet for fleet in attempts if fleet is not None)
+
+
+def _churned(rng: random.Random, hosts: int) -> Fleet | None:
+    """None where largest first does not find room for what runs."""
     machines = tuple(Machine(f"inf2.48xlarge/{i}", "inf2.48xlarge") for i in range(hosts))
-    held = _history(rng, machines, 8 * hosts, load)
+    held = _history(rng, machines, 8 * hosts)
     names = {tp: [f"tp{tp}-{i}" for i in range(n)] for tp, n in MODELS_OF_DEGREE.items()}
     indices: Counter[str] = Counter()
     replicas = []
@@ -109,7 +120,9 @@ def churned(seed: int, hosts: int, load: float = 0.94) -> Fleet:
     ended = order[len(pinned) : len(pinned) + round(CHURNED_SHARE * len(order))]
     gone = set(ended)
     running = tuple(replica for replica in replicas if replica not in gone)
-    new = _new_ones(rng, machines, running, pinned, [replica.last - replica.first + 1 for replica in ended], load)
+    new = _new_ones(rng, machines, running, pinned, len(ended))
+    if new is None:
+        return None
     wanted = Counter(replica.model for replica in running) + Counter(rng.choice(names[tp]) for tp in new)
     pins: defaultdict[str, list[Pinned]] = defaultdict(list)
     for replica in sorted(pinned, key=lambda replica: (replica.model, replica.index)):
@@ -124,25 +137,31 @@ def churned(seed: int, hosts: int, load: float = 0.94) -> Fleet:
     return Fleet(machines, tuple(models), running)
 
 
-def _history(rng: random.Random, machines: Sequence[Machine], count: int, load: float) -> list[tuple[int, int, int]]:
-    """What lies where, (host, first core, degree), after each replica was replaced about twice."""
+def _history(rng: random.Random, machines: Sequence[Machine], count: int) -> list[tuple[int, int, int]]:
+    """What lies where, (host, first core, degree), when a fleet that was full has become less busy."""
     place = FirstFit(machines, tuple(ARRIVING))
     cores = 24 * len(machines)
     held: list[tuple[int, int, int]] = []
     used = 0
+
+    def end_one() -> int:
+        at = rng.randrange(len(held))
+        held[at], held[-1] = held[-1], held[at]
+        i, first, tp = held.pop()
+        place.give(i, first, tp)
+        return tp
+
     for _ in range(3 * count):
         tp = _draw(rng, ARRIVING)
-        while used + tp > load * cores:
-            at = rng.randrange(len(held))
-            held[at], held[-1] = held[-1], held[at]
-            i, first, size = held.pop()
-            place.give(i, first, size)
-            used -= size
+        while used + tp > PEAK * cores:
+            used -= end_one()
         found = place.find(tp)
         if found is not None:
             place.take(*found, tp)
             held.append((*found, tp))
             used += tp
+    while used > EBB * cores:
+        used -= end_one()
     return sorted(held)
 
 
@@ -155,17 +174,18 @@ def _new_ones(
     machines: Sequence[Machine],
     running: Sequence[Replica],
     pinned: Sequence[Replica],
-    ended: Sequence[int],
-    load: float,
-) -> list[int]:
-    """The degrees of those that come for the ended ones: other degrees, filling up to ``load``, and all of it fits."""
-    others = {tp: {size: share for size, share in ARRIVING.items() if size != tp} for tp in ARRIVING}
-    new = [_draw(rng, others[tp]) for tp in ended]
+    ended: int,
+) -> list[int] | None:
+    """The degrees of those that come for the ended ones, so that all of it fits. None: that was not found."""
+    new = [_draw(rng, REPLACING) for _ in range(ended)]
     stay = [replica.last - replica.first + 1 for replica in running]
-    room = load * 24 * len(machines) - sum(stay)
+    room = WANTED * 24 * len(machines) - sum(stay)
     smaller = {2: 1, 4: 2, 8: 4, 12: 8, 24: 8}
     while (excess := sum(new) - room) > 0 or not _packs(machines, [*_unpinned(stay, pinned), *new], pinned):
-        for i in rng.sample([i for i, tp in enumerate(new) if tp > 1], max(1, round(excess / 4))):
+        larger = sorted((i for i, tp in enumerate(new) if tp > 1), key=lambda i: (new[i] > 4, rng.random()))
+        if not larger:
+            return None
+        for i in larger[: max(1, round(excess / 4))]:
             new[i] = smaller[new[i]]
     return new
 
@@ -177,7 +197,7 @@ def _unpinned(sizes: Sequence[int], pinned: Sequence[Replica]) -> list[int]:
 
 def _packs(machines: Sequence[Machine], sizes: Sequence[int], pinned: Sequence[Replica]) -> bool:
     """Whether largest first finds room for all beside the pins."""
-    place = FirstFit(machines, tuple(ARRIVING), tidy=True)
+    place = FirstFit(machines, tuple(ARRIVING))
     number = {machine.name: i for i, machine in enumerate(machines)}
     for replica in pinned:
         place.take(number[replica.host], replica.first, replica.last - replica.first + 1)

@@ -25,6 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="The YAML file; - is standard input.")]
+OptionalSpecArgument = Annotated[
+    str | None, typer.Argument(metavar="SPEC", help="The YAML file; - is standard input. Without: the fleet's own.")
+]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the spec.")]
 FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Form of the data on stdout.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the rollout to its end.")]

@@ -1,7 +1,8 @@
 """The command `corewright`.
 
 Exit codes: 0 done, 1 failed, 64 wrong usage; `plan`: 0 nothing to do, 2 changes, 1 errors or something unplaced;
-`diff`: 0 the same, 2 differences; 130 after Ctrl-C in a wait.
+`explain`: 0 it has what its `min` asks for, 1 it has not; `diff`: 0 the same, 2 differences; 130 after Ctrl-C in a
+wait.
 Nothing here imports Ray or torch before `up` really starts a fleet, so that every other command answers at once.
 """
 
@@ -16,7 +17,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.main import get_command
 
-from orchestrator.cli.app import CHANGES, FAILED, USAGE, FormatOption, SpecArgument, app, the_fleet
+from orchestrator.cli.app import (
+    CHANGES,
+    FAILED,
+    USAGE,
+    FormatOption,
+    ModelArgument,
+    OptionalSpecArgument,
+    SpecArgument,
+    app,
+    the_fleet,
+)
 from orchestrator.cli.output import Format, complain, say, show
 from orchestrator.failure import Failed
 from orchestrator.version import corewright_version
@@ -92,17 +103,54 @@ def validate(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
 
 
 @app.command()
-def plan(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
+def plan(
+    spec: OptionalSpecArgument = None,
+    defrag: Annotated[
+        int | None, typer.Option(min=1, max=1000, metavar="N", help="What must move to free N cores in a row.")
+    ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Without memory, threads and environments.")] = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
     """Say who would get which cores, against the running fleet if there is one."""
     from orchestrator.cli.client import find_fleet
-    from orchestrator.cli.plan import make_plan
     from orchestrator.specfile import load
 
-    result = make_plan(load(spec), find_fleet())
+    if spec is None and defrag is None:
+        raise typer.BadParameter("is missing; only --defrag goes without", param_hint="SPEC")
+    file = None if spec is None else load(spec)
+    if defrag is not None:
+        from orchestrator.cli.defrag import make_defrag
+
+        result = make_defrag(file, find_fleet(), defrag)
+    else:
+        from orchestrator.cli.plan import make_plan
+
+        assert file is not None
+        result = make_plan(file, find_fleet(), brief=brief)
     if output is Format.TABLE:
         complain(result.problems)
     show(result.data, output, result.table)
     raise typer.Exit(FAILED if result.failed else CHANGES if result.changes else 0)
+
+
+@app.command()
+def explain(model: ModelArgument, spec: OptionalSpecArgument = None, output: FormatOption = Format.TABLE) -> None:
+    """Say why a model is where it is or has no place, and what would help."""
+    from orchestrator.cli.client import find_fleet
+    from orchestrator.cli.explain import explanation, explanation_text
+    from orchestrator.specfile import load
+
+    data = explanation(None if spec is None else load(spec), find_fleet(), model)
+    show(data, output, explanation_text(data))
+    raise typer.Exit(0 if data["fits"] else FAILED)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors."""
+    from placements.spec import json_schema
+
+    show(json_schema(), Format.JSON, "")
 
 
 @app.command()

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.cli.client import AdminClient, FleetRefused
-from orchestrator.cli.output import columns
+from orchestrator.cli.details import details
+from orchestrator.cli.output import columns, stdout, use_color
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile
 from placements.coremap import core_map
 from placements.cores import CoreRange
+from placements.ledger import ledger
 from placements.plan import Placement, Plan, plan
 from placements.problems import Problem, has_errors
 from placements.topology import Host
 
+MOST_ROWS = 50  # replicas that are listed one by one
 KINDS = ("start", "stop", "move", "restart", "reconfigure")
 
 
@@ -31,18 +34,26 @@ class PlanResult:
     changes: bool
 
 
-def make_plan(file: SpecFile, fleet: AdminClient | None) -> PlanResult:
-    """Plan the spec from the fleet's state, or from nothing. Raises Failed when the fleet does not answer."""
+def make_plan(file: SpecFile, fleet: AdminClient | None, *, brief: bool = False) -> PlanResult:
+    """Plan the spec from the fleet's state, or from nothing. Raises Failed when the fleet does not answer.
+
+    ``brief`` leaves the environments, the memory and the threads out of the text.
+    """
     if fleet is None or not file.text:
-        return _alone(file)
+        return _alone(file, brief)
     try:
         data = fleet.post_spec("plan", text_of(file))
     except FleetRefused as refused:
         if not refused.problems:
             raise
         data = _nothing(refused.problems)
-    problems = problems_of(data)
-    return PlanResult(data, plan_table(data, file.hosts), problems, plan_fails(data), plan_changes(data))
+    return _result(data, file.hosts, brief)
+
+
+def _result(data: dict[str, Any], hosts: Sequence[Host], brief: bool) -> PlanResult:
+    return PlanResult(
+        data, plan_table(data, hosts, brief=brief), problems_of(data), plan_fails(data), plan_changes(data)
+    )
 
 
 def text_of(file: SpecFile) -> tuple[str, str, str]:
@@ -67,52 +78,103 @@ def plan_changes(data: dict[str, Any]) -> bool:
     return bool(data["changes"]) or any(_changed(model) for model in data["models"])
 
 
-def _alone(file: SpecFile) -> PlanResult:
+def _alone(file: SpecFile, brief: bool) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
         return PlanResult(_nothing(file.problems), "", file.problems, failed=True, changes=False)
-    result = plan(file.spec, file.hosts, file.checkpoints)
-    problems = (*file.problems, *result.problems)
-    data = result.as_dict()
-    data["problems"] = [problem.as_dict() for problem in problems]
-    data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in result.placements]
-    data = {"index": None, "revision": None, **data, "models": []}
-    return PlanResult(data, plan_table(data, file.hosts), problems, not result.complete, bool(data["changes"]))
+    found = plan(file.spec, file.hosts, file.checkpoints)
+    data = {"index": None, "revision": None, **found.with_problems(file.problems).as_dict()}
+    data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in found.placements]
+    data |= {"models": [], **ledger(file.spec, file.hosts, found, file.checkpoints, file.drafts).as_dict()}
+    return _result(data, file.hosts, brief)
 
 
 def _nothing(problems: Sequence[Problem]) -> dict[str, Any]:
+    lists = ("placements", "unplaced", "moves", "problems", "changes", "models", "hosts", "memory")
     told = [problem.as_dict() for problem in problems]
-    return {
-        "index": None,
-        "revision": None,
-        "placements": [],
-        "unplaced": [],
-        "problems": told,
-        "changes": [],
-        "models": [],
-    }
+    return {"index": None, "revision": None, **{name: told if name == "problems" else [] for name in lists}}
 
 
-def plan_table(data: dict[str, Any], hosts: Sequence[Host]) -> str:
-    """For a person: replicas, the core map, what becomes of each model, and how many changes that makes."""
+def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = False) -> str:
+    """For a person: the core map, replicas, what becomes of each model, what it takes, and how many changes it makes.
+
+    Keys that a fleet of another version does not tell are left out.
+    """
     if has_errors(problems_of(data)):
         return ""
+    parts = [picture(data, hosts), _replicas(data)]
+    parts += [f"no place: {problem['what']}" for problem in _missing(data)]
+    parts += ["\n".join(lines) for lines in map(model_lines, data["models"]) if lines]
+    parts.append("\n".join(move_lines(data.get("moves") or ())))
+    if not brief:
+        parts += details(data)
+    parts.append(_count(data))
+    if data["unplaced"]:
+        models = dict.fromkeys(missing["model"] for missing in data["unplaced"])
+        parts.append("\n".join(f"corewright explain {model}  says what would help" for model in models))
+    if data["index"] is not None:
+        parts.append(f"check index: {data['index']}")
+    return "\n\n".join(part.rstrip("\n") for part in parts if part)
+
+
+def picture(data: dict[str, Any], hosts: Sequence[Host], window: tuple[str, CoreRange] | None = None) -> str:
+    """The core map, where the hosts are those that the plan is about."""
+    placements = tuple(_placement(item) for item in data["placements"])
+    if not {placement.host for placement in placements} <= {host.name for host in hosts}:
+        return ""
+    told = {host["name"]: host for host in data.get("hosts") or ()}
+    signs = [
+        {name: _cores(host[key]) for name, host in told.items() if host[key]} for key in ("quarantined", "cordoned")
+    ]
+    there = [host for host in hosts if not told or host.name in told]
+    return core_map(Plan(placements), there, *signs, window=window, color=use_color(stdout()))
+
+
+def _cores(texts: Sequence[str]) -> frozenset[int]:
+    return frozenset(core for text in texts for core in CoreRange.parse(text))
+
+
+def _replicas(data: dict[str, Any]) -> str:
+    """A row for each replica; of many those that change first, and only the first of them."""
     tags = {change["replica"]: change["change"] for change in data["changes"]}
     rows: list[tuple[object, ...]] = []
     for item in data["placements"]:
         id = f"{item['model']}/{item['replica']}"
         rows.append((id, item["host"], item["cores"], item["threads"], tags.pop(id, "none")))
     rows += [(replica, None, None, None, change) for replica, change in tags.items()]
-    parts = [columns(("REPLICA", "HOST", "CORES", "THREADS", "CHANGE"), rows)]
-    placements = tuple(_placement(item) for item in data["placements"])
-    if {placement.host for placement in placements} <= {host.name for host in hosts}:
-        parts.append(core_map(Plan(placements), hosts))
-    parts += ["\n".join(lines) for lines in map(model_lines, data["models"]) if lines]
+    rows += [(f"{item['model']}/{item['replica']}", None, None, None, "no place") for item in data["unplaced"]]
+    more = len(rows) - MOST_ROWS
+    if more > 0:
+        rows.sort(key=lambda row: row[-1] == "none")
+        rows = rows[:MOST_ROWS]
+    table = columns(("REPLICA", "HOST", "CORES", "THREADS", "CHANGE"), rows)
+    return table + (f"\n... and {more} more; `-o json` has every replica" if more > 0 else "")
+
+
+def _missing(data: dict[str, Any]) -> list[dict[str, str]]:
+    """Why replicas have no place: of each model the first reason of each kind, and how many more have it."""
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
     for missing in data["unplaced"]:
-        parts.append("\n".join(f"unplaced: {problem['what']}" for problem in missing["problems"]))
-    parts.append(_count(data))
-    if data["index"] is not None:
-        parts.append(f"check index: {data['index']}")
-    return "\n\n".join(part.rstrip("\n") for part in parts)
+        for problem in missing["problems"]:
+            found.setdefault((missing["model"], problem["id"]), []).append(problem)
+    told = []
+    for problems in found.values():
+        more = f" (and {len(problems) - 1} more of it)" if len(problems) > 1 else ""
+        told.append({**problems[0], "what": problems[0]["what"] + more})
+    return told
+
+
+def move_lines(moves: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each running replica that gets other cores."""
+    lines = []
+    for move in moves:
+        before, after = move["from"], move["to"]
+        to = f"cores {after['cores']}" if after["host"] == before["host"] else f"{after['host']} cores {after['cores']}"
+        load_s = move.get("load_s")
+        takes = "" if load_s is None else f", loads in {seconds(load_s)}"
+        lines.append(
+            f"move {move['model']}/{move['replica']} from {before['host']} cores {before['cores']} to {to}{takes}"
+        )
+    return lines
 
 
 def _placement(item: dict[str, Any]) -> Placement:
@@ -142,9 +204,9 @@ def model_lines(model: dict[str, Any]) -> list[str]:
     if model["strategy"]:
         how.append(model["strategy"] + (f" from {model['borrow']}" if model.get("borrow") else ""))
     if model["outage_s"] is not None:
-        how.append(f"outage {_seconds(model['outage_s'])}")
+        how.append(f"outage {seconds(model['outage_s'])}")
     if model["predicted_s"] is not None:
-        how.append(f"done in {_seconds(model['predicted_s'])}")
+        how.append(f"done in {seconds(model['predicted_s'])}")
     lines = [f"{model['model']}: {', '.join(how)}"]
     if model["why"]:
         lines.append(f"    why: {model['why']}")
@@ -155,7 +217,8 @@ def model_lines(model: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """A time, with one decimal where that matters."""
     return f"{value:.1f} s" if 0 < value < 10 else f"{value:.0f} s"
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
 from placements.coremap import WIDTH, core_map
 from placements.cores import CoreRange
-from placements.hosts import hosts_for
 from placements.plan import Placement, Plan, plan
 from placements.spec import Spec
 from placements.topology import TOPOLOGIES, Host
-from tests.placements.fleets import LAPTOP, PLAIN, host, model, planned, spec
+from tests.placements.fleets import PLAIN, host, model
 
 
 def placed(host: Host, *ranges: str, name: str = "a") -> list[Placement]:
@@ -30,18 +30,17 @@ def on(instance: str, lnc: int | None = None) -> Host:
 
 def test_a_ring_is_drawn_closed_with_replicas_and_what_is_not_free() -> None:
     """Two columns a core: the model's letter and the replica's number, or a sign."""
-    wish = spec(model("chat", 8, "0-7"), model("tiny", replicas=2), cores=[23])
-    name = "inf2.48xlarge/0"
-    drawn = planned(wish, blocked={name: frozenset({10, 11, 12})})
-    cordoned = {name: frozenset({0, 11, 12})}
-    text = core_map(drawn, hosts_for(wish, LAPTOP), {name: frozenset({10})}, cordoned)
+    there = dataclasses.replace(host(), reserved_cores=frozenset({23}))
+    placements = [*placed(there, "0-7", name="chat"), *placed(there, "8", "9", name="tiny")]
+    cordoned = {there.name: frozenset({0, 11, 12})}
+    text = core_map(Plan(tuple(placements)), [there], {there.name: frozenset({10})}, cordoned)
     assert text == (
         "inf2.48xlarge/0: 10 of 24 cores in use, 12 devices in a ring\n"
         "  core   0    2    4    6    8    10   12   14   16   18   20   22\n"
         "       ,-A0A0-A0A0-A0A0-A0A0-B0B1-!!//-//..-....-....-....-....-..##-.\n"
         "       '-------------------------------------------------------------'\n"
-        "  A chat/0  cores 0-7, 61 threads\n"
-        "  B tiny  0 on 8, 1 on 9; 7 threads each\n"
+        "  A chat/0  cores 0-7, 4 threads\n"
+        "  B tiny  0 on 8, 1 on 9; 4 threads each\n"
         "  .. free   ## reserved   // cordoned   !! quarantined   cordoned in use: 0\n"
     )
 

@@ -262,7 +262,7 @@ def test_unused_pins_are_taken_before_a_replica_is_refused() -> None:
 def test_what_a_bounded_search_misses_is_placed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches that give up at once cost order, not replicas that have room."""
     monkeypatch.setattr("placements.pins.SEARCH_STEPS", 0)
-    monkeypatch.setattr("placements.packing.SEARCH_NODES", 0)
+    monkeypatch.setattr("placements.packer.TRIES", (1,))
     wish = spec(model("a", 2, "0-1"), model("b", 2, "0-1"), model("c", 12), model("d", 8), count=2)
     drawn = planned(wish)
     assert (drawn.unplaced, places(drawn)[:2]) == ((), [("a/0", H0, "0-1"), ("b/0", H1, "0-1")])

@@ -1,0 +1,93 @@
+"""`corewright plan --defrag`: which window of cores can be had, and what has to move for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.cli.client import AdminClient, FleetRefused
+from orchestrator.cli.plan import PlanResult, move_lines, picture, problems_of, seconds, text_of
+from orchestrator.defrag import defragmentation
+from orchestrator.failure import Failed
+from orchestrator.specfile import SpecFile
+from placements.cores import CoreRange
+from placements.hosts import hosts_for
+from placements.parse import parse
+from placements.plan import plan
+from placements.problems import Problem, has_errors
+from placements.topology import Host
+
+
+def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) -> PlanResult:
+    """Ask the fleet, about its own spec or the file's; without one start from the plan of the file."""
+    if fleet is None:
+        if file is None:
+            raise Failed("no-fleet", "no fleet runs that could be asked", "corewright plan --defrag N SPEC")
+        return _alone(file, cores)
+    if file is None:
+        from orchestrator.specfile import this_machine
+
+        spec = fleet.get("spec")
+        told = (spec["text"], spec["file"], spec["base_dir"])
+        parsed = parse(*told).spec
+        hosts = hosts_for(parsed, this_machine()) if parsed is not None else ()
+    else:
+        told, hosts = text_of(file), file.hosts
+    try:
+        data = fleet.post_spec("plan", told, defrag=cores)
+    except FleetRefused as refused:
+        if not refused.problems:
+            raise
+        data = _nothing(refused.problems, cores)
+    return _result(data, hosts)
+
+
+def _alone(file: SpecFile, cores: int) -> PlanResult:
+    if file.spec is None or has_errors(file.problems):
+        return _result(_nothing(file.problems, cores), file.hosts)
+    running = [placement.running for placement in plan(file.spec, file.hosts, file.checkpoints).placements]
+    data = {"index": None, "revision": None, **defragmentation(file.spec, file.hosts, file.checkpoints, running, cores)}
+    data["problems"] = [*(problem.as_dict() for problem in file.problems), *data["problems"]]
+    return _result(data, file.hosts)
+
+
+def _nothing(problems: Sequence[Problem], cores: int) -> dict[str, Any]:
+    return {
+        "index": None,
+        "revision": None,
+        "cores": cores,
+        "window": None,
+        "moves": [],
+        "load_s": None,
+        "placements": [],
+        "hosts": [],
+        "problems": [problem.as_dict() for problem in problems],
+    }
+
+
+def _result(data: dict[str, Any], hosts: Sequence[Host]) -> PlanResult:
+    failed = data["window"] is None
+    return PlanResult(data, "" if failed else _table(data, hosts), problems_of(data), failed, bool(data["moves"]))
+
+
+def _table(data: dict[str, Any], hosts: Sequence[Host]) -> str:
+    """The host of the window as it would be, the moves, and what they take."""
+    window = data["window"]
+    there = [host for host in hosts if host.name == window["host"]]
+    own = {**data, "placements": [item for item in data["placements"] if item["host"] == window["host"]]}
+    own["hosts"] = [host for host in data["hosts"] if host["name"] == window["host"]]
+    moves = data["moves"]
+    parts = [picture(own, there, (window["host"], CoreRange.parse(window["cores"])))]
+    parts.append("\n".join(move_lines(moves)))
+    count = f"{data['cores']} core{'' if data['cores'] == 1 else 's'}"
+    where = f"{window['host']} {'core' if data['cores'] == 1 else 'cores'} {window['cores']}"
+    if not moves:
+        parts.append(f"a window of {count} is free: {where}")
+    else:
+        takes = "" if data["load_s"] is None else f", {seconds(data['load_s'])} of loading"
+        parts.append(
+            f"{len(moves)} move{'' if len(moves) == 1 else 's'} would open a window of {count}: {where}{takes}"
+        )
+    if data["index"] is not None:
+        parts.append(f"check index: {data['index']}")
+    return "\n\n".join(part.rstrip("\n") for part in parts if part)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.specfile import examine, start_problems
+from placements.hosts import Machine
+
+LAPTOP = Machine(cpus=(0, 1))
+MODELS = "models: {a: {engine: echo}}\n"
+
+
+def refused(hosts: str) -> list[tuple[str, str, str]]:
+    file = examine(f"hosts: {hosts}\n{MODELS}", "f.yaml", ".", LAPTOP)
+    return [(problem.id, problem.where, problem.hint) for problem in start_problems(file)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        ("{instance: inf2.xlarge, count: 2}", [("f.yaml:1:32", "count: 1")]),
+        ("[{instance: inf2.xlarge}, {instance: trn1.2xlarge}]", [("f.yaml:1:34", "one entry with count: 1")]),
+        ("[{instance: inf2.xlarge}]", []),
+        ("{emulate: inf2.xlarge, count: 256}", []),
+        ("{emulate: inf2.xlarge, count: 257}", [("f.yaml:1:31", "count: 256 or less")]),
+        (
+            "[{emulate: inf2.xlarge, count: 200}, {emulate: trn1.2xlarge, count: 57}]",
+            [("f.yaml:1:45", "count: 256 or less")],
+        ),
+    ],
+)
+def test_up_says_how_many_hosts_it_can_start(hosts: str, found: list[tuple[str, str]]) -> None:
+    """One machine, or as many emulated ones as Ray nodes are sensible; planning takes any."""
+    told = [(where, hint) for id, where, hint in refused(hosts) if id == "hosts-not-served"]
+    assert told == found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "part"),
+    [
+        ("{instance: inf2.xlarge}", "hosts: {emulate: inf2.xlarge}"),
+        ("[{instance: inf2.xlarge}, {instance: trn1.2xlarge}]", "emulate in place of instance, in each entry"),
+    ],
+)
+def test_a_spec_for_other_machines_can_be_emulated(hosts: str, part: str) -> None:
+    """The hint says what to write."""
+    (hint,) = [hint for id, _, hint in refused(hosts) if id == "host-differs"]
+    assert part in hint
+
+
+def test_hosts_of_several_emulated_types_can_be_started() -> None:
+    """Nothing is refused."""
+    assert refused("[{emulate: inf2.xlarge}, {emulate: trn2.3xlarge, lnc: 1}]") == []

@@ -1,0 +1,219 @@
+"""Problems that only the world around a fleet gives: each is made to happen here, beside the stories of other tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator import daemon as daemon_module
+from orchestrator.cli import main as cli
+from orchestrator.cli.client import AdminClient
+from orchestrator.daemon import Daemon, UpOptions
+from orchestrator.failure import Failed
+from orchestrator.home import Home
+from orchestrator.operator import Refused
+from tests.orchestrator.fakefleet import LiveAdmin
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.claims import CoresTaken
+from workers.engine import EngineLoadError
+from workers.engines import open_engine
+from workers.replica import Replica, check_environment
+
+SPEC = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
+
+
+def failed(work: Callable[[], object]) -> str:
+    """The id of what the call fails with."""
+    with pytest.raises(Failed) as found:
+        work()
+    return found.value.problem.id
+
+
+def test_up_on_a_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """This version starts a Ray of its own."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    assert cli.run(["up", str(tmp_path / "spec.yaml"), "--ray-address", "10.0.0.1:6379"]) == 1
+    assert "error: cluster-not-served: --ray-address 10.0.0.1:6379" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["fleet.example", "ftp://fleet.example", "http://host:port"])
+def test_an_address_that_is_none_is_told(url: str) -> None:
+    """COREWRIGHT_URL as somebody may write it."""
+    assert failed(lambda: AdminClient(url, "t", None).get("status")) == "fleet-url-wrong"
+
+
+def test_a_wrong_token_is_told() -> None:
+    """The admin API says invalid_token; the command says what to look at."""
+    admin = LiveAdmin()
+    try:
+        assert failed(lambda: AdminClient(admin.url, "guessed", None).get("status")) == "fleet-refused"
+    finally:
+        admin.close()
+
+
+def test_a_home_that_cannot_be_made_or_is_another_users_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is started."""
+    (tmp_path / "file").write_text("")
+    assert failed(Home(tmp_path / "file" / "home").prepare) == "home-unusable"
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert failed(Home(tmp_path / "home").prepare) == "home-unusable"
+
+
+@pytest.mark.parametrize(
+    ("id", "ask"),
+    [
+        ("host-unknown", lambda operator: operator.cordon("inf2.xlarge/9", None, True, "ada")),
+        ("cordoned-whole", lambda operator: operator.cordon("inf2.xlarge/0", "1", False, "ada")),
+        ("replica-unknown", lambda operator: operator.logs("a", 7, None, 0.0)),
+    ],
+)
+def test_what_a_fleet_does_not_have_is_refused(id: str, ask: Callable[[Any], Any], tmp_path: Path) -> None:
+    """The host is cordoned as a whole before."""
+
+    async def play() -> str:
+        async with Played(tmp_path, FakeCluster(), SPEC) as played:
+            await played.settled()
+            await played.operator.cordon("inf2.xlarge/0", None, True, "ada")
+            with pytest.raises(Refused) as refused:
+                await ask(played.operator)
+            return refused.value.problem.id
+
+    assert virtually(play) == id
+
+
+def test_an_apply_that_fails_for_no_known_reason_is_told_as_such() -> None:
+    """The watched file is tried again later."""
+    from orchestrator.actors import ControllerActor  # Ray Serve: seconds
+
+    async def apply(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of nobody's making")
+
+    actor = SimpleNamespace(_operator=SimpleNamespace(apply=apply))
+    answer = asyncio.run(ControllerActor.apply(actor, SPEC, "f.yaml", "/", "ada", "watch"))  # type: ignore[arg-type]
+    assert (answer["error"].id, answer["status"]) == ("apply-failed", 500)
+
+
+# The daemon
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
+    """One that has started nothing."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "COREWRIGHT_HOME", "COREWRIGHT_FLEET"):
+        monkeypatch.setenv(name, "")  # so that what a start sets is taken back
+    home = Home(tmp_path)
+    home.prepare()
+    return Daemon(home, UpOptions("127.0.0.1", 1), (SPEC, "f.yaml", "/"), "f", (), None, lambda line: None)
+
+
+def test_processes_that_do_not_die_are_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their pids; nothing new is started over them."""
+    monkeypatch.setattr(daemon_module, "daemon_alive", lambda record: True)
+    monkeypatch.setattr(daemon_module, "end_leftovers", lambda home, fleet, deadline: [11, 12])
+    record: Any = SimpleNamespace(pid=10, fleet="old")
+    with pytest.raises(Failed, match="do not die: 11, 12") as found:
+        daemon._end_previous(record)
+    assert found.value.problem.id == "leftover-processes"
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def work(*_: object, **__: object) -> Any:
+        raise error
+
+    return work
+
+
+def test_a_ray_or_a_gateway_that_does_not_start_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, with the log to look at."""
+    from orchestrator import actors, cluster
+
+    monkeypatch.setattr(daemon, "_listen_to_signals", lambda: None)
+    monkeypatch.setattr(cluster, "start_ray", raising(RuntimeError("no room\nand pages of text")))
+    assert failed(daemon._start) == "ray-not-started"
+
+    monkeypatch.setattr(cluster, "start_ray", lambda *_, **__: {"gcs_address": "127.0.0.1:1"})
+    monkeypatch.setattr(actors, "start_controller", lambda settings: None)
+    monkeypatch.setattr(daemon, "_in_background", lambda work: None)
+    monkeypatch.setattr(actors, "start_gateway", raising(RuntimeError("the port was taken")))
+    assert failed(daemon._start) == "gateway-not-started"
+
+
+def test_a_controller_that_ends_by_itself_is_told(daemon: Daemon) -> None:
+    """What it raised is the cause."""
+    import ray
+
+    error = ray.exceptions.RayTaskError("status", "a traceback", ValueError("a bug"))
+    assert failed(lambda: daemon._ask_controller(raising(error))) == "controller-failed"
+
+
+# Replicas
+
+
+def config(**fields: object) -> Any:
+    return SimpleNamespace(**{"engine": "cpu", "source": None, "engine_options": {}, "draft_source": None, **fields})
+
+
+def load_error(work: Callable[[], object]) -> str:
+    with pytest.raises(EngineLoadError) as found:
+        work()
+    return found.value.id
+
+
+def test_an_engine_that_is_not_there_or_has_no_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded."""
+    assert load_error(lambda: open_engine(config())) == "source-missing"
+    assert load_error(lambda: open_engine(config(engine="nxd-inference"))) == "engine-not-installed"
+    monkeypatch.setitem(sys.modules, "workers.engines.cpu", None)
+    assert load_error(lambda: open_engine(config(source="/m"))) == "engine-not-installed"
+
+
+def test_an_environment_that_is_not_the_planned_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another range, or a library that has read it already."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
+    for name in ("torch", "torch_neuronx", "transformers_neuronx", "torch_xla"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    check_environment({"NEURON_RT_VISIBLE_CORES": "0-7"})
+    assert load_error(lambda: check_environment({"NEURON_RT_VISIBLE_CORES": "8-15"})) == "environment-differs"
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace())
+    assert load_error(lambda: check_environment({})) == "environment-late"
+
+
+@pytest.mark.parametrize(
+    ("error", "id"),
+    [
+        (CoresTaken([0, 1], {1: 99}), "cores-taken"),
+        (ZeroDivisionError("of nobody's making"), "load-failed"),
+        (EngineLoadError("probe-failed", "no answer"), "probe-failed"),
+    ],
+)
+def test_a_load_that_ends_badly_leaves_its_failure_in_the_status(
+    error: Exception, id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives on until somebody has read it."""
+    replica = Replica.__new__(Replica)
+    replica._config = SimpleNamespace(log="m-0.log")  # type: ignore[assignment]
+    failures: list[Any] = []
+    monkeypatch.setattr(replica, "_load", raising(error))
+    monkeypatch.setattr(replica, "_fail", failures.append)
+    replica._live()
+    assert [failure.id for failure in failures] == [id]
+
+
+def test_a_first_generation_that_fails_is_told() -> None:
+    """Nobody is sent to such a replica."""
+    replica = Replica.__new__(Replica)
+    replica._batcher = SimpleNamespace(  # type: ignore[assignment]
+        engine=SimpleNamespace(spec=SimpleNamespace(vocab_size=8)), submit=lambda request: None
+    )
+    replica._probed = SimpleNamespace(wait=lambda deadline: True)  # type: ignore[assignment]
+    replica._probe_error = "NaN"
+    assert load_error(replica._probe) == "probe-failed"
