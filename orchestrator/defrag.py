@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.changes import END_S
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange, ranges
 from placements.ledger import ledger
@@ -30,13 +31,14 @@ def defragmentation(
     """The window and its moves; a window of null, and a problem, where there is none.
 
     ``load_s`` is how long a start of a replica of a model takes, in seconds, ``traffic`` how many requests each of its
-    replicas holds. A move costs load_s x (1 + traffic); a model whose start nobody has measured is taken to load as
-    long as the slowest that is known.
+    replicas holds. A move costs (load_s + END_S) x (1 + traffic); a model whose start nobody has measured is taken to
+    load as long as the slowest that is known.
     """
     known = load_s or {}
-    usual = max(known.values(), default=1.0)
+    usual = max(known.values(), default=0.0)
     costs = {
-        model.name: known.get(model.name, usual) * (1 + (traffic or {}).get(model.name, 0.0)) for model in spec.models
+        model.name: (known.get(model.name, usual) + END_S) * (1 + (traffic or {}).get(model.name, 0.0))
+        for model in spec.models
     }
     blocked = {
         host.name: (quarantined or {}).get(host.name, frozenset()) | (cordoned or {}).get(host.name, frozenset())
@@ -51,7 +53,7 @@ def defragmentation(
         "cores": cores,
         "window": None if window is None else {"host": window.host, "cores": str(window.cores)},
         "moves": [{**move.as_dict(), "load_s": known.get(move.after.model)} for move in moves],
-        "load_s": round(sum(measured), 3) if len(measured) == len(moves) else None,
+        "load_s": round(float(sum(measured)), 3) if len(measured) == len(moves) else None,
         "placements": [placement.as_dict() for placement in placements],
         "hosts": [host.as_dict() for host in book.hosts],
         "problems": [problem.as_dict() for problem in _problems(window, hosts, placements, blocked, cores)],

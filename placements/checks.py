@@ -106,11 +106,14 @@ def check(
     hosts: Sequence[Host],
     checkpoints: Mapping[str, Checkpoint] | None = None,
     drafts: Mapping[str, Checkpoint] | None = None,
+    *,
+    room: bool = True,
 ) -> tuple[Problem, ...]:
     """Every finding about a spec, in the order of the file.
 
     ``checkpoints``, and those of ``drafts``, by model name; rules that need one are skipped for a model without.
     ``hosts`` may be empty when the spec's hosts could not be read; then only rules about the spec alone are judged.
+    Without ``room`` it is not tried whether every ``max`` can fit, which takes several plans and gives warnings only.
     """
     problems: list[Problem] = []
     everywhere = _Fleet.of(hosts)
@@ -126,7 +129,8 @@ def check(
     problems.extend(reserve_within_host(spec, hosts))
     problems.extend(pins_do_not_overlap(spec, hosts))
     problems.extend(threads_within_budget(spec, hosts))
-    if not any(problem.severity == "error" for problem in problems) and not any(model.broken for model in spec.models):
+    sound = not any(problem.severity == "error" for problem in problems) and not any(m.broken for m in spec.models)
+    if room and sound:
         problems.extend(max_can_fit(spec, hosts, checkpoints))
     return in_order(problems)
 
@@ -604,9 +608,12 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
 
 
 def _can_lie(model: ModelSpec, host: Host) -> bool:
-    """Whether the host has the model's degree; always where the model takes no cores."""
+    """Whether the host has the model's degree and, where it is real, the CPUs for a fixed number of threads: a plan
+    grants these only where they are there. Always where the model takes no cores."""
     if host.topology is None or not takes_cores(model.engine, host):
         return True
+    if isinstance(model.threads, int) and not host.emulated and model.threads > len(host.usable_cpus):
+        return False
     return _has_degree(model, host.topology)
 
 
@@ -627,16 +634,21 @@ def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
     return max(best) + floating
 
 
+MOST_TRIED = 5_000
+"""Replicas that `max_can_fit` may plan for, all its plans together, beside the first; the rest of its findings is left
+out. It is a warning, and a fleet of thousands of replicas had better be judged in time."""
+
+
 def max_can_fit(
     spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint] | None = None
 ) -> Iterator[Problem]:
     """Each model's ``max`` fits beside the ``min`` of all models that do not rank below it."""
-    if (
-        not hosts
-        or not plan(spec, hosts, checkpoints, wanted={model.name: model.replicas.max for model in spec.models}).unplaced
-    ):
+    asked = sum(model.replicas.max for model in spec.models)
+    if not hosts or not spec.models or asked > MOST_TRIED:
         return
-    for model in spec.models:
+    drawn = plan(spec, hosts, checkpoints, wanted={model.name: model.replicas.max for model in spec.models})
+    lacking = {unplaced.model for unplaced in drawn.unplaced}  # the others fit even beside every max
+    for model in [model for model in spec.models if model.name in lacking][: max(1, MOST_TRIED // asked)]:
         most = model.replicas.max
         rivals = {other.name: other.replicas.min if other.priority >= model.priority else 0 for other in spec.models}
         drawn = plan(spec, hosts, checkpoints, wanted={**rivals, model.name: most})

@@ -17,7 +17,7 @@ from placements.engines import resolve
 from placements.memory import estimate, usable_hbm
 from placements.plan import Placement, Running, plan
 from placements.problems import Problem
-from placements.remedies import Question, Suggestion, changed, count_text, suggestions, without
+from placements.remedies import Question, Suggestion, changed, count_text, place_text, suggestions, without
 from placements.spec import ModelSpec, Spec
 from placements.threads import arithmetic
 from placements.topology import DEGREES, Host, alignment
@@ -28,11 +28,12 @@ _ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short",
 _DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {  # what is told where it holds -> the problems that say that it does not
         "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
-        "heads": frozenset({"heads-not-divisible"}),
+        "heads": frozenset({"heads-not-divisible", "gqa-not-divisible", "experts-not-divisible"}),
         "memory": frozenset({"hbm-exceeded", "no-suitable-host"}),
-        "host memory": frozenset({"host-memory-short"}),
+        "host memory": frozenset({"host-memory-short", "host-memory-exceeded"}),
         "threads": frozenset({"vcpus-short"}),
-        "pins": frozenset({"pin-taken", "pin-overlap", "pin-outside-host", "pin-reserved", "pin-length"}),
+        "pins": frozenset({"pin-taken", "pin-overlap", "pin-reserved", "pin-length", "pin-misaligned"})
+        | {"pin-outside-host", "pin-unknown-host", "too-many-pins"},
         "spread": frozenset({"spread-blocks", "spread-too-narrow"}),
         "cores": frozenset({"no-room", "pin-taken"}),
     }
@@ -181,7 +182,7 @@ def _question(
         raise KeyError(name)
 
     def errors_of(part: Spec) -> list[Problem]:
-        return [one for one in check(part, hosts, checkpoints, drafts) if one.severity == "error"]
+        return [one for one in check(part, hosts, checkpoints, drafts, room=False) if one.severity == "error"]
 
     every = errors_of(spec)
     beyond = [one for one in problems if one.severity == "error" and one not in every]
@@ -257,8 +258,12 @@ class _Facts:
                     details = () if told is None else told.details
                     found[problem.id] = Constraint(problem.id, problem.what + more, details, problem.hint)
                     more = ""
-        if any(constraint.id in _DIMENSIONS["degree"] | {"hbm-exceeded"} for constraint in errors):
+        wrong = {constraint.id for constraint in errors}
+        if wrong & (_DIMENSIONS["degree"] | {"hbm-exceeded"}):
             found.pop("no-suitable-host", None)  # that is what it says
+        for name in ("host memory", "spread"):
+            if wrong & _DIMENSIONS[name]:
+                found = {id: constraint for id, constraint in found.items() if id not in _DIMENSIONS[name]}
         if found.keys() & {"no-room", "pin-taken"}:
             last = max(found.keys() & {"no-room", "pin-taken"}, key=_ORDER.index)
             found[last] = replace(found[last], details=(*found[last].details, *self._holders()))
@@ -273,11 +278,12 @@ class _Facts:
         if not suited:
             lines = tuple(line for host in asked.kinds for line in [self._why_unsuited(host)] if line)
             yield Constraint("no-suitable-host", f"{name} suits no host", lines, "another tp_degree or host type")
+        judged = suited or asked.own_hosts  # each demand by itself
         on = Counter(placement.host for placement in asked.placed)
         spread = model.spread
-        if suited and spread is not None and all(on[host.name] >= spread.host for host in suited):
+        if judged and spread is not None and all(on[host.name] >= spread.host for host in judged):
             limit = f"at most {count_text(spread.host, 'replica')} on one host"
-            what = f"{name}: {limit}, and each of {count_text(len(suited), 'host')} has as many"
+            what = f"{name}: {limit}, and each of {count_text(len(judged), 'host')} has as many"
             yield Constraint("spread-blocks", what, (), "another host, or a larger spread")
         kinds = kinds_of(asked.hosts)
         kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
@@ -288,8 +294,8 @@ class _Facts:
                 strict=True,
             )
         )
-        memory = {host.name: host.memory_gib for host in suited if host.memory_gib is not None}
-        cpus = {host.name: float(len(host.usable_cpus)) for host in suited if not host.emulated}
+        memory = {host.name: host.memory_gib for host in judged if host.memory_gib is not None}
+        cpus = {host.name: float(len(host.usable_cpus)) for host in judged if not host.emulated}
         for placement in asked.drawn.placements:
             kind, ask = kind_of[placement.host], asks[placement.model]
             if placement.host in memory and ask.memory:
@@ -302,12 +308,12 @@ class _Facts:
             ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "fewer threads, or another host"),
         ):
             if (
-                suited
+                judged
                 and wanted
-                and len(left) == len(suited)
-                and all(left[host.name] < wanted[kind_of[host.name]] for host in suited)
+                and len(left) == len(judged)
+                and all(left[host.name] < wanted[kind_of[host.name]] for host in judged)
             ):
-                best = max(suited, key=lambda host: left[host.name])
+                best = max(judged, key=lambda host: left[host.name])
                 what = f"{name} needs {wanted[kind_of[best.name]]:.4g} {unit}"
                 yield Constraint(id, f"{what}, {max(0.0, left[best.name]):.4g} are left on {best.name}", (), hint)
         room = self._room()
@@ -457,7 +463,7 @@ class _Facts:
         pins = [pin for pin in model.cores if pin.cores == cores and pin.host in (None, placement.host)]
         if pins:
             yield f'it is pinned to "{pins[0]}"'
-        host = next((one for one in asked.hosts if one.name == placement.host), None)
+        host = self._hosts.get(placement.host)
         if cores is None or host is None or host.topology is None:
             yield "its engine takes no cores there"
         else:
@@ -474,22 +480,41 @@ class _Facts:
                     f"{devices}; it begins at a multiple of {known.legal}, which is legal; one of {known.preferred}"
                     + (" would be better")
                 )
-        surplus = asked.placed.index(placement) >= model.replicas.min
+        surplus = self._order[placement.replica] >= model.replicas.min
         yield f"priority {model.priority}, " + ("beyond its min" if surplus else "asked for by its min")
         yield from self._displaced(placement)
-        if placement == asked.placed[0] and self._would_gain:
+        if self._order[placement.replica] == 0 and self._would_gain:
             yield f"without this model {', '.join(self._would_gain)} would have a place"
 
-    def _displaced(self, placement: Placement) -> Iterator[str]:
-        """Running replicas of other models that end, or move, where this one comes."""
+    @cached_property
+    def _hosts(self) -> dict[str, Host]:
+        return {host.name: host for host in self.asked.hosts}
+
+    @cached_property
+    def _order(self) -> dict[int, int]:
+        """Each placed replica's place among them."""
+        return {placement.replica: i for i, placement in enumerate(self.asked.placed)}
+
+    @cached_property
+    def _leaving(self) -> dict[str, list[Running]]:
+        """Running replicas of other models that end, or move, by host."""
         staying = {one.running for one in self.asked.drawn.placements}
+        found: dict[str, list[Running]] = {}
         for one in self.asked.running:
-            if one in staying or one.host != placement.host or one.model == self.model.name:
-                continue
+            if one not in staying and one.model != self.model.name:
+                found.setdefault(one.host, []).append(one)
+        return found
+
+    def _displaced(self, placement: Placement) -> Iterator[str]:
+        """Those of them whose cores this one gets."""
+        moved = {move.before: move.after for move in self.asked.drawn.moves}
+        for one in self._leaving.get(placement.host, ()):
             if placement.cores is not None and one.cores is not None and placement.cores.overlap(one.cores):
                 rival = self.asked.spec.model(one.model)
                 what = f"priority {rival.priority}" if rival else "not in the spec"
-                yield f"it displaces {one.model}/{one.replica} ({what}) from {one.cores}"
+                goes = moved.get(one)
+                where = "it ends" if goes is None else f"it moves to {place_text(goes.host, goes.cores)}"
+                yield f"it displaces {one.model}/{one.replica} ({what}) from {one.cores}: {where}"
 
     @cached_property
     def _would_gain(self) -> list[str]:

@@ -32,7 +32,7 @@ TRIES = (24, 6, 3, 2, 1)
 MOST_LATE = 6
 """How many replicas of a degree that does not divide well are tried last."""
 
-ROUNDS = 800
+ROUNDS = 300
 """How often `Packer.improve` tries."""
 
 NEVER = float("inf")
@@ -374,6 +374,8 @@ class Packer:
         Those that find no room in the end come back.
         """
         left = list(missing)
+        if not left:
+            return left
         movable = [h for h, space in enumerate(self.spaces) if any(_is_new(tenant) for tenant in space.tenants)]
         if not movable or all(tenant.demand.plain for tenant in (*left, *self._new_ones())):
             return left

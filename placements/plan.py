@@ -475,9 +475,7 @@ class _Draft:
             grade = waiting[0].grade
             rivals = [tenant for tenant in waiting if tenant.grade == grade]
             waiting = waiting[len(rivals) :]
-            missing += packer.place_all(rivals)
-        if missing:
-            missing = packer.improve(missing)
+            missing = packer.improve(missing + packer.place_all(rivals))
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]  # 6.
         self._refuse_all(missing)
 

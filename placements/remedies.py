@@ -23,7 +23,7 @@ MOVES = (1, 2, 4)
 """So many running replicas may be moved in one suggestion."""
 
 _MOST_HOSTS = 8  # whose cordons are tried one by one
-_MOST_RIVALS = 8  # models whose ``min`` is tried lower
+_MOST_RIVALS = 6  # models whose ``min`` is tried lower
 _MOST_SPOTS = 4  # places that are named
 _LENGTH_STEP = 128  # tokens; lengths that are suggested are multiples of it
 
@@ -194,7 +194,7 @@ class _Search:
     def _tried(self, trial: Trial) -> Suggestion | None:
         """The suggestion, if it works."""
         asked, name = self._asked, self._model.name
-        for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts):
+        for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts, room=False):
             if problem.severity == "error" and (problem.id, problem.what) not in asked.tolerated:
                 return None
         drawn = self._planned(trial)
@@ -347,8 +347,7 @@ class _Search:
         options = [
             (less * rival.tp_degree, rival, less)
             for rival in rivals[:_MOST_RIVALS]
-            for less in (1, 2, 4, counts[rival.name])
-            if less <= counts[rival.name]
+            for less in _doubling(-(-self._short() // rival.tp_degree), counts[rival.name])
         ]
         for _, rival, less in sorted(options, key=lambda option: option[0]):
             left = counts[rival.name] - less
@@ -374,10 +373,18 @@ class _Search:
             if topology.instance not in there
         ]
         for template in (*there.values(), *others):
-            for power in range(missing.bit_length() + 1):
-                yield self._with_hosts(trial, template, min(1 << power, missing))
-                if 1 << power >= missing:
-                    break
+            size = self._now(trial).tp_degree * missing
+            short = self._short() if not self._asked.wrong and trial.spec is self._asked.spec else size
+            for number in _doubling(-(-short // template.cores), missing):
+                yield self._with_hosts(trial, template, number)
+
+    def _short(self) -> int:
+        """Cores that are missing at the least, however they lie."""
+        asked = self._asked
+        unusable = {host.name: host.reserved_cores | asked.blocked.get(host.name, frozenset()) for host in asked.hosts}
+        total = sum(host.cores - len(unusable[host.name]) for host in asked.own_hosts)
+        taken = sum(len(placement.cores or ()) for placement in asked.drawn.placements)
+        return max(1, (asked.target - len(asked.placed)) * self._model.tp_degree - (total - taken))
 
     def _with_hosts(self, trial: Trial, template: Host, number: int) -> Trial:
         assert template.topology is not None
@@ -394,6 +401,17 @@ class _Search:
         change = f"{'one' if number == 1 else number} more {instance}"
         spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
         return replace(trial, id="host", change=change, spec=spec, hosts=(*trial.hosts, *new))
+
+
+def _doubling(least: int, most: int) -> Iterator[int]:
+    """From the least on with ever greater steps, up to ``most``: 3, 4, 6, 10, ..."""
+    step, number = 1, max(1, least)
+    while number < most:
+        yield number
+        number += step
+        step *= 2
+    if most > 0:
+        yield most
 
 
 def _new_host(topology: Topology, like: Host, real: bool) -> Host:

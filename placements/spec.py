@@ -565,7 +565,8 @@ def json_schema() -> dict[str, Any]:
             },
             "defaults": {
                 "description": _DEFAULTS,
-                "type": "object",
+                **_words("a mapping"),
+                "type": ["object", "null"],
                 "additionalProperties": False,
                 "properties": defaults,
             },

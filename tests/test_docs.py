@@ -613,7 +613,7 @@ def first_line(value: object) -> str:
     return str(value).partition("\n")[0]
 
 
-ALONE = [f"corewright {name}" for name in ("validate", "plan", "version")]
+ALONE = [*(f"corewright {name}" for name in ("validate", "plan", "explain", "version")), "A window of cores"]
 
 
 def sessions(alone: bool) -> list[tuple[str, str, int]]:

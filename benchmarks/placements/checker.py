@@ -86,14 +86,16 @@ def _off_their_pins(fleet: Fleet, placed: list[Replica]) -> list[str]:
 
 
 def _miscounted(fleet: Fleet, layout: Layout) -> list[str]:
-    found = []
+    found: list[str] = []
     told = [(replica.model, replica.index) for replica in layout.placed] + list(layout.refused)
     found.extend(f"{model}/{index} is told {n} times" for (model, index), n in Counter(told).items() if n > 1)
     found.extend(f"{model}/{index} has no such index" for model, index in told if index < 0)
     counts = Counter(model for model, _ in told)
-    for model in fleet.models:
-        if counts[model.name] != model.wanted:
-            found.append(f"{model.name}: {counts[model.name]} replicas are told of, {model.wanted} are wanted")
+    found.extend(
+        f"{model.name}: {counts[model.name]} replicas are told of, {model.wanted} are wanted"
+        for model in fleet.models
+        if counts[model.name] != model.wanted
+    )
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
@@ -18,6 +18,7 @@ from benchmarks.placements.fleet import Fleet, Replica
 from benchmarks.placements.rules import CORES, MEMORY_GIB, starts
 
 WORKERS = 2
+LEAST_S = 2.0
 RANDOM_SEED = 1
 
 
@@ -51,6 +52,7 @@ class _Ranges:
 
     def __init__(self, fleet: Fleet) -> None:
         self.model = cp_model.CpModel()
+        self.all: list[cp_model.IntVar] = []
         self.at: dict[tuple[int, str, int], cp_model.IntVar] = {}
         self._covering: defaultdict[tuple[str, int], list[cp_model.IntVar]] = defaultdict(list)
         free = {machine.name: machine.free for machine in fleet.machines}
@@ -62,12 +64,18 @@ class _Ranges:
                 for first in starts(machine.instance, tp):
                     if free[machine.name] & _mask(first, tp) == _mask(first, tp):
                         var = self.model.new_bool_var(f"{tp} at {machine.name}:{first}")
+                        self.all.append(var)
                         self.at[tp, machine.name, first] = var
                         self.cover(machine.name, first, tp, var)
 
     def cover(self, host: str, first: int, tp: int, var: cp_model.IntVar) -> None:
         for core in range(first, first + tp):
             self._covering[host, core].append(var)
+
+    def count(self, least: int, most: int) -> cp_model.IntVar:
+        """A number of replicas."""
+        self.all.append(self.model.new_int_var(least, most, ""))
+        return self.all[-1]
 
     def close(self) -> None:
         """No more is covered."""
@@ -94,7 +102,8 @@ def _solver(seconds: float) -> cp_model.CpSolver:
 def most_served(fleet: Fleet, seconds: float = 20.0) -> Admission:
     """The optimum on an empty fleet, grade by grade: each is solved with the values of those before it fixed.
 
-    ``seconds`` is for all grades together, but each has at least a second.
+    ``seconds`` is for all grades together, but each has at least two. A grade that is not solved in its
+    time has what the solution before it serves.
     """
     deadline = time.monotonic() + seconds
     ranges = _Ranges(fleet)
@@ -103,8 +112,8 @@ def most_served(fleet: Fleet, seconds: float = 20.0) -> Admission:
     excess = {}
     for model in fleet.models:
         pins = len(model.pins)
-        required[model.name] = ranges.model.new_int_var(min(pins, model.min), model.min, "")
-        excess[model.name] = ranges.model.new_int_var(max(0, pins - model.min), model.wanted - model.min, "")
+        required[model.name] = ranges.count(min(pins, model.min), model.min)
+        excess[model.name] = ranges.count(max(0, pins - model.min), model.wanted - model.min)
     constrained = any(model.spread is not None or model.memory_gib for model in fleet.models)
     if constrained:
         _count_by_host(fleet, ranges, required, excess)
@@ -115,24 +124,32 @@ def most_served(fleet: Fleet, seconds: float = 20.0) -> Admission:
             ranges.model.add(counts <= sum(ranges.of(tp)))
     total = sum(model.tp * (required[model.name] + excess[model.name]) for model in fleet.models)
     ranges.model.add(total <= fleet.cores)  # follows from the rest, and helps the proof
+    known = {model.name: len(model.pins) for model in fleet.models}
     served: list[int] = []
     bounds: list[int] = []
-    for priority, is_required in fleet.grades:
+    for at, (priority, is_required) in enumerate(fleet.grades):
         counts_of = required if is_required else excess
         own = [model for model in fleet.models if model.priority == priority]
         cores = sum(model.tp * counts_of[model.name] for model in own)
         ranges.model.maximize(cores)
-        solver = _solver(max(1.0, deadline - time.monotonic()))
+        solver = _solver(max(LEAST_S, deadline - time.monotonic()))
         status = solver.solve(ranges.model)
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            raise RuntimeError(f"CP-SAT found nothing: {solver.status_name(status)}")
-        served.append(round(solver.objective_value))
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            known = {name: solver.value(required[name] + excess[name]) for name in required}
+            ranges.model.clear_hints()  # type: ignore[no-untyped-call]
+            for var in ranges.all:
+                ranges.model.add_hint(var, solver.value(var))
+        elif status != cp_model.UNKNOWN:
+            raise RuntimeError(f"CP-SAT: {solver.status_name(status)}")
+        served.append(_cores_by_grade(fleet, known)[at])
         bounds.append(int(solver.best_objective_bound + 1e-6))
         ranges.model.add(cores >= served[-1])
-        ranges.model.clear_hints()
-        for var in (*ranges.at.values(), *required.values(), *excess.values()):
-            ranges.model.add_hint(var, solver.value(var))
     return Admission(tuple(served), tuple(bounds))
+
+
+def _cores_by_grade(fleet: Fleet, counts: Mapping[str, int]) -> tuple[int, ...]:
+    """Of so many replicas of each model."""
+    return fleet.served(Replica(name, i, "", 0, 0) for name, count in counts.items() for i in range(count))
 
 
 def _count_by_host(
@@ -146,7 +163,7 @@ def _count_by_host(
             most = min(model.wanted, CORES[machine.instance] // model.tp)
             if model.spread is not None:
                 most = min(most, model.spread - pinned[model.name, machine.name])
-            here[model.name, machine.name] = ranges.model.new_int_var(0, most, "")
+            here[model.name, machine.name] = ranges.count(0, most)
         for tp in {model.tp for model in fleet.models}:
             counts = [here[model.name, machine.name] for model in fleet.models if model.tp == tp]
             ranges.model.add(sum(counts) <= sum(ranges.of(tp, machine.name)))
@@ -158,10 +175,10 @@ def _count_by_host(
         ranges.model.add(required[model.name] + excess[model.name] - len(model.pins) == sum(counts))
 
 
-def fewest_loads(fleet: Fleet, seconds: float = 20.0, start: tuple[Replica, ...] = ()) -> Loads:
+def fewest_loads(fleet: Fleet, seconds: float = 20.0) -> Loads:
     """The fewest replicas to load so that all that is wanted has a place: new ones, and running ones that move.
 
-    For fleets without spread and host memory. ``start`` is a valid layout to begin from.
+    For fleets without spread and host memory.
     """
     ranges = _Ranges(fleet)
     stays = {}
@@ -175,13 +192,6 @@ def fewest_loads(fleet: Fleet, seconds: float = 20.0, start: tuple[Replica, ...]
         wanted = sum(model.wanted - len(model.pins) for model in fleet.models if model.tp == tp)
         ranges.model.add(sum(own) + sum(ranges.of(tp)) == wanted)
     ranges.model.maximize(sum(stays.values()))
-    kept = set(start) & set(stays)
-    placed = {(replica.last - replica.first + 1, replica.host, replica.first) for replica in set(start) - kept}
-    if start:
-        for replica, var in stays.items():
-            ranges.model.add_hint(var, replica in kept)
-        for key, var in ranges.at.items():
-            ranges.model.add_hint(var, key in placed)
     solver = _solver(seconds)
     status = solver.solve(ranges.model)
     if status == cp_model.INFEASIBLE:

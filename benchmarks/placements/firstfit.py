@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from benchmarks.placements.fleet import Machine
 from benchmarks.placements.rules import starts
 
 
-@lru_cache(maxsize=None)
+@cache
 def _start_mask(instance: str, tp: int) -> int:
     return sum(1 << first for first in starts(instance, tp))
 

@@ -7,6 +7,7 @@ from benchmarks.placements.rules import starts
 from placements.cores import CoreRange
 from placements.plan import Placement
 from placements.threads import threads
+from placements.topology import Host
 
 
 def first_fit(asked: Arguments) -> list[Placement]:
@@ -28,24 +29,23 @@ def first_fit(asked: Arguments) -> list[Placement]:
     kept: dict[str, dict[int, Placement]] = {name: {} for name in models}
     omp: dict[tuple[str, str], int] = {}
 
-    def placed(name: str, index: int, at: str, cores: CoreRange) -> Placement:
-        host = hosts[at]
-        key = (name, host.topology.instance if host.topology else "")
+    def placed(name: str, index: int, at: Host, cores: CoreRange) -> Placement:
+        key = (name, at.topology.instance if at.topology else "")
         if key not in omp:
-            omp[key] = threads(models[name].threads, models[name].tp_degree, host)
-        return Placement(name, index, at, cores, omp[key], host)
+            omp[key] = threads(models[name].threads, models[name].tp_degree, at)
+        return Placement(name, index, at.name, cores, omp[key], at)
 
     for replica in asked.running:
-        model, host, cores = models.get(replica.model), hosts.get(replica.host), replica.cores
-        if model is None or host is None or cores is None or replica.replica < 0:
+        model, at, cores = models.get(replica.model), hosts.get(replica.host), replica.cores
+        if model is None or at is None or cores is None or replica.replica < 0:
             continue
         own = kept[model.name]
-        if cores.last >= host.cores or len(cores) != model.tp_degree or replica.replica in own:
+        if cores.last >= at.cores or len(cores) != model.tp_degree or replica.replica in own:
             continue
         wanted = ((1 << model.tp_degree) - 1) << cores.first
-        if len(own) < counts[model.name] and free[host.name] & wanted == wanted:
-            free[host.name] &= ~wanted
-            own[replica.replica] = placed(model.name, replica.replica, host.name, cores)
+        if len(own) < counts[model.name] and free[at.name] & wanted == wanted:
+            free[at.name] &= ~wanted
+            own[replica.replica] = placed(model.name, replica.replica, at, cores)
     for name, cores_out in asked.blocked.items():
         for core in cores_out:
             free[name] &= ~(1 << core)
@@ -72,5 +72,5 @@ def first_fit(asked: Arguments) -> list[Placement]:
             while index in own:
                 index += 1
             free[found[0]] &= ~wanted
-            own[index] = placed(model.name, index, found[0], CoreRange.of_length(found[1], tp))
+            own[index] = placed(model.name, index, hosts[found[0]], CoreRange.of_length(found[1], tp))
     return [kept[model.name][index] for model in asked.spec.models for index in sorted(kept[model.name])]

@@ -7,7 +7,7 @@ consecutive devices); generative-llm-inference-with-neuron.rst (inf2: 12 as well
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 FAMILY = {
     "inf2.xlarge": "inf2",
@@ -55,7 +55,7 @@ STEP = {
 """Degrees of each family; a range of so many cores begins at a multiple of the number."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def starts(instance: str, tp: int) -> tuple[int, ...]:
     """The cores at which a range of ``tp`` may begin, ascending; () where the family has no such degree."""
     step = STEP[FAMILY[instance]].get(tp)

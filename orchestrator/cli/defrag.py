@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.cli.client import AdminClient, FleetRefused
-from orchestrator.cli.plan import PlanResult, move_lines, picture, problems_of, seconds, text_of
+from orchestrator.cli.plan import PlanResult, cores_text, move_lines, picture, problems_of, seconds, text_of
 from orchestrator.defrag import defragmentation
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile
@@ -80,7 +80,7 @@ def _table(data: dict[str, Any], hosts: Sequence[Host]) -> str:
     parts = [picture(own, there, (window["host"], CoreRange.parse(window["cores"])))]
     parts.append("\n".join(move_lines(moves)))
     count = f"{data['cores']} core{'' if data['cores'] == 1 else 's'}"
-    where = f"{window['host']} {'core' if data['cores'] == 1 else 'cores'} {window['cores']}"
+    where = f"{window['host']} {cores_text(window['cores'])}"
     if not moves:
         parts.append(f"a window of {count} is free: {where}")
     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.cli.client import AdminClient
-from orchestrator.cli.plan import move_lines, text_of
+from orchestrator.cli.plan import cores_text, move_lines, text_of
 from orchestrator.failure import Failed
 from orchestrator.operations import Refused
 from orchestrator.specfile import SpecFile
@@ -76,7 +76,7 @@ def _failed(number: int, constraint: Mapping[str, Any]) -> Iterator[str]:
 
 def _places(replicas: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for one in replicas[:MOST]:
-        cores = "" if one["cores"] is None else f" {'core' if one['cores'].isdecimal() else 'cores'} {one['cores']}"
+        cores = "" if one["cores"] is None else f" {cores_text(one['cores'])}"
         yield f"{one['replica']} lies on {one['host']}{cores}"
         for reason in one["why"]:
             yield f"    {reason}"

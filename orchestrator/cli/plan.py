@@ -102,7 +102,7 @@ def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = Fal
     if has_errors(problems_of(data)):
         return ""
     parts = [picture(data, hosts), _replicas(data)]
-    parts += [f"no place: {problem['what']}" for problem in _missing(data)]
+    parts += [f"unplaced: {problem['what']}" for problem in _missing(data)]
     parts += ["\n".join(lines) for lines in map(model_lines, data["models"]) if lines]
     parts.append("\n".join(move_lines(data.get("moves") or ())))
     if not brief:
@@ -141,7 +141,7 @@ def _replicas(data: dict[str, Any]) -> str:
         id = f"{item['model']}/{item['replica']}"
         rows.append((id, item["host"], item["cores"], item["threads"], tags.pop(id, "none")))
     rows += [(replica, None, None, None, change) for replica, change in tags.items()]
-    rows += [(f"{item['model']}/{item['replica']}", None, None, None, "no place") for item in data["unplaced"]]
+    rows += [(f"{item['model']}/{item['replica']}", None, None, None, "unplaced") for item in data["unplaced"]]
     more = len(rows) - MOST_ROWS
     if more > 0:
         rows.sort(key=lambda row: row[-1] == "none")
@@ -168,13 +168,17 @@ def move_lines(moves: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for move in moves:
         before, after = move["from"], move["to"]
-        to = f"cores {after['cores']}" if after["host"] == before["host"] else f"{after['host']} cores {after['cores']}"
+        host = "" if after["host"] == before["host"] else f"{after['host']} "
         load_s = move.get("load_s")
         takes = "" if load_s is None else f", loads in {seconds(load_s)}"
-        lines.append(
-            f"move {move['model']}/{move['replica']} from {before['host']} cores {before['cores']} to {to}{takes}"
-        )
+        name, there = f"{move['model']}/{move['replica']}", f"{before['host']} {cores_text(before['cores'])}"
+        lines.append(f"move {name} from {there} to {host}{cores_text(after['cores'])}{takes}")
     return lines
+
+
+def cores_text(cores: str) -> str:
+    """ "core 8", or "cores 8-15"."""
+    return f"core {cores}" if cores.isdecimal() else f"cores {cores}"
 
 
 def _placement(item: dict[str, Any]) -> Placement:

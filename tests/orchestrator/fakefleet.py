@@ -117,13 +117,53 @@ STATUS: dict[str, Any] = {
     ],
 }
 PLACED = [("chat", 0, "0-7", 61), ("chat", 1, "8-15", 61), ("small", 0, "16", 7)]
+
+
+def placement(model: str, number: int, cores: str, threads: int) -> dict[str, Any]:
+    env = {"NEURON_PROCESS_TAG": f"{model}/{number}", "NEURON_RT_VISIBLE_CORES": cores, "OMP_NUM_THREADS": str(threads)}
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    return {
+        "model": model,
+        "replica": number,
+        "host": "inf2.48xlarge/0",
+        "cores": cores,
+        "threads": threads,
+        "env": env,
+    }
+
+
+def thread_line(model: str, replicas: int, each: int, arithmetic: str) -> dict[str, Any]:
+    together = replicas * each
+    return {"model": model, "replicas": replicas, "each": each, "arithmetic": arithmetic, "together": together}
+
+
+def host(threads: int, *lines: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": "inf2.48xlarge/0",
+        "instance": "inf2.48xlarge",
+        "emulated": True,
+        "lnc": None,
+        "cores": 24,
+        "reserved": [],
+        "cordoned": ["20-22"],
+        "quarantined": ["23"],
+        "cpus": 192,
+        "reserve_vcpus": 8,
+        "threads": threads,
+        "thread_ledger": list(lines),
+        "memory_gib": None,
+        "load_gib": 0.0,
+    }
+
+
+CHAT_LINE = thread_line("chat", 2, 61, "floor((192 - 8) x 8 / 24) = 61")
 PLAN: dict[str, Any] = {
     "index": 41,
     "revision": 3,
-    "placements": [
-        {"model": model, "replica": number, "host": "inf2.48xlarge/0", "cores": cores, "threads": threads, "env": {}}
-        for model, number, cores, threads in PLACED
-    ],
+    "placements": [placement(*placed) for placed in PLACED],
+    "moves": [],
+    "hosts": [host(129, CHAT_LINE, thread_line("small", 1, 7, "floor((192 - 8) x 1 / 24) = 7"))],
+    "memory": [],
     "unplaced": [],
     "problems": [],
     "changes": [
@@ -168,6 +208,61 @@ PLAN: dict[str, Any] = {
             "borrow": None,
             "possible": True,
         },
+    ],
+}
+WINDOW: dict[str, Any] = {
+    "index": 41,
+    "revision": 3,
+    "cores": 8,
+    "window": {"host": "inf2.48xlarge/0", "cores": "8-15"},
+    "moves": [
+        {
+            "model": "small",
+            "replica": 0,
+            "from": {"host": "inf2.48xlarge/0", "cores": "9"},
+            "to": {"host": "inf2.48xlarge/0", "cores": "16"},
+            "load_s": 4.2,
+        }
+    ],
+    "load_s": 4.2,
+    "placements": [placement("chat", 0, "0-7", 61), placement("small", 0, "16", 7)],
+    "hosts": [host(68, thread_line("chat", 1, 61, "floor((192 - 8) x 8 / 24) = 61"))],
+    "problems": [],
+}
+EXPLAINED: dict[str, Any] = {
+    "index": 41,
+    "revision": 3,
+    "model": "chat",
+    "fits": False,
+    "priority": 0,
+    "min": 2,
+    "wanted": 2,
+    "replicas": [
+        {
+            "replica": "chat/0",
+            "host": "inf2.48xlarge/0",
+            "cores": "0-7",
+            "threads": 61,
+            "why": ["it runs there, and what runs stays", "priority 0, asked for by its min"],
+        }
+    ],
+    "failed": [
+        {
+            "id": "no-room",
+            "what": "chat/1 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 7 (10-16)",
+            "details": ["small (priority 0) holds 1 core with 1 replica", "3 cores are cordoned: 20-22"],
+            "hint": "fewer replicas, a smaller tp_degree, or another host would make it fit",
+        }
+    ],
+    "holds": [{"id": "degree", "what": "tp_degree 8: inf2 has 1, 2, 4, 8, 12, 24", "details": [], "hint": ""}],
+    "suggestions": [
+        {
+            "id": "move",
+            "change": "move small/0 from inf2.48xlarge/0 core 9 to inf2.48xlarge/0 core 16",
+            "gives": "2 of 2 replicas; inf2.48xlarge/0 cores 8-15",
+            "moves": [{key: value for key, value in WINDOW["moves"][0].items() if key != "load_s"}],
+        },
+        {"id": "replicas", "change": "replicas: 1", "gives": "1 of 1 replica", "moves": []},
     ],
 }
 ROLLOUT: dict[str, Any] = {
@@ -230,6 +325,8 @@ class FakeFleet:
         self.calls: list[tuple[Any, ...]] = []
         self.told_status = copy.deepcopy(STATUS)
         self.told_plan = copy.deepcopy(PLAN)
+        self.told_window = copy.deepcopy(WINDOW)
+        self.told_explanation = copy.deepcopy(EXPLAINED)
         self.rollouts = [copy.deepcopy(ROLLOUT)]  # one for each question; the last one stays
         self.told_events = list(EVENTS)
         self.log = LOG
@@ -246,9 +343,15 @@ class FakeFleet:
     def status(self) -> dict[str, Any]:
         return {**self.told_status, "rollout": self.rollouts[0]}
 
-    async def propose(self, text: str, file: str, base_dir: str) -> dict[str, Any]:
-        self._asked("propose", text, file, base_dir)
-        return self.told_plan
+    async def propose(self, text: str, file: str, base_dir: str, defrag: int | None = None) -> dict[str, Any]:
+        self._asked("propose", text, file, base_dir, *([] if defrag is None else [defrag]))
+        return self.told_plan if defrag is None else self.told_window
+
+    async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
+        self._asked("explain", text, file, base_dir, model)
+        if model != EXPLAINED["model"]:
+            raise Refused("model-unknown", f"there is no model {model}", "known are chat, small", status=404)
+        return self.told_explanation
 
     async def apply(
         self,

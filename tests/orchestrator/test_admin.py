@@ -23,6 +23,8 @@ from tests.orchestrator.fakes import FakeCluster, Played, virtually
 SENT = {"text": SPEC, "file": "new.yaml", "base_dir": "/specs"}
 ASKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("plan", SENT, ("propose", SPEC, "new.yaml", "/specs")),
+    ("plan", {**SENT, "defrag": 8}, ("propose", SPEC, "new.yaml", "/specs", 8)),
+    ("explain", {**SENT, "model": "chat"}, ("explain", SPEC, "new.yaml", "/specs", "chat")),
     ("apply", SENT, ("apply", SPEC, "new.yaml", "/specs", "me", "apply", None, None)),
     (
         "apply",

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 
-from orchestrator.specfile import examine, start_problems
+from orchestrator.specfile import examine, load, start_problems
 from placements.hosts import Machine
 
 LAPTOP = Machine(cpus=(0, 1))
@@ -50,3 +54,15 @@ def test_a_spec_for_other_machines_can_be_emulated(hosts: str, part: str) -> Non
 def test_hosts_of_several_emulated_types_can_be_started() -> None:
     """Nothing is refused."""
     assert refused("[{emulate: inf2.xlarge}, {emulate: trn2.3xlarge, lnc: 1}]") == []
+
+
+@pytest.mark.parametrize("megabytes", [5, 50, 5000])
+def test_a_huge_file_is_refused_without_being_read(megabytes: int, tmp_path: Path) -> None:
+    """Of a file without an end no more is read than a spec may have."""
+    path = tmp_path / "f.yaml"
+    path.touch()
+    os.truncate(path, megabytes * 1_000_000)  # sparse
+    begun = time.process_time()
+    (problem,) = load(str(path)).problems
+    assert time.process_time() - begun < 2
+    assert (problem.id, "is larger than" in problem.what) == ("spec-unreadable", True)

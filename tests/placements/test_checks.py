@@ -357,6 +357,15 @@ def test_max_counts_the_min_of_models_that_rank_as_high() -> None:
     assert whats(text) == ["max 3 of a can never fit: there is room for 2 beside the min of the others"]
 
 
+def test_a_fleet_of_thousands_is_judged_without_trying_every_max() -> None:
+    """Each model would take a plan of its own."""
+    told = []
+    for count in (2, 5, 6):
+        models = ", ".join(f"m{i}: {{source: ./a, replicas: {{min: 0, max: 900}}}}" for i in range(count))
+        told.append([place.split()[0] for place in ids(f"{REAL}models: {{{models}}}")])
+    assert told == [["max-never-fits"] * 2, ["max-never-fits"], []]
+
+
 def test_rules_that_read_a_broken_field_are_skipped() -> None:
     """One mistake is not told twice in other words."""
     assert ids(one("tp_degree: eight\n    cores: ['0-7']")) == ["wrong-type 4:5"]
@@ -485,11 +494,11 @@ def test_an_lnc_of_one_halves_the_hbm_and_its_degrees_are_undocumented() -> None
 
 
 def test_threads_count_only_the_replicas_that_a_type_can_hold() -> None:
-    """A degree of 16 does not lie on inf2."""
-    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 200, replicas: 4}}}}\n"
-    assert [problem.what.split(", which")[0] for problem in problems_of(text) if "threads" in problem.id] == [
-        "replicas of this spec could run 400 threads together on trn1.32xlarge/0"
-    ]
+    """A degree of 16 does not lie on inf2; more fixed threads than a real host has CPUs lie on none."""
+    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100, replicas: 4}}}}\n"
+    wide = text.replace("100", "200")
+    told = [[p.what.split(", which")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
+    assert told == [["replicas of this spec could run 200 threads together on trn1.32xlarge/0"], []]
 
 
 def test_the_reserve_of_each_entry_is_judged_at_its_own_place() -> None:

@@ -32,6 +32,16 @@ def test_a_draft_is_resolved_like_the_source_and_starts_another_process() -> Non
     assert len({alone.started_with, four.started_with, five.started_with}) == 3
 
 
+def test_what_decides_the_weights_and_the_cache_starts_another_process() -> None:
+    """Other graphs; where replicas lie, and what their host needs, is no matter of the process."""
+    text = "models:\n  a: {source: ./a}\n  b: {source: ./a, quantize: int8}\n"
+    text += "  c: {source: ./a, group_query_attention: replicated-heads}\n"
+    text += "  d: {source: ./a, spread: host, host_memory_gib: 9}\n"
+    plain, small, dealt, apart = (one.started_with for one in read(text).models)
+    assert len({plain, small, dealt}) == 3
+    assert apart == plain
+
+
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
@@ -209,6 +219,15 @@ def test_the_json_schema_is_one() -> None:
         ({"models": {"a": {"source": "./a", "replicas": 2, "cores": ["0-7", 8], "threads": 4}}}, True),
         ({"models": {"a": {"source": "./a", "replicas": {"min": 0, "max": 2}}}, "defaults": {"engine": "cpu"}}, True),
         ({"hosts": {"instance": "inf2.xlarge", "reserve": {"cores": [1]}}, "models": {"a": {"source": "./a"}}}, True),
+        ({"hosts": [{"instance": "trn2.48xlarge", "lnc": 1}], "models": {"a": {"source": "./a"}}}, True),
+        ({"models": {"a": {"source": "./a", "spread": "host", "quantize": "int8"}}}, True),
+        ({"models": {"a": {"source": "./a", "spread": {"host": 2}, "host_memory_gib": 2.5}}, "defaults": None}, True),
+        ({"hosts": [], "models": {"a": {"source": "./a"}}}, False),
+        ({"hosts": {"instance": "inf2.tiny"}, "models": {"a": {"source": "./a"}}}, False),
+        ({"hosts": {"instance": "trn2.48xlarge", "lnc": 3}, "models": {"a": {"source": "./a"}}}, False),
+        ({"models": {"a": {"source": "./a", "spread": "device"}}}, False),
+        ({"models": {"a": {"source": "./a", "quantize": "int4"}}}, False),
+        ({"models": {"a": {"source": "./a", "group_query_attention": "heads"}}}, False),
         ({"models": {"a": {"source": "./a", "tp": 2}}}, False),
         ({"models": {"a b": {"source": "./a"}}}, False),
         ({"models": {"a": {"source": "./a", "engine": "tnx"}}}, False),

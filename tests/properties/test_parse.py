@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import example, given, settings
@@ -22,7 +23,7 @@ from placements.hosts import Machine, hosts_for
 from placements.parse import parse
 from placements.plan import plan
 from placements.problems import has_errors, render
-from placements.spec import HostsSpec, ModelSpec
+from placements.spec import HostsSpec, ModelSpec, json_schema
 
 GOOD = """\
 version: 1
@@ -359,6 +360,19 @@ def test_some_damaged_specs_give_no_traceback() -> None:
 def test_ten_thousand_damaged_specs_give_no_traceback() -> None:
     """Parsed, judged and planned."""
     fuzz(10_000, seed=2)
+
+
+def test_what_the_parser_takes_the_schema_takes_too() -> None:
+    """An editor must not underline what is good. The documents are JSON, which both read alike."""
+    schema, chance = jsonschema.Draft202012Validator(json_schema()), random.Random(3)
+    good = 0
+    for _ in range(500):
+        value = yaml.safe_load(chance.choice([GOOD, SEVERAL, *EXAMPLES]))
+        text = json.dumps(altered(value, chance))
+        if "Infinity" not in text and parse(text, "f.yaml").ok:  # no JSON: YAML takes the word for text
+            good += 1
+            assert [error.message for error in schema.iter_errors(json.loads(text))] == []
+    assert good > 50
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -8,20 +8,23 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
+from placements.checkpoints import Checkpoint
 from placements.checks import check, threads_within_budget
 from placements.cores import CoreRange
-from placements.engines import takes_cores
-from placements.plan import Placement, Plan, Running, diff, plan
+from placements.engines import resolve, takes_cores
+from placements.memory import estimate, fits, host_memory
+from placements.plan import Placement, Plan, Running, defragment, diff, plan
 from placements.spec import HostsSpec, ModelSpec, Pin, Spec
-from placements.topology import TOPOLOGIES, Host, alignment
+from placements.topology import DEGREES, TOPOLOGIES, Host, alignment
+from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
-DEGREES = (1, 2, 4, 8, 12, 24)
+SHAPES = (GPT2_XL, LLAMA_2_7B)
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,12 @@ class Case:
     wanted: Mapping[str, int]
     blocked: Mapping[str, frozenset[int]]
     running: tuple[Running, ...] = ()
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
+    moves: int | None = 0
 
     def plan(self) -> Plan:
-        return plan(self.spec, self.hosts, {}, self.running, self.wanted, self.blocked)
+        given = (self.spec, self.hosts, self.checkpoints, self.running, self.wanted, self.blocked)
+        return plan(*given, moves=self.moves)
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
@@ -50,34 +56,53 @@ class Case:
         return set(self.host(host).reserved_cores | self.blocked.get(host, frozenset()))
 
 
+TYPES = ("inf2.48xlarge", "inf2.48xlarge", "inf2.24xlarge", "inf2.xlarge", "trn1.32xlarge", "trn2.48xlarge")
+
+
 @st.composite
 def hosts(draw: st.DrawFn) -> tuple[Host, ...]:
-    instance = draw(st.sampled_from(["inf2.48xlarge", "inf2.48xlarge", "inf2.24xlarge", "inf2.xlarge"]))
+    """One to three of them, of one type or of several."""
+    emulated = draw(st.booleans())
+    kinds = draw(st.lists(st.sampled_from(TYPES), min_size=1, max_size=draw(st.sampled_from([1, 1, 2]))))
+    return tuple(draw(machine(kinds[i % len(kinds)], i, emulated)) for i in range(draw(st.integers(1, 3))))
+
+
+@st.composite
+def machine(draw: st.DrawFn, instance: str, i: int, emulated: bool) -> Host:
     topology = TOPOLOGIES[instance]
+    topology = topology.at_lnc(draw(st.sampled_from([1, 2])) if topology.lnc else None)
     cpus = draw(st.sampled_from([1, 2, 24, topology.vcpus]))
     reserve = draw(st.integers(0, max(0, cpus - 1)))
     reserved = frozenset(draw(st.sets(st.integers(0, topology.cores - 1), max_size=3)))
-    emulated = draw(st.booleans())
-    return tuple(
-        Host(f"{instance}/{i}", topology, tuple(range(cpus)), reserve, reserved, emulated)
-        for i in range(draw(st.integers(1, 3)))
-    )
+    memory = None if emulated else float(topology.memory_gib)
+    return Host(f"{instance}/{i}", topology, tuple(range(cpus)), reserve, reserved, emulated, memory)
+
+
+def family(host: Host) -> str:
+    assert host.topology is not None
+    return host.topology.family
+
+
+def legal_starts(host: Host, tp: int) -> range:
+    """Where the hardware lets a range begin."""
+    return range(0, host.cores - tp + 1, alignment(family(host), tp).legal)
 
 
 @st.composite
 def pins(draw: st.DrawFn, tp: int, where: Sequence[Host]) -> Pin | None:
     host = draw(st.sampled_from(where))
-    step = alignment("inf2", tp).legal
-    starts = range(0, host.cores - tp + 1, step)
+    starts = legal_starts(host, tp)
     if not starts:
         return None
     cores = CoreRange.of_length(draw(st.sampled_from(starts)), tp)
-    return Pin(cores, draw(st.sampled_from([None, host.name])))
+    alike = {family(other) for other in where} == {family(host)}
+    return Pin(cores, draw(st.sampled_from([None, host.name])) if alike else host.name)
 
 
 @st.composite
 def models(draw: st.DrawFn, name: str, where: Sequence[Host], pinned: bool) -> ModelSpec:
-    tp = draw(st.sampled_from((1, 2, 4) if pinned else (*DEGREES, 6)))
+    known = sorted({tp for host in where for tp in DEGREES[family(host)]})
+    tp = draw(st.sampled_from((1, 2) if pinned else (*known, 6)))
     low = draw(st.integers(0, 4))
     high = max(1, low + draw(st.integers(0, 2)))
     wished = [draw(pins(tp, where)) for _ in range(2 if pinned else draw(st.sampled_from([0, 0, 0, 1, 2])))]
@@ -91,6 +116,8 @@ def models(draw: st.DrawFn, name: str, where: Sequence[Host], pinned: bool) -> M
         priority=draw(st.integers(0, 2)),
         allow_degrees=(6,),
         threads=draw(st.sampled_from(["share", "share", "share", "lmi", 3])),
+        spread=draw(st.sampled_from([None, None, None, "host", {"host": 2}])),  # type: ignore[arg-type]
+        host_memory_gib=draw(st.sampled_from([None, None, 10.0, 200.0, 400.0])),
     )
 
 
@@ -105,7 +132,10 @@ def cases(draw: st.DrawFn, pinned: bool = False) -> Case:
         for host in where
         if draw(st.booleans())
     }
-    return Case(Spec(models=fleet), where, wanted, blocked)
+    shapes = {model.name: draw(st.sampled_from([None, *SHAPES])) for model in fleet}
+    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    moves = draw(st.sampled_from([0, 0, 1, 3, None]))
+    return Case(Spec(models=fleet), where, wanted, blocked, checkpoints=known, moves=moves)
 
 
 @st.composite
@@ -136,15 +166,15 @@ def started(case: Case, drawn: Plan) -> list[tuple[Placement, CoreRange]]:
     return [(placement, cores) for placement, cores in cored(drawn) if placement.running not in case.running]
 
 
-def free_windows(case: Case, drawn: Plan, tp: int) -> list[str]:
+def free_windows(case: Case, drawn: Plan, tp: int) -> list[tuple[Host, CoreRange]]:
     """Legal ranges of ``tp`` cores that a plan leaves free."""
     found = []
     for host in case.hosts:
         taken = case.forbidden(host.name) | {core for p, cores in cored(drawn) if p.host == host.name for core in cores}
-        for first in range(0, host.cores - tp + 1, alignment("inf2", tp).legal):
+        for first in legal_starts(host, tp):
             cores = CoreRange.of_length(first, tp)
             if not taken & set(cores):
-                found.append(f"{host.name}:{cores}")
+                found.append((host, cores))
     return found
 
 
@@ -172,7 +202,7 @@ def test_ranges_lie_inside_their_host_and_are_as_long_as_tp(case: Case) -> None:
 def test_new_replicas_are_legally_aligned_and_off_reserved_and_quarantined_cores(case: Case) -> None:
     """What is started keeps to the hardware's rules; what runs is left alone."""
     new = started(case, case.plan())
-    assert not [p for p, cores in new if not cores.aligned(alignment("inf2", len(cores)).legal)]
+    assert not [p for p, cores in new if cores.first not in legal_starts(case.host(p.host), len(cores))]
     assert not [p for p, cores in new if set(cores) & case.forbidden(p.host)]
 
 
@@ -236,7 +266,7 @@ def test_what_runs_and_fits_the_spec_is_never_moved(case: Case) -> None:
     With one priority and no more than ``min`` wanted, so that nothing gives way to a higher grade.
     """
     fleet = tuple(model.model_copy(update={"priority": 0}) for model in case.spec.models)
-    case = replace(case, spec=Spec(models=fleet), wanted={})
+    case = replace(case, spec=Spec(models=fleet), wanted={}, moves=0)
     drawn = case.plan()
     kept = {placement.running for placement in drawn.placements} & set(case.running)
     for replica in case.running:
@@ -261,14 +291,125 @@ def test_what_runs_and_fits_the_spec_is_never_moved(case: Case) -> None:
         assert len(own) >= count or not fits or clash
 
 
+def load_gib(case: Case, model: ModelSpec) -> float:
+    """Of the host, for one replica."""
+    if model.host_memory_gib is not None:
+        return model.host_memory_gib
+    known = case.checkpoints.get(model.name)
+    return 0.0 if known is None else host_memory(model, known, model.engine).load
+
+
+def suits(case: Case, model: ModelSpec, host: Host) -> bool:
+    """Whether the model may lie on an empty one of such a host."""
+    assert host.topology is not None
+    known = case.checkpoints.get(model.name)
+    if model.tp_degree > host.cores or model.tp_degree not in (*DEGREES[family(host)], *model.allow_degrees):
+        return False
+    return known is None or fits(estimate(model, known, resolve(model.engine, host)), host.topology)
+
+
+def refused_by(case: Case, drawn: Plan, model: ModelSpec, host: Host) -> set[str]:
+    """What else than cores keeps a replica off a host."""
+    own = [p for p in drawn.placements if p.host == host.name and p.cores is not None]
+    found = set()
+    if model.spread and sum(p.model == model.name for p in own) >= model.spread.host:
+        found.add("spread-blocks")
+    used = sum(load_gib(case, case.model(p.model)) for p in own)
+    if host.memory_gib is not None and load_gib(case, model) and used + load_gib(case, model) > host.memory_gib + 1e-6:
+        found.add("host-memory-short")
+    if isinstance(model.threads, int) and not host.emulated:
+        counts = sum(p.threads for p in own) + model.threads
+        found |= {"vcpus-short"} if counts > len(host.usable_cpus) else set()
+    return found
+
+
 @quick
 @given(running_cases())
 def test_nothing_is_unplaced_that_a_free_legal_block_would_hold(case: Case) -> None:
-    """A replica without a pin is refused only where no window of its degree is left."""
+    """A replica without a pin is refused only where no window of its degree is left on a host that would take it."""
     drawn = case.plan()
     for un in drawn.unplaced:
-        if un.problems[0].id == "no-room":
-            assert free_windows(case, drawn, case.model(un.model).tp_degree) == []
+        model = case.model(un.model)
+        if un.problems[0].id == "pin-taken":
+            continue
+        windows = free_windows(case, drawn, model.tp_degree)
+        takers = [host for host, _ in windows if suits(case, model, host) and not refused_by(case, drawn, model, host)]
+        assert takers == []
+
+
+@quick
+@given(running_cases())
+def test_a_refusal_names_what_is_missing(case: Case) -> None:
+    """Cores, or on every host where cores are free the thing that it names or another of its kind."""
+    drawn = case.plan()
+    for un in drawn.unplaced:
+        model, id = case.model(un.model), un.problems[0].id
+        event(id)
+        open_hosts = [host for host, _ in free_windows(case, drawn, model.tp_degree) if suits(case, model, host)]
+        if id in ("spread-blocks", "host-memory-short", "vcpus-short"):
+            assert open_hosts
+            assert all(refused_by(case, drawn, model, host) for host in open_hosts)
+        if id == "no-suitable-host":
+            assert not any(suits(case, model, host) for host in case.hosts)
+
+
+@quick
+@given(running_cases())
+def test_what_is_started_fits_its_host(case: Case) -> None:
+    """HBM of the type, the host's memory, and at most so many of one model as spread says."""
+    drawn = case.plan()
+    for host in case.hosts:
+        own = [p for p in drawn.placements if p.host == host.name and p.cores is not None]
+        new = [p for p in own if p.running not in case.running]
+        assert all(suits(case, case.model(p.model), host) or case.model(p.model).cores for p in new)
+        used = sum(load_gib(case, case.model(p.model)) for p in own)
+        needy = [p for p in new if load_gib(case, case.model(p.model))]
+        assert host.memory_gib is None or used <= host.memory_gib + 1e-6 or not needy
+        for placement in new:
+            spread = case.model(placement.model).spread
+            pinned = case.model(placement.model).cores
+            assert spread is None or pinned or sum(p.model == placement.model for p in own) <= spread.host
+
+
+@quick
+@given(running_cases())
+def test_no_more_replicas_move_than_may(case: Case) -> None:
+    """With one priority and no more than ``min`` wanted, so that nothing gives way to a higher grade; and each move is
+    one of a replica that ran."""
+    fleet = tuple(model.model_copy(update={"priority": 0}) for model in case.spec.models)
+    case = replace(case, spec=Spec(models=fleet), wanted={})
+    drawn = case.plan()
+    event(f"moves {len(drawn.moves)}")
+    assert case.moves is None or len(drawn.moves) <= case.moves
+    assert all(move.before in case.running and move.after in drawn.placements for move in drawn.moves)
+    assert all(move.before != move.after.running for move in drawn.moves)
+
+
+@quick
+@given(running_cases(), st.sampled_from([1, 2, 4, 8, 24]))
+def test_a_window_is_open_once_its_moves_are_made(case: Case, cores: int) -> None:
+    """It is legal, free of what stays and of what moves, and nothing else moves."""
+    found = defragment(case.spec, case.hosts, case.checkpoints, case.running, case.blocked, cores=cores)
+    if found is None:
+        return
+    host = case.host(found.host)
+    event(f"moves {len(found.moves)}")
+    assert len(found.cores) == cores
+    assert found.cores.first in legal_starts(host, cores)
+    assert not set(found.cores) & case.forbidden(host.name)
+    gone = {move.before for move in found.moves}
+    known = {model.name: model for model in case.spec.models}
+    stay = [one for one in case.running if one not in gone and one.model in known and one.host == host.name]
+    kept = {p.running for p in plan(case.spec, case.hosts, {}, case.running, counts(case), case.blocked).placements}
+    assert not [one for one in stay if one in kept and one.cores and one.cores.overlap(found.cores)]
+    assert not [
+        m for m in found.moves if m.after.host == host.name and m.after.cores and m.after.cores.overlap(found.cores)
+    ]
+
+
+def counts(case: Case) -> dict[str, int]:
+    """As many of each model as run."""
+    return {model.name: sum(one.model == model.name for one in case.running) for model in case.spec.models}
 
 
 @quick
@@ -283,8 +424,9 @@ def test_a_pin_is_refused_only_where_its_cores_are_taken(case: Case) -> None:
         if un.problems[0].id == "pin-taken":
             told = re.search(r"is pinned to cores ([0-9-]+)", un.problems[0].what)
             assert told
+            cores = CoreRange.parse(told[1])
             known = "no host of that name" not in un.problems[0].what
-            assert set(CoreRange.parse(told[1])) & taken or not known
+            assert set(cores) & taken or cores.last >= case.hosts[0].cores or not known
 
 
 @quick
@@ -326,7 +468,7 @@ def most_cores(free: frozenset[int], sizes: tuple[int, ...], cores: int) -> int:
     spoilt=st.sets(st.integers(0, 23), max_size=3),
     first=st.integers(0, 10),
     last=st.integers(11, 23),
-    sizes=st.lists(st.sampled_from(DEGREES), min_size=1, max_size=5),
+    sizes=st.lists(st.sampled_from(sorted(DEGREES["inf2"])), min_size=1, max_size=5),
 )
 @example(spoilt=set(), first=2, last=13, sizes=[4, 4, 4])
 @example(spoilt=set(), first=0, last=23, sizes=[12, 8, 8, 8])

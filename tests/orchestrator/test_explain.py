@@ -1,0 +1,129 @@
+"""A running fleet says why its models lie where they do, and what would have to move: on a fake cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.operations import Refused
+from tests.orchestrator.fakefleet import EXPLAINED, WINDOW
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+
+SCATTERED = """\
+version: 1
+hosts: {emulate: inf2.24xlarge}
+defaults: {engine: echo}
+models:
+  small: {replicas: 3, cores: ["1", "6", "10"]}
+"""
+LOOSE = SCATTERED.replace(', cores: ["1", "6", "10"]', "")
+WITH_BIG = LOOSE + "  big: {tp_degree: 8}\n"
+
+
+def told_by_a_scattered_fleet(tmp_path: Path, text: str, ask: str, **arguments: Any) -> dict[str, Any]:
+    """The answer of a fleet whose three replicas lie apart, each free to go elsewhere."""
+
+    async def story() -> dict[str, Any]:
+        async with Played(tmp_path, FakeCluster(), SCATTERED) as played:
+            await played.settled()
+            await played.apply(LOOSE)
+            await played.settled()
+            verb = getattr(played.operator, ask)
+            answer: dict[str, Any] = await verb(text, "spec.yaml", str(tmp_path), **arguments)
+            return answer
+
+    return virtually(story)
+
+
+def keys(value: Any) -> Any:
+    """Of a JSON value, at every depth; of a list those of its first item."""
+    if isinstance(value, dict):
+        return {key: keys(item) for key, item in value.items()}
+    return keys(value[0]) if isinstance(value, list) and value else None
+
+
+def test_a_window_is_opened_by_the_fewest_moves(tmp_path: Path) -> None:
+    """Replicas at 1, 6 and 10 of twelve cores: one of them goes, and eight are free."""
+    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=8)
+    assert len(told["moves"]) == 1
+    assert told["window"]["host"] == "inf2.24xlarge/0"
+    assert told["load_s"] == told["moves"][0]["load_s"]
+    first, _, last = told["window"]["cores"].partition("-")
+    taken = {int(placement["cores"]) for placement in told["placements"]}
+    assert taken.isdisjoint(range(int(first), int(last) + 1))
+    assert {**keys(told), "placements": None} == {**keys(WINDOW), "placements": None}
+
+
+def test_a_window_that_is_free_needs_no_move(tmp_path: Path) -> None:
+    """Of two cores."""
+    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=2)
+    assert (told["moves"], told["load_s"], told["problems"]) == ([], 0, [])
+
+
+def test_a_window_that_no_move_opens_is_a_problem(tmp_path: Path) -> None:
+    """Nine cores are free, and twelve are asked for."""
+    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "propose", defrag=12)
+    assert told["window"] is None
+    (problem,) = told["problems"]
+    assert problem["id"] == "no-window"
+    assert "most are free on inf2.24xlarge/0, 9" in problem["what"]
+
+
+def test_a_fleet_says_what_keeps_a_new_model_from_a_place(tmp_path: Path) -> None:
+    """Eight cores are free, but not in a row; and which replica would have to move."""
+    told = told_by_a_scattered_fleet(tmp_path, WITH_BIG, "explain", model="big")
+    assert told["fits"] is False
+    assert told["failed"][0]["id"] == "no-room"
+    assert "small (priority 0) holds 3 cores with 3 replicas" in told["failed"][0]["details"]
+    first = told["suggestions"][0]
+    assert first["id"] == "move"
+    assert first["moves"][0]["model"] == "small"
+    assert keys(told).keys() == keys(EXPLAINED).keys()
+    assert keys(first) == keys(EXPLAINED["suggestions"][0])
+
+
+def test_what_runs_is_told_to_stay(tmp_path: Path) -> None:
+    """Of the fleet's own spec."""
+    told = told_by_a_scattered_fleet(tmp_path, LOOSE, "explain", model="small")
+    assert told["fits"] is True
+    assert [replica["cores"] for replica in told["replicas"]] == ["1", "6", "10"]
+    assert all("it runs there, and what runs stays" in replica["why"] for replica in told["replicas"])
+
+
+def test_a_cordon_is_named_and_can_be_given_back(tmp_path: Path) -> None:
+    """By the command that does it."""
+
+    async def story() -> dict[str, Any]:
+        async with Played(tmp_path, FakeCluster(), LOOSE) as played:
+            await played.settled()
+            await played.operator.cordon("inf2.24xlarge/0", "4-11", True, "ada")
+            return await played.operator.explain(WITH_BIG, "spec.yaml", str(tmp_path), "big")
+
+    told = virtually(story)
+    assert any(line.startswith("8 cores are cordoned: 4-11") for line in told["failed"][0]["details"])
+    assert told["suggestions"][0]["change"] == "corewright uncordon inf2.24xlarge/0"
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "refusal"),
+    [
+        (LOOSE, "big", ("model-unknown", 404)),
+        (LOOSE.replace("24xlarge", "48xlarge"), "small", ("hosts-changed", 409)),
+        ("[", "small", ("spec-invalid", 422)),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(tmp_path: Path, text: str, model: str, refusal: tuple[str, int]) -> None:
+    """With the reason."""
+    with pytest.raises(Refused) as refused:
+        told_by_a_scattered_fleet(tmp_path, text, "explain", model=model)
+    assert (refused.value.problem.id, refused.value.status) == refusal
+
+
+def test_a_spec_with_errors_is_explained_too(tmp_path: Path) -> None:
+    """They are the constraints that fail."""
+    text = WITH_BIG.replace("tp_degree: 8", "tp_degree: 7")
+    told = told_by_a_scattered_fleet(tmp_path, text, "explain", model="big")
+    assert told["failed"][0]["id"] == "illegal-degree"
+    assert told["suggestions"][0]["change"] == "tp_degree: 4"

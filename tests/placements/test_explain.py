@@ -1,0 +1,235 @@
+"""Why a model lies where it does or has no place, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from placements.checkpoints import Checkpoint
+from placements.cores import CoreRange
+from placements.explain import Explanation, explain
+from placements.hosts import hosts_for
+from placements.parse import parse
+from placements.plan import Running
+from placements.remedies import Suggestion
+from placements.spec import HostsSpec, Replicas, Spec, Spread
+from tests.placements.fleets import LAPTOP, LLAMA_2_7B, model, spec
+
+HOST = "inf2.48xlarge/0"
+LLAMA_70B = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 32000, 4096, False, 68_976_648_192)
+
+
+def explained(wish: Spec, name: str = "a", checkpoint: Checkpoint | None = None, **more: Any) -> Explanation:
+    checkpoints = {} if checkpoint is None else {name: checkpoint}
+    return explain(wish, hosts_for(wish, LAPTOP), name, checkpoints, **more)
+
+
+def failed(told: Explanation) -> list[str]:
+    return [constraint.id for constraint in told.failed]
+
+
+def kinds(told: Explanation) -> list[str]:
+    return [suggestion.trial.id for suggestion in told.suggestions]
+
+
+def change(told: Explanation, kind: str) -> Suggestion:
+    return next(suggestion for suggestion in told.suggestions if suggestion.trial.id == kind)
+
+
+def running(name: str, *firsts: int, size: int = 1) -> list[Running]:
+    return [Running(name, i, HOST, CoreRange.of_length(first, size)) for i, first in enumerate(firsts)]
+
+
+def reasons(told: Explanation) -> Sequence[str]:
+    return told.places[0].why
+
+
+def test_a_model_with_its_replicas_has_places_and_no_complaint() -> None:
+    """Where, why there, and the numbers; exit code 0 of the command."""
+    told = explained(spec(model("a", 8, replicas=2)), checkpoint=LLAMA_2_7B)
+    assert (told.fits, told.failed, told.suggestions) == (True, (), ())
+    assert [str(place.placement.cores) for place in told.places] == ["0-7", "8-15"]
+    assert reasons(told)[0] == "devices 0 to 3; it begins at a multiple of 8, as tp_degree 8 prefers"
+    assert {constraint.id for constraint in told.holds} == {
+        "degree",
+        "heads",
+        "memory",
+        "host memory",
+        "threads",
+        "cores",
+    }
+
+
+def test_what_runs_and_what_is_pinned_says_so() -> None:
+    """They are the reasons of their places."""
+    told = explained(spec(model("a", 8, "8-15")), running=running("a", 8, size=8))
+    assert list(reasons(told))[:2] == ["it runs there, and what runs stays", 'it is pinned to "8-15"']
+
+
+def test_a_model_says_whom_it_displaces() -> None:
+    """A running replica of a lower priority, and where that goes."""
+    wish = spec(model("a", 24, priority=1), model("b"))
+    told = explained(wish, running=running("b", 3))
+    assert "it displaces b/0 (priority 0) from 3: it ends" in reasons(told)
+
+
+def test_a_model_says_who_would_have_its_place() -> None:
+    """What has none because of it."""
+    told = explained(spec(model("a", 24, priority=1), model("b", replicas=2)))
+    assert "without this model 2 replicas of b would have a place" in reasons(told)
+
+
+def test_no_room_names_who_holds_the_cores() -> None:
+    """With priorities, and what nobody may use."""
+    wish = spec(model("a", 8), model("b", 4, replicas=4, priority=3), cores=[23])
+    blocked = {HOST: frozenset({16, 17, 22})}
+    told = explained(wish, blocked=blocked, cordoned={HOST: frozenset({16, 17})})
+    (constraint,) = told.failed
+    assert constraint.id == "no-room"
+    assert constraint.what.startswith("a/0 needs 8 contiguous cores")
+    assert "b (priority 3) holds 16 cores with 4 replicas" in constraint.details
+    assert f"1 core is reserved: 23 of {HOST}" in constraint.details
+    assert f"2 cores are cordoned: 16-17 of {HOST}" in constraint.details
+    assert f"1 core is quarantined: 22 of {HOST}" in constraint.details
+
+
+def test_every_constraint_that_fails_is_named_not_only_the_first() -> None:
+    """Too little HBM, too little host memory, and no cores: each by itself."""
+    wish = spec(model("a", 8, max_batch=64, max_len=4096, host_memory_gib=9000.0), model("b", 24, priority=1))
+    told = explained(wish, checkpoint=LLAMA_70B)
+    assert failed(told)[0] == "hbm-exceeded"
+    assert "no-room" in failed(told)
+    assert any(id.startswith("host-memory") for id in failed(told))
+    assert told.places == ()
+
+
+def test_an_error_of_another_model_is_none_of_this_one() -> None:
+    """And suggestions do not wait for it."""
+    told = explained(spec(model("a", 8, replicas=4), model("b", 5)))
+    assert failed(told) == ["no-room"]
+    assert "replicas" in kinds(told)
+
+
+def test_errors_of_the_file_stand_in_the_models_own_lines() -> None:
+    """One of a rival does not concern it; one of its own leaves nothing to try."""
+    text = "hosts: {instance: inf2.48xlarge}\nmodels:\n  a: {source: ./m, tp: 8}\n  b: {source: ./m}\n"
+    parsed = parse(text, "f.yaml")
+    assert parsed.spec is not None
+    for name, ids in (("a", ["unknown-key"]), ("b", [])):
+        told = explain(parsed.spec, hosts_for(parsed.spec, LAPTOP), name, problems=parsed.problems)
+        assert (failed(told), told.suggestions) == (ids, ())
+
+
+def test_a_model_that_is_not_there_is_a_key_error() -> None:
+    """The caller knows better words."""
+    with pytest.raises(KeyError):
+        explained(spec(model("a")), "z")
+
+
+def test_a_model_that_nobody_wants_now_is_tried_with_one_replica() -> None:
+    """So that ``min: 0`` is explained as well."""
+    told = explained(spec(model("a", 8, replicas=Replicas(min=0, max=2))))
+    assert (told.fits, told.wanted, len(told.places)) == (True, 1, 1)
+
+
+# Suggestions; that each works is a property test
+
+
+def test_moving_one_replica_is_the_smallest_change() -> None:
+    """The scattered one that costs least, by its name."""
+    wish = spec(model("a", 8), model("b", replicas=4))
+    told = explained(wish, running=running("b", 3, 9, 14, 20))
+    assert kinds(told)[0] == "move"
+    first = told.suggestions[0]
+    assert first.trial.change.startswith("move b/")
+    assert len(first.plan.moves) == 1
+
+
+def test_cordoned_cores_can_be_given_back() -> None:
+    """Quarantined ones cannot."""
+    every = frozenset(range(24))
+    told = explained(spec(model("a", 8)), blocked={HOST: every}, cordoned={HOST: frozenset(range(8))})
+    assert told.suggestions[0].trial.change == f"corewright uncordon {HOST}"
+    assert "uncordon" not in kinds(explained(spec(model("a", 8)), blocked={HOST: every}))
+
+
+def test_too_much_memory_is_met_by_degree_slots_length_or_int8() -> None:
+    """Each the nearest that fits."""
+    wish = spec(model("a", 2, engine="transformers-neuronx", max_batch=32, max_len=4096))
+    told = explained(wish, checkpoint=LLAMA_2_7B)
+    assert failed(told) == ["hbm-exceeded"]
+    assert change(told, "degree").trial.change == "tp_degree: 8"
+    assert change(told, "slots").trial.change.startswith("max_batch: ")
+    assert change(told, "length").trial.change.startswith("max_len: ")
+    assert "GiB on each core" in change(told, "degree").gives
+
+
+def test_weights_that_are_too_large_are_met_by_int8() -> None:
+    """Where the engine has it."""
+    wish = spec(model("a", 8, max_batch=4, max_len=2048), instance="inf2.24xlarge")
+    assert "int8" in kinds(explained(wish, checkpoint=LLAMA_70B))
+
+
+def test_a_suggestion_of_slots_is_the_most_that_fits() -> None:
+    """One slot more does not."""
+    wish = spec(model("a", 2, engine="transformers-neuronx", max_batch=32, max_len=4096))
+    most = int(change(explained(wish, checkpoint=LLAMA_2_7B), "slots").trial.change.partition(": ")[2])
+    for batch, ids in ((most, []), (most + 1, ["hbm-exceeded"])):
+        again = wish.model_copy(update={"models": (wish.models[0].model_copy(update={"max_batch": batch}),)})
+        assert failed(explained(again, checkpoint=LLAMA_2_7B)) == ids
+
+
+def test_pins_that_are_taken_can_be_left_out() -> None:
+    """The model goes elsewhere."""
+    wish = spec(model("a", 8, "0-7"))
+    told = explained(wish, blocked={HOST: frozenset({3})})
+    assert failed(told) == ["pin-taken"]
+    assert change(told, "pins").trial.change == "without its pins"
+
+
+def test_a_narrow_spread_can_be_widened() -> None:
+    """Or another host added."""
+    told = explained(spec(model("a", 4, replicas=2, spread=Spread(host=1))))
+    assert failed(told) == ["spread-too-narrow"]
+    assert change(told, "spread").trial.change == "spread: {host: 2}"
+    assert change(told, "host").trial.change == "one more inf2.48xlarge"
+
+
+def test_a_rivals_min_is_lowered_no_further_than_needed() -> None:
+    """Of the rival with the least to lose; a lower priority is no rival."""
+    wish = spec(model("a", 2), model("b", 8, replicas=2), model("c", 2, replicas=4))
+    there = [*running("b", 0, 8, size=8), *running("c", 16, 18, 20, 22, size=2)]
+    assert change(explained(wish, running=there), "rival").trial.change == "replicas of c: min 4 -> 3"
+
+
+def test_as_many_hosts_as_are_missing() -> None:
+    """Three replicas of eight fill one; five more need two."""
+    told = explained(spec(model("a", 8, replicas=8)))
+    assert change(told, "host").trial.change == "2 more inf2.48xlarge"
+
+
+def test_a_larger_type_is_found_where_no_host_is_large_enough() -> None:
+    """The smallest of the family that has the cores."""
+    told = explained(spec(model("a", 24), instance="inf2.24xlarge"))
+    assert failed(told)[0] == "degree-exceeds-host"
+    assert change(told, "host").trial.change == "one more inf2.48xlarge"
+
+
+def test_two_changes_together_where_none_alone_helps() -> None:
+    """A 70B model on two cores: neither a greater degree nor int8 is enough by itself."""
+    wish = spec(model("a", 2, max_batch=4, max_len=2048), instance="inf2.24xlarge")
+    told = explained(wish, checkpoint=LLAMA_70B)
+    assert kinds(told)[0] == "degree+int8"
+    assert told.suggestions[0].trial.change == "tp_degree: 8, and quantize: int8"
+
+
+def test_of_a_fleet_with_several_types_the_fitting_one_is_enlarged() -> None:
+    """Not the first."""
+    wish = Spec(
+        hosts=(HostsSpec(instance="inf2.xlarge"), HostsSpec(instance="inf2.48xlarge")),
+        models=(model("a", 24, replicas=2),),
+    )
+    assert change(explained(wish), "host").trial.change == "one more inf2.48xlarge"
