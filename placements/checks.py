@@ -532,14 +532,14 @@ def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
 
     With several hosts, pins that name none may part: they overlap only when no way of spreading them avoids it.
     """
-    cored = {host.name: Free.of(host)._replace(mask=(1 << host.cores) - 1) for host in hosts if host.cores}
+    cored = {host.name: Free.of(host) for host in hosts if host.cores}
     claims = sorted(_claims(spec, hosts, cored), key=lambda claim: _place(spec, claim))
     parting: list[_Claim] = []
     for later, claim in enumerate(claims):
         clashes = [other for other in claims[:later] if _clash(other, claim, surely=len(cored) <= 1)]
         for other in clashes:
             yield _overlap(spec, claim, other)
-        if not clashes and any(claim.pin.cores.last < free.cores for free in cored.values()):
+        if not clashes and any(free.holds(claim.pin.cores) for free in cored.values()):
             parting.append(claim)
     for later, host in enumerate(assign([claim.pin for claim in parting], cored)):
         rival = next((other for other in parting[:later] if _clash(other, parting[later], surely=True)), None)
@@ -609,10 +609,11 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
 
 def _can_lie(model: ModelSpec, host: Host) -> bool:
     """Whether the host has the model's degree and, where it is real, the CPUs for a fixed number of threads: a plan
-    grants these only where they are there. Always where the model takes no cores."""
+    grants these only where they are there, pins aside. Always where the model takes no cores."""
     if host.topology is None or not takes_cores(model.engine, host):
         return True
-    if isinstance(model.threads, int) and not host.emulated and model.threads > len(host.usable_cpus):
+    insists = isinstance(model.threads, int) and not model.cores and not host.emulated
+    if insists and threads(model.threads, model.tp_degree, host) > len(host.usable_cpus):
         return False
     return _has_degree(model, host.topology)
 

@@ -16,7 +16,7 @@ from benchmarks.placements.planner import arguments, layout
 HOSTS = 10
 LOAD = 0.8
 ARRIVING = {1: 0.30, 2: 0.25, 4: 0.20, 8: 0.14, 12: 0.05, 24: 0.06}
-"""How often a replica of each degree arrives: first fit then rejects about 13 % of the cores asked for."""
+"""How often a replica of each degree arrives: first fit then rejects about 15 % of the cores asked for."""
 
 WARM_UP = 0.1
 """The part of the arrivals, from the first on, whose rejections are not counted: the fleet begins empty."""

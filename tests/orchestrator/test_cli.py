@@ -29,6 +29,7 @@ from orchestrator.home import FleetRecord, Home
 from orchestrator.operations import Refused
 from orchestrator.settings import SETTINGS, resolve
 from orchestrator.version import corewright_version
+from placements.spec import json_schema
 from tests.fleet import until
 from tests.orchestrator.fakefleet import LOG, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
 from workers import host as this_host
@@ -151,6 +152,69 @@ def test_plan_that_leaves_something_unplaced_exits_1(tmp_path: Path, capsys: pyt
     assert "8 contiguous cores" in missing["problems"][0]["what"]
 
 
+def test_a_plan_says_what_it_takes(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads and environments beside the core map and the replicas; not when it is to be brief."""
+    assert run(["plan", good]) == 2
+    long = capsys.readouterr().out
+    assert run(["plan", good, "--brief"]) == 2
+    brief = capsys.readouterr().out
+    details = (
+        "Threads on inf2.48xlarge/0: 192 CPUs - 8 reserved = 184",
+        "Environment of each replica",
+        "OMP_NUM_THREADS=61",
+    )
+    assert all(line in long and line not in brief for line in details)
+    assert all(line in brief for line in ("9 of 24 cores in use", "small/0  inf2.48xlarge/0  8", "2 changes"))
+
+
+def test_a_plan_of_thousands_is_no_thousand_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hosts that look alike share a picture, and fifty replicas are listed."""
+    hosts = "hosts: {instance: inf2.48xlarge, count: 500}\n"
+    (tmp_path / "many.yaml").write_text(f"{hosts}models:\n  a: {{source: org/a, tp_degree: 8, replicas: 1000}}\n")
+    assert run(["plan", str(tmp_path / "many.yaml")]) == 2
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 200
+    assert "... and 950 more; `-o json` has every replica" in out
+    assert "hosts, inf2.48xlarge/" in out
+
+
+def test_explain_says_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a spec alone; the exit code is 1 for a model without all that its `min` asks for."""
+    (tmp_path / "full.yaml").write_text(
+        "hosts: {instance: inf2.48xlarge}\nmodels:\n"
+        "  a: {source: org/a, tp_degree: 8, replicas: 4}\n  b: {source: org/b, priority: 1}\n"
+    )
+    assert run(["explain", "a", str(tmp_path / "full.yaml"), "-o", "json"]) == 1
+    told = data(capsys)
+    assert (told["fits"], [one["id"] for one in told["failed"]]) == (False, ["no-room"])
+    assert {"change": "replicas: 2", "id": "replicas"}.items() <= told["suggestions"][1].items()
+    assert run(["explain", "b", str(tmp_path / "full.yaml")]) == 0
+    assert capsys.readouterr().out.startswith("b: 1 of 1 replica has a place (min 1, priority 1)\n")
+
+
+def test_explain_works_where_the_spec_has_errors(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are the constraints that fail."""
+    assert run(["explain", "b", bad, "-o", "json"]) == 1
+    assert {"unknown-key", "pin-overlap"} <= {one["id"] for one in data(capsys)["failed"]}
+    assert run(["explain", "z", bad]) == 1
+    assert "model-unknown" in capsys.readouterr().err
+
+
+def test_a_window_is_looked_for_in_the_plan_of_a_spec(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing has to move for one that is free; one that cannot be is an error."""
+    assert run(["plan", good, "--defrag", "12", "-o", "json"]) == 0
+    told = data(capsys)
+    assert (told["window"], told["moves"]) == ({"host": "inf2.48xlarge/0", "cores": "12-23"}, [])
+    assert run(["plan", good, "--defrag", "24"]) == 1
+    assert "no-window" in capsys.readouterr().err
+
+
+def test_the_schema_of_a_spec_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON."""
+    assert run(["schema"]) == 0
+    assert data(capsys) == json_schema()
+
+
 def test_yaml_output_is_the_json_as_yaml(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The two machine forms hold the same."""
     run(["plan", good, "-o", "json"])
@@ -172,7 +236,17 @@ def test_a_spec_comes_from_standard_input_too(good: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["frobnicate"], ["plan"], ["validate", "x", "--nope"], ["up", "x", "--port", "99999"], ["status", "-o", "x"]],
+    [
+        ["frobnicate"],
+        ["plan"],
+        ["plan", "--brief"],
+        ["plan", "x", "--defrag", "0"],
+        ["explain"],
+        ["schema", "x"],
+        ["validate", "x", "--nope"],
+        ["up", "x", "--port", "99999"],
+        ["status", "-o", "x"],
+    ],
 )
 def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """EX_USAGE, and the reason on stderr."""
