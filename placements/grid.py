@@ -28,6 +28,7 @@ class Grid:
     _starts: dict[int, int] = field(default_factory=dict, repr=False)
     _legal: dict[int, int] = field(default_factory=dict, repr=False)
     _possible: dict[int, int] = field(default_factory=dict, repr=False)
+    _owner: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def starts(self, degree: int) -> int:
         """The grid's starts of that degree."""
@@ -52,6 +53,16 @@ class Grid:
         found = self._possible.get(degree)
         if found is None:
             found = self._possible[degree] = self.legal(degree) & windows(self.usable, degree)
+        return found
+
+    def owner(self, degree: int) -> list[int]:
+        """For each core the start of the grid's range that it lies in, -1 outside of all."""
+        found = self._owner.get(degree)
+        if found is None:
+            found = self._owner[degree] = [-1] * self.cores
+            for start in range(self.cores):
+                if self.starts(degree) >> start & 1:
+                    found[start : start + degree] = [start] * degree
         return found
 
     def has_others(self, degree: int) -> bool:

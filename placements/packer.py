@@ -29,11 +29,20 @@ if TYPE_CHECKING:
 TRIES = (24, 6, 3, 2, 1)
 """How many ranges are tried for a tenant, for those that give way to it, for those that give way to them, and so on."""
 
+LARGE = 300
+"""Hosts beyond which only ranges of the grid are emptied: there are enough of them to choose from."""
+
+MOST_ORDERED = 1000
+"""How many replicas are placed again in other orders, all orders together."""
+
 MOST_LATE = 6
 """How many replicas of a degree that does not divide well are tried last."""
 
 ROUNDS = 300
 """How often `Packer.improve` tries."""
+
+HOME_ROUNDS = 30_000
+"""How often `Packer.bring_home` tries on one host; on n hosts an n-th of it, and at most 300 times."""
 
 NEVER = float("inf")
 
@@ -169,11 +178,13 @@ class Packer:
         self._free: dict[tuple[int, int], _Index] = {}
         self._waiting: Counter[int] = Counter()  # tenants to be placed, by size
         self._further: dict[int, float] = {}
+        self._scarcities: dict[int, list[tuple[int, float]]] = {}
         self._odd: dict[tuple[int, int], _Index | None] = {}
         self._evict: dict[tuple[int, int], _Index] = {}
         self._indices: list[_Index] = []
         self._log: list[tuple[Tenant, int, int, int]] = []  # (tenant, host, first, home) as before
         self._hopeless: set[tuple[object, ...]] = set()
+        self._large = self._partly = len(spaces) > LARGE
 
     # Places
 
@@ -219,10 +230,9 @@ class Packer:
 
     def settle(self, tenant: Tenant) -> None:
         """Take up one that lies where its ``host`` and ``first`` say, before anything is placed."""
-        space = self.spaces[tenant.host]
-        space.free &= ~tenant.mask
+        space, demand = self.spaces[tenant.host], tenant.demand
+        space.free &= ~(((1 << tenant.size) - 1) << tenant.first)
         space.tenants.append(tenant)
-        demand = tenant.demand
         if demand.memory:
             space.memory -= demand.memory[space.kind]
         if demand.cpus:
@@ -279,11 +289,36 @@ class Packer:
         return index
 
     def _evict_index(self, size: int, kind: int) -> _Index:
+        """Of many hosts only those where most is free, until they have proved too few."""
         index = self._evict.get((size, kind))
         if index is None:
-            index = self._evict[size, kind] = _Index(self._kinds[kind], lambda host: self._cheapest(host, size))
+            hosts = self._kinds[kind]
+            if self._partly and len(hosts) > LARGE:
+                crowded = ((self._crowding(host, size), host) for host in hosts)
+                hosts = [host for _, host in heapq.nsmallest(max(LARGE, len(hosts) // 2), crowded)]
+            index = self._evict[size, kind] = _Index(hosts, lambda host: self._cheapest(host, size))
             self._indices.append(index)
         return index
+
+    def _crowding(self, host: int, size: int) -> float:
+        """How many tenants a range of that size has to expect, roughly."""
+        room, small = self.spaces[host].grid.cores, 1
+        for tenant in self.spaces[host].tenants:
+            if tenant.size < size:
+                small += 1
+            else:
+                room -= tenant.size
+        return NEVER if room < size else small / room
+
+    def _look_everywhere(self) -> bool:
+        """False when that has been done all along."""
+        if not self._partly:
+            return False
+        self._partly = False
+        for index in self._evict.values():
+            self._indices.remove(index)
+        self._evict.clear()
+        return True
 
     def _cheapest(self, host: int, size: int) -> tuple[float, ...] | None:
         """(cost, off the grid, cores in use, start) of the range that is emptied most cheaply."""
@@ -292,8 +327,9 @@ class Packer:
         possible = grid.possible(size)
         if not possible:
             return None
-        step = grid.step(size)
         starts = grid.starts(size)
+        owner = grid.owner(size) if self._large else None
+        step = grid.step(size)
         further = self._further
         cost: dict[int, float] = {}
         for tenant in space.tenants:
@@ -308,12 +344,23 @@ class Packer:
                 price = float(size)  # of equal size: the last resort
             if tenant.at_home:
                 price += tenant.cost
+            if owner is not None:
+                low, high = owner[first], owner[first + length - 1]
+                cost[low] = cost.get(low, 0.0) + price
+                if high != low:
+                    for start in range(low + size if low >= 0 else high, high + 1, size):
+                        cost[start] = cost.get(start, 0.0) + price
+                continue
             low = first - size + 1
             for start in range(-(-low // step) * step if low > 0 else 0, first + length, step):
                 cost[start] = cost.get(start, 0.0) + price
+        cost.pop(-1, None)
         best: tuple[float, ...] | None = None
         used = ~space.free
+        scarce = self._scarce(size)
         for start, price in cost.items():
+            if scarce and price < NEVER:
+                price += _worth(space.free & (((1 << size) - 1) << start), grid, scarce)
             if (best is None or price <= best[0]) and price < NEVER and possible >> start & 1:
                 cores = (used >> start & ((1 << size) - 1)).bit_count()
                 found = (price, not starts >> start & 1, cores, start)
@@ -321,15 +368,27 @@ class Packer:
                     best = found
         return best
 
+    def _scarce(self, size: int) -> list[tuple[int, float]]:
+        """Smaller sizes of which too few ranges are free, and what one more of each costs, largest first."""
+        found = self._scarcities.get(size)
+        if found is None:
+            sizes = sorted((one for one in self._waiting if one < size), reverse=True)
+            found = [(one, cost) for one in sizes if (cost := self._further_cost(one)) > 0]
+            self._scarcities[size] = found
+        return found
+
     def _further_cost(self, size: int) -> float:
         """What it costs to make room for one that gives way: nothing while more ranges are free than are waited for."""
         found = self._further.get(size)
         if found is None:
             free = sum((windows(space.free, size) & space.grid.starts(size)).bit_count() for space in self.spaces)
             found = 0.0
-            if free <= self._waiting[size]:
-                tops = (self._evict_index(size, kind).first() for kind in self._kinds)
-                found = min((top[0][0] for top in tops if top is not None), default=float(size))
+            short = self._waiting[size] - free
+            if short >= 0:
+                prices = sorted(
+                    rank[0] for kind in self._kinds for rank, _ in self._evict_index(size, kind).ranked(short + 1)
+                )
+                found = prices[min(short + 1, len(prices)) - 1] if prices else float(size)
             self._further[size] = found
         return found
 
@@ -344,7 +403,7 @@ class Packer:
         self._waiting = Counter(tenant.size for tenant in rivals)
         best: list[Tenant] = list(rivals)
         missing = self._place_each(best)
-        orders = _orders(rivals) if missing else []
+        orders = _orders(rivals)[: MOST_ORDERED // len(rivals)] if missing else []
         if not orders:
             self._log.clear()
             return missing
@@ -389,6 +448,39 @@ class Packer:
 
     def _new_ones(self) -> Iterator[Tenant]:
         return (tenant for space in self.spaces for tenant in space.tenants if _is_new(tenant))
+
+    def bring_home(self) -> None:
+        """Let those that have moved back, and find other room for what took theirs, as long as no more have to move."""
+        rng = random.Random(0)
+        away = [one for space in self.spaces for one in space.tenants if one.home >= 0 and not one.at_home]
+        for _ in range(0 if self._large else min(300, HOME_ROUNDS // len(self.spaces))):
+            if not away:
+                break
+            tenant, skip = rng.choice(away), rng.choice((0, 0, 1, 1, 2, 3, 4, 6, 9))
+            if self._bring_home(tenant, [one for one in away if one.home == tenant.home], skip):
+                changed = dict.fromkeys([*away, *(entry[0] for entry in self._log)])
+                away = [one for one in changed if one.home >= 0 and not one.at_home]
+        self._log.clear()
+
+    def _bring_home(self, tenant: Tenant, neighbours: Sequence[Tenant], skip: int) -> bool:
+        self._log.clear()
+        before, home = self.moved, self.spaces[tenant.home]
+        wanted = ((1 << tenant.size) - 1) << tenant.home_first
+        intruders = [one for one in home.tenants if one.mask & wanted]
+        if any(one.fixed for one in intruders):
+            return False
+        for one in intruders:
+            self.remove(one)
+        for one in neighbours:
+            mask = ((1 << one.size) - 1) << one.home_first
+            if one.host >= 0 and home.free & mask == mask:
+                self.remove(one)
+                self.put(one, one.home, one.home_first)
+        intruders = sorted((one for one in intruders if one.host < 0), key=_largest_first)
+        if all(self._enter(one, 0, skip) for one in intruders) and self.moved <= before:
+            return True
+        self._undo((0, 0))
+        return False
 
     def _refill(self, missing: list[Tenant], rng: random.Random, movable: Sequence[int]) -> list[Tenant]:
         """One try. The result is what is missing afterwards."""
@@ -446,12 +538,12 @@ class Packer:
         key = (tenant.size, tenant.demand.kinds, None if tenant.demand.plain else tenant.model)
         if key in self._hopeless:
             return False
-        if self._enter(tenant, 0) or self._displace(tenant):
+        if self._enter(tenant, 0) or (self._look_everywhere() and self._enter(tenant, 0)) or self._displace(tenant):
             return True
         self._hopeless.add(key)
         return False
 
-    def _enter(self, tenant: Tenant, depth: int) -> bool:
+    def _enter(self, tenant: Tenant, depth: int, skip: int = 0) -> bool:
         spot = self._free_spot(tenant)
         if spot is not None:
             self.put(tenant, *spot)
@@ -466,7 +558,9 @@ class Packer:
                 if spot is not None:
                     self.put(tenant, *spot)
                     return True
-            if self._swap(tenant, host, start, depth):
+            if cost > 0 and skip > 0:
+                skip -= 1
+            elif self._swap(tenant, host, start, depth):
                 return True
         spot = self._odd_spot(tenant) if spared else None
         if spot is not None:
@@ -652,6 +746,20 @@ _WEIGHTS: tuple[Callable[[Tenant], float], ...] = (
     lambda tenant: max(tenant.demand.memory, default=0.0) + 0.01 * tenant.size,
     lambda tenant: 1.0,
 )
+
+
+def _worth(free: int, grid: Grid, scarce: Sequence[tuple[int, float]]) -> float:
+    """What the free ranges in ``free`` are worth to others that wait."""
+    worth = 0.0
+    for size, cost in scarce:
+        legal = grid.legal(size)
+        found = windows(free, size) & legal
+        while found:
+            start = (found & -found).bit_length() - 1
+            free &= ~(((1 << size) - 1) << start)
+            worth += cost
+            found = windows(free, size) & legal
+    return worth
 
 
 def _is_new(tenant: Tenant) -> bool:

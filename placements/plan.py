@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from placements.checkpoints import Checkpoint
@@ -291,7 +291,7 @@ class _Draft:
         self._blocked_pins: list[_Item] = []
         self._idle_pins: list[Pin] = []
         self._reasons: dict[tuple[int, ...], tuple[str, str, str]] = {}  # why there is no room, by model
-        self._thread_counts: dict[tuple[int, int], int] = {}
+        self._thread_counts: list[dict[int, int]] = [{} for _ in spec.models]  # by kind of host
         self._coreless_hosts = [self._hosts_without_cores(model) for model in spec.models]
 
     def _usable(self, host: Host) -> int:
@@ -362,19 +362,20 @@ class _Draft:
         """Which replica lies on which pin, one that names its host before one that does not; and the others."""
         if not pins:
             return {}, running
-        open_pins: dict[tuple[str | None, CoreRange], list[int]] = {}
+        open_pins: dict[tuple[str | None, int, int], list[int]] = {}
         for i in reversed(range(len(pins))):
-            open_pins.setdefault((pins[i].host, pins[i].cores), []).append(i)
+            open_pins.setdefault((pins[i].host, pins[i].cores.first, pins[i].cores.last), []).append(i)
         on_pin: dict[int, Running] = {}
         loose: list[Running] = []
         for replica in running:
-            for host in (replica.host, None):
-                found = open_pins.get((host, replica.cores)) if replica.cores is not None else None
+            cores = replica.cores
+            if cores is not None:
+                found = open_pins.get((replica.host, cores.first, cores.last))
+                found = found or open_pins.get((None, cores.first, cores.last))
                 if found:
                     on_pin[found.pop()] = replica
-                    break
-            else:
-                loose.append(replica)
+                    continue
+            loose.append(replica)
         return on_pin, loose
 
     def _name_missing(
@@ -476,6 +477,7 @@ class _Draft:
             rivals = [tenant for tenant in waiting if tenant.grade == grade]
             waiting = waiting[len(rivals) :]
             missing = packer.improve(missing + packer.place_all(rivals))
+        packer.bring_home()
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]  # 6.
         self._refuse_all(missing)
 
@@ -533,36 +535,36 @@ class _Draft:
     # The result
 
     def result(self) -> Plan:
-        by_model: list[list[tuple[int, Placement]]] = [[] for _ in self._spec.models]
+        by_model: list[list[Placement]] = [[] for _ in self._spec.models]
         moves: list[tuple[int, int, Move]] = []
+        names, hosts, kinds = self._names, self._hosts, self._kinds.of
         for tenant in self._all_tenants():
-            if tenant.host >= 0:
-                placement = self._placement(tenant)
-                by_model[tenant.model].append((tenant.replica, placement))
-                if tenant.ran is not None and not tenant.at_home and tenant.ran != placement.running:
-                    moves.append((tenant.model, tenant.replica, Move(tenant.ran, placement)))
+            host = tenant.host
+            if host < 0:
+                continue
+            order, ran = tenant.model, tenant.ran
+            at_home = ran is not None and tenant.at_home
+            cores = ran.cores if ran is not None and at_home else CoreRange.of_length(tenant.first, tenant.size)
+            count = self._thread_counts[order].get(kinds[host]) or self._threads(order, host)
+            machine = hosts[host]
+            placement = Placement(names[order], tenant.replica, machine.name, cores, count, machine)
+            by_model[order].append(placement)
+            if ran is not None and not at_home and ran != placement.running:
+                moves.append((order, tenant.replica, Move(ran, placement)))
         for (order, replica), (host, count) in self._coreless.items():
-            machine = self._hosts[host]
-            placement = Placement(self._spec.models[order].name, replica, machine.name, None, count, machine)
-            by_model[order].append((replica, placement))
-        placed = tuple(placement for own in by_model for _, placement in sorted(own, key=itemgetter(0)))
+            by_model[order].append(Placement(names[order], replica, hosts[host].name, None, count, hosts[host]))
+        for own in by_model:
+            own.sort(key=attrgetter("replica"))
         unplaced = tuple(self._unplaced[key] for key in sorted(self._unplaced))
-        return Plan(placed, unplaced, moves=tuple(move for *_, move in sorted(moves, key=itemgetter(0, 1))))
-
-    def _placement(self, tenant: Tenant) -> Placement:
-        order, host = tenant.model, tenant.host
-        machine, ran = self._hosts[host], tenant.ran
-        cores = ran.cores if ran is not None and tenant.at_home else CoreRange.of_length(tenant.first, tenant.size)
-        count = self._thread_counts.get((order, self._kinds.of[host])) or self._threads(order, host)
-        return Placement(self._names[order], tenant.replica, machine.name, cores, count, machine)
+        made = tuple(move for *_, move in sorted(moves, key=itemgetter(0, 1)))
+        return Plan(tuple(itertools.chain.from_iterable(by_model)), unplaced, moves=made)
 
     def _threads(self, order: int, host: int) -> int:
-        key = (order, self._kinds.of[host])
-        found = self._thread_counts.get(key)
-        if found is None:
+        counts, kind = self._thread_counts[order], self._kinds.of[host]
+        if kind not in counts:
             model = self._spec.models[order]
-            found = self._thread_counts[key] = threads(model.threads, model.tp_degree, self._hosts[host])
-        return found
+            counts[kind] = threads(model.threads, model.tp_degree, self._hosts[host])
+        return counts[kind]
 
     # Refusals
 

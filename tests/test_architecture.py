@@ -84,6 +84,14 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
         ("import orchestrator.cli.main as m; m.run(['version'])", HEAVY | {"ray", "starlette", "uvicorn"}),
         ("import orchestrator.cli.main as m; m.run(['validate', 'placements/examples/demo.yaml'])", HEAVY | {"ray"}),
         ("import orchestrator.cli.main as m; m.run(['plan', 'placements/examples/demo.yaml'])", HEAVY | {"ray"}),
+        (
+            "import orchestrator.cli.main as m; m.run(['explain', 'assistant', 'placements/examples/demo.yaml'])",
+            HEAVY | {"ray", "starlette", "uvicorn"},
+        ),
+        (
+            "import orchestrator.cli.main as m; m.run(['plan', '--defrag', '4', 'placements/examples/demo.yaml'])",
+            HEAVY | {"ray", "starlette", "uvicorn"},
+        ),
         ("import orchestrator.cli.main as m; m.run(['status'])", HEAVY | {"ray"}),
         ("import orchestrator.cli.main as m; m.run(['apply', 'x'])", HEAVY | {"ray", "starlette", "uvicorn"}),
         ("import orchestrator.cli.main as m; m.run(['config', 'view'])", HEAVY | {"ray", "starlette", "uvicorn"}),
@@ -100,7 +108,19 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
             HEAVY | {"ray"},
         ),
     ],
-    ids=["version", "validate", "plan", "status", "apply", "config", "controller", "replica", "echo"],
+    ids=[
+        "version",
+        "validate",
+        "plan",
+        "explain",
+        "defrag",
+        "status",
+        "apply",
+        "config",
+        "controller",
+        "replica",
+        "echo",
+    ],
 )
 def test_nothing_heavy_is_loaded(do: str, unwanted: set[str], tmp_path: Path) -> None:
     """Commands answer at once, and an echo replica runs without torch: seen in a process of its own."""

@@ -36,16 +36,24 @@ def explanation(file: SpecFile | None, fleet: AdminClient | None, model: str) ->
     return {"index": None, "revision": None, **found.as_dict()}
 
 
-def explanation_text(data: Mapping[str, Any]) -> str:
-    """What fails and what would help first, then the places, then what holds."""
-    parts = [_headline(data)]
+def explanation_text(data: Mapping[str, Any], *, color: bool = False) -> str:
+    """What fails and what would help first, then the places, then what holds. ``color`` adds ANSI codes."""
+
+    def paint(code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if color else text
+
+    parts = [paint("1", _headline(data))]
     failed = data["failed"]
     if failed:
-        parts.append("\n".join(line for number, one in enumerate(failed, 1) for line in _failed(number, one)))
+        lines = []
+        for number, one in enumerate(failed, 1):
+            lines.append(f"{number}. {paint('1;31', one['id'])}: {one['what']}")
+            lines += [f"     {line}" for line in one["details"]]
+        parts.append("\n".join(lines))
     if data["suggestions"]:
         lines = ["Each of these would help, and has been tried:"]
         for one in data["suggestions"]:
-            lines += [f"  {one['change']}", f"      {one['gives']}"]
+            lines += [f"  {paint('32', one['change'])}", f"      {one['gives']}"]
             if one["id"] != "move":
                 lines += [f"      {line}" for line in move_lines(one["moves"])]
         parts.append("\n".join(lines))
@@ -66,12 +74,6 @@ def _headline(data: Mapping[str, Any]) -> str:
     state = f"{placed} of {wanted} {noun} a place" if placed or wanted != 1 else "it has no place"
     more = f"min {data['min']}, priority {data['priority']}"
     return f"{data['model']}: {state} ({more})"
-
-
-def _failed(number: int, constraint: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{number}. {constraint['id']}: {constraint['what']}"
-    for line in constraint["details"]:
-        yield f"     {line}"
 
 
 def _places(replicas: Sequence[Mapping[str, Any]]) -> Iterator[str]:

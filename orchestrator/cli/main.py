@@ -28,7 +28,7 @@ from orchestrator.cli.app import (
     app,
     the_fleet,
 )
-from orchestrator.cli.output import Format, complain, say, show
+from orchestrator.cli.output import Format, complain, say, show, stdout, use_color
 from orchestrator.failure import Failed
 from orchestrator.version import corewright_version
 
@@ -141,7 +141,7 @@ def explain(model: ModelArgument, spec: OptionalSpecArgument = None, output: For
     from orchestrator.specfile import load
 
     data = explanation(None if spec is None else load(spec), find_fleet(), model)
-    show(data, output, explanation_text(data))
+    show(data, output, explanation_text(data, color=use_color(stdout())))
     raise typer.Exit(0 if data["fits"] else FAILED)
 
 

@@ -47,13 +47,12 @@ def make_plan(file: SpecFile, fleet: AdminClient | None, *, brief: bool = False)
         if not refused.problems:
             raise
         data = _nothing(refused.problems)
-    return _result(data, file.hosts, brief)
+    return _result(data, file, brief)
 
 
-def _result(data: dict[str, Any], hosts: Sequence[Host], brief: bool) -> PlanResult:
-    return PlanResult(
-        data, plan_table(data, hosts, brief=brief), problems_of(data), plan_fails(data), plan_changes(data)
-    )
+def _result(data: dict[str, Any], file: SpecFile, brief: bool) -> PlanResult:
+    table = plan_table(data, file.hosts, brief=brief, name=file.name)
+    return PlanResult(data, table, problems_of(data), plan_fails(data), plan_changes(data))
 
 
 def text_of(file: SpecFile) -> tuple[str, str, str]:
@@ -85,7 +84,7 @@ def _alone(file: SpecFile, brief: bool) -> PlanResult:
     data = {"index": None, "revision": None, **found.with_problems(file.problems).as_dict()}
     data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in found.placements]
     data |= {"models": [], **ledger(file.spec, file.hosts, found, file.checkpoints, file.drafts).as_dict()}
-    return _result(data, file.hosts, brief)
+    return _result(data, file, brief)
 
 
 def _nothing(problems: Sequence[Problem]) -> dict[str, Any]:
@@ -94,10 +93,10 @@ def _nothing(problems: Sequence[Problem]) -> dict[str, Any]:
     return {"index": None, "revision": None, **{name: told if name == "problems" else [] for name in lists}}
 
 
-def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = False) -> str:
+def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = False, name: str = "SPEC") -> str:
     """For a person: the core map, replicas, what becomes of each model, what it takes, and how many changes it makes.
 
-    Keys that a fleet of another version does not tell are left out.
+    ``name`` is the file's. Keys that a fleet of another version does not tell are left out.
     """
     if has_errors(problems_of(data)):
         return ""
@@ -110,7 +109,7 @@ def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = Fal
     parts.append(_count(data))
     if data["unplaced"]:
         models = dict.fromkeys(missing["model"] for missing in data["unplaced"])
-        parts.append("\n".join(f"corewright explain {model}  says what would help" for model in models))
+        parts.append("\n".join(f"what would help: corewright explain {model} {name}" for model in models))
     if data["index"] is not None:
         parts.append(f"check index: {data['index']}")
     return "\n\n".join(part.rstrip("\n") for part in parts if part)

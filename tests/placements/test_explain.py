@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from placements.parse import parse
 from placements.plan import Running
 from placements.remedies import Suggestion
 from placements.spec import HostsSpec, Replicas, Spec, Spread
-from tests.placements.fleets import LAPTOP, LLAMA_2_7B, model, spec
+from tests.placements.fleets import LAPTOP, LLAMA_2_7B, PLAIN, model, spec
 
 HOST = "inf2.48xlarge/0"
+PROBLEMS = Path(__file__).parent.parent / "golden" / "problems"
 LLAMA_70B = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 32000, 4096, False, 68_976_648_192)
 
 
@@ -121,6 +122,17 @@ def test_errors_of_the_file_stand_in_the_models_own_lines() -> None:
     for name, ids in (("a", ["unknown-key"]), ("b", [])):
         told = explain(parsed.spec, hosts_for(parsed.spec, LAPTOP), name, problems=parsed.problems)
         assert (failed(told), told.suggestions) == (ids, ())
+
+
+@pytest.mark.parametrize("path", sorted(PROBLEMS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_spec_is_too_wrong_to_be_explained(path: Path) -> None:
+    """As far as its models could be read at all; on hosts of its own, and on one without devices."""
+    parsed = parse(path.read_text(), path.name)
+    for name in [one.name for one in parsed.spec.models] if parsed.spec else []:
+        assert parsed.spec is not None
+        for hosts in (hosts_for(parsed.spec, LAPTOP), (PLAIN,)):
+            told = explain(parsed.spec, hosts, name, {name: LLAMA_2_7B}, problems=parsed.problems)
+            assert told.fits == (not told.failed)
 
 
 def test_a_model_that_is_not_there_is_a_key_error() -> None:

@@ -127,10 +127,19 @@ FULL = Spec(
     models=(ModelSpec(name="a", source="./m", tp_degree=2), ModelSpec(name="b", source="./m", priority=1)),
 )
 
+OUSTING = Spec(  # a greater degree of the first would fit, and cost the second its place
+    hosts=(HostsSpec(instance="inf2.24xlarge"),),
+    models=(
+        ModelSpec(name="a", source="./m", tp_degree=2, max_batch=32, max_len=4096, priority=1),
+        ModelSpec(name="b", source="./m", tp_degree=8),
+    ),
+)
+
 
 @settings(max_examples=int(os.environ.get("EXAMPLES", "60")), deadline=None)
 @given(cases())
 @example(Case(FULL, {}))
+@example(Case(OUSTING, {"a": LLAMA_2_7B}))
 def test_every_suggestion_works_when_it_is_planned_anew(case: Case) -> None:
     """`check` has nothing new against it, the model gets its replicas, and no other model loses one by it."""
     told = case.explain()

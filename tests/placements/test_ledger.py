@@ -1,0 +1,67 @@
+"""What a plan takes of its machines adds up."""
+
+from __future__ import annotations
+
+import pytest
+
+from placements.hosts import hosts_for
+from placements.ledger import Ledger, ledger
+from placements.memory import estimate, host_memory
+from placements.plan import plan
+from placements.spec import HostsSpec, Spec
+from tests.placements.fleets import LAPTOP, LLAMA_2_7B, model, spec
+
+
+def booked(wish: Spec) -> Ledger:
+    hosts = hosts_for(wish, LAPTOP)
+    checkpoints = {"a": LLAMA_2_7B}
+    return ledger(wish, hosts, plan(wish, hosts, checkpoints), checkpoints)
+
+
+def test_the_threads_of_a_host_are_those_of_its_replicas() -> None:
+    """Each model with the arithmetic of its share."""
+    (host,) = booked(spec(model("a", 8, replicas=2), model("b", 2))).hosts
+    told = {line.model: (line.replicas, line.each, line.arithmetic, line.together) for line in host.threads}
+    assert told == {
+        "a": (2, 61, "floor((192 - 8) x 8 / 24) = 61", 122),
+        "b": (1, 15, "floor((192 - 8) x 2 / 24) = 15", 15),
+    }
+    assert host.as_dict()["threads"] == 137
+
+
+def test_the_memory_of_a_model_is_its_estimate() -> None:
+    """By class, against what may be filled; a model without a checkpoint has no row."""
+    wish = spec(model("a", 8), model("b", 2))
+    (need,) = booked(wish).memory
+    told = need.as_dict()
+    expected = estimate(wish.models[0], LLAMA_2_7B)
+    assert told["total_gib"] == pytest.approx(expected.total, abs=1e-3)
+    assert sum(one["gib"] for one in told["classes"]) == pytest.approx(expected.total, abs=1e-2)
+    assert (told["usable_gib"], told["hbm_gib"]) == (15.2, 16)
+
+
+def test_replicas_load_side_by_side() -> None:
+    """Two of them need the host's memory twice."""
+    wish = spec(model("a", 8, replicas=2))
+    (host,) = booked(wish).hosts
+    assert host.load_gib == pytest.approx(2 * host_memory(wish.models[0], LLAMA_2_7B).load)
+
+
+def test_each_type_of_host_has_its_own_row() -> None:
+    """What may be filled differs; a type that is too small for the degree has none."""
+    types = ("inf2.xlarge", "inf2.48xlarge", "trn2.48xlarge")
+    wish = Spec(hosts=tuple(HostsSpec(instance=name) for name in types), models=(model("a", 8),))
+    told = [(need.as_dict()["instance"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
+    assert told == [("inf2.48xlarge", 15.2), ("trn2.48xlarge", 22.8)]
+
+
+def test_blocked_cores_are_told_apart() -> None:
+    """As ranges."""
+    wish = spec(model("a"), cores=[23])
+    hosts = hosts_for(wish, LAPTOP)
+    name = hosts[0].name
+    book = ledger(
+        wish, hosts, plan(wish, hosts), quarantined={name: frozenset({3})}, cordoned={name: frozenset({8, 9, 12})}
+    )
+    told = book.as_dict()["hosts"][0]
+    assert (told["reserved"], told["cordoned"], told["quarantined"]) == (["23"], ["8-9", "12"], ["3"])
