@@ -10,8 +10,8 @@ from typing import NamedTuple
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange
 from placements.engines import ENGINE_OPTIONS, HOST_ENGINES, Engine, needs_neuron, resolve, takes_cores
+from placements.free import Free
 from placements.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
-from placements.packing import Free
 from placements.pins import assign
 from placements.places import Path
 from placements.plan import plan

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from placements.checkpoints import Checkpoint
 from placements.engines import resolve, takes_cores
 from placements.memory import estimate, fits, host_memory
-from placements.packer import Demand
 from placements.spec import ModelSpec, Spec
+from placements.tenants import Demand
 from placements.threads import threads
 from placements.topology import Host, degree
 

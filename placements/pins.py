@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from placements.packing import Free
+from placements.free import Free
 from placements.spec import Pin
 
 SEARCH_STEPS = 2_000

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from placements.packing import Free
+from placements.free import Free
 from placements.pins import assign
 from placements.spec import Pin
 from tests.placements.fleets import host

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from placements.cores import CoreRange
-from placements.packing import Free, runs
+from placements.free import Free, runs
 from tests.placements.fleets import PLAIN, host
 
 
