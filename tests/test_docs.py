@@ -345,7 +345,7 @@ def called(call: ast.Call) -> str:
 
 def makers(trees: list[ast.Module]) -> dict[str, int]:
     """What makes a problem, with the position of its id: the classes, and every function that hands its own on."""
-    found = {"Problem": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
+    found = {"Problem": 0, "Refusal": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
     size = 0
     while size != len(found):
         size = len(found)
