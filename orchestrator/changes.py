@@ -124,8 +124,8 @@ class Situation:
     drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     replaced: frozenset[tuple[str, int]] = frozenset()
 
-    def aim(self) -> Goal:
-        """What should be now."""
+    def aim(self, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:
+        """What should be now; with ``moves``, what could be if so many running replicas were given other cores."""
         return aim(
             self.spec,
             self.hosts,
@@ -135,6 +135,8 @@ class Situation:
             blocked=self.blocked,
             drained=self.drained,
             replaced=self.replaced,
+            moves=moves,
+            costs=costs,
         )
 
     def with_wish(self, wish: Wish) -> Situation:

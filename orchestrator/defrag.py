@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.changes import END_S
+from orchestrator.room import move_costs
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange, ranges
 from placements.ledger import ledger
@@ -30,16 +30,10 @@ def defragmentation(
 ) -> dict[str, Any]:
     """The window and its moves; a window of null, and a problem, where there is none.
 
-    ``load_s`` is how long a start of a replica of a model takes, in seconds, ``traffic`` how many requests each of its
-    replicas holds. A move costs (load_s + END_S) x (1 + traffic); a model whose start nobody has measured is taken to
-    load as long as the slowest that is known.
+    ``load_s`` and ``traffic`` are those of `room.move_costs`.
     """
     known = load_s or {}
-    usual = max(known.values(), default=0.0)
-    costs = {
-        model.name: (known.get(model.name, usual) + END_S) * (1 + (traffic or {}).get(model.name, 0.0))
-        for model in spec.models
-    }
+    costs = move_costs(spec, known, traffic or {})
     blocked = {
         host.name: (quarantined or {}).get(host.name, frozenset()) | (cordoned or {}).get(host.name, frozenset())
         for host in hosts

@@ -34,6 +34,7 @@ from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
 from orchestrator.picture import rollout
 from orchestrator.rollout import Goal, Wish
+from orchestrator.room import load_times, traffic
 from orchestrator.snapshot import ReplicaView
 from orchestrator.specfile import SpecFile, examine, start_problems
 from placements.cores import CoreRange
@@ -119,13 +120,6 @@ class Operator:
         state = self._state
         assert found.spec is not None
         situation = state.situation()
-        load_s, traffic = {}, {}
-        for model in found.spec.models:
-            views = [view for view in situation.views if view.model == model.name]
-            measured = situation.load_s(model.name)
-            if measured is not None:
-                load_s[model.name] = measured
-            traffic[model.name] = sum(view.live + view.waiting for view in views) / max(1, len(views))
         told = defragmentation(
             found.spec,
             state.living_hosts,
@@ -134,8 +128,8 @@ class Operator:
             cores,
             quarantined=self._quarantined(),
             cordoned=self._cordoned(),
-            load_s=load_s,
-            traffic=traffic,
+            load_s=load_times(situation),
+            traffic=traffic(situation),
         )
         return {"index": state.journal.state().index, "revision": state.current.number, **told}
 

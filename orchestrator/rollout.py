@@ -119,11 +119,14 @@ def aim(
     blocked: Mapping[str, frozenset[int]],
     drained: Mapping[str, frozenset[int]],
     replaced: frozenset[tuple[str, int]] = frozenset(),  # of (id, epoch)
+    moves: int = 0,
+    costs: Mapping[str, float] | None = None,
 ) -> Goal:
     """Which replicas should be now.
 
     ``hosts`` are those that live. ``blocked`` are cores by host where nothing new may go, ``drained`` those whose
-    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes.
+    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes. ``moves`` and
+    ``costs`` are those of `placements.plan.plan`.
     """
     present = list(views)
     names = {host.name for host in hosts}
@@ -167,7 +170,7 @@ def aim(
     ]
     occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
     numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
-    made = plan(spec, hosts, checkpoints, running, counts, occupied, numbered)
+    made = plan(spec, hosts, checkpoints, running, counts, occupied, numbered, moves=moves, costs=costs)
     targets = [Target(p.model, p.replica, p.host, p.cores, wishes[p.model].version, p) for p in made.placements]
     for one in steps.values():
         targets += [Target(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]

@@ -24,12 +24,14 @@ from orchestrator.journal import (
     JournalState,
     JournalUnwritable,
     Record,
+    Replace,
     Revision,
     RolloutState,
     Scale,
 )
 from orchestrator.lifecycle import State
 from orchestrator.rollout import Goal, Step, Wish
+from orchestrator.room import Room, room_for
 from orchestrator.snapshot import ReplicaView
 from placements.hosts import Machine
 from placements.spec import ModelSpec
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 Level = Literal["info", "warning", "error"]
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
+ROOM_S = 60.0  # between two attempts to make room; and how long one may take beside the starts
 HELD_RECORDS = 1000  # decisions and events that wait for room on the disk
 
 
@@ -91,6 +94,9 @@ class FleetState:
         self.woken: set[str] = set()  # models of min 0 that a request has started
         self.ways: dict[str, Way] = {}  # of models whose replicas are being replaced
         self.goal = Goal()
+        self.room: Room | None = None  # that is being made for what is blocked
+        self._room_since = float("-inf")
+        self._no_room: tuple[object, object] | None = None  # what lay where, and what was missing, when none was found
         self._numbers: dict[str, int] = {}
         self._progress: tuple[Any, float] = ((), clock())
 
@@ -290,10 +296,17 @@ class FleetState:
             self.current.checkpoints,
             {model.name: self.wish(model) for model in self.current.spec.models},
             tuple(self.views.values()),
-            self.blocked(),
+            self._blocked_or_held(),
             self.drained(),
             self.replaced(),
         )
+
+    def _blocked_or_held(self) -> dict[str, frozenset[int]]:
+        """The room that is being made is nobody's until it is empty."""
+        blocked = self.blocked()
+        for host, cores in (self.room.cores if self.room is not None else {}).items():
+            blocked[host] = blocked.get(host, frozenset()) | cores
+        return blocked
 
     def aim(self) -> Goal:
         """What should be now. A model whose replicas must be replaced gets its way here, and keeps it to the end."""
@@ -312,7 +325,36 @@ class FleetState:
         for name in self.ways.keys() - goal.steps.keys():
             del self.ways[name]
         self.goal = self.situation().aim() if undecided else goal
+        if self._make_room():
+            return self.aim()
         return self.goal
+
+    def _make_room(self) -> bool:
+        """Begin to make room, or be done with it; True when that changes what should be now."""
+        now = self.clock()
+        if self.room is not None:
+            late = now - self._room_since > ROOM_S + max(view.deadlines.start_s for view in self.room.moving)
+            if not (self.room.empty(list(self.views.values())) or late or self.frozen):
+                return False
+            self.room = None
+            return True
+        if self.frozen or self.in_canary or now - self._room_since < ROOM_S:
+            return False
+        lying = frozenset((view.id, view.epoch, view.host, view.cores, view.state) for view in self.views.values())
+        missing = tuple((one.model, one.replica) for one in self.goal.plan.unplaced)
+        if not missing or (lying, missing) == self._no_room:
+            return False
+        room = room_for(self.situation(), self.goal)
+        if room is None:
+            self._no_room = (lying, missing)
+            return False
+        self.room, self._room_since = room, now
+        for view in room.moving:
+            self.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
+            self.tell(
+                "info", "MakingRoom", f"it goes elsewhere, to make room for {' and '.join(room.models)}", view=view
+            )
+        return True
 
     def _needs_way(self, name: str, step: Step, goal: Goal) -> bool:
         """It has none, or the one it has finds no place for the next replica."""

@@ -1,0 +1,67 @@
+"""A replica that is blocked by others that lie scattered: some of them go elsewhere, and nobody misses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.orchestrator.fakes import FakeCluster, Played
+
+HOST = "inf2.24xlarge/0"
+SPEC = """\
+version: 1
+name: test
+hosts: {emulate: inf2.24xlarge}
+defaults: {engine: echo}
+models:
+  small: {source: ./none, replicas: {min: 0, max: 3}}
+  big: {source: ./none, tp_degree: 8, replicas: {min: 0, max: 1}}
+"""
+
+
+async def scattered(home: Path, cluster: FakeCluster | None = None) -> Played:
+    """A host of twelve cores where small replicas run on 0 and 8, so that no eight in a row are free."""
+    fleet = Played(home, cluster or FakeCluster(), SPEC)
+    await fleet.__aenter__()
+    for closed, count in (("1-11", 1), ("0-7", 2)):
+        await fleet.operator.cordon(HOST, closed, True, "tester")
+        await fleet.operator.scale("small", count, "tester")
+        await fleet.until(lambda count=count: len(fleet.ready("small")) == count, "small ones are ready")  # type: ignore[misc]
+        await fleet.operator.cordon(HOST, closed, False, "tester")
+    assert [one["cores"] for one in fleet.ready("small")] == ["0", "8"]
+    return fleet
+
+
+async def test_one_in_the_way_goes_elsewhere_first(tmp_path: Path) -> None:
+    """Another one of it is ready on other cores before it ends; then the big one takes the cores."""
+    fleet = await scattered(tmp_path)
+    served: list[int] = []
+
+    def done() -> bool:
+        served.append(len(fleet.ready("small")))
+        return bool(fleet.ready("big"))
+
+    try:
+        await fleet.operator.scale("big", 1, "tester")
+        await fleet.until(done, "the big one is ready")
+        assert min(served) == 2
+        assert fleet.ready("big")[0]["cores"] == "0-7"
+        assert sorted(one["cores"] for one in fleet.ready("small")) in (["10", "8"], ["11", "8"], ["8", "9"])
+        assert fleet.happened().count("MakingRoom") == 1
+    finally:
+        await fleet.__aexit__()
+
+
+async def test_nothing_goes_where_it_would_not_help(tmp_path: Path) -> None:
+    """With a core of each half cordoned no eight cores in a row can be had, and what runs stays."""
+    fleet = await scattered(tmp_path)
+    try:
+        await fleet.operator.cordon(HOST, "4", True, "tester")
+        await fleet.operator.scale("big", 1, "tester")
+        before: Any = [(one["id"], one["cores"]) for one in fleet.ready("small")]
+        await fleet.operator.scale("small", 3, "tester")
+        await fleet.until(lambda: len(fleet.ready("small")) == 3, "a third small one is ready")
+        assert [(one["id"], one["cores"]) for one in fleet.ready("small")][:2] == before
+        assert "MakingRoom" not in fleet.happened()
+    finally:
+        await fleet.__aexit__()
