@@ -229,6 +229,7 @@ class Daemon:
         self._tell("starting the controller and the replicas")
         self._controller = actors.start_controller(settings)
         self._in_background(self._wait_down)
+        self._raise_if_asked()
         self._tell("starting the gateway")
         self._serve_up = True
         try:

@@ -270,8 +270,11 @@ class Draft:
 
     def _number_anew(self, models: set[int]) -> None:
         """Of a model's new replicas those with the lowest numbers get the places that there are."""
-        for order in models:
-            own = [item.tenant for item in self._items if item.pin is None and item.tenant.model == order]
+        found: dict[int, list[Tenant]] = {}
+        for item in self._items:
+            if item.pin is None and item.tenant.model in models:
+                found.setdefault(item.tenant.model, []).append(item.tenant)
+        for own in found.values():
             names = sorted((tenant.grade, tenant.replica) for tenant in own)
             own.sort(key=lambda tenant: (tenant.host < 0, tenant.grade, tenant.replica))
             for tenant, (grade, replica) in zip(own, names, strict=True):
@@ -300,7 +303,7 @@ class Draft:
         packer = self._packer()
         nobody = len(self._spec.models)
         tenant = Tenant(nobody, 0, cores, _LEAST, Demand(nobody, cores, kinds))
-        if not packer.place(tenant):
+        if not packer.clear(tenant):
             return None
         return self._ground.hosts[tenant.host].name, CoreRange.of_length(tenant.first, cores)
 

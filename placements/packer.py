@@ -28,6 +28,12 @@ TRIES = (24, 6, 3, 2, 1)
 LARGE = 300
 """Hosts beyond which only ranges of the grid are emptied: there are enough of them to choose from."""
 
+MOST_CLEARED = 500
+"""Ranges that `Packer.clear` tries to empty, cheapest first."""
+
+MOST_OWN = 24
+"""Models whose free ranges are kept apart because hosts refuse them for want of memory or CPUs, or by spread."""
+
 MOST_ORDERED = 1000
 """How many replicas are placed again in other orders, all orders together."""
 
@@ -53,6 +59,7 @@ class Packer:
         self._prices: dict[int, dict[int, float]] = {}
         self._sizes: set[int] = set()  # of all tenants
         self._scarcities: dict[int, list[tuple[int, float]]] = {}
+        self._own: dict[tuple[int, int], HostIndex] = {}
         self._odd: dict[tuple[int, int], HostIndex | None] = {}
         self._evict: dict[tuple[int, int], HostIndex] = {}
         self._indices: list[HostIndex] = []
@@ -171,20 +178,29 @@ class Packer:
     def _free_index(self, size: int, kind: int) -> HostIndex:
         index = self._free.get((size, kind))
         if index is None:
-            spaces = self.spaces
+            index = self._free[size, kind] = HostIndex(self._kinds[kind], lambda host: self._free_rank(host, size))
+            self._indices.append(index)
+        return index
+
+    def _free_rank(self, host: int, size: int) -> Rank | None:
+        """(on an idle pin, larger ranges that it spoils, host, start)"""
+        space = self.spaces[host]
+        found = space.grid.best(space.free & ~space.idle, size)
+        if found is not None:
+            return (0, found[0], host, found[1])
+        found = space.grid.best(space.free, size) if space.idle else None
+        return None if found is None else (1, found[0], host, found[1])
+
+    def _own_index(self, tenant: Tenant, kind: int) -> HostIndex | None:
+        """Of the hosts that admit a model, for the few models that are refused by many; None for all others."""
+        key = (tenant.model, kind)
+        index = self._own.get(key)
+        if index is None and len(self._own) < MOST_OWN:
 
             def rank(host: int) -> Rank | None:
-                space = spaces[host]
-                found = space.grid.best(space.free & ~space.idle, size)
-                if found is not None:
-                    return (0, found[0], host, found[1])
-                if space.idle:
-                    found = space.grid.best(space.free, size)
-                    if found is not None:
-                        return (1, found[0], host, found[1])
-                return None
+                return self._free_rank(host, tenant.size) if self.admits(tenant, host) else None
 
-            index = self._free[size, kind] = HostIndex(self._kinds[kind], rank)
+            index = self._own[key] = HostIndex(self._kinds[kind], rank)
             self._indices.append(index)
         return index
 
@@ -333,6 +349,23 @@ class Packer:
         self._undo((0, 0))
         self._hopeless.clear()
 
+    def clear(self, tenant: Tenant) -> bool:
+        """Find room for a tenant as `place` does, but look at every legal range of every host, and displace nothing."""
+        if self.enter(tenant):
+            return True
+        found: list[tuple[float, int, int, int]] = []
+        for kind in sorted(tenant.demand.kinds):
+            for host in self._kinds.get(kind, ()):
+                space = self.spaces[host]
+                for start in _bits(space.grid.possible(tenant.size)):
+                    wanted = ((1 << tenant.size) - 1) << start
+                    there = [one for one in space.tenants if one.mask & wanted]
+                    if not any(one.fixed for one in there):
+                        cost = sum(one.cost for one in there if one.at_home)
+                        found.append((cost, sum(one.size for one in there), host, start))
+        found.sort()
+        return any(self._swap(tenant, host, start, 0, strict=False) for *_, host, start in found[:MOST_CLEARED])
+
     def squeeze_in(self, tenant: Tenant) -> bool:
         """Any free legal range, without moving anything."""
         spot = self.free_spot(tenant) or self.odd_spot(tenant)
@@ -394,7 +427,8 @@ class Packer:
             index = self._free_index(tenant.size, kind)
             top = index.first()
             if top is not None and not tenant.demand.plain and not self.admits(tenant, top[1]):
-                some = index.ranked(1, lambda host: self.admits(tenant, host))
+                own = self._own_index(tenant, kind)
+                some = index.ranked(1, self._filter(tenant)) if own is None else own.ranked(1)
                 top = some[0] if some else None
             if top is not None:
                 found = (top[0][:3], top[1], int(top[0][3]))
@@ -453,14 +487,14 @@ class Packer:
                 yield cost, host, start
             tried = most
 
-    def _swap(self, tenant: Tenant, host: int, start: int, depth: int) -> bool:
+    def _swap(self, tenant: Tenant, host: int, start: int, depth: int, *, strict: bool = True) -> bool:
         """Empty a range for the tenant, and find other places for those that lay there."""
         mark = self._mark()
         space = self.spaces[host]
         wanted = ((1 << tenant.size) - 1) << start
         leaving = [one for one in space.tenants if one.mask & wanted]
         for one in leaving:
-            if one.fixed or (one.size >= tenant.size and not self._may_leave(one, tenant)):
+            if one.fixed or (strict and one.size >= tenant.size and not self._may_leave(one, tenant)):
                 return False
         if self.moves is not None and self.moved + sum(one.at_home for one in leaving) > self.moves:
             return False

@@ -32,6 +32,8 @@ class Refusals:
         self._ground = ground
         self._tenants = [tenant for tenant in tenants if tenant.host >= 0]
         self._known: dict[int, Refusal] = {}  # by model
+        self._opens: dict[tuple[int, frozenset[int]], list[int]] = {}
+        self._runs: dict[int, tuple[int, int]] = {}
         hosts, kinds = ground.hosts, ground.kinds.of
         self._free = list(ground.allowed)
         self._memory = [NEVER if host.memory_gib is None else host.memory_gib for host in hosts]
@@ -89,10 +91,10 @@ class Refusals:
             return Refusal(
                 "no-suitable-host", what, "`corewright explain` says which; take another tp_degree or host type"
             )
-        open_hosts = [i for i in hosts if ground.grid(i).legal(tp) & windows(self._free[i], tp)]
+        open_hosts = self._open(tp, tenant.demand.kinds, hosts)
         if open_hosts:
             return self._why_closed(tenant, open_hosts)
-        run_of = {i: _longest(self._free[i], ground.cores[i]) for i in hosts}
+        run_of = {i: self._longest(i) for i in hosts}
         best = max(hosts, key=lambda i: run_of[i][1])
         name, (first, length) = ground.hosts[best].name, run_of[best]
         others = f" and none of {_count(len(hosts), 'host')} has a longer one" if len(hosts) > 1 else ""
@@ -103,6 +105,21 @@ class Refusals:
         step = alignment(ground.family(best), tp).legal
         aligned = f" from a multiple of {step} on" if length >= tp else ""
         return Refusal("no-room", f"{needs}{aligned}, the longest free run on {name} is {run}", hint)
+
+    def _open(self, tp: int, kinds: frozenset[int], hosts: Sequence[int]) -> list[int]:
+        """Those of the hosts, which are of these kinds, where a legal range of the degree is free."""
+        found = self._opens.get((tp, kinds))
+        if found is None:
+            found = [i for i in hosts if self._ground.grid(i).legal(tp) & windows(self._free[i], tp)]
+            self._opens[tp, kinds] = found
+        return found
+
+    def _longest(self, host: int) -> tuple[int, int]:
+        """(first, length) of the longest free run, the first of several."""
+        found = self._runs.get(host)
+        if found is None:
+            found = self._runs[host] = _longest(self._free[host], self._ground.cores[host])
+        return found
 
     def _why_closed(self, tenant: Tenant, hosts: Sequence[int]) -> Refusal:
         """Cores are free on these, and something else is missing."""

@@ -71,4 +71,4 @@ class Space:
 
     def count(self, model: int) -> int:
         """Replicas of that model."""
-        return sum(tenant.model == model for tenant in self.tenants)
+        return [tenant.model for tenant in self.tenants].count(model)
