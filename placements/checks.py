@@ -18,7 +18,7 @@ from placements.plan import plan
 from placements.problems import Problem, Severity, in_order
 from placements.spec import ModelSpec, Pin, Spec
 from placements.threads import arithmetic, threads
-from placements.topology import DEGREES, Host, Topology, alignment, degree, documented
+from placements.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment, degree, documented
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class _Case:
             return None
         model = self.model.model_copy(update={"tp_degree": tp_degree or self.model.tp_degree})
         return estimate(model, self.checkpoint, self.engine, self.draft)
+
+    def has_room(self, tp_degree: int, topology: Topology) -> bool:
+        """Whether a replica of another degree would have the HBM there, as far as that is known."""
+        need = self.memory(tp_degree)
+        return _has_tp(topology, tp_degree) and (need is None or fits(need, topology))
 
     def suits(self, host: Host) -> bool:
         """Whether a replica could lie on the host if it were empty, as far as degree and HBM decide it."""
@@ -278,7 +283,10 @@ def heads_divisible(case: _Case) -> Iterator[Problem]:
         return
     dividing = [known for known in _degrees(case.fleet.types) if checkpoint.heads % known == 0]
     what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
-    hint = f"take {_listed(dividing, 'or')}, or add allow_head_padding: true for an engine that pads with zeros"
+    roomy = [known for known in dividing if any(case.has_room(known, topology) for topology in case.fleet.types)]
+    hint = "add allow_head_padding: true for an engine that pads with zeros"
+    if roomy:
+        hint = f"take {_listed(roomy, 'or')}, or {hint}"
     yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
 
 
@@ -301,17 +309,47 @@ def fits_memory(case: _Case) -> Iterator[Problem]:
     largest = max(types, key=lambda topology: topology.hbm_per_core_gib)
     hbm, limit = largest.hbm_per_core_gib, usable_hbm(largest)
     of = f" of {largest.instance}" if len(types) > 1 else ""
-    terms = f"{need} on each core, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
+    terms = f"{need} {need.on_cores(model.tp_degree)}, more than {USABLE_HBM} x {hbm} = {limit:.2f} GiB of HBM{of}"
     setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
     what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
-    hint = "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
-    for tp in _degrees(case.fleet.types):
-        having = [topology for topology in case.fleet.types if tp <= topology.cores and degree(topology.family, tp)]
-        larger = case.memory(tp) if tp > model.tp_degree and checkpoint.heads % tp == 0 else None
-        if larger is not None and any(fits(larger, topology) for topology in having):
-            hint = f"tp_degree {tp} needs {larger.total:.2f} GiB on each core; or {hint}"
-            break
+    ways = list(_ways_to_fit(case, types))
+    hint = "; or ".join(ways) or "take a larger instance type, and a greater tp_degree"
     yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
+
+
+def _ways_to_fit(case: _Case, types: Sequence[Topology]) -> Iterator[str]:
+    """What would bring a model that exceeds the HBM of these types below it, as far as it is known to."""
+    model, checkpoint = case.model, case.checkpoint
+    assert checkpoint is not None
+
+    def needs(**fields: object) -> MemoryEstimate:
+        return estimate(model.model_copy(update=fields), checkpoint, case.engine, case.draft)
+
+    for tp in _degrees(case.fleet.types):
+        larger = needs(tp_degree=tp)
+        divides = tp > model.tp_degree and checkpoint.heads % tp == 0
+        if divides and any(fits(larger, one) for one in case.fleet.types if _has_tp(one, tp)):
+            yield f"tp_degree {tp} needs {larger.total:.2f} GiB {larger.on_cores(tp)}"
+            break
+    if any(fits(needs(max_batch=1, max_len=1), topology) for topology in types):
+        yield "lower max_batch or max_len, or set hbm_overhead_gib if you measured the overhead"
+        return
+    smaller = needs(quantize="int8")
+    supported = case.engine not in HOST_ENGINES and (
+        case.engine != "transformers-neuronx" or checkpoint.model_type not in UNQUANTIZED_FAMILIES
+    )
+    if model.quantize is None and supported and any(fits(smaller, topology) for topology in types):
+        yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
+    need = needs()
+    for topology in TOPOLOGIES.values():
+        served = not topology.note and not (topology.family == "trn2" and case.engine == "transformers-neuronx")
+        if served and topology not in types and case.has_degree(topology) and fits(need, topology):
+            yield f"a core of {topology.instance} has {usable_hbm(topology):.2f} GiB for it"
+            break
+
+
+def _has_tp(topology: Topology, tp: int) -> bool:
+    return tp <= topology.cores and degree(topology.family, tp) is not None
 
 
 def fits_host_memory(case: _Case) -> Iterator[Problem]:
@@ -612,16 +650,20 @@ def _can_lie(model: ModelSpec, host: Host) -> bool:
     grants these only where they are there, pins aside. Always where the model takes no cores."""
     if host.topology is None or not takes_cores(model.engine, host):
         return True
-    insists = isinstance(model.threads, int) and not model.cores and not host.emulated
-    if insists and threads(model.threads, model.tp_degree, host) > len(host.usable_cpus):
+    if _insists(model, host) and threads(model.threads, model.tp_degree, host) > len(host.usable_cpus):
         return False
     return _has_degree(model, host.topology)
 
 
 def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
-    """The most threads that replicas of these models, each up to its max, can run on the host's cores at once."""
+    """The most threads that replicas of these models, each up to its max, can run on the host's cores at once.
+
+    Fixed numbers of a real host count as far as it has the CPUs for them: a plan refuses the rest.
+    """
     cores = host.cores - len(host.reserved_cores)
     best = [0] * (cores + 1)  # by cores used
+    within = (1 << len(host.usable_cpus) + 1) - 1
+    granted = [1] * (cores + 1)  # sums, as bits, that fixed numbers can make; by cores used
     floating = 0  # threads of replicas that take no cores
     for model in models:
         count = threads(model.threads, model.tp_degree, host)
@@ -631,8 +673,16 @@ def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
         most = min(model.replicas.max, model.spread.host) if model.spread else model.replicas.max
         for _ in range(min(most, cores // model.tp_degree)):
             for used in range(cores, model.tp_degree - 1, -1):
-                best[used] = max(best[used], best[used - model.tp_degree] + count)
-    return max(best) + floating
+                if _insists(model, host):
+                    granted[used] |= granted[used - model.tp_degree] << count & within
+                else:
+                    best[used] = max(best[used], best[used - model.tp_degree] + count)
+    return max(best[used] + max(granted[: cores - used + 1]).bit_length() - 1 for used in range(cores + 1)) + floating
+
+
+def _insists(model: ModelSpec, host: Host) -> bool:
+    """Whether a plan places replicas only where the CPUs for their threads are left."""
+    return isinstance(model.threads, int) and not model.cores and not host.emulated
 
 
 MOST_TRIED = 5_000
@@ -643,7 +693,7 @@ out. It is a warning, and a fleet of thousands of replicas had better be judged 
 def max_can_fit(
     spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint] | None = None
 ) -> Iterator[Problem]:
-    """Each model's ``max`` fits beside the ``min`` of all models that do not rank below it."""
+    """Each model's ``max``, its ``min`` first, fits beside the ``min`` of all models that do not rank below it."""
     asked = sum(model.replicas.max for model in spec.models)
     if not hosts or not spec.models or asked > MOST_TRIED:
         return
@@ -654,7 +704,14 @@ def max_can_fit(
         rivals = {other.name: other.replicas.min if other.priority >= model.priority else 0 for other in spec.models}
         drawn = plan(spec, hosts, checkpoints, wanted={**rivals, model.name: most})
         placed = sum(placement.model == model.name for placement in drawn.placements)
-        if placed < most:
+        least = model.replicas.min
+        if placed < least:
+            what = f"min {least} of {model.name} can never fit: there is room for {placed} beside the min of the others"
+            lower = f"set replicas.min to {placed}" if placed else "lower the min of the others"
+            where = spec.where("models", model.name, "replicas", "min")
+            hint = f"{lower}, or add hosts; `corewright explain {model.name}` tries more"
+            yield Problem("min-never-fits", "warning", where, what, hint)
+        elif placed < most:
             what = f"max {most} of {model.name} can never fit: there is room for {placed} beside the min of the others"
             hint = f"set replicas.max to {max(1, placed)}, or add hosts"
             yield Problem("max-never-fits", "warning", spec.where("models", model.name, "replicas", "max"), what, hint)

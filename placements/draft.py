@@ -205,17 +205,43 @@ class Draft:
         masks = zip(ground.hosts, ground.allowed, self._taken, strict=True)
         free = {host.name: Free("", host.cores, allowed & ~taken) for host, allowed, taken in masks}
         pins = [_pin(item) for item in items]
+        able = [frozenset(ground.hosts[host].name for host in self._pin_hosts(item)) for item in items]
         left = [
             item
-            for item, pin, name in zip(items, pins, assign(pins, free), strict=True)
-            if name is None or not self._put_on_pin(item, pin, name)
+            for item, pin, name in zip(items, pins, assign(pins, free, able), strict=True)
+            if name is None or not self._admits_pin(item, name) or not self._put_on_pin(item, pin, name)
         ]
-        for item in left:  # the search for hosts is bounded
-            pin = _pin(item)
-            names = [host.name for host in ground.hosts] if pin.host is None else [pin.host]
-            if not any(name in ground.numbers and self._put_on_pin(item, pin, name) for name in names):
+        for item in left:  # the search for hosts is bounded, and knows cores only
+            names = sorted(ground.hosts[host].name for host in self._pin_hosts(item))
+            names.sort(key=lambda name: not self._admits_pin(item, name))
+            if not any(self._put_on_pin(item, _pin(item), name) for name in names):
                 self._blocked_pins.append(item)
-                self._idle_pins.append(pin)  # it may come free: others had better go elsewhere
+                self._idle_pins.append(_pin(item))  # it may come free: others had better go elsewhere
+
+    def _pin_hosts(self, item: Item) -> list[int]:
+        """Where a pin may lie: on the host that it names, else on any whose cores can hold it."""
+        pin, ground = _pin(item), self._ground
+        if pin.host is not None:
+            return [ground.numbers[pin.host]] if pin.host in ground.numbers else []
+        kinds = item.tenant.demand.kinds or range(len(ground.kinds.hosts))
+        hosts = [
+            host for host, kind in enumerate(ground.kinds.of) if kind in kinds and pin.cores.last < ground.cores[host]
+        ]
+        return [host for host in hosts if ground.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1]
+
+    def _admits_pin(self, item: Item, name: str) -> bool:
+        """Whether the host has the memory for it, and no more replicas of the model than spread allows."""
+        host, demand = self._ground.numbers[name], item.tenant.demand
+        if demand.plain:
+            return True
+        there = [tenant for tenant in self._tenants if tenant.host == host]
+        if demand.most and sum(tenant.model == demand.model for tenant in there) >= demand.most:
+            return False
+        kind, memory = self._ground.kinds.of[host], self._ground.hosts[host].memory_gib
+        if not demand.memory or memory is None:
+            return True
+        used = sum(tenant.demand.memory[kind] for tenant in there if tenant.demand.memory)
+        return used + demand.memory[kind] <= memory
 
     def _put_on_pin(self, item: Item, pin: Pin, name: str) -> bool:
         host, mask = self._ground.numbers[name], bits(pin.cores)
@@ -249,6 +275,7 @@ class Draft:
             waiting = waiting[len(rivals) :]
             missing = serve_more(packer, [*missing, *packer.place_all(rivals)])
         move_fewer(packer)
+        self._try_pins_again(packer)
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]
         if missing:
             self._number_anew({tenant.model for tenant in missing})
@@ -257,16 +284,17 @@ class Draft:
 
     def _fill_pins(self, packer: Packer) -> None:
         """Pins whose cores are held: their holders give way where they may."""
-        ground = self._ground
         for item in self._blocked_pins:
-            pin, tenant = _pin(item), item.tenant
-            hosts = [ground.numbers[pin.host]] if pin.host in ground.numbers else []
-            if pin.host is None:
-                hosts = list(range(len(ground.hosts)))
-            hosts = [host for host in hosts if pin.cores.last < ground.cores[host]]
-            if packer.place_at(tenant, hosts, pin.cores.first):
-                tenant.fixed = True
-                self._tenants.append(tenant)
+            if packer.place_at(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
+                item.tenant.fixed = True
+                self._tenants.append(item.tenant)
+
+    def _try_pins_again(self, packer: Packer) -> None:
+        """What held their cores may lie elsewhere by now."""
+        for item in self._blocked_pins:
+            if item.tenant.host < 0 and packer.take(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
+                item.tenant.fixed = True
+                self._tenants.append(item.tenant)
 
     def _number_anew(self, models: set[int]) -> None:
         """Of a model's new replicas those with the lowest numbers get the places that there are."""
@@ -275,18 +303,28 @@ class Draft:
             if item.pin is None and item.tenant.model in models:
                 found.setdefault(item.tenant.model, []).append(item.tenant)
         for own in found.values():
-            names = sorted((tenant.grade, tenant.replica) for tenant in own)
-            own.sort(key=lambda tenant: (tenant.host < 0, tenant.grade, tenant.replica))
-            for tenant, (grade, replica) in zip(own, names, strict=True):
-                tenant.grade, tenant.replica = grade, replica
+            numbers = sorted(tenant.replica for tenant in own)
+            own.sort(key=lambda tenant: (tenant.host < 0, tenant.replica))
+            for tenant, number in zip(own, numbers, strict=True):
+                tenant.replica = number
 
     def _refuse(self, missing: Sequence[Tenant]) -> None:
+        """What is missing below ``min`` is an error, what is missing beyond it a warning."""
         refusals = Refusals(self._spec, self._ground, self._all_tenants())
-        for item in self._blocked_pins:
-            if item.tenant.host < 0:
-                self._leave_out(item.tenant, item.required, refusals.pin_taken(_pin(item)), item.number)
-        for tenant in missing:
-            self._leave_out(tenant, not tenant.grade[1], refusals.no_room(tenant))
+        placed = Counter(tenant.model for tenant in self._all_tenants() if tenant.host >= 0)
+        placed.update(order for order, _ in self._coreless)
+        blocked = {id(item.tenant): item for item in self._blocked_pins if item.tenant.host < 0}
+        tenants = sorted(
+            [*(item.tenant for item in blocked.values()), *missing], key=lambda one: (one.model, one.replica)
+        )
+        for tenant in tenants:
+            required = placed[tenant.model] < self._spec.models[tenant.model].replicas.min
+            placed[tenant.model] += 1
+            item = blocked.get(id(tenant))
+            if item is None:
+                self._leave_out(tenant, required, refusals.no_room(tenant))
+            else:
+                self._leave_out(tenant, required, refusals.pin_taken(_pin(item)), item.number)
 
     def _leave_out(self, tenant: Tenant, required: bool, why: Refusal, pin: int | None = None) -> None:
         name = self._names[tenant.model]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from placements.checkpoints import Checkpoint
 from placements.checks import check
@@ -15,15 +15,17 @@ from placements.cores import CoreRange, ranges
 from placements.demand import demands, kinds_of, suits
 from placements.engines import resolve
 from placements.memory import estimate, usable_hbm
-from placements.plan import Placement, Running, plan
+from placements.plan import Placement, Running, Unplaced, plan
 from placements.problems import Problem
-from placements.remedies import Question, Suggestion, changed, count_text, place_text, suggestions, without
+from placements.remedies import Question, Suggestion, changed, count_text, place_text, remedies, without
 from placements.spec import ModelSpec, Spec
 from placements.threads import arithmetic
 from placements.topology import DEGREES, Host, alignment
 
 _MOST_HOLDERS = 6  # models that are named as holding cores
 _MOST_HOSTS = 3  # that are named in a line
+_MEMORY_HINT = "host_memory_gib, if you measured that it needs less; or another host"
+_SKIPPED = "unknown-key"  # the error of what was left out, so that the rest can be judged as it stands
 _ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short", "vcpus-short", "no-room")
 _DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {  # what is told where it holds -> the problems that say that it does not
@@ -83,6 +85,9 @@ class Explanation:
     failed: tuple[Constraint, ...] = ()  # in the order in which they are judged
     holds: tuple[Constraint, ...] = ()
     suggestions: tuple[Suggestion, ...] = ()  # the smallest change first
+    tried: Literal["nothing", "some", "all"] = (
+        "nothing"  # of the changes that are known; some: then there were too many
+    )
 
     @property
     def fits(self) -> bool:
@@ -106,6 +111,7 @@ class Explanation:
             "failed": [constraint.as_dict() for constraint in self.failed],
             "holds": [constraint.as_dict() for constraint in self.holds],
             "suggestions": [suggestion.as_dict() for suggestion in self.suggestions],
+            "tried": self.tried,
         }
 
 
@@ -131,14 +137,18 @@ def explain(
     all replicas that are wanted, and no other model has fewer than before, but for one whose own ``min`` is the change.
     They come in this order, one of a kind:
 
-    1. give cordoned cores back; move 1, 2 or 4 running replicas                   (nothing of the spec changes)
-    2. a smaller tp_degree, a greater one; no pins; more replicas on a host        (it serves what it served)
-    3. fewer slots; a shorter max_len; int8 weights                                (it serves less, or otherwise)
-    4. fewer replicas of it; a lower ``min`` of a rival                            (somebody has less)
+    1. give cordoned cores back; move 1, 2 or 4 running replicas                      (nothing of the spec changes)
+    2. padded heads; other pins, or none; a smaller tp_degree, a greater one; more replicas on a host
+                                                                                      (it serves what it served)
+    3. fewer threads; fewer slots; a shorter max_len; int8 weights                    (it serves less, or otherwise)
+    4. fewer replicas of it; other pins of a rival, or none; a lower ``min`` of one   (somebody has less)
     5. more hosts
     6. where none of these helps: two of them together
+
+    An unknown key is only skipped, so that changes are tried all the same; what could not be read, and what reserves
+    name, has to be mended first. See `remedies.remedies` for how many changes are tried.
     """
-    question, errors, unreadable = _question(
+    question, errors, hopeless = _question(
         spec,
         tuple(hosts),
         model,
@@ -152,6 +162,9 @@ def explain(
     )
     facts = _Facts(question)
     failed = (*errors, *facts.refusals(errors))
+    found = None
+    if any(constraint.id != _SKIPPED for constraint in failed) and not hopeless:
+        found = remedies(question)
     return Explanation(
         model,
         question.model.priority,
@@ -160,7 +173,8 @@ def explain(
         () if errors else tuple(Place(one, tuple(facts.reasons(one))) for one in question.placed),
         failed,
         tuple(facts.holds({constraint.id for constraint in failed})),
-        tuple(suggestions(question)) if failed and not unreadable else (),
+        found.suggestions if found else (),
+        ("all" if found.exhaustive else "some") if found else "nothing",
     )
 
 
@@ -187,6 +201,7 @@ def _question(
     every = errors_of(spec)
     beyond = [one for one in problems if one.severity == "error" and one not in every]
     unreadable = [one for one in beyond if _concerns(spec, name, one)]
+    unread = [one for one in unreadable if one.id != _SKIPPED]
     elsewhere = set(errors_of(without(spec, name))) if every else set()
     own = [one for one in every if one not in elsewhere or _about_hosts(one)]
     others = [one for one in every if one not in own]
@@ -194,7 +209,7 @@ def _question(
     for rival in spec.models if others or beyond else ():
         alone = spec.model_copy(update={"models": (rival,)})
         wrong = any(not _about_hosts(one) for one in errors_of(alone)) or any(
-            _concerns(spec, rival.name, one) for one in beyond if one not in unreadable
+            _concerns(spec, rival.name, one) for one in beyond if one not in unreadable and one.id != _SKIPPED
         )
         if rival is not model and wrong:
             sound = without(sound, rival.name)
@@ -209,13 +224,13 @@ def _question(
         MappingProxyType({**wanted, name: max(1, min(count, model.replicas.max))}),
         blocked,
         cordoned,
-        bool(unreadable or own),
+        bool(unread or own),
         frozenset((one.id, one.what) for one in others),
     )
     constraints = tuple(
         Constraint(one.id, one.what, (one.where,) if one.where else (), one.hint) for one in (*unreadable, *own)
     )
-    return question, constraints, bool(unreadable) or any(map(_about_hosts, own))
+    return question, constraints, bool(unread) or any(map(_about_hosts, own))
 
 
 def _about_hosts(problem: Problem) -> bool:
@@ -224,10 +239,13 @@ def _about_hosts(problem: Problem) -> bool:
 
 def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
     """Whether a finding about the file stands in the model's own lines, or in none of any model."""
-    line = problem.where.rpartition(":")[0].rpartition(":")[2]
+    _, line, column = (":::" + problem.where).rsplit(":", 2)
     if not line.isdecimal():
         return True
-    starts = {path[1]: place.line for path, place in spec.places.items() if len(path) == 2 and path[0] == "models"}
+    models = {path[1]: place for path, place in spec.places.items() if len(path) == 2 and path[0] == "models"}
+    starts = {model: place.line for model, place in models.items()}
+    if column.isdecimal() and all(place.column > int(column) for place in models.values()):
+        return True  # it is no part of ``models``
     above = [(start, model) for model, start in starts.items() if start <= int(line)]
     return not above or max(above, key=lambda one: one[0])[1] == name
 
@@ -251,13 +269,13 @@ class _Facts:
             return ()
         found = {constraint.id: constraint for constraint in self._unmet()}
         more = "" if missing == 1 else f"; {missing} of {count_text(self.asked.target, 'replica')} have no place"
-        for unplaced in self.asked.drawn.unplaced:
-            for problem in unplaced.problems if unplaced.model == self.model.name else ():
-                told = found.get(problem.id)
-                if told is None or problem.id == "no-room":
-                    details = () if told is None else told.details
-                    found[problem.id] = Constraint(problem.id, problem.what + more, details, problem.hint)
-                    more = ""
+        said: set[str] = set()
+        for problem in (problem for unplaced in self._missing for problem in unplaced.problems):
+            if problem.id not in said:  # the words of `plan`, for the first of them
+                said.add(problem.id)
+                told = found.get(problem.id, Constraint(problem.id, "", (), problem.hint))
+                found[problem.id] = replace(told, what=problem.what + more)
+                more = ""
         wrong = {constraint.id for constraint in errors}
         if wrong & (_DIMENSIONS["degree"] | {"hbm-exceeded"}):
             found.pop("no-suitable-host", None)  # that is what it says
@@ -269,15 +287,23 @@ class _Facts:
             found[last] = replace(found[last], details=(*found[last].details, *self._holders()))
         return tuple(sorted(found.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
 
+    @cached_property
+    def _missing(self) -> list[Unplaced]:
+        """Its replicas without a place, the first one first."""
+        return sorted(
+            (one for one in self.asked.drawn.unplaced if one.model == self.model.name), key=lambda one: one.replica
+        )
+
     def _unmet(self) -> Iterator[Constraint]:
         """Each demand by itself, for one replica more than are placed."""
         asked, model = self.asked, self.model
         checkpoint = asked.checkpoints.get(model.name)
         suited = [host for host in asked.own_hosts if suits(model, host, checkpoint)]
-        name = f"{model.name}/{len(asked.placed)}"
+        name = f"{model.name}/{self._missing[0].replica if self._missing else len(asked.placed)}"
         if not suited:
             lines = tuple(line for host in asked.kinds for line in [self._why_unsuited(host)] if line)
-            yield Constraint("no-suitable-host", f"{name} suits no host", lines, "another tp_degree or host type")
+            what = f"{name} finds no suitable host"
+            yield Constraint("no-suitable-host", what, lines, "take another tp_degree or host type")
         judged = suited or asked.own_hosts  # each demand by itself
         on = Counter(placement.host for placement in asked.placed)
         spread = model.spread
@@ -304,7 +330,7 @@ class _Facts:
                 cpus[placement.host] -= placement.threads
         own = asks[model.name]
         for id, wanted, left, unit, hint in (
-            ("host-memory-short", own.memory, memory, "GiB of its host's memory to load", "host_memory_gib, or a host"),
+            ("host-memory-short", own.memory, memory, "GiB of host memory", _MEMORY_HINT),
             ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "fewer threads, or another host"),
         ):
             if (
@@ -332,7 +358,8 @@ class _Facts:
         if checkpoint is None:
             return ""
         need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))
-        return f"{topology.instance}: {need}, and {usable_hbm(topology):.2f} GiB are usable on each core"
+        on_cores = need.on_cores(model.tp_degree)
+        return f"{_instance(host)}: {need} {on_cores}, and {usable_hbm(topology):.2f} GiB are usable on each"
 
     def _room(self) -> Constraint | None:
         """Whether there would be cores enough if nothing but cores counted."""
@@ -413,45 +440,56 @@ class _Facts:
 
     def holds(self, failed: set[str]) -> Iterator[Constraint]:
         """The demands that are met, with their numbers."""
-        told = dict(self._numbers())
+        told = {name: (what, details) for name, what, details in self._numbers()}
         for name, ids in _DIMENSIONS.items():
             if name in told and not ids & failed:
-                yield Constraint(name, told[name])
+                yield Constraint(name, *told[name])
 
-    def _numbers(self) -> Iterator[tuple[str, str]]:
+    def _numbers(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(name, what, details); a detail for each type of host where these differ."""
         asked, model, tp = self.asked, self.model, self.model.tp_degree
         checkpoint, draft = asked.checkpoints.get(model.name), asked.drafts.get(model.name)
+        suited = [host for host in asked.kinds if suits(model, host, checkpoint)]
         families = dict.fromkeys(host.topology.family for host in asked.kinds if host.topology)
         if families:
-            known = "; ".join(f"{family} has {_listed(DEGREES[family])}" for family in families)
-            yield "degree", f"tp_degree {tp}: {known}"
+            known = tuple(f"{family} has {_listed(DEGREES[family])}" for family in families)
+            yield "degree", *_lines(f"tp_degree {tp}", known, ": ")
         if checkpoint is not None and families:
             each = f"{checkpoint.heads // tp} on each core" if checkpoint.heads % tp == 0 else "padded with zeros"
-            yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} of keys and values: {each}"
-            lines = []
-            for host in asked.kinds:
-                if host.topology is not None:
-                    need = estimate(model, checkpoint, resolve(model.engine, host), draft)
-                    lines.append(f"{need} of {usable_hbm(host.topology):.2f} on each core of {host.topology.instance}")
-            yield "memory", "; ".join(dict.fromkeys(lines))
+            yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} of keys and values: {each}", ()
+            if suited:  # real and emulated hosts never stand together, so that the engine is one
+                need = estimate(model, checkpoint, resolve(model.engine, suited[0]), draft)
+                where = dict.fromkeys(
+                    f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_instance(host)}"
+                    for host in suited
+                    if host.topology
+                )
+                yield "memory", *_lines(str(need), tuple(where), " ")
         kinds = kinds_of(asked.own_hosts)
         asks = demands(asked.spec, kinds.hosts, asked.checkpoints)
         order = [one.name for one in asked.spec.models].index(model.name)
-        limits = [(need, host) for need, host in zip(asks[order].memory, kinds.hosts, strict=False) if need]
-        if limits:
-            load, host = max(limits, key=lambda one: one[0])
-            yield "host memory", f"{load:.1f} GiB to load, of the {host.memory_gib:g} GiB of {_instance(host)}"
-        if asked.hosts:
-            host = (asked.own_hosts or asked.hosts)[0]
-            yield "threads", f"{arithmetic(model.threads, tp, host)} on {_instance(host)}"
+        loads = [
+            (need, host)
+            for need, host in zip(asks[order].memory, kinds.hosts, strict=False)
+            if need and (not suited or suits(model, host, checkpoint))
+        ]
+        if loads:
+            limits = dict.fromkeys(f"of the {host.memory_gib:g} GiB of {_instance(host)}" for _, host in loads)
+            yield "host memory", *_lines(f"{loads[0][0]:.1f} GiB to load", tuple(limits), ", ")
+        lies = {placement.host for placement in asked.placed}
+        there = [host for host in asked.hosts if host.name in lies] or suited or [*asked.own_hosts, *asked.hosts][:1]
+        sums = dict.fromkeys(f"{arithmetic(model.threads, tp, host)} on {_instance(host)}" for host in there)
+        if sums:
+            first, *rest = sums
+            yield "threads", first, tuple(rest)
         if model.cores:
-            yield "pins", ", ".join(f'"{pin}"' for pin in model.cores)
+            yield "pins", ", ".join(f'"{pin}"' for pin in model.cores), ()
         if model.spread is not None:
             hosts = count_text(len(asked.own_hosts), "host")
-            yield "spread", f"at most {count_text(model.spread.host, 'replica')} on one of {hosts}"
+            yield "spread", f"at most {count_text(model.spread.host, 'replica')} on one of {hosts}", ()
         if asked.own_hosts:
             free = sum(len(self._free[host.name]) for host in asked.own_hosts)
-            yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free"
+            yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free", ()
 
     # Why there
 
@@ -530,7 +568,16 @@ class _Facts:
 
 
 def _instance(host: Host) -> str:
-    return host.topology.instance if host.topology else host.name
+    """Its type, or its name where it has none."""
+    topology = host.topology
+    if topology is None:
+        return host.name
+    return topology.instance if topology.lnc is None else f"{topology.instance} lnc {topology.lnc}"
+
+
+def _lines(what: str, each: tuple[str, ...], joint: str) -> tuple[str, tuple[str, ...]]:
+    """One in the same line; several as details."""
+    return (f"{what}{joint}{each[0]}", ()) if len(each) == 1 else (what, each)
 
 
 def _listed(numbers: Iterable[int]) -> str:

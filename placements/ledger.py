@@ -8,7 +8,8 @@ from typing import Any
 
 from placements.checkpoints import Checkpoint
 from placements.cores import ranges
-from placements.engines import Engine, resolve, takes_cores
+from placements.demand import suits
+from placements.engines import Engine, resolve
 from placements.memory import HostMemory, MemoryEstimate, estimate, host_memory, usable_hbm
 from placements.plan import Plan
 from placements.spec import ModelSpec, Spec
@@ -86,6 +87,7 @@ class ModelMemory:
         return {
             "model": self.model,
             "instance": self.topology.instance,
+            "lnc": self.topology.lnc,
             "engine": self.engine,
             "classes": [{"class": name, "gib": round(size, 3)} for name, size in self.core.classes()],
             "total_gib": round(self.core.total, 3),
@@ -159,7 +161,7 @@ def _needs(
     for model in spec.models:
         checkpoint, draft = checkpoints.get(model.name), drafts.get(model.name)
         for topology, host in kinds.items():
-            if checkpoint is None or not takes_cores(model.engine, host) or model.tp_degree > host.cores:
+            if checkpoint is None or not suits(model, host, checkpoint):
                 continue
             engine = resolve(model.engine, host)
             need = estimate(model, checkpoint, engine, draft)

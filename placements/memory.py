@@ -74,6 +74,11 @@ class MemoryEstimate:
         """All classes on any other core, in GiB."""
         return self.total - self.rank0
 
+    def on_cores(self, tp_degree: int) -> str:
+        """Which cores hold ``total``: "on each core", or "on the first core (8.54 on the others)"."""
+        alike = tp_degree == 1 or f"{self.total:.2f}" == f"{self.others:.2f}"
+        return "on each core" if alike else f"on the first core ({self.others:.2f} on the others)"
+
     def classes(self, *, rank0: bool = True) -> tuple[tuple[str, float], ...]:
         """(name, GiB) of each class that this replica has; its terms add up to ``total``.
 

@@ -23,13 +23,20 @@ from placements.hostindex import HostIndex, Rank
 from placements.tenants import NEVER, Grade, Space, Tenant
 
 TRIES = (24, 6, 3, 2, 1)
-"""How many ranges are tried for a tenant, for those that give way to it, for those that give way to them, and so on."""
+"""On how many hosts the cheapest range is tried for a tenant, for those that give way to it, for those that give way to
+them, and so on."""
 
 LARGE = 300
 """Hosts beyond which only ranges of the grid are emptied: there are enough of them to choose from."""
 
+SMALL = 24
+"""Hosts up to which every range is tried for a tenant that finds no room otherwise, not only each host's cheapest."""
+
+MOST_EMPTIED = 40
+"""How many ranges are tried then, cheapest first."""
+
 MOST_CLEARED = 500
-"""Ranges that `Packer.clear` tries to empty, cheapest first."""
+"""How many ranges `Packer.clear` tries."""
 
 MOST_OWN = 24
 """Models whose free ranges are kept apart because hosts refuse them for want of memory or CPUs, or by spread."""
@@ -64,6 +71,7 @@ class Packer:
         self._evict: dict[tuple[int, int], HostIndex] = {}
         self._indices: list[HostIndex] = []
         self._log: list[tuple[Tenant, int, int, int]] = []  # (tenant, host, first, home) as before
+        self._begun = 0  # displaced ones, when the log began
         self._hopeless: set[tuple[object, ...]] = set()
         self._large = self._partly = len(spaces) > LARGE
 
@@ -125,10 +133,11 @@ class Packer:
     def begin(self) -> None:
         """What has been done stays; `undo` goes back to here."""
         self._log.clear()
+        self._begun = len(self.displaced)
 
     def undo(self) -> None:
         """Back to where it began."""
-        self._undo((0, 0))
+        self._undo((0, self._begun))
 
     @property
     def touched(self) -> list[Tenant]:
@@ -231,9 +240,7 @@ class Packer:
         if not self._partly:
             return False
         self._partly = False
-        for index in self._evict.values():
-            self._indices.remove(index)
-        self._evict.clear()
+        self._forget_prices()
         return True
 
     def _cheapest(self, host: int, size: int) -> Rank | None:
@@ -322,37 +329,49 @@ class Packer:
         Degrees that do not divide each other (8 and 12 on inf2) spoil room for each other: then the last ones of the
         larger are tried after all others, and what serves most is kept.
         """
-        self._waiting = Counter(tenant.size for tenant in rivals)
-        self._sizes.update(self._waiting)
+        self.begin()
+        self._expect(rivals)
         best: list[Tenant] = list(rivals)
         missing = self._place_each(best)
         orders = _orders(rivals)[: MOST_ORDERED // len(rivals)] if missing else []
-        if not orders:
-            self._log.clear()
-            return missing
         least = sum(tenant.size for tenant in missing)
         for trial in orders:
             self._restart()
             left = sum(tenant.size for tenant in self._place_each(trial))
             if left < least:
                 least, best = left, trial
-        self._restart()
-        missing = self._place_each(best)
-        self._log.clear()
+        if orders:
+            self._restart()
+            missing = self._place_each(best)
+        self.begin()
         return missing
+
+    def _expect(self, rivals: Sequence[Tenant]) -> None:
+        """What is scarce, and so what each range costs, depends on those who wait."""
+        self._waiting = Counter(tenant.size for tenant in rivals)
+        self._sizes.update(self._waiting)
+        self._forget_prices()
+
+    def _forget_prices(self) -> None:
+        for known in (self._prices, self._further, self._scarcities):
+            known.clear()
+        for index in self._evict.values():
+            self._indices.remove(index)
+        self._evict.clear()
 
     def _place_each(self, tenants: Sequence[Tenant]) -> list[Tenant]:
         return [tenant for tenant in tenants if not self.place(tenant)]
 
     def _restart(self) -> None:
-        """Back to where the log begins."""
-        self._undo((0, 0))
-        self._hopeless.clear()
+        self.undo()
+        self.hope_again()
 
     def clear(self, tenant: Tenant) -> bool:
         """Find room for a tenant as `place` does, but look at every legal range of every host, and displace nothing."""
-        if self.enter(tenant):
-            return True
+        return self.enter(tenant) or self._empty_any(tenant, MOST_CLEARED)
+
+    def _empty_any(self, tenant: Tenant, most: int) -> bool:
+        """Step 4 over every legal range of every host, whatever lies there."""
         found: list[tuple[float, int, int, int]] = []
         for kind in sorted(tenant.demand.kinds):
             for host in self._kinds.get(kind, ()):
@@ -364,7 +383,7 @@ class Packer:
                         cost = sum(one.cost for one in there if one.at_home)
                         found.append((cost, sum(one.size for one in there), host, start))
         found.sort()
-        return any(self._swap(tenant, host, start, 0, strict=False) for *_, host, start in found[:MOST_CLEARED])
+        return any(self._swap(tenant, host, start, 0, strict=False) for *_, host, start in found[:most])
 
     def squeeze_in(self, tenant: Tenant) -> bool:
         """Any free legal range, without moving anything."""
@@ -372,14 +391,24 @@ class Packer:
         if spot is None:
             return False
         self.put(tenant, *spot)
-        self._log.clear()
+        self.begin()
         return True
+
+    def take(self, tenant: Tenant, hosts: Sequence[int], first: int) -> bool:
+        """Put a tenant on these very cores of the first of the hosts where they are free."""
+        for host in hosts:
+            wanted = ((1 << tenant.size) - 1) << first
+            if self.spaces[host].free & wanted == wanted and self.admits(tenant, host):
+                self.put(tenant, host, first)
+                self.begin()
+                return True
+        return False
 
     def place_at(self, tenant: Tenant, hosts: Sequence[int], first: int) -> bool:
         """Put a tenant on these very cores of one of the hosts, where those that hold them may give way."""
         for host in hosts:
-            if self._displace_at(tenant, host, first):
-                self._log.clear()
+            if self._displace_at(tenant, tenant.grade, host, first, 0):
+                self.begin()
                 return True
         return False
 
@@ -388,7 +417,11 @@ class Packer:
         key = (tenant.size, tenant.demand.kinds, None if tenant.demand.plain else tenant.model)
         if key in self._hopeless:
             return False
-        if self.enter(tenant, 0) or (self._look_everywhere() and self.enter(tenant, 0)) or self._displace(tenant):
+        if self.enter(tenant) or (self._look_everywhere() and self.enter(tenant)):
+            return True
+        if self.moves != 0 and len(self.spaces) <= SMALL and self._empty_any(tenant, MOST_EMPTIED):
+            return True
+        if self._displace(tenant, tenant.grade, 0):
             return True
         self._hopeless.add(key)
         return False
@@ -517,24 +550,25 @@ class Packer:
         grid = self.spaces[one.host].grid
         return bool(one.demand.kinds - tenant.demand.kinds) or not grid.starts(one.size) >> one.first & 1
 
-    def _displace(self, tenant: Tenant) -> bool:
-        """Put it where tenants of lower grades are in the way, those that matter least."""
-        options: list[tuple[tuple[int, ...], int, int, int]] = []
-        lower = sorted({one.grade for space in self.spaces for one in space.tenants if one.grade > tenant.grade})
-        if not lower:
+    def _displace(self, tenant: Tenant, grade: Grade, depth: int) -> bool:
+        """Put it where tenants of grades below ``grade`` are in the way, those that matter least."""
+        lower = sorted({one.grade for space in self.spaces for one in space.tenants if one.grade > grade})
+        if not lower or depth >= len(TRIES):
             return False
+        options: list[tuple[tuple[int, ...], int, bool, int, int]] = []
         for kind in sorted(tenant.demand.kinds):
             for host in self._kinds.get(kind, ()):
-                options.extend(self._displaceable(tenant, host, lower))
+                options.extend(self._displaceable(tenant, grade, host, lower))
         options.sort()
-        return any(self._displace_at(tenant, host, start) for _, _, host, start in options[: TRIES[0]])
+        return any(self._displace_at(tenant, grade, host, start, depth) for *_, host, start in options[: TRIES[depth]])
 
     def _displaceable(
-        self, tenant: Tenant, host: int, lower: Sequence[Grade]
-    ) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
-        """(cores displaced by grade, the most important first; cores that move; host; start) of each range."""
+        self, tenant: Tenant, grade: Grade, host: int, lower: Sequence[Grade]
+    ) -> Iterator[tuple[tuple[int, ...], int, bool, int, int]]:
+        """(cores displaced by grade, the most important first; cores that move; off the grid; host; start)."""
         space = self.spaces[host]
-        for start in _bits(space.grid.starts(tenant.size)):
+        on_grid = space.grid.starts(tenant.size)
+        for start in _bits(space.grid.possible(tenant.size)):
             wanted = ((1 << tenant.size) - 1) << start
             lost = dict.fromkeys(lower, 0)
             moving = 0
@@ -543,16 +577,16 @@ class Packer:
                     continue
                 if one.fixed:
                     break
-                if one.grade > tenant.grade:
+                if one.grade > grade:
                     lost[one.grade] += one.size
                 elif one.size < tenant.size:
                     moving += one.size
                 else:
                     break
             else:
-                yield tuple(lost.values()), moving, host, start
+                yield tuple(lost.values()), moving, not on_grid >> start & 1, host, start
 
-    def _displace_at(self, tenant: Tenant, host: int, start: int) -> bool:
+    def _displace_at(self, tenant: Tenant, grade: Grade, host: int, start: int, depth: int) -> bool:
         mark = self._mark()
         space = self.spaces[host]
         wanted = ((1 << tenant.size) - 1) << start
@@ -561,26 +595,38 @@ class Packer:
             return False
         for one in leaving:
             self.remove(one)
-        for one in sorted(space.tenants, key=_least_first):  # whose memory or CPUs it needs as well
-            if one.grade <= tenant.grade or self.admits(tenant, host):
+        for one in sorted(space.tenants, key=_least_first):
+            if one.grade <= grade or self.admits(tenant, host):
                 break
-            if not one.fixed:
+            if not one.fixed and self._eases(one, tenant, space):
                 self.remove(one)
                 leaving.append(one)
-        displaced = [one for one in leaving if one.grade > tenant.grade]
+        displaced = [one for one in leaving if one.grade > grade]
         for one in displaced:
             self._forget_home(one)
         if space.free & wanted != wanted or not self.admits(tenant, host):
             self._undo(mark)
             return False
         self.put(tenant, host, start)
-        others = sorted((one for one in leaving if one.grade <= tenant.grade), key=largest_first)
-        if not (self._within_moves() and all(self.enter(one, 1) for one in others) and self._within_moves()):
+        others = sorted((one for one in leaving if one.grade <= grade), key=largest_first)
+        settled = self._within_moves() and all(
+            self.enter(one, 1) or self._displace(one, grade, depth + 1) for one in others
+        )
+        if not (settled and self._within_moves()):
             self._undo(mark)
             return False
         self.displaced.extend(displaced)
         self._hopeless.clear()
         return True
+
+    def _eases(self, one: Tenant, tenant: Tenant, space: Space) -> bool:
+        """Whether a host has more of what the tenant lacks there once that one is gone."""
+        wants, holds = tenant.demand, one.demand
+        if wants.most and one.model == tenant.model and space.count(tenant.model) >= wants.most:
+            return True
+        if wants.memory and holds.memory and wants.memory[space.kind] > space.memory:
+            return holds.memory[space.kind] > 0
+        return bool(wants.insists and holds.cpus and wants.cpus[space.kind] > space.cpus)
 
     def _forget_home(self, tenant: Tenant) -> None:
         """It begins anew, wherever there is room for it."""

@@ -10,25 +10,31 @@ from placements.spec import Pin
 SEARCH_STEPS = 2_000
 
 
-def assign(pins: Sequence[Pin], free: Mapping[str, Free]) -> tuple[str | None, ...]:
+def assign(
+    pins: Sequence[Pin], free: Mapping[str, Free], able: Sequence[frozenset[str]] | None = None
+) -> tuple[str | None, ...]:
     """For each pin the name of its host, None where it has no place beside the pins before it.
+
+    ``able`` holds for each pin the hosts that it may lie on; without, it may lie wherever its cores are free.
 
     A pin without a host gives way to later ones that name theirs, as long as another host is free for it.
     """
     accepted: list[int] = []
     hosts: dict[int, str] = {}
-    together = _together(pins, list(range(len(pins))), free)
+    together = _together(pins, list(range(len(pins))), free, able)
     if together is not None:
         return tuple(together[i] for i in range(len(pins)))
     for i in range(len(pins)):
-        trial = _together(pins, [*accepted, i], free)
+        trial = _together(pins, [*accepted, i], free, able)
         if trial is not None:
             accepted.append(i)
             hosts = trial
     return tuple(hosts.get(i) for i in range(len(pins)))
 
 
-def _together(pins: Sequence[Pin], chosen: Sequence[int], free: Mapping[str, Free]) -> dict[int, str] | None:
+def _together(
+    pins: Sequence[Pin], chosen: Sequence[int], free: Mapping[str, Free], able: Sequence[frozenset[str]] | None
+) -> dict[int, str] | None:
     """A host for every chosen pin, or None. The search is bounded; without pins that lack a host it is exact."""
     left = dict(free)
     result: dict[int, str] = {}
@@ -51,9 +57,10 @@ def _together(pins: Sequence[Pin], chosen: Sequence[int], free: Mapping[str, Fre
         cores = pins[floating[depth]].cores
         tried: set[Free] = set()
         for host, space in left.items():
-            if not space.holds(cores) or space in tried:
+            if not space.holds(cores) or space in tried or not (able is None or host in able[floating[depth]]):
                 continue
-            tried.add(space)
+            if able is None:
+                tried.add(space)
             steps += 1
             if steps > SEARCH_STEPS:
                 return False

@@ -121,7 +121,8 @@ def plan(
        fewer would do (`refine`).
     7. What found no place is tried once more wherever a legal range is left.
 
-    The result is deterministic, and planning with ``running`` equal to its placements changes nothing.
+    The result is deterministic. Planning with ``running`` equal to its placements changes nothing, but that further
+    moves may be made for what is still missing.
     """
     draft = Draft(spec, Ground(hosts, blocked or {}), checkpoints or {}, numbered or {}, moves, costs or {})
     draft.keep(running, wanted or {})
@@ -151,10 +152,13 @@ def defragment(
     moves: int | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Window | None:
-    """The fewest and cheapest moves of running replicas after which ``cores`` cores in a row are free.
+    """The fewest and cheapest moves of running replicas that are found, after which ``cores`` cores in a row are free.
 
-    The arguments are those of `plan`. None: at most ``moves`` of them open no such range.
+    The arguments are those of `plan`. None: at most ``moves`` of them open no such range. Raises ValueError for less
+    than one core.
     """
+    if cores < 1:
+        raise ValueError(f"a window has at least one core, not {cores}")
     observed = tuple(running)
     counts = Counter(replica.model for replica in observed)
     for allowed in (0, 1, 2, 3, 4, 6, 8, 12, 16, None):

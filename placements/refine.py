@@ -145,6 +145,9 @@ def _bring_home(packer: Packer, tenant: Tenant, neighbours: Sequence[Tenant], sk
         mask = ((1 << one.size) - 1) << one.home_first
         if one.host >= 0 and home.free & mask == mask:
             packer.remove(one)
+            if not packer.admits(one, one.home):
+                packer.undo()
+                return False
             packer.put(one, one.home, one.home_first)
     intruders = sorted((one for one in intruders if one.host < 0), key=largest_first)
     if all(packer.enter(one, skip=skip) for one in intruders) and (packer.spent, packer.moved) <= before:

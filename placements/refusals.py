@@ -68,7 +68,7 @@ class Refusals:
         for label, found in (("quarantined", blocked), ("reserved", host.reserved_cores)):
             both = sorted(core for core in cores if core in found)
             holders.extend([f"{', '.join(map(str, both))} {'is' if len(both) == 1 else 'are'} {label}"] if both else [])
-        return f"on {host.name} {' and '.join(holders)}"
+        return f"on {host.name} {' and '.join(holders) or 'memory, CPUs or spread keep it out'}"
 
     def no_room(self, tenant: Tenant) -> Refusal:
         """Of a replica without a pin: the first constraint that leaves no host."""

@@ -12,12 +12,13 @@ from typing import Any
 from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.cores import CoreRange
+from placements.demand import suits
 from placements.engines import resolve, takes_cores
 from placements.hosts import default_reserve
 from placements.memory import estimate, fits, host_memory, usable_hbm
 from placements.plan import Placement, Plan, Running, plan
-from placements.spec import HostsSpec, ModelSpec, Replicas, Spec, Spread
-from placements.topology import DEGREES, TOPOLOGIES, Host, Topology
+from placements.spec import HostsSpec, ModelSpec, Pin, Replicas, Spec, Spread
+from placements.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment
 
 MOVES = (1, 2, 4)
 """So many running replicas may be moved in one suggestion."""
@@ -26,6 +27,17 @@ _MOST_HOSTS = 8  # whose cordons are tried one by one
 _MOST_RIVALS = 6  # models whose ``min`` is tried lower
 _MOST_SPOTS = 4  # places that are named
 _LENGTH_STEP = 128  # tokens; lengths that are suggested are multiples of it
+_NEAREST = 4  # ranges near a pin that are tried
+_MANY_HOSTS = 100  # from so many on fewer numbers of new ones are tried
+_UNCERTAIN = frozenset({"trn2.3xlarge"})  # types that are never suggested: see their notes
+
+MOST_PLANS = 200
+"""Plans that one search may draw."""
+
+MOST_WORK = 16_000
+"""Plans x hosts that one search may draw: 16 plans of 1000 hosts, some seconds."""
+
+_KINDS_SHARE = 4  # of these plans one kind of change may have a fourth, so that each has its turn
 
 
 @dataclass(frozen=True)
@@ -108,17 +120,35 @@ class Question:
         return tuple(kinds.values())
 
 
-def suggestions(question: Question) -> Iterator[Suggestion]:
-    """Changes that work, the smallest first; `explain.explain` says in which order, and what "works" means."""
-    return _Search(question).found()
+@dataclass(frozen=True)
+class Remedies:
+    """What a search found."""
+
+    suggestions: tuple[Suggestion, ...]
+    exhaustive: bool  # False: the budget of plans was used up before all changes were tried
+
+
+def remedies(question: Question, plans: int | None = None) -> Remedies:
+    """Changes that work, the smallest first; `explain.explain` says in which order, and what "works" means.
+
+    At most so many ``plans`` are drawn for it: by default MOST_PLANS, and on large fleets as many as MOST_WORK allows.
+    """
+    most = max(_KINDS_SHARE, min(MOST_PLANS, MOST_WORK // max(1, len(question.hosts)))) if plans is None else plans
+    search = _Search(question, most)
+    return Remedies(tuple(search.found()), search.exhaustive)
 
 
 class _Search:
     """Tries changes of one question."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, plans: int) -> None:
         self._asked = question
         self._model = question.model
+        self._left = plans
+        self._share = max(1, plans // _KINDS_SHARE)
+        self._turn = 0  # plans that the kind whose turn it is may still draw
+        self._helped: set[str] = set()  # kinds that work
+        self.exhaustive = True
 
     def found(self) -> Iterator[Suggestion]:
         """The numbers are those of `explain`."""
@@ -129,6 +159,7 @@ class _Search:
             tried = self._first(kind)
             if tried is not None:
                 found = True
+                self._helped.add(tried.trial.id)
                 yield tried
         if not found:
             yield from self._pairs(start)
@@ -140,17 +171,22 @@ class _Search:
         if self._asked.running and not self._asked.wrong:
             yield (replace(start, id="move", change="", moves=moves) for moves in MOVES)
         # 2.
-        yield (trial for tp in self._degrees(smaller=True) for trial in self._with_degree(start, tp))
-        yield (trial for tp in self._degrees(smaller=False) for trial in self._with_degree(start, tp))
+        yield self._padded(start)
+        yield self._other_pins(start)
         if self._model.cores:
             yield iter([self._changed(start, "pins", "without its pins", cores=())])
+        yield self._with_degrees(start, smaller=True)
+        yield self._with_degrees(start, smaller=False)
         yield self._wider_spread(start)
         # 3.
+        yield self._fewer_threads(start)
+        yield self._shared_threads(start)
         yield self._fewer_slots(start)
         yield self._shorter(start)
         yield self._quantized(start)
         # 4.
         yield self._fewer_replicas(start)
+        yield self._other_pins_of_rivals(start)
         yield self._lower_rivals(start)
         # 5.
         yield self._more_hosts(start)
@@ -164,12 +200,8 @@ class _Search:
             self._fewer_replicas,
             self._more_hosts,
         ]
-        firsts = [
-            trial
-            for smaller in (False, True)
-            for tp in self._degrees(smaller)
-            for trial in self._with_degree(start, tp)
-        ]
+        firsts = [trial for smaller in (False, True) for trial in self._with_degrees(start, smaller)]
+        firsts += self._padded(start)
         if self._model.max_batch > 1:
             firsts.append(self._changed(start, "slots", "max_batch: 1", max_batch=1))
         firsts += self._quantized(start)
@@ -185,6 +217,7 @@ class _Search:
                     break
 
     def _first(self, trials: Iterable[Trial]) -> Suggestion | None:
+        self._turn = self._share
         for trial in trials:
             tried = self._tried(trial)
             if tried is not None:
@@ -197,6 +230,8 @@ class _Search:
         for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts, room=False):
             if problem.severity == "error" and (problem.id, problem.what) not in asked.tolerated:
                 return None
+        if not self._may_plan():
+            return None
         drawn = self._planned(trial)
         before, after = (Counter(one.model for one in of.placements) for of in (asked.drawn, drawn))
         if after[name] < trial.wanted[name]:
@@ -211,6 +246,14 @@ class _Search:
             ]
             trial = replace(trial, change=f"move {', '.join(moved)}")
         return Suggestion(trial, drawn, self._gives(trial, drawn))
+
+    def _may_plan(self) -> bool:
+        """Whether the budget has one plan more; it is taken."""
+        if min(self._left, self._turn) < 1:
+            self.exhaustive = False
+            return False
+        self._left, self._turn = self._left - 1, self._turn - 1
+        return True
 
     def _planned(self, trial: Trial) -> Plan:
         asked = self._asked
@@ -230,8 +273,9 @@ class _Search:
         model, checkpoint = self._now(trial), asked.checkpoints.get(self._model.name)
         host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
         if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
-            need = estimate(model, checkpoint, resolve(model.engine, host), asked.drafts.get(model.name)).total
-            parts.append(f"{need:.2f} of {usable_hbm(host.topology):.2f} GiB on each core")
+            need = estimate(model, checkpoint, resolve(model.engine, host), asked.drafts.get(model.name))
+            on_cores = need.on_cores(model.tp_degree)
+            parts.append(f"{need.total:.2f} of {usable_hbm(host.topology):.2f} GiB {on_cores}")
         return "; ".join(parts)
 
     def _changed(self, trial: Trial, id: str, change: str, **fields: object) -> Trial:
@@ -262,10 +306,133 @@ class _Search:
         }
         return sorted(found, key=lambda one: abs(math.log2(one / tp)))
 
+    def _with_degrees(self, trial: Trial, smaller: bool) -> Iterator[Trial]:
+        """Those that divide the heads before those that ask for padding."""
+        degrees = self._degrees(smaller)
+        for tp in degrees:
+            yield from self._with_degree(trial, tp)
+        for tp in degrees:
+            if self._wants_padding(tp):
+                for other in self._with_degree(trial, tp):
+                    yield from (other.and_then(padded) for padded in self._padded(other))
+
     def _with_degree(self, trial: Trial, tp: int) -> Iterator[Trial]:
         yield self._changed(trial, "degree", f"tp_degree: {tp}", tp_degree=tp)
-        if self._model.cores:  # their lengths are those of the degree
+        if self._model.cores and "pins" not in self._helped:  # their lengths are those of the degree
             yield self._changed(trial, "degree", f"tp_degree: {tp}, without its pins", tp_degree=tp, cores=())
+
+    def _wants_padding(self, tp: int) -> bool:
+        checkpoint = self._asked.checkpoints.get(self._model.name)
+        return checkpoint is not None and checkpoint.heads % tp != 0 and not self._model.allow_head_padding
+
+    def _padded(self, trial: Trial) -> Iterator[Trial]:
+        """Heads of zeros, where the degree does not divide them."""
+        if self._wants_padding(self._now(trial).tp_degree):
+            yield self._changed(trial, "padding", "allow_head_padding: true", allow_head_padding=True)
+
+    def _other_pins(self, trial: Trial) -> Iterator[Trial]:
+        """Each pin that cannot be had moved to the nearest legal range that can, then to the next one, and so on."""
+        pins = self._model.cores
+        if not pins or len({pin.cores for pin in pins}) > _MOST_RIVALS:
+            return
+        for rank in range(_NEAREST):
+            moved: list[Pin] = []
+            for pin in pins:
+                others = [*moved, *(other for other in pins if other is not pin)]
+                if not self._near(pin, others, itself=True):
+                    near = self._near(pin, others)
+                    if len(near) <= rank:
+                        return
+                    pin = near[rank]
+                moved.append(pin)
+            if tuple(moved) == pins:
+                return
+            parts = [f'"{one}" -> "{new}"' for one, new in zip(pins, moved, strict=True) if one != new]
+            yield self._changed(trial, "pins", f"cores: {', '.join(parts)}", cores=tuple(moved))
+
+    def _near(self, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
+        """Legal ranges that no other model has, the nearest first; ``itself``: the pin's own, if it is one."""
+        asked, tp = self._asked, self._model.tp_degree
+        others = list(others)
+        found: dict[Pin, int] = {}
+        for host in asked.own_hosts[:_MOST_HOSTS] if pin.host is None else asked.own_hosts:
+            if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
+                continue
+            taken = host.reserved_cores | asked.blocked.get(host.name, frozenset())
+            held = {
+                core
+                for placement in asked.drawn.placements
+                if placement.host == host.name and placement.model != self._model.name
+                for core in placement.cores or ()
+            }
+            held |= {core for one in others if one.host in (None, host.name) for core in one.cores}
+            step = alignment(host.topology.family, tp).legal
+            for first in range(0, host.cores - tp + 1, step):
+                cores = CoreRange.of_length(first, tp)
+                if not (set(cores) & taken or set(cores) & held) and (not itself or cores == pin.cores):
+                    found.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
+        return sorted(found, key=lambda one: found[one])
+
+    def _other_pins_of_rivals(self, trial: Trial) -> Iterator[Trial]:
+        """The pins of one rival changed, or left out; then those of all."""
+        rivals = [one for one in trial.spec.models if one.cores and one.name != self._model.name]
+        choices = [[one] for one in rivals[:_MOST_RIVALS]] + ([rivals] if 1 < len(rivals) <= _MOST_RIVALS else [])
+        for chosen in choices:
+            spec = trial.spec
+            for rival in chosen:
+                spec = changed(spec, rival.name, {"cores": ()})
+            names = " and ".join(rival.name for rival in chosen)
+            freed = replace(trial, id="rival-pins", change=f"without the pins of {names}", spec=spec)
+            tried = self._tried(freed)
+            if tried is None:
+                continue
+            parts = []
+            for rival in chosen:  # the same as pins
+                places = [one for one in tried.plan.placements if one.model == rival.name]
+                cores = [
+                    Pin(one.cores, pin.host and one.host)
+                    for one, pin in zip(places, rival.cores, strict=False)
+                    if one.cores is not None
+                ]
+                if len(cores) == len(rival.cores) and tuple(cores) != rival.cores:
+                    spec = changed(spec, rival.name, {"cores": tuple(cores)})
+                    before, after = (", ".join(f'"{pin}"' for pin in pins) for pins in (rival.cores, cores))
+                    parts.append(f"cores of {rival.name}: {before} -> {after}")
+                else:
+                    spec = changed(spec, rival.name, {"cores": rival.cores})
+            if parts:
+                yield replace(freed, change=", and ".join(parts), spec=spec)
+            yield freed
+
+    def _fewer_threads(self, trial: Trial) -> Iterator[Trial]:
+        """The greatest number that works."""
+        if isinstance(self._model.threads, int) and self._short_of_cpus:
+
+            def with_threads(count: int) -> Trial:
+                return self._changed(trial, "threads", f"threads: {count}", threads=count)
+
+            low, high = 0, self._model.threads - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._tried(with_threads(middle)) is None:
+                    high = middle - 1
+                else:
+                    low = middle
+            if low:
+                yield with_threads(low)
+
+    def _shared_threads(self, trial: Trial) -> Iterator[Trial]:
+        if isinstance(self._model.threads, int) and self._short_of_cpus:
+            yield self._changed(trial, "threads", "threads: share", threads="share")
+
+    @cached_property
+    def _short_of_cpus(self) -> bool:
+        return any(
+            problem.id == "vcpus-short"
+            for unplaced in self._asked.drawn.unplaced
+            if unplaced.model == self._model.name
+            for problem in unplaced.problems
+        )
 
     def _wider_spread(self, trial: Trial) -> Iterator[Trial]:
         spread = self._model.spread
@@ -297,7 +464,12 @@ class _Search:
 
     def _shorter(self, trial: Trial) -> Iterator[Trial]:
         model = self._now(trial)
-        length = model.length(self._asked.checkpoints.get(model.name))
+        checkpoint = self._asked.checkpoints.get(model.name)
+        positions = checkpoint.max_positions if checkpoint is not None else None
+        length = model.length(checkpoint)
+        if positions and length > positions:
+            length = positions
+            yield self._changed(trial, "length", f"max_len: {length}", max_len=length)
         yield from self._smaller(trial, "length", "max_len", length, _LENGTH_STEP if length > _LENGTH_STEP else 1)
 
     def _smaller(self, trial: Trial, id: str, name: str, now: int, step: int) -> Iterator[Trial]:
@@ -326,7 +498,13 @@ class _Search:
     def _fewer_replicas(self, trial: Trial) -> Iterator[Trial]:
         """As many as have a place."""
         model = self._now(trial)
-        count = sum(placement.model == model.name for placement in self._planned(trial).placements)
+        if trial.spec is self._asked.spec:
+            drawn = self._asked.drawn
+        elif self._may_plan():
+            drawn = self._planned(trial)
+        else:
+            return
+        count = sum(placement.model == model.name for placement in drawn.placements)
         if 0 < count < self._asked.target:
             most = model.replicas.max
             word = f"replicas: {count}" if most == model.replicas.min else f"replicas: {{min: {count}, max: {most}}}"
@@ -362,21 +540,54 @@ class _Search:
             )
 
     def _more_hosts(self, trial: Trial) -> Iterator[Trial]:
-        """One more of a type that is there, then as many as replicas are missing, then of a type that is not there."""
-        real = not any(host.emulated for host in self._asked.hosts)
-        missing = max(1, self._asked.target - (0 if self._asked.wrong else len(self._asked.placed)))
-        there = {host.topology.instance: host for host in self._asked.kinds if host.topology is not None}
-        families = {topology.family for host in self._asked.kinds if (topology := host.topology) is not None}
+        """The fewest that help of a type that is there, else of one that is not."""
+        model, asked = self._now(trial), self._asked
+        real = not any(host.emulated for host in asked.hosts)
+        there = {host.topology: host for host in asked.kinds if host.topology is not None}
+        families = {topology.family for topology in there}
+        instances = {topology.instance for topology in there}
         others = [
-            _new_host(topology, self._asked.hosts[0], real)
+            _new_host(topology, asked.hosts[0], real)
             for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
-            if topology.instance not in there
+            if topology.instance not in instances | _UNCERTAIN
+            and not (topology.family == "trn2" and model.engine == "transformers-neuronx")
         ]
         for template in (*there.values(), *others):
-            size = self._now(trial).tp_degree * missing
-            short = self._short() if not self._asked.wrong and trial.spec is self._asked.spec else size
-            for number in _doubling(-(-short // template.cores), missing):
-                yield self._with_hosts(trial, template, number)
+            if suits(model, template, asked.checkpoints.get(model.name)):
+                yield from self._fewest(trial, template)
+
+    def _fewest(self, trial: Trial, template: Host) -> Iterator[Trial]:
+        """Nothing, if no number that is tried works."""
+        asked, tp = self._asked, self._now(trial).tp_degree
+        missing = max(1, asked.target - (0 if asked.wrong else len(asked.placed)))
+        own = self._short() if not asked.wrong and trial.spec is asked.spec else tp * missing
+        usable = max(1, template.cores - len(template.reserved_cores))
+        ranks = {model.name: model.priority for model in asked.spec.models}
+        equals = [one for one in asked.drawn.unplaced if ranks[one.model] >= self._model.priority]
+        sizes = {model.name: model.tp_degree for model in asked.spec.models}
+        theirs = sum(sizes[one.model] for one in equals if one.model != self._model.name)
+        most = missing + sum(one.model != self._model.name for one in equals)  # a host for each
+        least, both = -(-own // usable), -(-(own + theirs) // usable)
+        steps = sorted({number for number in (least, *_doubling(least, missing), both, both + both // 8) if number})
+        low = 0
+        for number in steps if len(asked.hosts) < _MANY_HOSTS else sorted({least, both, both + both // 8}):
+            if number > max(most, missing):
+                return
+            if self._tried(self._with_hosts(trial, template, number)) is None:
+                low = number
+                continue
+            high = number
+            while high - low > 1 and self._turn > 1 and self._left > 1:
+                middle = (low + high) // 2
+                if middle < least:
+                    break
+                if self._tried(self._with_hosts(trial, template, middle)) is None:
+                    low = middle
+                else:
+                    high = middle
+            self._turn, self._left = self._turn + 1, self._left + 1  # the last of these was drawn already
+            yield self._with_hosts(trial, template, high)
+            return
 
     def _short(self) -> int:
         """Cores that are missing at the least, however they lie."""
@@ -387,20 +598,32 @@ class _Search:
         return max(1, (asked.target - len(asked.placed)) * self._model.tp_degree - (total - taken))
 
     def _with_hosts(self, trial: Trial, template: Host, number: int) -> Trial:
-        assert template.topology is not None
-        instance = template.topology.instance
-        taken = sum(host.topology is not None and host.topology.instance == instance for host in trial.hosts)
-        new = tuple(replace(template, name=f"{instance}/{taken + i}") for i in range(number))
+        topology = template.topology
+        assert topology is not None
+        instance = topology.instance
+        same = [host for host in trial.hosts if host.topology is not None and host.topology.instance == instance]
+        new = tuple(replace(template, name=f"{instance}/{len(same) + i}") for i in range(number))
         key = "emulate" if template.emulated else "instance"
         wishes = [*trial.spec.hosts]
-        at = next((i for i, wish in enumerate(wishes) if getattr(wish, key) == instance), None)
+        at = next(
+            (
+                i
+                for i, wish in enumerate(wishes)
+                if getattr(wish, key) == instance and TOPOLOGIES[instance].at_lnc(wish.lnc) == topology
+            ),
+            None,
+        )
+        lnc = topology.lnc if topology != TOPOLOGIES[instance] else None
         if at is None:
-            wishes.append(HostsSpec.model_validate({key: instance, "count": number}))
+            wishes.append(HostsSpec.model_validate({key: instance, "count": number, "lnc": lnc}))
         else:
             wishes[at] = wishes[at].model_copy(update={"count": wishes[at].count + number})
-        change = f"{'one' if number == 1 else number} more {instance}"
+        with_lnc = "" if lnc is None else f" (lnc {lnc})"
+        article = "an" if instance[0] in "aeio" else "a"
+        count = f"{'one' if number == 1 else number} more" if same else article if number == 1 else str(number)
         spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
-        return replace(trial, id="host", change=change, spec=spec, hosts=(*trial.hosts, *new))
+        hosts = (*trial.hosts, *new)
+        return replace(trial, id="host", change=f"{count} {instance}{with_lnc}", spec=spec, hosts=hosts)
 
 
 def _doubling(least: int, most: int) -> Iterator[int]:

@@ -34,14 +34,14 @@ def _memory(needs: Sequence[Mapping[str, Any]]) -> str:
     if not needs:
         return ""
     names = list(dict.fromkeys(one["class"] for need in needs for one in need["classes"]))
-    several = len({need["instance"] for need in needs}) > 1
+    several = len({_type(need) for need in needs}) > 1
     rows = []
     for need in needs:
         sizes = {one["class"]: one["gib"] for one in need["classes"]}
         rows.append(
             (
                 need["model"],
-                *([need["instance"]] if several else []),
+                *([_type(need)] if several else []),
                 *(f"{sizes[name]:.2f}" if name in sizes else None for name in names),
                 f"{need['total_gib']:.2f}",
                 f"{need['usable_gib']:.2f}",
@@ -51,6 +51,12 @@ def _memory(needs: Sequence[Mapping[str, Any]]) -> str:
     header = ["MODEL", *(["INSTANCE"] if several else []), *(_SHORT.get(name, name.upper()) for name in names)]
     title = "Memory, GiB on the fullest core of a replica (HOST: of the host, to load it)"
     return f"{title}\n" + columns([*header, "TOTAL", "USABLE", "HOST"], rows)
+
+
+def _type(need: Mapping[str, Any]) -> str:
+    """ "trn2.48xlarge lnc 2"."""
+    lnc = need.get("lnc")
+    return f"{need['instance']} lnc {lnc}" if lnc else str(need["instance"])
 
 
 def _threads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:

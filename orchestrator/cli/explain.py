@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,13 @@ from orchestrator.specfile import SpecFile
 from placements.explain import explain
 
 MOST = 8  # replicas whose places are told
+WIDTH = 80  # columns
+_COLORS = re.compile("\x1b\\[[0-9;]*m")
+_NONE = {
+    "nothing": "No change was tried: mend the errors above first.",
+    "some": "No change that was tried would help. Not all were tried: there were too many.",
+    "all": "No single change that was tried would help, and no two together.",
+}
 
 
 def explanation(file: SpecFile | None, fleet: AdminClient | None, model: str) -> dict[str, Any]:
@@ -47,25 +55,46 @@ def explanation_text(data: Mapping[str, Any], *, color: bool = False) -> str:
     if failed:
         lines = []
         for number, one in enumerate(failed, 1):
-            lines.append(f"{number}. {paint('1;31', one['id'])}: {one['what']}")
-            lines += [f"     {line}" for line in one["details"]]
+            lines.append(_wrapped(f"{number}. {paint('1;31', one['id'])}: {one['what']}", 5))
+            lines += [_wrapped(f"     {line}", 7) for line in one["details"]]
+            lines += [_wrapped(f"     hint: {one['hint']}", 11)] if one["hint"] else []
         parts.append("\n".join(lines))
     if data["suggestions"]:
-        lines = ["Each of these would help, and has been tried:"]
+        skipped = any(one["id"] == "unknown-key" for one in failed)
+        lines = [f"Each of these would help{', once unknown keys are gone' if skipped else ''}, and has been tried:"]
         for one in data["suggestions"]:
-            lines += [f"  {paint('32', one['change'])}", f"      {one['gives']}"]
+            lines += [_wrapped(f"  {paint('32', one['change'])}", 4), _wrapped(f"      {one['gives']}", 8)]
             if one["id"] != "move":
-                lines += [f"      {line}" for line in move_lines(one["moves"])]
+                lines += [_wrapped(f"      {line}", 8) for line in move_lines(one["moves"])]
+        lines += ["  Not all changes were tried: there were too many."] if data.get("tried") == "some" else []
         parts.append("\n".join(lines))
     elif failed:
-        parts.append("No single change that was tried would help, and no two together.")
+        parts.append(_NONE[data.get("tried", "all")])
     if data["replicas"]:
         parts.append("\n".join(_places(data["replicas"])))
     if data["holds"]:
         width = max(len(one["id"]) for one in data["holds"])
-        holds = [f"  {one['id'].ljust(width)}  {one['what']}" for one in data["holds"]]
+        holds = []
+        for one in data["holds"]:
+            holds.append(_wrapped(f"  {one['id'].ljust(width)}  {one['what']}", width + 6))
+            holds += [_wrapped(f"  {'':{width}}  {line}", width + 6) for line in one["details"]]
         parts.append("\n".join([("What holds:" if failed else "The numbers:"), *holds]))
     return "\n\n".join(parts)
+
+
+def _wrapped(line: str, indent: int) -> str:
+    """Of at most WIDTH columns where its words allow it; what goes on is indented. Colours take no columns."""
+    start = len(line) - len(line.lstrip())
+    lines, width = [line[:start]], start
+    for i, word in enumerate(re.split(r"(?<=\S) ", line[start:])):
+        size = len(_COLORS.sub("", word))
+        if i and width + 1 + size > WIDTH:
+            lines.append(" " * indent + word)
+            width = indent + size
+        else:
+            lines[-1] += f" {word}" if i else word
+            width += size + (1 if i else 0)
+    return "\n".join(lines)
 
 
 def _headline(data: Mapping[str, Any]) -> str:
@@ -81,6 +110,6 @@ def _places(replicas: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cores = "" if one["cores"] is None else f" {cores_text(one['cores'])}"
         yield f"{one['replica']} lies on {one['host']}{cores}"
         for reason in one["why"]:
-            yield f"    {reason}"
+            yield _wrapped(f"    {reason}", 6)
     if len(replicas) > MOST:
         yield f"... and {len(replicas) - MOST} more; `-o json` has each"

@@ -112,6 +112,8 @@ def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = Fal
         parts.append("\n".join(f"what would help: corewright explain {model} {name}" for model in models))
     if data["index"] is not None:
         parts.append(f"check index: {data['index']}")
+    if data["unplaced"] and plan_fails(data):
+        parts.append(_failure(data))
     return "\n\n".join(part.rstrip("\n") for part in parts if part)
 
 
@@ -133,7 +135,7 @@ def _cores(texts: Sequence[str]) -> frozenset[int]:
 
 
 def _replicas(data: dict[str, Any]) -> str:
-    """A row for each replica; of many those that change first, and only the first of them."""
+    """A row for each replica; of many the first only: those without a place, then those that change."""
     tags = {change["replica"]: change["change"] for change in data["changes"]}
     rows: list[tuple[object, ...]] = []
     for item in data["placements"]:
@@ -143,7 +145,7 @@ def _replicas(data: dict[str, Any]) -> str:
     rows += [(f"{item['model']}/{item['replica']}", None, None, None, "unplaced") for item in data["unplaced"]]
     more = len(rows) - MOST_ROWS
     if more > 0:
-        rows.sort(key=lambda row: row[-1] == "none")
+        rows.sort(key=lambda row: (row[-1] != "unplaced", row[-1] == "none"))
         rows = rows[:MOST_ROWS]
     table = columns(("REPLICA", "HOST", "CORES", "THREADS", "CHANGE"), rows)
     return table + (f"\n... and {more} more; `-o json` has every replica" if more > 0 else "")
@@ -157,7 +159,9 @@ def _missing(data: dict[str, Any]) -> list[dict[str, str]]:
             found.setdefault((missing["model"], problem["id"]), []).append(problem)
     told = []
     for problems in found.values():
-        more = f" (and {len(problems) - 1} more of it)" if len(problems) > 1 else ""
+        further = len(problems) - 1
+        noun = "replica" if further == 1 else "replicas"
+        more = f" (and {further} more {noun} for the same reason)" if further else ""
         told.append({**problems[0], "what": problems[0]["what"] + more})
     return told
 
@@ -192,6 +196,13 @@ def _count(data: dict[str, Any]) -> str:
     if count:
         return f"{count} change{'s' if count != 1 else ''} ({parts})"
     return "no replica changes" if plan_changes(data) else "nothing to do"
+
+
+def _failure(data: dict[str, Any]) -> str:
+    placed, missing = len(data["placements"]), len(data["unplaced"])
+    have = "replica has" if placed + missing == 1 else "replicas have"
+    do = "does" if missing == 1 else "do"
+    return f"the plan fails: {placed} of {placed + missing} {have} a place; {missing} {do} not"
 
 
 def _changed(model: dict[str, Any]) -> bool:

@@ -264,6 +264,7 @@ EXPLAINED: dict[str, Any] = {
         },
         {"id": "replicas", "change": "replicas: 1", "gives": "1 of 1 replica", "moves": []},
     ],
+    "tried": "all",
 }
 ROLLOUT: dict[str, Any] = {
     "revision": 3,

@@ -192,6 +192,35 @@ def test_explain_says_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("b: 1 of 1 replica has a place (min 1, priority 1)\n")
 
 
+def test_a_plan_that_fails_says_so_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With how many replicas have no place; of many rows theirs come first."""
+    fields = "{source: org/a, replicas: 60}"
+    (tmp_path / "many.yaml").write_text(f"hosts: {{instance: inf2.48xlarge}}\nmodels: {{a: {fields}}}\n")
+    assert run(["plan", str(tmp_path / "many.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert out.endswith("\n\nthe plan fails: 24 of 60 replicas have a place; 36 do not\n")
+    rows = [line.split() for line in out.splitlines() if line.startswith("a/")]
+    assert [row[-1] for row in rows[:37]] == ["unplaced"] * 36 + ["start"]
+    assert "(and 35 more replicas for the same reason)" in out
+
+
+def test_an_explanation_fits_into_80_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Hints stand below what they are for; where only the file is wrong nobody says that nothing would help."""
+    text = (
+        "hosts: [{instance: inf2.48xlarge}, {instance: trn1.32xlarge}]\nmodels:\n  a: {source: org/a, replicas: 70}\n"
+    )
+    (tmp_path / "many.yaml").write_text(text)
+    assert run(["explain", "a", str(tmp_path / "many.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "     hint: fewer replicas" in out
+    (tmp_path / "key.yaml").write_text(text.replace("70", "7, colour: red"))
+    assert run(["explain", "a", str(tmp_path / "key.yaml")]) == 1
+    out = capsys.readouterr().out
+    assert "No change was tried: mend the errors above first." in out
+    assert "No single change" not in out
+
+
 def test_explain_works_where_the_spec_has_errors(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     """They are the constraints that fail."""
     assert run(["explain", "b", bad, "-o", "json"]) == 1

@@ -68,7 +68,7 @@ def whats(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machin
         ("{replicas: {min: 3, max: 2}}", ["min-exceeds-max 3:18"]),
         ("{tp_degree: 8, replicas: {min: 1, max: 3}}", []),
         ("{tp_degree: 8, replicas: {min: 1, max: 4}}", ["max-never-fits 3:40"]),
-        ("{tp_degree: 8, replicas: 4}", ["max-never-fits 3:21"]),
+        ("{tp_degree: 8, replicas: 4}", ["min-never-fits 3:21"]),
         # cores that are not taken
         ("{cores: ['0-7'], tp_degree: 8, engine: cpu}", ["pin-without-effect 3:7"]),
         ("{tp_degree: 7, engine: cpu}", []),
@@ -419,7 +419,7 @@ def test_mixed_hosts_are_judged_by_those_where_cores_are_taken() -> None:
         ("{tp_degree: 12}", ["undocumented-degree 3:7"]),
         ("{tp_degree: 64}", ["degree-exceeds-host 3:7"]),
         ("{tp_degree: 32, replicas: 2}", []),
-        ("{tp_degree: 32, replicas: 3}", ["max-never-fits 3:22"]),
+        ("{tp_degree: 32, replicas: 3}", ["min-never-fits 3:22"]),
         # pins
         ("{tp_degree: 4, cores: ['trn1.32xlarge/0:0-3']}", ["illegal-degree 3:29"]),
         ("{tp_degree: 4, cores: ['trn1.32xlarge/0:0-3'], allow_degrees: [4]}", []),
@@ -495,10 +495,11 @@ def test_an_lnc_of_one_halves_the_hbm_and_its_degrees_are_undocumented() -> None
 
 def test_threads_count_only_the_replicas_that_a_type_can_hold() -> None:
     """A degree of 16 does not lie on inf2; more fixed threads than a real host has CPUs lie on none."""
-    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100, replicas: 4}}}}\n"
+    shared = "b: {source: ./b, tp_degree: 16, replicas: {min: 1, max: 2}}"
+    text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100}}, {shared}}}\n"
     wide = text.replace("100", "200")
     told = [[p.what.split(", which")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
-    assert told == [["replicas of this spec could run 200 threads together on trn1.32xlarge/0"], []]
+    assert told == [["replicas of this spec could run 161 threads together on trn1.32xlarge/0"], []]
 
 
 def test_the_reserve_of_each_entry_is_judged_at_its_own_place() -> None:
@@ -559,9 +560,9 @@ def test_the_estimate_of_the_load_counts_and_any_host_that_is_large_enough_will_
     ],
 )
 def test_min_and_pins_agree_with_what_spread_allows(fields: str, hosts: str, found: list[str]) -> None:
-    """No plan could ever place them; what exceeds min only is for max-never-fits."""
+    """No plan could ever place them; what lacks room only is for min-never-fits and max-never-fits."""
     text = f"{hosts}models:\n  a: {fields[:-1]}, source: ./a}}\n"
-    assert [place for place in ids(text) if "max-never-fits" not in place] == found
+    assert [place for place in ids(text) if "never-fits" not in place] == found
 
 
 @pytest.mark.parametrize(
@@ -674,3 +675,45 @@ def test_quantized_weights_make_room() -> None:
     text = "engine: transformers-neuronx\n    max_batch: 2"
     told = [ids(one(text + more), {"a": LLAMA_2_7B}) for more in ("", "\n    quantize: int8")]
     assert [[place.split()[0] for place in places] for places in told] == [["hbm-exceeded"], []]
+
+
+def test_a_min_that_has_no_room_is_told_as_such() -> None:
+    """With how many have, and a hint that does not ask for a lower max."""
+    text = REAL + "models:\n  a: {source: ./a, tp_degree: 8}\n  b: {source: ./b, tp_degree: 8, replicas: 3}\n"
+    assert ids(text) == ["min-never-fits 4:34"]
+    assert whats(text) == ["min 3 of b can never fit: there is room for 2 beside the min of the others"]
+
+
+def test_fixed_threads_of_a_real_host_count_as_far_as_they_fit() -> None:
+    """A plan refuses the rest; what has no fixed number comes on top."""
+    text = f"{REAL}models:\n  a: {{source: ./a, tp_degree: 8, threads: 100, replicas: {{min: 1, max: 3}}"
+    assert [place for place in ids(text + "}\n") if "threads" in place] == []
+    rival = "}\n  b: {source: ./b, tp_degree: 8, replicas: {min: 1, max: 2}}\n"
+    found = [what for what in whats(text + rival) if "threads" in what]
+    assert len(found) == 1
+    assert "could run 222 threads" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ("tp_degree: 8, max_len: 8192", "quantize: int8 needs "),  # 16 GiB of weights on each core
+        ("tp_degree: 1", "take a larger instance type"),
+        ("tp_degree: 24, allow_head_padding: true, max_batch: 512", "lower max_batch or max_len"),
+    ],
+)
+def test_a_hint_for_memory_can_work(fields: str, hint: str) -> None:
+    """No fewer slots where the weights alone are too much."""
+    large = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 128256, 8192, False, 70_553_706_496)
+    text = f"{REAL}models: {{a: {{source: ./a, engine: transformers-neuronx, {fields}}}}}\n"
+    (problem,) = [one for one in problems_of(text, {"a": large}) if one.id == "hbm-exceeded"]
+    assert hint in problem.hint
+    assert problem.hint.startswith("lower") == hint.startswith("lower")
+
+
+def test_degrees_that_divide_the_heads_are_named_only_where_they_have_the_memory() -> None:
+    """64 heads on two of 24 cores would be legal, and far too few for 70 billion parameters."""
+    large = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 128256, 8192, False, 70_553_706_496)
+    text = f"{REAL}models: {{a: {{source: ./a, tp_degree: 24}}}}\n"
+    (problem,) = [one for one in problems_of(text, {"a": large}) if one.id == "heads-not-divisible"]
+    assert problem.hint == "add allow_head_padding: true for an engine that pads with zeros"

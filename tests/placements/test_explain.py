@@ -13,8 +13,8 @@ from placements.cores import CoreRange
 from placements.explain import Explanation, explain
 from placements.hosts import hosts_for
 from placements.parse import parse
-from placements.plan import Running
-from placements.remedies import Suggestion
+from placements.plan import Running, plan
+from placements.remedies import Question, Suggestion, remedies
 from placements.spec import HostsSpec, Replicas, Spec, Spread
 from tests.placements.fleets import LAPTOP, LLAMA_2_7B, PLAIN, model, spec
 
@@ -199,7 +199,7 @@ def test_pins_that_are_taken_can_be_left_out() -> None:
     wish = spec(model("a", 8, "0-7"))
     told = explained(wish, blocked={HOST: frozenset({3})})
     assert failed(told) == ["pin-taken"]
-    assert change(told, "pins").trial.change == "without its pins"
+    assert [one.trial.change for one in told.suggestions[:2]] == ['cores: "0-7" -> "4-11"', "without its pins"]
 
 
 def test_a_narrow_spread_can_be_widened() -> None:
@@ -227,7 +227,7 @@ def test_a_larger_type_is_found_where_no_host_is_large_enough() -> None:
     """The smallest of the family that has the cores."""
     told = explained(spec(model("a", 24), instance="inf2.24xlarge"))
     assert failed(told)[0] == "degree-exceeds-host"
-    assert change(told, "host").trial.change == "one more inf2.48xlarge"
+    assert change(told, "host").trial.change == "an inf2.48xlarge"
 
 
 def test_two_changes_together_where_none_alone_helps() -> None:
@@ -245,3 +245,99 @@ def test_of_a_fleet_with_several_types_the_fitting_one_is_enlarged() -> None:
         models=(model("a", 24, replicas=2),),
     )
     assert change(explained(wish), "host").trial.change == "one more inf2.48xlarge"
+
+
+def test_unknown_keys_are_no_reason_not_to_try() -> None:
+    """They were skipped. Where they are all that is wrong nothing is tried, and nobody says that nothing helps."""
+    text = "hosts: {instance: inf2.48xlarge}\nmodels:\n  a: {source: ./m, tp_degree: 8, replicas: 4}\ncolour: red\n"
+    for word, ids, tried in (("4", ["unknown-key", "no-room"], "all"), ("3", ["unknown-key"], "nothing")):
+        parsed = parse(text.replace("replicas: 4", f"replicas: {word}"), "f.yaml")
+        assert parsed.spec is not None
+        told = explain(parsed.spec, hosts_for(parsed.spec, LAPTOP), "a", problems=parsed.problems)
+        assert (failed(told), told.tried, bool(told.suggestions)) == (ids, tried, tried == "all")
+
+
+def test_a_length_beyond_the_positions_becomes_that_of_the_positions() -> None:
+    """The obvious change, alone."""
+    told = explained(spec(model("a", 8, max_len=9999)), checkpoint=LLAMA_2_7B)
+    assert failed(told) == ["max-len-exceeds-positions"]
+    assert change(told, "length").trial.change == "max_len: 4096"
+
+
+def test_heads_can_be_padded() -> None:
+    """At the degree that the model asks for, first of all."""
+    told = explained(spec(model("a", 24, engine="nxd-inference", max_batch=1)), checkpoint=LLAMA_70B)
+    assert (failed(told)[0], told.suggestions[0].trial.change) == ("heads-not-divisible", "allow_head_padding: true")
+
+
+def test_a_pin_moves_to_the_nearest_legal_range() -> None:
+    """Before it is left out, and before another degree."""
+    told = explained(spec(model("a", 8, "9-16"), model("b", 2, "0-1")))
+    assert [one.trial.change for one in told.suggestions[:2]] == ['cores: "9-16" -> "8-15"', "without its pins"]
+
+
+def test_the_pins_of_rivals_are_changed_before_their_replicas_are_fewer() -> None:
+    """Both, where one is not enough."""
+    told = explained(spec(model("a", 8), model("b", 8, "4-11"), model("c", 8, "14-21")))
+    expected = 'cores of b: "4-11" -> "8-15", and cores of c: "14-21" -> "16-23"'
+    assert change(told, "rival-pins").trial.change == expected
+    assert kinds(told).index("rival-pins") < kinds(told).index("rival")
+
+
+def test_threads_are_shared_or_fewer() -> None:
+    """The greatest number with which all replicas have a place."""
+    wish = spec(model("a", 8, engine="transformers-neuronx", threads=100, replicas=2))
+    told = explained(wish)
+    assert failed(told) == ["vcpus-short"]
+    changes = [one.trial.change for one in told.suggestions if one.trial.id == "threads"]
+    assert changes == ["threads: 92", "threads: share"]
+
+
+def test_hosts_are_added_for_all_that_rank_as_high() -> None:
+    """Of the type that is there, though another would need fewer."""
+    told = explained(spec(model("a", 24, replicas=3), model("b", 8, replicas=3)))
+    assert change(told, "host").trial.change in ("2 more inf2.48xlarge", "3 more inf2.48xlarge")
+
+
+@pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference"])
+def test_new_types_are_those_that_can_serve_the_model(engine: str) -> None:
+    """None that the fleet has no more of; trn2 has no transformers-neuronx, and the facts of trn2.3xlarge are few."""
+    told = explained(spec(model("a", 64, engine=engine, max_batch=1)), checkpoint=LLAMA_70B)
+    changes = [one.trial.change for one in told.suggestions if one.trial.id == "host"]
+    assert changes == ([] if engine == "transformers-neuronx" else ["a trn2.48xlarge"])
+
+
+def test_a_search_ends_when_its_plans_are_used_up() -> None:
+    """It says so."""
+    wish = spec(model("a", 8, replicas=8))
+    hosts = hosts_for(wish, LAPTOP)
+    asked = Question(wish.models[0], wish, hosts, {}, {}, (), {"a": 8}, {}, {}, False, frozenset())
+    assert remedies(asked).exhaustive
+    few = remedies(asked, plans=2)
+    assert (few.exhaustive, len(few.suggestions) <= 2) == (False, True)
+
+
+def test_numbers_are_those_of_hosts_that_can_take_the_model() -> None:
+    """A type without the degree, or with too little memory, has no line; threads are those of where it lies."""
+    hosts = (
+        HostsSpec(instance="inf2.48xlarge"),
+        HostsSpec(instance="trn1.32xlarge"),
+        HostsSpec(instance="trn2.48xlarge", lnc=1),
+        HostsSpec(instance="trn2.48xlarge"),
+    )
+    wish = Spec(hosts=hosts, models=(model("a", 32, engine="nxd-inference", max_batch=1, max_len=2048),))
+    told = {one.id: one for one in explained(wish, checkpoint=LLAMA_70B).holds}
+    where = [line.rpartition(" of ")[2] for line in told["memory"].details]
+    assert where == ["trn1.32xlarge", "trn2.48xlarge lnc 1", "trn2.48xlarge lnc 2"]
+    assert "on the first core (" in told["memory"].details[0]
+    assert (told["threads"].what.endswith("on trn1.32xlarge"), told["threads"].details) == (True, ())
+
+
+def test_a_refusal_has_the_words_of_the_plan() -> None:
+    """Of the first replica that is missing."""
+    wish = spec(model("a", 8, replicas=5, threads=100, engine="transformers-neuronx"))
+    hosts = hosts_for(wish, LAPTOP)
+    (first, *_) = plan(wish, hosts).unplaced
+    told = explain(wish, hosts, "a").failed
+    said = {one.id: one.what for one in told}
+    assert all(said[one.id].startswith(one.what) for one in first.problems)

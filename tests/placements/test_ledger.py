@@ -65,3 +65,11 @@ def test_blocked_cores_are_told_apart() -> None:
     )
     told = book.as_dict()["hosts"][0]
     assert (told["reserved"], told["cordoned"], told["quarantined"]) == (["23"], ["8-9", "12"], ["3"])
+
+
+def test_a_row_is_for_hosts_that_can_take_the_model() -> None:
+    """With their number of physical cores in a logical one; half of the HBM may be too little."""
+    types = (HostsSpec(instance="trn2.48xlarge", lnc=1), HostsSpec(instance="trn2.48xlarge"))
+    wish = Spec(hosts=types, models=(model("a", 1, max_batch=1, max_len=256),))
+    told = [(need.as_dict()["lnc"], need.as_dict()["usable_gib"]) for need in booked(wish).memory]
+    assert told == [(2, 22.8)]

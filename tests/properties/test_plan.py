@@ -178,7 +178,9 @@ def free_windows(case: Case, drawn: Plan, tp: int) -> list[tuple[Host, CoreRange
     return found
 
 
-quick = settings(max_examples=int(os.environ.get("EXAMPLES", "40")), deadline=None)
+quick = settings(
+    max_examples=int(os.environ.get("EXAMPLES", "40")), deadline=None, derandomize="EXAMPLES" not in os.environ
+)
 
 
 @quick
@@ -250,7 +252,8 @@ def test_each_model_gets_the_number_that_is_wanted_or_reasons(case: Case) -> Non
 @quick
 @given(running_cases())
 def test_planning_its_own_result_changes_nothing(case: Case) -> None:
-    """Deterministic and idempotent: the same plan again, and nothing to do."""
+    """Deterministic and idempotent: the same plan again, and nothing to do, unless further moves are allowed."""
+    case = replace(case, moves=0)
     drawn = case.plan()
     again = replace(case, running=tuple(placement.running for placement in drawn.placements))
     assert case.plan() == drawn
@@ -363,7 +366,7 @@ def test_what_is_started_fits_its_host(case: Case) -> None:
         new = [p for p in own if p.running not in case.running]
         assert all(suits(case, case.model(p.model), host) or case.model(p.model).cores for p in new)
         used = sum(load_gib(case, case.model(p.model)) for p in own)
-        needy = [p for p in new if load_gib(case, case.model(p.model))]
+        needy = [p for p in new if load_gib(case, case.model(p.model)) and not case.model(p.model).cores]
         assert host.memory_gib is None or used <= host.memory_gib + 1e-6 or not needy
         for placement in new:
             spread = case.model(placement.model).spread
@@ -430,13 +433,17 @@ def test_a_pin_is_refused_only_where_its_cores_are_taken(case: Case) -> None:
 
 
 @quick
-@given(cases())
+@given(running_cases())
 def test_a_lower_priority_never_costs_a_higher_one_a_core(case: Case) -> None:
-    """Without the lower classes the highest one serves no more cores. Pins come first whatever their class."""
+    """Without the lower classes the highest one serves no more cores. Pins come first whatever their class.
+
+    Without moves: with them the search is bounded, and may stop earlier in the larger fleet.
+    """
     bare = tuple(model.model_copy(update={"cores": ()}) for model in case.spec.models)
     top = max(model.priority for model in bare)
-    wanted = {name: min(count, case.model(name).replicas.min) for name, count in case.wanted.items()}
-    full = replace(case, spec=Spec(models=bare), wanted=wanted)
+    lows = {model.name: model.replicas.min for model in bare}
+    wanted = {name: min(count, lows[name]) for name, count in case.wanted.items() if name in lows}
+    full = replace(case, spec=Spec(models=bare), wanted=wanted, moves=0)
     alone = replace(full, spec=Spec(models=tuple(model for model in bare if model.priority == top)))
     high = {model.name for model in bare if model.priority == top}
     assert sum(len(c) for p, c in cored(full.plan()) if p.model in high) == sum(len(c) for _, c in cored(alone.plan()))
