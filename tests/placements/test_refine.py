@@ -1,0 +1,43 @@
+"""What trying other orders gains, on fleets of the placement benchmark, against OR-tools CP-SAT."""
+
+from __future__ import annotations
+
+import pytest
+
+import placements.refine
+from benchmarks.placements.exact import fewest_loads, most_served
+from benchmarks.placements.fleet import Fleet
+from benchmarks.placements.generator import churned, fresh
+from benchmarks.placements.planner import arguments, layout
+
+SOLVER_S = 20.0
+
+
+def served(fleet: Fleet) -> tuple[int, ...]:
+    """Cores by grade."""
+    return fleet.served(layout(arguments(fleet).plan()).placed)
+
+
+def loads(fleet: Fleet) -> int:
+    """New replicas and moved ones."""
+    drawn = arguments(fleet).plan(moves=None)
+    assert drawn.unplaced == ()
+    return len(drawn.placements) - len(fleet.running) + len(drawn.moves)
+
+
+def test_where_memory_and_spread_decide_the_optimum_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six hosts, of which largest first leaves three cores more unused."""
+    fleet = fresh(5, 6, constrained=True)
+    best = most_served(fleet, SOLVER_S).served
+    assert served(fleet) == best
+    monkeypatch.setattr(placements.refine, "SERVE_TRIES", 0)
+    assert served(fleet) < best
+
+
+def test_no_more_replicas_move_than_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty hosts, where the cheapest range for each by itself is not the cheapest for all."""
+    fleet = churned(8, 20)
+    fewest = fewest_loads(fleet, SOLVER_S).loads
+    assert loads(fleet) == fewest
+    monkeypatch.setattr(placements.refine, "MOVE_TRIES", 0)
+    assert loads(fleet) > (fewest or 0)
