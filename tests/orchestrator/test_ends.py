@@ -110,8 +110,11 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
 
 
 def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path) -> None:
-    """Ctrl-C before ready: exit code 1, no process, no record."""
-    live = LiveFleet(SPEC, home=home)
+    """Ctrl-C before ready: exit code 1, no process, no record.
+
+    It never gets ready, for one of its models does not come up.
+    """
+    live = LiveFleet(SPEC + "  gone: {source: ./no-such-folder, engine: cpu}\n", home=home)
     until(lambda: "starting the controller" in live.output(), 60, "it starts")
 
     assert live.stop(signal.SIGINT) == 1
