@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from orchestrator.home import Home
@@ -79,11 +80,17 @@ def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) ->
         models = json.loads(result.stdout)["models"] if result.returncode == 0 else []
         return next((r for m in models for r in m["replicas"] if r["id"] == "bad/0" and r["log"]), None)
 
+    def serves() -> bool:
+        try:
+            return bool(complete(live, "good", max_tokens=2).status_code == 200)
+        except httpx.ConnectError:  # the gateway is still starting: the replica failed sooner
+            return False
+
     replica = until(failed, 60, "the cause is told")
     assert "model-not-found" in replica["reason"]
     assert "no-such-folder" in replica["reason"]
     assert any("model-not-found" in line for line in replica["log"])
-    until(lambda: complete(live, "good", max_tokens=2).status_code == 200, 20, "the other model serves")
+    until(serves, 30, "the other model serves")
     refused = complete(live, "bad", max_tokens=2)
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable")
     assert live.http.get("/readyz").status_code == 503
@@ -114,7 +121,7 @@ def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path) 
 
     It never gets ready, for one of its models does not come up.
     """
-    live = LiveFleet(SPEC + "  gone: {source: ./no-such-folder, engine: cpu}\n", home=home)
+    live = LiveFleet(SPEC + "  gone: {source: ./no-such-folder, engine: cpu, engine_options: {}}\n", home=home)
     until(lambda: "starting the controller" in live.output(), 60, "it starts")
 
     assert live.stop(signal.SIGINT) == 1
