@@ -30,7 +30,6 @@ class Item:
     """A replica to be placed."""
 
     tenant: Tenant
-    required: bool  # counts towards ``min``
     pin: Pin | None = None
     number: int = 0  # of the pin, in the model's list
 
@@ -164,10 +163,9 @@ class Draft:
         tp, demand, cost = model.tp_degree, self._demands[order], self._costs.get(model.name, 1.0)
         grades = self._grades(model, runs=False)
         for place, index in enumerate([*sorted(chosen), *left]):
-            needed = place < required
-            tenant = Tenant(order, index, tp, grades[needed], demand, cost)
+            tenant = Tenant(order, index, tp, grades[place < required], demand, cost)
             number = chosen.get(index, -1)
-            items.append(Item(tenant, needed, model.cores[number] if number >= 0 else None, number))
+            items.append(Item(tenant, model.cores[number] if number >= 0 else None, number))
 
     def _fitting(self, model: ModelSpec, order: int, running: Sequence[Running]) -> list[Running]:
         """Those that run as the spec has it, and lie where they may."""

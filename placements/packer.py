@@ -6,7 +6,8 @@ A tenant goes, in this order:
 2. to a range of the grid whose tenants are all new themselves, and find other places;
 3. to any free legal range;
 4. to the range whose running tenants cost least to move, within the number of moves allowed, if all of them find
-   another place (smaller ones may be moved for them in turn);
+   another place (smaller ones may be moved for them in turn); of each host its cheapest range is tried, and on few
+   hosts every range then;
 5. to the range whose tenants of a lower grade matter least; those that find no other place are displaced.
 
 Either all of a step succeeds or nothing of it is done.
@@ -214,7 +215,7 @@ class Packer:
         return index
 
     def _evict_index(self, size: int, kind: int) -> HostIndex:
-        """Of many hosts only those where most is free, until they have proved too few."""
+        """Of many hosts only those with the fewest tenants in the way, until they have proved too few."""
         index = self._evict.get((size, kind))
         if index is None:
             hosts = self._kinds[kind]
@@ -587,6 +588,7 @@ class Packer:
                 yield tuple(lost.values()), moving, not on_grid >> start & 1, host, start
 
     def _displace_at(self, tenant: Tenant, grade: Grade, host: int, start: int, depth: int) -> bool:
+        """Put it on these cores: those below ``grade`` are displaced, the others find other places."""
         mark = self._mark()
         space = self.spaces[host]
         wanted = ((1 << tenant.size) - 1) << start

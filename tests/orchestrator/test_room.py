@@ -5,6 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from orchestrator.changes import Situation
+from orchestrator.lifecycle import State
+from orchestrator.rollout import Wish
+from orchestrator.room import room_for
+from orchestrator.snapshot import ReplicaView
+from placements.cores import CoreRange
+from placements.spec import ModelSpec, Spec
+from placements.topology import TOPOLOGIES, Host
 from tests.orchestrator.fakes import FakeCluster, Played
 
 HOST = "inf2.24xlarge/0"
@@ -65,3 +73,28 @@ async def test_nothing_goes_where_it_would_not_help(tmp_path: Path) -> None:
         assert "MakingRoom" not in fleet.happened()
     finally:
         await fleet.__aexit__()
+
+
+def view(model: str, replica: int, cores: str) -> ReplicaView:
+    """A ready replica on the host of 24 cores."""
+    return ReplicaView(model, replica, 1, "inf2.48xlarge/0", CoreRange.parse(cores), State.READY, 0.0, version="v")
+
+
+def test_no_one_goes_where_another_must_go_first() -> None:
+    """The 4 in the way would need the cores of two others: nobody could come up there before they are gone."""
+    models = (
+        ModelSpec(name="four", source="./m", tp_degree=4),
+        ModelSpec(name="one", source="./m", replicas=3),  # type: ignore[arg-type]
+        ModelSpec(name="pinned", source="./m", tp_degree=8, cores=("16-23",)),  # type: ignore[arg-type]
+        ModelSpec(name="big", source="./m", tp_degree=8),
+    )
+    host = Host("inf2.48xlarge/0", TOPOLOGIES["inf2.48xlarge"], (0, 1), emulated=True)
+    views = (
+        view("four", 0, "0-3"),
+        *(view("one", i, cores) for i, cores in enumerate(("8", "9", "12"))),
+        view("pinned", 0, "16-23"),
+    )
+    wishes = {model.name: Wish(model, model.replicas.min, "v") for model in models}
+    situation = Situation(Spec(models=models), (host,), {}, wishes, views)
+    assert len(situation.aim(moves=4).plan.moves) == 2
+    assert room_for(situation, situation.aim()) is None

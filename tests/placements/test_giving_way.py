@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from placements.cores import CoreRange
+from placements.grid import grid_of
+from placements.packer import Packer
 from placements.plan import Plan, Running, defragment, plan
 from placements.spec import ModelSpec, Spec
+from placements.tenants import Demand, Space, Tenant
 from placements.topology import TOPOLOGIES, Host
 
 SMALL, MIDDLE = "inf2.xlarge", "inf2.24xlarge"  # two cores, twelve cores
@@ -90,6 +93,25 @@ def test_only_those_that_hold_what_is_short_give_way() -> None:
     low = [runs("low", i, "inf2.24xlarge/0", cores) for i, cores in enumerate(("11", "9", "7"))]
     drawn = plan(spec, [machine(MIDDLE, 0, 100.0)], running=[*low, runs("mid", 0, "inf2.24xlarge/0", "5")])
     assert (drawn.moves, [one.model for one in drawn.unplaced]) == ((), ["mid"])
+
+
+def test_a_pin_of_higher_priority_gets_its_cores() -> None:
+    """What runs there goes elsewhere."""
+    spec = Spec(models=(model("low", 2), model("pin", 2, cores=("0-1",), priority=1)))
+    drawn = plan(spec, [machine(MIDDLE)], running=[runs("low", 0, "inf2.24xlarge/0", "0-1")])
+    assert [(one.model, str(one.cores)) for one in drawn.placements] == [("low", "2-3"), ("pin", "0-1")]
+
+
+def test_cores_that_came_free_are_taken_at_last() -> None:
+    """A replica that found no room is not tried again, until the last look for free ranges."""
+    space = Space(0, grid_of("inf2", 2, 0b11), 0b11, 0b11)
+    packer = Packer([space], 0)
+    first, second = (Tenant(i, 0, 2, (0, False, True), Demand(i, 2, frozenset({0}))) for i in range(2))
+    assert packer.place(first)
+    assert not packer.place(second)
+    packer.remove(first)
+    assert not packer.place(second)
+    assert packer.squeeze_in(second)
 
 
 def test_a_pin_whose_cores_come_free_is_met() -> None:
