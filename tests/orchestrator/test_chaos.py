@@ -94,6 +94,7 @@ REFUSALS = {  # what an event may be answered with, by its cause
     409: {
         "rollout-not-running",
         "rollout-not-paused",
+        "rollout-paused",
         "no-canary",
         "canary-impossible",
         "update-impossible",

@@ -177,10 +177,13 @@ def test_a_host_with_devices_is_read_from_all_its_sources(tmp_path: Path) -> Non
 def test_a_process_tells_its_cores() -> None:
     """From the environment that it was started with."""
     with subprocess.Popen(
-        [sys.executable, "-c", "input()"],
+        [sys.executable, "-c", "print(flush=True); input()"],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "NEURON_RT_VISIBLE_CORES": "4-7"},
     ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # before its exec is over, /proc shows no environment
         detail = read_process(process.pid)
         process.communicate(b"\n")
 
