@@ -57,7 +57,12 @@ _SHAPE = frozenset(  # what a graph is compiled for; a new process where nothing
         "draft",
         "engine_options",
         "quantize",
+        "quantize_kv",
         "group_query_attention",
+        "buckets",
+        "sampling",
+        "fuse_qkv",
+        "compiler",
     }
 )
 

@@ -55,6 +55,11 @@ class Home:
         return self.path / "logs"
 
     @property
+    def compiled(self) -> Path:
+        """Where compiled artifacts are kept, of all models."""
+        return self.path / "compiled"
+
+    @property
     def ray(self) -> Path:
         return self.sockets / "ray"
 

@@ -247,6 +247,36 @@ class Draft(_Frozen):
     k: int = Field(4, ge=1, le=16, description="How many tokens it guesses ahead of each step.")
 
 
+class Buckets(_Frozen):
+    """The lengths that an engine of Neuron devices is compiled for, in tokens, ascending."""
+
+    prefill: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
+        (),
+        strict=False,
+        description="Prompt lengths. The longest is the longest prompt. Unset: 128, 256 and so on up to `max_len`.",
+    )
+    decode: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
+        (),
+        strict=False,
+        description="KV cache lengths. The longest is `max_len`. Unset: 128, 256 and so on up to `max_len`.",
+    )
+
+
+class Compiler(_Frozen):
+    """How neuronx-cc compiles a model."""
+
+    optlevel: Annotated[Literal[1, 2, 3] | None, _choice(1, 2, 3)] = Field(
+        None, description="1 compiles fast, 3 makes the fastest code. Unset: the compiler's own, 2."
+    )
+    flags: str = Field("", description="Further flags for neuronx-cc, as in `NEURON_CC_FLAGS`.")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Graphs compiled at once; each takes memory of the host. Unset: one for each graph.",
+    )
+
+
 class Update(_Frozen):
     """How a model's processes are replaced when the spec changes."""
 
@@ -293,6 +323,16 @@ class Deadlines(_Frozen):
         le=86_400,
         description="Seconds for the requests of a replica to end that is replaced, moved or no longer wanted. What "
         "still runs is cut off then.",
+    )
+
+
+class EngineSettings(_Frozen):
+    """What holds for one engine on every host."""
+
+    python: str | None = Field(
+        None,
+        description="The Python interpreter in which its replicas run: a path, relative to the spec file. It must have "
+        "the fleet's Ray version and Python minor version. Unset: the fleet's own.",
     )
 
 
@@ -429,15 +469,28 @@ class ModelSpec(_Frozen):
         le=1 << 20,
         description="Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory.",
     )
-    quantize: Literal["int8"] | None = Field(
+    quantize: Literal["int8", "fp8"] | None = Field(
         None, description="Weights of one byte on the cores. On the Neuron engines. Unset: weights of the `dtype`."
     )
+    quantize_kv: Literal["int8", "fp8"] | None = Field(
+        None, description="A KV cache of one byte a number. On the Neuron engines. Unset: of the `dtype`."
+    )
+    buckets: Buckets = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
+    sampling: Literal["host", "device"] = Field(
+        "host",
+        description="Where tokens are chosen. `device` is faster, and takes `temperature`, `top_p` and `top_k` only. "
+        "On the Neuron engines.",
+    )
+    fuse_qkv: bool | None = Field(
+        None, description="One matrix for query, key and value. On the Neuron engines. Unset: the engine's own choice."
+    )
+    compiler: Compiler = Field(Compiler(), description="How the model is compiled. On the Neuron engines.")
     group_query_attention: GroupQueryAttention | None = Field(
         None,
         description="How the KV heads are dealt out to the cores. On the engine `transformers-neuronx`. Unset: the "
         "engine chooses. See Memory.",
     )
-    engine_options: dict[str, bool | int | float | str] = Field(
+    engine_options: dict[str, Any] = Field(
         {},
         description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
         "prompt go through the model together (unset: all). `echo`: `step_ms`, the milliseconds that each step takes.",
@@ -479,12 +532,12 @@ class ModelSpec(_Frozen):
     @property
     def started_with(self) -> tuple[object, ...]:
         """What a replica is told at its start: another value means another process."""
-        options = tuple(sorted(self.engine_options.items()))
+        options = tuple((name, repr(value)) for name, value in sorted(self.engine_options.items()))
         source = self.source_path or self.source
         draft = None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k)
         engine = (self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads)
-        attention = (self.quantize, self.group_query_attention)
-        return (source, *engine, options, draft, self.allow_pickle, *attention)
+        shapes = (self.quantize, self.quantize_kv, self.group_query_attention, self.fuse_qkv, self.sampling)
+        return (source, *engine, options, draft, self.allow_pickle, *shapes, self.buckets, self.compiler)
 
     def dtype_on(self, engine: Engine) -> Dtype:
         """The weights' and the KV cache's type under a resolved engine (`engines.resolve`)."""
@@ -508,6 +561,7 @@ class Spec(_Frozen):
         description="The machines; a list for machines of several types. Unset: this machine if it has Neuron devices "
         "of a known type, else one emulated inf2.48xlarge. See Hosts.",
     )
+    engines: dict[Engine, EngineSettings] = Field({}, description="Settings by engine. See Engines.")
     models: tuple[ModelSpec, ...] = Field(
         (),
         description="The models by name, at least one. Clients send the name as `model`.",
@@ -524,6 +578,13 @@ class Spec(_Frozen):
     def where(self, *path: str | int) -> str:
         """ "file:line:column" of a key, or of the nearest written key above it."""
         return self.places.where(*path)
+
+    def python_for(self, engine: Engine) -> str | None:
+        """The absolute path of that engine's interpreter, as far as ``base_dir`` is absolute; None: the fleet's own."""
+        settings = self.engines.get(engine)
+        if settings is None or settings.python is None:
+            return None
+        return str(Path(self.base_dir) / Path(settings.python).expanduser())
 
     def model(self, name: str) -> ModelSpec | None:
         """The model of that name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 
@@ -26,6 +28,17 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_source: str | None = None  # a folder on this host of the model that drafts; None: nothing is drafted
     draft_k: int = 0  # tokens that it drafts ahead
     allow_pickle: bool = False  # read pickled weights too, the draft's as well
-    engine_options: dict[str, int | float | str | bool] = {}
+    engine_options: dict[str, Any] = {}
+    tp_degree: int = 1
+    sampling: Literal["host", "device"] = "host"
+    prefill_buckets: list[int] = []  # compiled prompt lengths; empty: the engine's own
+    decode_buckets: list[int] = []  # compiled KV lengths; empty: the engine's own
+    quantize: str | None = None  # of the weights: int8, fp8
+    quantize_kv: str | None = None  # of the KV cache: int8, fp8
+    group_query_attention: str | None = None
+    fuse_qkv: bool | None = None
+    compile_workers: int | None = None  # graphs compiled at once; None: the engine's own number
+    compiled: str | None = None  # the folder on this host where compiled artifacts are kept, of all models
+    python: str | None = None  # the interpreter that it runs in; None: that of the Ray node
     version: str = ""  # of all that matters to its process: equal ones are interchangeable
     tokenizer: str = ""  # equal where the same text gives the same tokens

@@ -21,6 +21,8 @@ class EngineSpec:
     returns: Literal["logits", "tokens"] = "logits"  # "tokens": the engine samples, greedily or on the device
     keeps_idle_slots: bool = True  # False: decode overwrites the KV cache of every slot that is not listed
     draft_k: int = 0  # tokens that it drafts ahead of a step, where it is a ``DraftingEngine``; 0: it is none
+    device_top_k: int = 0  # the largest top_k of a ``SamplingEngine``; 0: it is none, and returns logits or is greedy
+    run_k: int = 0  # tokens that it guesses within a step, where it is a ``RunEngine``; 0: it is none
 
 
 class GenerateEngine(Protocol):
@@ -82,6 +84,37 @@ class DraftingEngine(VerifyingEngine, Protocol):
 
         ``tokens[i]`` are the last two of the slot; the second of them will be written at ``positions[i]``. A slot is
         drafted for either before each of its steps or never, since the draft sees no other tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceSampling:
+    """How a slot's next tokens are drawn on the device. Greedy is ``top_k`` 1.
+
+    On NxD Inference ``top_k`` 0 and -1 draw one token uniformly from the vocabulary, so "no top_k" is the largest.
+    """
+
+    top_k: int = 1  # 1 to ``EngineSpec.device_top_k``
+    top_p: float = 1.0  # above 0, at most 1
+    temperature: float = 1.0  # above 0
+
+
+class SamplingEngine(GenerateEngine, Protocol):
+    """An engine that draws the tokens itself, by what it was last told for the slot. ``spec.returns`` is "tokens"."""
+
+    def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
+        """From now on ``slots[i]`` is sampled by ``how[i]``. Called before the prefill into the slot."""
+        ...
+
+
+class RunEngine(GenerateEngine, Protocol):
+    """An engine that speculates within its own step and tells what came of it. Greedy; ``spec.returns`` is "tokens"."""
+
+    def decode_runs(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
+        """As ``decode``, with 1 to ``spec.run_k + 1`` tokens for each slot, all of them the model's own choice.
+
+        ``positions[i] + spec.run_k + 1`` is at most ``spec.max_len``; where there is less room, callers ``decode``.
         """
         ...
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from workers.engine import EngineLoadError
 
@@ -31,7 +31,27 @@ class EngineConfig(Protocol):
     @property
     def allow_pickle(self) -> bool: ...
     @property
-    def engine_options(self) -> Mapping[str, int | float | str | bool]: ...
+    def engine_options(self) -> Mapping[str, Any]: ...
+    @property
+    def tp_degree(self) -> int: ...
+    @property
+    def sampling(self) -> Literal["host", "device"]: ...
+    @property
+    def prefill_buckets(self) -> Sequence[int]: ...
+    @property
+    def decode_buckets(self) -> Sequence[int]: ...
+    @property
+    def quantize(self) -> str | None: ...
+    @property
+    def quantize_kv(self) -> str | None: ...
+    @property
+    def group_query_attention(self) -> str | None: ...
+    @property
+    def fuse_qkv(self) -> bool | None: ...
+    @property
+    def compile_workers(self) -> int | None: ...
+    @property
+    def compiled(self) -> str | None: ...
 
 
 def open_engine(config: EngineConfig) -> GenerateEngine:
@@ -68,4 +88,16 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
         from workers.engines.speculative import SpeculativeEngine
 
         return SpeculativeEngine(opened(config.source), opened(config.draft_source), config.draft_k)
-    raise EngineLoadError("engine-not-installed", f"this version has no engine {config.engine!r}", "use cpu or echo")
+    if config.engine == "transformers-neuronx":
+        from workers.engines.transformers_neuronx import open_transformers_neuronx
+
+        return open_transformers_neuronx(config)
+    if config.engine == "nxd-inference":
+        from workers.engines.neuronx_distributed import open_neuronx_distributed
+
+        return open_neuronx_distributed(config)
+    raise EngineLoadError(
+        "engine-not-installed",
+        f"this version has no engine {config.engine!r}",
+        "use cpu, echo, transformers-neuronx or nxd-inference",
+    )
