@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from workers import sampling
 from workers.buckets import smallest_bucket
-from workers.engine import DraftingEngine, GenerateEngine
+from workers.engine import DraftingEngine, GenerateEngine, RunEngine, SamplingEngine
 from workers.guidance import Guides
 from workers.logprobs import token_logprobs
 from workers.penalties import changes_choice
@@ -145,11 +145,14 @@ class Batcher:
     2. When a slot is free and a request waits, it is a prefill, except that (2a) right after a prefill every live
        request first gets a decode, so that a queue of prompts slows the live ones down but never stops them; and (2b)
        an engine that is not continuous admits only when no slot is live.
-       Requests join in the order of their arrival: as many as there are free slots, while the padded prompts together
-       are no longer than the longest single prompt could be. So no prefill stalls the live requests for longer than
-       that one would.
+       Requests join in the order of their arrival: as many as there are free slots, while (2c) the padded prompts
+       together are no longer than the longest single prompt could be, so that no prefill stalls the live requests for
+       longer than that one would; or (2d) where the engine is not continuous, while the longest of the prompts and the
+       longest of the answers fit into a slot together: it pads all prompts to one length, and all rows share a
+       position.
     3. Otherwise it is a decode of every live slot, sorted; where the engine drafts, of several tokens each, of which
-       the plainly greedy requests get those that are the model's own choice, and all others the first.
+       the plainly greedy requests get those that are the model's own choice, and all others the first; where it
+       speculates within its own step, of as many as come.
 
     An exception of the engine in a step is the end: what its KV cache holds is unknown, and on Neuron the runtime does
     not recover. Every request gets an ERROR event, later ones are refused with ``BatcherClosed``, and the exception
@@ -170,6 +173,8 @@ class Batcher:
         self._emit = emit
         self._clock = clock
         self._drafting = cast(DraftingEngine, engine) if self._spec.draft_k else None
+        self._sampling = cast(SamplingEngine, engine) if self._spec.device_top_k else None
+        self._running = cast(RunEngine, engine) if self._spec.run_k else None
         self._guides = Guides(tokenizer, self._spec.vocab_size, self._spec.eos_token_ids)
         self._changed = threading.Condition()  # guards all below
         self._slots: Slots[_Sequence] = Slots(self._spec.slots)
@@ -304,13 +309,19 @@ class Batcher:
                 f"{length} prompt tokens and max_tokens {request.max_tokens} exceed the {spec.max_len} of a slot"
             )
         sampling.check_sampling(request, spec.vocab_size)
-        if spec.returns == "tokens" and (
-            changes_choice(request) or request.logprobs is not None or request.guide is not None
-        ):
-            raise ValueError(
-                "this model's engine chooses the tokens itself, and does so without logit_bias, penalties, "
-                "no_repeat_ngram_size, logprobs and JSON schemas"
-            )
+        if spec.returns == "tokens":
+            if changes_choice(request) or request.logprobs is not None or request.guide is not None:
+                raise ValueError(
+                    "this model's engine chooses the tokens itself, and does so without logit_bias, penalties, "
+                    "no_repeat_ngram_size, logprobs and JSON schemas"
+                )
+            if spec.device_top_k:
+                sampling.check_device_sampling(request, spec.device_top_k)
+            elif spec.run_k and not sampling.is_greedy(request):
+                raise ValueError(
+                    "this model's engine speculates on the device, where it takes the most probable token: "
+                    f"temperature must be 0, not {request.temperature:g}"
+                )
 
     def _start(self, request: GenerateRequest) -> _Sequence:
         """The state of a new request. Raises ValueError for a guide or a stop string that cannot be followed."""
@@ -362,17 +373,23 @@ class Batcher:
         live = self._slots.live_count
         if live and (self._just_prefilled or not self._spec.continuous):  # 2a, 2b
             return []
-        budget = self._spec.prefill_buckets[-1] if self._spec.continuous else None
         joining: list[tuple[int, _Sequence]] = []
-        longest = 0
+        prompt = answer = 0  # the longest of those that join
         while self._waiting and self._slots.free_count:
-            longest = max(longest, len(self._waiting[0].request.prompt_ids))
-            padded = (len(joining) + 1) * smallest_bucket(self._spec.prefill_buckets, longest)
-            if joining and budget is not None and padded > budget:
+            request = self._waiting[0].request
+            prompt, answer = max(prompt, len(request.prompt_ids)), max(answer, request.max_tokens)
+            if joining and not self._join_fits(len(joining) + 1, prompt, answer):
                 break
             sequence = self._waiting.popleft()
             joining.append((self._slots.take(sequence), sequence))
         return sorted(joining, key=lambda row: row[0])
+
+    def _join_fits(self, count: int, prompt: int, answer: int) -> bool:
+        """2c, 2d: whether ``count`` requests may join together; the lengths are those of the longest of them."""
+        if not self._spec.continuous:
+            return prompt + answer <= self._spec.max_len
+        buckets = self._spec.prefill_buckets
+        return count * smallest_bucket(buckets, prompt) <= buckets[-1]
 
     def _run_engine(self, rows: Sequence[tuple[int, _Sequence]], is_prefill: bool) -> list[TokenEvent]:
         """Step 2 or 3: one call of the engine for ``rows``, and what it gave each of them."""
@@ -381,8 +398,13 @@ class Batcher:
         ahead = 0 if is_prefill else self._draft_length(sequences)
         if ahead and self._drafting is not None:
             events = self._speculate(self._drafting, slots, sequences, ahead)
+        elif self._running is not None and not is_prefill and self._room(sequences) >= self._spec.run_k:
+            events = self._take_runs(self._running, slots, sequences)
         else:
             if is_prefill:
+                if self._sampling is not None:
+                    most = self._spec.device_top_k
+                    self._sampling.sample_by(slots, [sampling.on_device(s.request, most) for s in sequences])
                 output = self._engine.prefill(slots, [s.request.prompt_ids for s in sequences])
             else:
                 output = self._engine.decode(slots, [s.last_token for s in sequences], [s.position for s in sequences])
@@ -411,8 +433,11 @@ class Batcher:
         if self._drafting is None:
             return 0
         wanted = [s.request.max_tokens - s.produced - 1 for s in sequences if s.is_plainly_greedy]
-        room = min(self._spec.max_len - 1 - s.position for s in sequences)
-        return min(self._spec.draft_k, room, max(wanted, default=0))
+        return min(self._spec.draft_k, self._room(sequences), max(wanted, default=0))
+
+    def _room(self, sequences: Sequence[_Sequence]) -> int:
+        """How many tokens more than one fit into every slot."""
+        return min(self._spec.max_len - 1 - s.position for s in sequences)
 
     def _speculate(
         self, engine: DraftingEngine, slots: Sequence[int], sequences: Sequence[_Sequence], ahead: int
@@ -421,15 +446,17 @@ class Batcher:
         greedy = [row for row, sequence in enumerate(sequences) if sequence.is_plainly_greedy]
         others = [row for row in range(len(sequences)) if row not in greedy]
         positions = [sequence.position for sequence in sequences]
-        drafts = engine.draft(
-            [slots[row] for row in greedy],
-            [sequences[row].last_two for row in greedy],
-            [positions[row] for row in greedy],
+        # A slot that is not listed may lose its KV cache: then the others' guesses are made too, for nothing.
+        guessing = greedy if self._spec.keeps_idle_slots else list(range(len(sequences)))
+        guesses = engine.draft(
+            [slots[row] for row in guessing],
+            [sequences[row].last_two for row in guessing],
+            [positions[row] for row in guessing],
             ahead,
         )
-        tokens = [[sequence.last_token, *[0] * ahead] for sequence in sequences]
-        for row, draft in zip(greedy, drafts, strict=True):
-            tokens[row][1:] = draft
+        by_row = dict(zip(guessing, guesses, strict=True))
+        drafts = [by_row[row] for row in greedy]
+        tokens = [[sequence.last_token, *by_row.get(row, [0] * ahead)] for row, sequence in enumerate(sequences)]
         logits = engine.verify(slots, tokens, positions)
         runs = agreed(logits[greedy], drafts)
         with self._changed:
@@ -441,6 +468,14 @@ class Batcher:
             for row, choice in zip(others, self._chosen(logits[others, 0], members), strict=True):
                 events[row] = sequences[row].advance(*choice)
         return [events[row] for row in range(len(sequences))]
+
+    def _take_runs(self, engine: RunEngine, slots: Sequence[int], sequences: Sequence[_Sequence]) -> list[TokenEvent]:
+        """Step 3 where the engine speculates by itself."""
+        runs = engine.decode_runs(slots, [s.last_token for s in sequences], [s.position for s in sequences])
+        with self._changed:
+            self._drafted += self._spec.run_k * len(runs)
+            self._accepted_drafts += sum(len(run) - 1 for run in runs)
+        return [sequence.advance_all(run) for sequence, run in zip(sequences, runs, strict=True)]
 
     def _chosen(self, output: Any, sequences: Sequence[_Sequence]) -> Sequence[tuple[int | None, TokenLogprobs | None]]:
         """The next token of each of ``sequences``, and its logprobs where they are asked for."""

@@ -62,7 +62,7 @@ class GenerateEngine(Protocol):
 
 
 class VerifyingEngine(GenerateEngine, Protocol):
-    """An engine that takes several tokens a slot in one step. It keeps idle slots and returns logits."""
+    """An engine that takes several tokens a slot in one step, and returns logits."""
 
     def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> Any:
         """As ``decode``, with ``q`` tokens for each slot, written from ``positions[i]`` on.
@@ -83,7 +83,8 @@ class DraftingEngine(VerifyingEngine, Protocol):
         """``k`` guesses for each of ``slots``, sorted, which may be some of the live ones.
 
         ``tokens[i]`` are the last two of the slot; the second of them will be written at ``positions[i]``. A slot is
-        drafted for either before each of its steps or never, since the draft sees no other tokens.
+        drafted for either before each of its steps or never, since the draft sees no other tokens. Where
+        ``spec.keeps_idle_slots`` is False, all live slots are drafted for.
         """
         ...
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from workers.engine import DeviceSampling
 from workers.guidance import Guide
 from workers.penalties import Penalties, needs_penalties
 from workers.requests import GenerateRequest
@@ -128,6 +129,33 @@ def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
         raise ValueError(f"seed must be from -2**63 to 2**64-1, not {request.seed}")
 
 
+def is_greedy(request: GenerateRequest) -> bool:
+    """Whether each token of the answer is the most probable one."""
+    return request.temperature < GREEDY_BELOW
+
+
+def check_device_sampling(request: GenerateRequest, most: int) -> None:
+    """Raises ValueError for what cannot be sampled on a device that draws from at most ``most`` ids."""
+    if is_greedy(request):
+        return
+    where = "this model's engine samples on the device"
+    if request.top_k > most:
+        raise ValueError(f"{where}: top_k must be at most {most}, not {request.top_k}")
+    if not request.top_p:
+        raise ValueError(f"{where}: top_p must be above 0")
+    if request.min_p:
+        raise ValueError(f"{where}, and does so without min_p")
+    if request.seed is not None:
+        raise ValueError(f"{where}, where a seed has no effect: leave it out")
+
+
+def on_device(request: GenerateRequest, most: int) -> DeviceSampling:
+    """How a request that ``check_device_sampling`` let pass is sampled there. Without a top_k, from ``most`` ids."""
+    if is_greedy(request):
+        return DeviceSampling()
+    return DeviceSampling(request.top_k or most, request.top_p, request.temperature)
+
+
 def start_sampling(
     request: GenerateRequest, ending_ids: frozenset[int] = frozenset(), guide: Guide | None = None
 ) -> Sampling:
@@ -136,7 +164,7 @@ def start_sampling(
     ``ending_ids`` are those that end its answer.
     """
     penalties = Penalties(request, ending_ids) if needs_penalties(request) else None
-    if request.temperature < GREEDY_BELOW:
+    if is_greedy(request):
         return Sampling(Warp(), None, penalties, guide)
     import torch
 
