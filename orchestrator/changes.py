@@ -13,7 +13,7 @@ from orchestrator.lifecycle import State
 from orchestrator.rollout import Goal, Wish, aim
 from orchestrator.snapshot import ReplicaView
 from placements.checkpoints import Checkpoint
-from placements.engines import Engine, needs_neuron
+from placements.engines import AUTO_ENGINES, HOST_ENGINES, Engine
 from placements.spec import ModelSpec, Spec, Strategy
 from placements.topology import Host
 
@@ -92,7 +92,7 @@ def tag_of(name: str, engine: Engine) -> Tag:
     if name in _PROCESS:
         return Tag.RESTART
     if name in _SHAPE:
-        return Tag.RECOMPILE if needs_neuron(engine) else Tag.RESTART
+        return Tag.RESTART if engine in HOST_ENGINES else Tag.RECOMPILE
     raise KeyError(name)
 
 
@@ -102,7 +102,7 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     if one is None:
         raise ValueError("no model on either side")
     if before is None or after is None:
-        return ModelChange(one.name, Tag.RECOMPILE if after and needs_neuron(engine) else Tag.RESTART)
+        return ModelChange(one.name, Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART)
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     old["source"], new["source"] = before.source_path or before.source, after.source_path or after.source
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
@@ -110,9 +110,19 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     return ModelChange(one.name, max(tags, key=_ORDER.index, default=Tag.NONE), fields)
 
 
-def version_of(model: ModelSpec, engine: Engine, max_len: int) -> str:
-    """A name for what a replica's process is told: processes of the same version are interchangeable."""
+def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
+    """Where the spec names another Python for a resolved engine, by engine; ``auto`` may become any of two."""
+    meant = AUTO_ENGINES if engine == "auto" else (engine,)
+    return {one: python for one in meant if (python := spec.python_for(one)) is not None}
+
+
+def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[str, str] | None = None) -> str:
+    """A name for what a replica's process is told: processes of the same version are interchangeable.
+
+    ``pythons`` are the spec's `interpreters` for the engine.
+    """
     told = (engine, model.dtype_on(engine), max_len, model.neff_cache_location, *model.started_with)
+    told += tuple(sorted((pythons or {}).items()))
     return blake2s(repr(told).encode(), digest_size=4).hexdigest()
 
 
@@ -226,8 +236,26 @@ def _lender(situation: Situation, wish: Wish) -> str | None:
 def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) -> list[ModelChange]:
     """Every model of either spec, those of the new one first. ``engines`` are resolved, by model."""
     old = {model.name: model for model in before.models} if before is not None else {}
-    changes = [model_change(old.pop(model.name, None), model, engines[model.name]) for model in after.models]
+    changes = []
+    for model in after.models:
+        engine, earlier = engines[model.name], old.pop(model.name, None)
+        change = model_change(earlier, model, engine)
+        if before is not None and earlier is not None:
+            change = _with_interpreters(change, interpreters(before, engine), interpreters(after, engine))
+        changes.append(change)
     return changes + [model_change(model, None, model.engine) for model in old.values()]
+
+
+def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Mapping[str, str]) -> ModelChange:
+    """The same with the interpreters that differ, each a restart."""
+    fields = tuple(
+        FieldChange(f"engines.{engine}.python", before.get(engine), after.get(engine))
+        for engine in dict.fromkeys((*before, *after))
+        if before.get(engine) != after.get(engine)
+    )
+    if not fields:
+        return change
+    return replace(change, tag=max(change.tag, Tag.RESTART, key=_ORDER.index), fields=(*change.fields, *fields))
 
 
 def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> list[dict[str, str]]:

@@ -24,8 +24,10 @@ from workers.claims import held_cores
 from workers.config import ReplicaConfig
 from workers.facts.machine import owners
 from workers.facts.reading import read_host_facts
+from workers.faults import fault_of
+from workers.interpreter import Interpreter, Interpreters
 from workers.replica import Replica
-from workers.status import ReplicaStatus
+from workers.status import Failure, ReplicaStatus
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +173,7 @@ class HostActor:
         self._told: dict[int, tuple[int | None, str | None]] = {}  # by the Neuron tools
         self._reads = False
         self._asking = threading.Lock()
+        self._interpreters = Interpreters()
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
         return this_host.confirm_death(pid, started, deadline_s)
@@ -180,6 +183,12 @@ class HostActor:
 
     def log_part(self, path: str, offset: int | None, most: int, lines: int) -> tuple[str, int]:
         return this_host.log_part(Path(path), offset, most, lines)
+
+    def fault_in_log(self, path: str) -> Failure | None:
+        return fault_of(None, this_host.last_words(Path(path)))
+
+    def interpreter(self, python: str | None) -> Interpreter:
+        return self._interpreters.ask(python)
 
     def held_cores(self, claims: str | None) -> dict[int, tuple[int | None, str | None]]:
         """The owner's pid and command of each held core; ``claims`` None: of the real ones."""
@@ -254,7 +263,10 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            runtime_env={"env_vars": config.env},
+            runtime_env={
+                "env_vars": config.env,
+                **({} if config.python is None else {"py_executable": config.python}),
+            },
         ).remote(config)
 
     def know_hosts(self, names: Iterable[str]) -> None:
@@ -321,6 +333,17 @@ class RayCluster:
         except HostLost:
             return "", offset or 0
         return str(text), int(end)
+
+    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
+        try:
+            fault: Failure | None = await self._ask(host, "fault_in_log", path)
+        except HostLost:
+            return None
+        return fault
+
+    async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
+        found: Interpreter = await self._ask(host, "interpreter", python)
+        return found
 
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
         try:

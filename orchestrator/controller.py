@@ -24,21 +24,27 @@ from orchestrator.journal import Journal, Quarantine
 from orchestrator.lifecycle import Signal, State, advance
 from orchestrator.picture import Conditions, route_table, status
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.replica_config import replica_config
 from orchestrator.rollout import Target
 from orchestrator.routes import RouteTable
 from orchestrator.snapshot import SETTLED_S, Observed, ReplicaView
+from orchestrator.starting import prepared
 from orchestrator.state import FleetState
+from orchestrator.suspects import expire, react
 from placements.cores import CoreRange
-from placements.plan import Placement
+from placements.engines import AUTO_ENGINES
 from placements.spec import Deadlines
 from placements.topology import Host
 from workers.config import ReplicaConfig
-from workers.status import Phase, ReplicaStatus
+from workers.faults import after_serving
+from workers.status import Failure, Phase, Reaction, ReplicaStatus
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0  # how often the world is read again when nothing happens
 LOG_LINES = 8
+LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
+STALE_S = 30.0  # the Neuron tools' account of who holds a core is at most so old
 
 
 class Controller:
@@ -65,6 +71,7 @@ class Controller:
         self._home = Home(Path(settings.home))
         self._conditions = Conditions(wall)
         self._deaf: set[str] = set()  # hosts that do not answer
+        self._former: dict[int, float] = {}  # pids of replicas that were seen dead, and when
         self._busy: set[str] = set()  # replicas with an effect under way
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -192,6 +199,7 @@ class Controller:
         for name in sorted(state.lost - lost):
             state.tell("info", "HostBack", "its Ray node is there again", host=name)
         state.lost = lost
+        expire(state)
         await asyncio.gather(
             *(
                 self._observe_cores(host, str(self._home.claims(index)) if host.emulated else None)
@@ -201,8 +209,9 @@ class Controller:
         )
 
     async def _observe_cores(self, host: Host, claims: str | None) -> None:
-        # one of them may end, and be forgotten, while we ask
-        before = {view.pid for view in self.state.views.values() if view.pid is not None}
+        # one of them may end, and be forgotten, while we ask, or have ended since the tools were read
+        self._former = {pid: at for pid, at in self._former.items() if self._clock() - at < STALE_S}
+        before = {view.pid for view in self.state.views.values() if view.pid is not None} | self._former.keys()
         try:
             held = await self._cluster.held_cores(claims, host.name)
         except Exception as error:  # the others must not wait for a deaf host; what was known of it stands
@@ -227,9 +236,10 @@ class Controller:
             if (before is None) == (after is None):
                 continue
             owner = after or Owner(None, None)
-            state.note(
-                Quarantine(host=host.name, core=core, on=after is not None, pid=owner.pid, command=owner.command)
-            )
+            if core not in state.suspects.get(host.name, {}):  # what is noted of that one stands
+                state.note(
+                    Quarantine(host=host.name, core=core, on=after is not None, pid=owner.pid, command=owner.command)
+                )
             if after is not None:
                 what = f"core {core} is held by pid {owner.pid or 'unknown'} ({owner.command or 'unknown command'})"
                 state.tell("warning", "CoreQuarantined", what, host=host.name)
@@ -285,7 +295,7 @@ class Controller:
         )
         state.decide("start", view, "planned" if previous is None else "started again")
         if target.placement is not None:
-            config = self._config(target.placement, epoch)
+            config = replica_config(state.current, target.placement, self._home, epoch=epoch, token=self.settings.token)
         else:  # an older version, which goes on serving for a while
             config = msgspec.structs.replace(state.configs[target.id], epoch=epoch)
         config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
@@ -298,51 +308,10 @@ class Controller:
         """Short, since names may be long."""
         return self._home.sockets / f"{self.state.model_number(target.model)}-{target.replica}.{epoch}"
 
-    def _config(self, placement: Placement, epoch: int) -> ReplicaConfig:
-        current = self.state.current
-        model = current.spec.model(placement.model)
-        assert model is not None
-        index, host = next((i, host) for i, host in enumerate(current.hosts) if host.name == placement.host)
-        engine = current.engines[model.name]
-        return ReplicaConfig(
-            model=model.name,
-            replica=placement.replica,
-            epoch=epoch,
-            host=placement.host,
-            engine=engine,
-            source=current.source(model),
-            dtype=model.dtype_on(engine),
-            slots=model.max_batch,
-            max_len=current.length(model),
-            cores=[] if placement.cores is None else list(placement.cores),
-            claims=str(self._home.claims(index)) if host.emulated else None,
-            env=dict(placement.env),
-            log=str(self._home.log(model.name, placement.replica)),
-            socket="",
-            token=self.settings.token,
-            engine_options=dict(model.engine_options),
-            draft_source=model.draft_path,
-            draft_k=0 if model.draft is None else model.draft.k,
-            allow_pickle=model.allow_pickle,
-            tp_degree=model.tp_degree,
-            sampling=model.sampling,
-            prefill_buckets=list(model.buckets.prefill),
-            decode_buckets=list(model.buckets.decode),
-            quantize=model.quantize,
-            quantize_kv=model.quantize_kv,
-            group_query_attention=model.group_query_attention,
-            fuse_qkv=model.fuse_qkv,
-            compile_workers=model.compiler.workers,
-            compiled=str(self._home.compiled),
-            python=current.spec.python_for(engine),
-            version=current.versions[model.name],
-            tokenizer=current.tokenizers[model.name],
-        )
-
     def forgive(self) -> None:
         """Failed starts so far do not count any more: somebody has mended the cause."""
         for view in list(self.state.views.values()):
-            self._put(dataclasses.replace(view, failures=0))
+            self._put(dataclasses.replace(view, failures=0, stopped=False))
         self._wake.set()
 
     def renew_deadlines(self) -> None:
@@ -357,12 +326,20 @@ class Controller:
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
         try:
-            await self._cluster.start(config)
+            ready = await prepared(config, self.state.current, self._cluster)
+            view = self._view(id, config.epoch)
+            if view is None or view.state is not State.PENDING:
+                return  # it was told to stop meanwhile
+            if isinstance(ready, Failure):
+                self._fail(view, ready)
+                return
+            self.state.configs[id] = ready
+            await self._cluster.start(ready)
         except Exception as error:
             log.exception("%s cannot be started", id)
-            view = self.state.views.get(id)
-            if view is not None and view.epoch == config.epoch:
-                self._signal(view, Signal.FAILED, f"start-failed: {type(error).__name__}: {error}")
+            view = self._view(id, config.epoch)
+            if view is not None:
+                self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
         else:
             await self._follow(id, config.epoch)
 
@@ -373,9 +350,7 @@ class Controller:
             try:
                 status = await self._cluster.watch(actor_name(view.model, view.replica, epoch), seen)
             except ReplicaDied as death:
-                view = self._view(id, epoch)
-                if view is not None:
-                    self._signal(view, Signal.FAILED, f"replica-died: {death}")
+                await self._bury(id, epoch, str(death))
                 return
             view = self._view(id, epoch)
             if view is None:
@@ -399,6 +374,28 @@ class Controller:
             if status.phase is Phase.FAILED:
                 return
 
+    async def _bury(self, id: str, epoch: int, death: str) -> None:
+        """A replica is gone without a word. Its log may have the runtime's last ones, which abort the process."""
+        view = self._view(id, epoch)
+        if view is None:
+            return
+        failure = Failure("replica-died", death)
+        if self.state.configs[id].engine in AUTO_ENGINES:
+            fault = await self._last_words(view)
+            if fault is not None:
+                failure = after_serving(fault) if view.served else fault
+                failure = msgspec.structs.replace(failure, what=f"{failure.what}; {death}")
+        view = self._view(id, epoch)
+        if view is not None:
+            self._fail(view, failure)
+
+    async def _last_words(self, view: ReplicaView) -> Failure | None:
+        log_file = str(self._home.log(view.model, view.replica))
+        try:
+            return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LAST_WORDS_S)
+        except asyncio.TimeoutError:
+            return None  # the fleet must not wait for a deaf host
+
     def _view(self, id: str, epoch: int) -> ReplicaView | None:
         view = self.state.views.get(id)
         return view if view is not None and view.epoch == epoch else None
@@ -411,9 +408,16 @@ class Controller:
             self._put(dataclasses.replace(view, load_s=round(self._clock() - view.begun, 3)))
             self._signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
-            failure = status.failure
-            hint = f" ({failure.hint})" if failure.hint else ""
-            self._signal(view, Signal.FAILED, f"{failure.id}: {failure.what}{hint}")
+            self._fail(view, status.failure)
+
+    def _fail(self, view: ReplicaView, failure: Failure) -> None:
+        """It cannot serve: withhold its cores, or do not try again, as the failure asks for."""
+        before = self.state.views[view.id]
+        if before.state in (State.FAILED, State.STOPPING):
+            return  # the first cause is the cause
+        react(self.state, before, failure)
+        self._put(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
+        self._signal(before, Signal.FAILED, str(failure))
 
     def _signal(self, view: ReplicaView, signal: Signal, reason: str | None = None) -> ReplicaView:
         before = self.state.views[view.id]
@@ -429,6 +433,8 @@ class Controller:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
             after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, step_s=0.0)
             pause = f"; the next start in {after.pause_s:.0f} s" if after.pause_s else ""
+            if after.stopped:
+                pause = f"; it is not tried again before an apply, or corewright rollout restart {after.model}"
             self.state.tell("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
         elif state is State.DRAINING:
             self.state.tell("info", "Draining", "its requests may end, new ones go elsewhere", view=after)
@@ -453,6 +459,8 @@ class Controller:
             gone = await self._cluster.end(name, view.pid, view.started, view.host)
             tail = await self._cluster.log_tail(str(self._home.log(view.model, view.replica)), LOG_LINES, view.host)
             current = self._view(view.id, view.epoch)
+            if gone and view.pid is not None:
+                self._former[view.pid] = self._clock()
             if gone and current is not None:
                 self._put(dataclasses.replace(current, gone=True, log=tuple(tail)))
         finally:

@@ -105,6 +105,7 @@ class Daemon:
 
         Gives the exit code. Raises Failed when the fleet cannot start.
         """
+        _check_host_root()
         self._home.prepare()
         lock = self._home.lock()
         record = self._home.read_record()
@@ -400,6 +401,13 @@ def _progress(replica: dict[str, Any]) -> str:
     cores = f" on cores {replica['cores']}" if replica["cores"] is not None else ""
     reason = f": {replica['reason']}" if replica["reason"] else ""
     return f"{replica['id']} {replica['state']}{cores}{reason}"
+
+
+def _check_host_root() -> None:
+    given = os.environ.get(this_host.ROOT_VARIABLE)
+    if given is not None and not (given.startswith("/") and Path(given).is_dir()):
+        what = f"{this_host.ROOT_VARIABLE} must be the absolute path of a folder, not {given!r}"
+        raise Failed("setting-wrong", what, "where the host is mounted in this container; unset it outside of one")
 
 
 def _check_port(host: str, port: int) -> None:

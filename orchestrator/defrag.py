@@ -68,7 +68,7 @@ def _after(
             found.append(moved[one])
         elif host is not None and model is not None:
             count = threads(model.threads, model.tp_degree, host)
-            found.append(Placement(one.model, one.replica, one.host, one.cores, count, host))
+            found.append(Placement(one.model, one.replica, one.host, one.cores, count, host, model))
     return tuple(found)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.config import ReplicaConfig
-from workers.status import ReplicaStatus
+from workers.interpreter import Interpreter
+from workers.status import Failure, ReplicaStatus
 
 
 class ReplicaDied(Exception):
@@ -24,6 +25,14 @@ class Owner:
 
     pid: int | None
     command: str | None = None
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Why a core gets no replica although nobody holds it."""
+
+    cause: str
+    until: float | None = None  # on the controller's clock; None: until an operator says that it is sound
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,17 @@ class Cluster(Protocol):
         """At most ``most`` bytes of a log from ``offset`` on, or without one its last ``lines``; and the next offset.
 
         A log that is not there, or shorter than ``offset``, begins anew.
+        """
+        ...
+
+    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
+        """What the last words of a replica that is gone tell of its death, where it is a known fault."""
+        ...
+
+    async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
+        """What the Python at that path on the host holds; None: of the one that replicas run in there by default.
+
+        Raises HostLost when nobody answers for the host.
         """
         ...
 

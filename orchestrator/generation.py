@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from orchestrator.changes import version_of
+from orchestrator.changes import interpreters, version_of
 from orchestrator.journal import Revision
 from orchestrator.sources import read_facts, tokenizer_key
 from placements.checkpoints import Checkpoint
@@ -42,7 +42,8 @@ class Generation:
         return {model.name: self.version(model) for model in self.spec.models}
 
     def version(self, model: ModelSpec) -> str:
-        return version_of(model, self.engines[model.name], self.length(model))
+        engine = self.engines[model.name]
+        return version_of(model, engine, self.length(model), interpreters(self.spec, engine))
 
     def length(self, model: ModelSpec) -> int:
         """Tokens of a slot."""

@@ -93,13 +93,14 @@ class Replace(Record, frozen=True, kw_only=True):
 
 
 class Quarantine(Record, frozen=True, kw_only=True):
-    """A core that the runtime says is taken by a process which is none of ours, or that is free again."""
+    """A core that is held by a process which is none of ours, or that has failed; or that is free again."""
 
     host: str
     core: int
     on: bool
     pid: int | None  # of its owner, where known
     command: str | None
+    cause: str = ""  # of a core that has failed: it stays in quarantine until an operator takes it out
 
 
 class Decision(Record, frozen=True, kw_only=True):
@@ -228,6 +229,11 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return replace(state, seq=seq, index=index, replaces=replaces)
     cores = _set(state.quarantines.get(record.host, {}), record.core, record, not record.on)
     return replace(state, seq=seq, index=index, quarantines=_set(state.quarantines, record.host, cores, not cores))
+
+
+def failed_cores(state: JournalState) -> list[Quarantine]:
+    """Of the cores in quarantine those that have failed; whom the others are held by is looked at anew."""
+    return [record for cores in state.quarantines.values() for record in cores.values() if record.cause]
 
 
 K = TypeVar("K")

@@ -37,6 +37,7 @@ from orchestrator.rollout import Goal, Wish
 from orchestrator.room import load_times, traffic
 from orchestrator.snapshot import ReplicaView
 from orchestrator.specfile import SpecFile, examine, start_problems
+from orchestrator.suspects import absolve
 from placements.cores import CoreRange
 from placements.explain import explain
 from placements.ledger import Ledger, ledger
@@ -113,8 +114,9 @@ class Operator:
         }
 
     def _quarantined(self) -> dict[str, frozenset[int]]:
-        """Cores that strangers hold, by host."""
-        return {name: frozenset(owners) for name, owners in self._state.quarantined.items() if owners}
+        """Cores that strangers hold, or that have failed, by host."""
+        found = {host.name: frozenset(self._state.quarantine(host.name)) for host in self._state.hosts}
+        return {name: cores for name, cores in found.items() if cores}
 
     def _defragmentation(self, found: SpecFile, cores: int) -> dict[str, Any]:
         state = self._state
@@ -454,6 +456,8 @@ class Operator:
         self._write(Cordon(host=host, cores=chosen, on=on, by=by))
         which = "the host" if cores is None else f"cores {cores}"
         self._state.tell("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
+        if not on:
+            absolve(self._state, host, chosen)
         self._controller.wake_up()
         return self._host_status(host)
 

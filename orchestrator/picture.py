@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator.effects import Owner, Suspect
 from orchestrator.lifecycle import ModelState, State, model_state
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from orchestrator.snapshot import ReplicaView
@@ -179,8 +180,13 @@ def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
     what = "; ".join(problem.what for one in missing for problem in one.problems)
     yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
     failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
-    reason = "BreakerOpen" if any(view.breaker_open for view in failed) else "ReplicaFailed" if failed else "Healthy"
-    yield Finding("Healthy", not failed, reason, "; ".join(f"{view.id}: {view.reason}" for view in failed))
+    yield Finding("Healthy", not failed, _health(failed), "; ".join(f"{view.id}: {view.reason}" for view in failed))
+
+
+def _health(failed: list[ReplicaView]) -> str:
+    if any(view.stopped for view in failed):
+        return "Stopped"
+    return "BreakerOpen" if any(view.breaker_open for view in failed) else "ReplicaFailed" if failed else "Healthy"
 
 
 def _model_status(
@@ -199,6 +205,7 @@ def _model_status(
         "replicas": [
             {
                 "id": view.id,
+                "engine": state.configs[view.id].engine if view.id in state.configs else None,
                 "host": view.host,
                 "cores": None if view.cores is None else str(view.cores),
                 "state": view.state.value,
@@ -208,7 +215,8 @@ def _model_status(
                 "restarts": view.restarts,
                 "reason": view.reason,
                 "failures": view.failures,
-                "pause_s": view.pause_s if view.state is State.FAILED else None,
+                "pause_s": view.pause_s if view.state is State.FAILED and not view.stopped else None,
+                "stopped": view.stopped and view.state is State.FAILED,
                 "load_s": view.load_s,
                 "live": view.live,
                 "waiting": view.waiting,
@@ -229,8 +237,8 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
     }
     leased = sum(len(cores) for cores in leases.values())
     taken = {core for cores in leases.values() for core in cores}
-    owners = state.quarantined.get(host.name, {})
-    quarantined = set(owners) - taken
+    withheld = state.quarantine(host.name)
+    quarantined = set(withheld) - taken
     reserved = set(host.reserved_cores) - taken - quarantined
     free = set(range(host.cores)) - taken - quarantined - reserved
     balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
@@ -250,11 +258,15 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "balanced": balanced,
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
         "draining": host.name in state.journal.state().drains,
-        "quarantine": [
-            {"core": core, "pid": owner.pid, "command": owner.command} for core, owner in sorted(owners.items())
-        ],
+        "quarantine": [{"core": core, **_told_of(why)} for core, why in sorted(withheld.items())],
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
     }
+
+
+def _told_of(why: Owner | Suspect) -> dict[str, Any]:
+    if isinstance(why, Owner):
+        return {"pid": why.pid, "command": why.command, "cause": None}
+    return {"pid": None, "command": None, "cause": why.cause}
 
 
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:

@@ -74,7 +74,7 @@ def reconcile(
          3b. ready                                         -> Drain
          3c. pending, loading                              -> Stop
       4. pending or loading for longer than its deadline   -> Fail
-      5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch
+      5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch; a stopped one never
     For each target without a replica:
       6.                                                   -> Start
     5 and 6 wait while another replica may still hold one of the cores.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -39,6 +40,7 @@ class ReplicaView:
     begun: float = 0.0  # when its process was asked for, on the snapshot's clock
     served: bool = False  # it has been ready since this start
     failures: int = 0  # starts in a row of which none served for long
+    stopped: bool = False  # its failure would only come again: it is not started before somebody changes something
     load_s: float | None = None  # from there to its first generation; of the last start until this one is ready
     live: int = 0  # requests in slots
     waiting: int = 0  # requests that it has accepted beyond them
@@ -69,7 +71,9 @@ class ReplicaView:
     @property
     def pause_s(self) -> float:
         """How long a failed replica waits for its next start: not at all when it had served, then ever longer; once
-        the breaker is open, until the pause that only sees whether the cause is gone."""
+        the breaker is open, until the pause that only sees whether the cause is gone. For ever when it is stopped."""
+        if self.stopped:
+            return math.inf
         if self.failures == 0 or (self.served and self.failures == 1):
             return 0.0
         if self.breaker_open:

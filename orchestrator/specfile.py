@@ -11,7 +11,7 @@ from types import MappingProxyType
 from orchestrator.sources import read_facts
 from placements.checkpoints import Checkpoint
 from placements.checks import check
-from placements.engines import resolve
+from placements.engines import Engine, resolve
 from placements.hosts import Machine, hosts_for
 from placements.parse import parse
 from placements.problems import Problem, in_order
@@ -22,7 +22,8 @@ from workers import host as this_host
 STANDARD_INPUT = "-"
 MAX_BYTES = 4 * 2**20
 MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes some 150 MB
-SERVED_ENGINES = ("cpu", "echo")  # what `up` of this version can start
+SERVED_ENGINES: tuple[Engine, ...] = ("cpu", "echo", "transformers-neuronx", "nxd-inference")
+"""What `up` of this version can start."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
         problems.append(Problem("host-differs", "error", spec.where("hosts"), what, hint))
     for model in spec.models:
         engine = resolve(model.engine, file.hosts[0]) if file.hosts else model.engine
-        if engine not in SERVED_ENGINES:
+        if engine not in (*SERVED_ENGINES, "auto"):  # what auto is on Neuron is known on the host, at the start
             where = spec.where("models", model.name, "engine")
             what = f"{model.name}: `up` of this version starts no engine {engine}"
             problems.append(Problem("engine-not-served", "error", where, what, f"one of: {', '.join(SERVED_ENGINES)}"))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec.structs
 
 from orchestrator.changes import Situation, Way, choose
-from orchestrator.effects import Owner
+from orchestrator.effects import Owner, Suspect
 from orchestrator.fleet import FleetSettings
 from orchestrator.generation import Generation, read_generation
 from orchestrator.journal import (
@@ -28,6 +28,7 @@ from orchestrator.journal import (
     Revision,
     RolloutState,
     Scale,
+    failed_cores,
 )
 from orchestrator.lifecycle import State
 from orchestrator.rollout import Goal, Step, Wish
@@ -74,16 +75,21 @@ class FleetState:
         self.wall = wall
         self.machine = Machine(settings.cpus, settings.instance)
         self._unwritten: list[Record] = []
+        self.suspects: dict[str, dict[int, Suspect]] = {}  # by host and core: what a failure has told of them
         known = journal.state()
         last = known.revisions.get(known.revision or 0)
         if last is None or last.fleet != settings.fleet:
             self.current = read_generation(self._first_revision(known), self.machine)
             for model in known.scales:  # said of an earlier fleet; cordons are about the machine, and stay
                 self.note(Scale(model=model, count=None, by="up"))
+            for record in failed_cores(known):  # somebody may have mended them: they are tried again
+                self.note(msgspec.structs.replace(record, on=False))
             self.note(self.current.revision)
             self.tell("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
         else:
             self.current = read_generation(last, self.machine)
+            for record in failed_cores(known):
+                self.suspects.setdefault(record.host, {})[record.core] = Suspect(record.cause)
         self.stable: Generation | None = None  # what a failed rollout goes back to; None while there is nothing
         self._find_stable()
         self.views: dict[str, ReplicaView] = {}
@@ -270,10 +276,14 @@ class FleetState:
         for host in self.hosts:
             cordoned = cordons.get(host.name, frozenset())
             cores = frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
-            cores |= frozenset(self.quarantined.get(host.name, ()))
+            cores |= self.quarantine(host.name).keys()
             if cores:
                 found[host.name] = cores
         return found
+
+    def quarantine(self, host: str) -> dict[int, Owner | Suspect]:
+        """The cores of a host that get no replica: others hold them, or they have failed; each with what is known."""
+        return {**self.quarantined.get(host, {}), **self.suspects.get(host, {})}
 
     def drained(self) -> dict[str, frozenset[int]]:
         """Cores by host whose replicas shall move."""
@@ -425,9 +435,11 @@ class FleetState:
         for model in unsettled:
             version = self.current.versions[model.name]
             for view in self.views.values():
-                fails = view.state is not State.READY and view.failures >= model.update.max_failures
+                tried = view.stopped or view.failures >= model.update.max_failures
+                fails = view.state is not State.READY and tried
                 if view.model == model.name and view.version == version and fails:
-                    return model, f"{view.id} failed {view.failures} times: {view.reason}"
+                    times = "once" if view.failures == 1 else f"{view.failures} times"
+                    return model, f"{view.id} failed {times}: {view.reason}"
             quiet = self.clock() - self._progress[1]
             if quiet > model.update.progress_deadline_s:
                 return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
@@ -464,6 +476,8 @@ class FleetState:
         if self.journal.state().completed == self.current.number:
             self.stable = self.current
         self.current = generation
+        for view in list(self.views.values()):  # the cause may be in what has changed
+            self.views[view.id] = dataclasses.replace(view, stopped=False)
         self.ways.clear()
         self.goal = self.situation().aim()  # the old one would tell of the new revision what was true of the last
         self.restart_progress()

@@ -2,108 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from placements.case import Case, Fleet, Judged, has_degree, has_tp
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange
-from placements.engines import ENGINE_OPTIONS, HOST_ENGINES, Engine, needs_neuron, resolve, takes_cores
+from placements.engine_rules import ENGINE_RULES
+from placements.engines import HOST_ENGINES, TNX_UNPADDED, Engine, runs_on, takes_cores
 from placements.free import Free
 from placements.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
 from placements.pins import assign
 from placements.places import Path
 from placements.plan import plan
-from placements.problems import Problem, Severity, in_order
+from placements.problems import Problem, in_order
 from placements.spec import ModelSpec, Pin, Spec
 from placements.threads import arithmetic, threads
 from placements.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment, degree, documented
-
-
-@dataclass(frozen=True)
-class _Fleet:
-    """The hosts that a rule looks at."""
-
-    hosts: Sequence[Host]
-    names: Mapping[str, Host]
-    kinds: Sequence[tuple[Host, int]]  # one host for each type, reserve and memory, and how many are like it
-
-    @classmethod
-    def of(cls, hosts: Sequence[Host]) -> _Fleet:
-        kinds: dict[tuple[object, ...], tuple[Host, int]] = {}
-        for host in hosts:
-            key = (host.topology, host.reserved_cores, host.memory_gib)
-            first, count = kinds.get(key, (host, 0))
-            kinds[key] = (first, count + 1)
-        return cls(hosts, {host.name: host for host in hosts}, tuple(kinds.values()))
-
-    @property
-    def types(self) -> list[Topology]:
-        """The instance types, each once."""
-        return list(dict.fromkeys(host.topology for host, _ in self.kinds if host.topology is not None))
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One model to be judged. ``fleet`` holds the hosts where it takes cores; a model is legal if one type can take
-    it."""
-
-    spec: Spec
-    model: ModelSpec
-    fleet: _Fleet
-    all_hosts: _Fleet
-    checkpoint: Checkpoint | None
-    draft: Checkpoint | None = None
-
-    @property
-    def hosts(self) -> Sequence[Host]:
-        return self.fleet.hosts
-
-    @property
-    def engine(self) -> Engine:
-        """Resolved where the hosts are known; real and emulated ones never stand together."""
-        hosts = self.all_hosts.hosts
-        return resolve(self.model.engine, hosts[0]) if hosts else self.model.engine
-
-    def has_degree(self, topology: Topology) -> bool:
-        """Whether the model's degree may lie on hosts of the type."""
-        return _has_degree(self.model, topology)
-
-    def memory(self, tp_degree: int | None = None) -> MemoryEstimate | None:
-        """What a core needs, at the model's degree or another; None without a checkpoint."""
-        if self.checkpoint is None:
-            return None
-        model = self.model.model_copy(update={"tp_degree": tp_degree or self.model.tp_degree})
-        return estimate(model, self.checkpoint, self.engine, self.draft)
-
-    def has_room(self, tp_degree: int, topology: Topology) -> bool:
-        """Whether a replica of another degree would have the HBM there, as far as that is known."""
-        need = self.memory(tp_degree)
-        return _has_tp(topology, tp_degree) and (need is None or fits(need, topology))
-
-    def suits(self, host: Host) -> bool:
-        """Whether a replica could lie on the host if it were empty, as far as degree and HBM decide it."""
-        if host.topology is None or not takes_cores(self.model.engine, host):
-            return True
-        need = self.memory()
-        return self.has_degree(host.topology) and (need is None or fits(need, host.topology))
-
-    def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
-        return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
-
-
-UNQUANTIZED_FAMILIES = ("gptj", "gpt_neox")
-"""Those that transformers-neuronx has no int8 weights for: its classes take no QuantizationConfig."""
-
-Rule = Callable[[_Case], Iterator[Problem]]
-
-
-class _Judged(NamedTuple):
-    """A rule, and the fields it reads: it is skipped when one of them could not be read."""
-
-    rule: Rule
-    needs: frozenset[str]
 
 
 def check(
@@ -121,13 +36,13 @@ def check(
     Without ``room`` it is not tried whether every ``max`` can fit, which takes several plans and gives warnings only.
     """
     problems: list[Problem] = []
-    everywhere = _Fleet.of(hosts)
-    fleets: dict[Engine, _Fleet] = {}
+    everywhere = Fleet.of(hosts)
+    fleets: dict[Engine, Fleet] = {}
     for model in spec.models:
         if model.engine not in fleets:
-            fleets[model.engine] = _Fleet.of([host for host in hosts if takes_cores(model.engine, host)])
+            fleets[model.engine] = Fleet.of([host for host in hosts if takes_cores(model.engine, host)])
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
-        case = _Case(spec, model, fleets[model.engine], everywhere, checkpoint, draft)
+        case = Case(spec, model, fleets[model.engine], everywhere, checkpoint, draft)
         for judged in _RULES:
             if not judged.needs & model.broken:
                 problems.extend(judged.rule(case))
@@ -143,7 +58,7 @@ def check(
 # Rules about one model
 
 
-def min_within_max(case: _Case) -> Iterator[Problem]:
+def min_within_max(case: Case) -> Iterator[Problem]:
     """replicas.min is at most replicas.max."""
     replicas = case.model.replicas
     if replicas.min > replicas.max:
@@ -151,7 +66,7 @@ def min_within_max(case: _Case) -> Iterator[Problem]:
         yield case.problem("min-exceeds-max", ("replicas", "min"), what, f"raise max to {replicas.min} or lower min")
 
 
-def pins_within_max(case: _Case) -> Iterator[Problem]:
+def pins_within_max(case: Case) -> Iterator[Problem]:
     """There are no more pins than replicas that could use them."""
     pins, most = case.model.cores, case.model.replicas.max
     if len(pins) > most:
@@ -160,7 +75,7 @@ def pins_within_max(case: _Case) -> Iterator[Problem]:
         yield case.problem("too-many-pins", ("cores", most), what, hint)
 
 
-def pins_have_effect(case: _Case) -> Iterator[Problem]:
+def pins_have_effect(case: Case) -> Iterator[Problem]:
     """A model that takes no cores has no use for pins."""
     if case.model.cores and case.all_hosts.hosts and not case.hosts:
         what = (
@@ -169,7 +84,7 @@ def pins_have_effect(case: _Case) -> Iterator[Problem]:
         yield case.problem("pin-without-effect", ("cores",), what, "remove the pins", "warning")
 
 
-def pins_on_known_hosts(case: _Case) -> Iterator[Problem]:
+def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
     """A pin names a host that is there."""
     names = case.all_hosts.names
     for i, pin in enumerate(case.model.cores):
@@ -178,7 +93,7 @@ def pins_on_known_hosts(case: _Case) -> Iterator[Problem]:
             yield case.problem("pin-unknown-host", ("cores", i), what, f'write "{next(iter(names))}:{pin.cores}"')
 
 
-def pins_inside_host(case: _Case) -> Iterator[Problem]:
+def pins_inside_host(case: Case) -> Iterator[Problem]:
     """A pin's cores exist."""
     for i, pin, hosts in _pinned(case):
         host = max(hosts, key=lambda host: host.cores)
@@ -187,7 +102,7 @@ def pins_inside_host(case: _Case) -> Iterator[Problem]:
             yield case.problem("pin-outside-host", ("cores", i), what, "pin to cores that exist")
 
 
-def pins_off_reserved(case: _Case) -> Iterator[Problem]:
+def pins_off_reserved(case: Case) -> Iterator[Problem]:
     """A pin takes no core that the spec reserves."""
     for i, pin, hosts in _pinned(case):
         taken = [sorted(set(pin.cores) & host.reserved_cores) for host in hosts if pin.cores.last < host.cores]
@@ -198,7 +113,7 @@ def pins_off_reserved(case: _Case) -> Iterator[Problem]:
             )
 
 
-def pins_as_long_as_tp(case: _Case) -> Iterator[Problem]:
+def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
     """A pin has one core for each shard."""
     tp = case.model.tp_degree
     for i, pin in enumerate(case.model.cores):
@@ -209,7 +124,7 @@ def pins_as_long_as_tp(case: _Case) -> Iterator[Problem]:
             yield case.problem("pin-length", ("cores", i), what, hint)
 
 
-def degree_is_legal(case: _Case) -> Iterator[Problem]:
+def degree_is_legal(case: Case) -> Iterator[Problem]:
     """The tensor-parallel degree is one that a host's family has, and no more than that host's cores."""
     tp, path, types = case.model.tp_degree, ("tp_degree",), case.fleet.types
     if not types:
@@ -237,12 +152,12 @@ def degree_is_legal(case: _Case) -> Iterator[Problem]:
         yield case.problem("undocumented-degree", path, what, f"allow_degrees: [{tp}] silences this", "warning")
 
 
-def pins_have_their_degree(case: _Case) -> Iterator[Problem]:
+def pins_have_their_degree(case: Case) -> Iterator[Problem]:
     """A pin lies on a host whose type can take the model, where only some types can."""
     able = [topology for topology in case.fleet.types if case.has_degree(topology)]
     fitting = [host for host, _ in case.fleet.kinds if case.suits(host)]
     for i, pin, hosts in _pinned(case):
-        own = ", ".join(topology.instance for topology in _Fleet.of(hosts).types)
+        own = ", ".join(topology.instance for topology in Fleet.of(hosts).types)
         if not able or any(case.suits(host) for host in hosts):
             continue
         if not any(host.topology and case.has_degree(host.topology) for host in hosts):
@@ -251,16 +166,16 @@ def pins_have_their_degree(case: _Case) -> Iterator[Problem]:
             yield case.problem("illegal-degree", ("cores", i), what, hint)
         elif fitting:
             what = f"pin {_quoted(pin)} lies on {own}, whose cores have too little HBM for {case.model.name}"
-            hint = f"pin to a host of type {_types(_Fleet.of(fitting).types)}"
+            hint = f"pin to a host of type {_types(Fleet.of(fitting).types)}"
             yield case.problem("hbm-exceeded", ("cores", i), what, hint)
 
 
-def pins_are_aligned(case: _Case) -> Iterator[Problem]:
+def pins_are_aligned(case: Case) -> Iterator[Problem]:
     """A pin begins where the hardware of one of its hosts lets its degree begin."""
     tp = case.model.tp_degree
     for i, pin, hosts in _pinned(case):
         inside = [host for host in hosts if pin.cores.last < host.cores] or hosts
-        types = [topology for topology in _Fleet.of(inside).types if tp <= topology.cores]
+        types = [topology for topology in Fleet.of(inside).types if tp <= topology.cores]
         types = [topology for topology in types if case.has_degree(topology)] or types
         if len(pin.cores) != tp or not types:
             continue  # told already
@@ -276,7 +191,7 @@ def pins_are_aligned(case: _Case) -> Iterator[Problem]:
         yield case.problem("pin-misaligned", ("cores", i), what, f"pin to {_quoted(lower)}")
 
 
-def heads_divisible(case: _Case) -> Iterator[Problem]:
+def heads_divisible(case: Case) -> Iterator[Problem]:
     """tp_degree divides the attention heads, unless the spec allows padding them."""
     tp, checkpoint = case.model.tp_degree, case.checkpoint
     if checkpoint is None or not case.hosts or case.model.allow_head_padding or checkpoint.heads % tp == 0:
@@ -290,7 +205,7 @@ def heads_divisible(case: _Case) -> Iterator[Problem]:
     yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
 
 
-def experts_divisible(case: _Case) -> Iterator[Problem]:
+def experts_divisible(case: Case) -> Iterator[Problem]:
     """transformers-neuronx deals whole experts out to cores, or whole groups of cores to experts."""
     tp, experts = case.model.tp_degree, case.checkpoint.experts if case.checkpoint else None
     if case.engine != "transformers-neuronx" or not experts or experts % tp == 0 or tp % experts == 0:
@@ -300,7 +215,7 @@ def experts_divisible(case: _Case) -> Iterator[Problem]:
     yield case.problem("experts-not-divisible", ("tp_degree",), what, f"take {_listed(dividing, 'or')}")
 
 
-def fits_memory(case: _Case) -> Iterator[Problem]:
+def fits_memory(case: Case) -> Iterator[Problem]:
     """Weights, KV cache and overhead fit into a core's HBM of one type at least."""
     model, checkpoint, need = case.model, case.checkpoint, case.memory()
     types = [topology for topology in case.fleet.types if case.has_degree(topology)] or case.fleet.types
@@ -317,7 +232,7 @@ def fits_memory(case: _Case) -> Iterator[Problem]:
     yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
 
 
-def _ways_to_fit(case: _Case, types: Sequence[Topology]) -> Iterator[str]:
+def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     """What would bring a model that exceeds the HBM of these types below it, as far as it is known to."""
     model, checkpoint = case.model, case.checkpoint
     assert checkpoint is not None
@@ -328,7 +243,7 @@ def _ways_to_fit(case: _Case, types: Sequence[Topology]) -> Iterator[str]:
     for tp in _degrees(case.fleet.types):
         larger = needs(tp_degree=tp)
         divides = tp > model.tp_degree and checkpoint.heads % tp == 0
-        if divides and any(fits(larger, one) for one in case.fleet.types if _has_tp(one, tp)):
+        if divides and any(fits(larger, one) for one in case.fleet.types if has_tp(one, tp)):
             yield f"tp_degree {tp} needs {larger.total:.2f} GiB {larger.on_cores(tp)}"
             break
     if any(fits(needs(max_batch=1, max_len=1), topology) for topology in types):
@@ -336,23 +251,19 @@ def _ways_to_fit(case: _Case, types: Sequence[Topology]) -> Iterator[str]:
         return
     smaller = needs(quantize="int8")
     supported = case.engine not in HOST_ENGINES and (
-        case.engine != "transformers-neuronx" or checkpoint.model_type not in UNQUANTIZED_FAMILIES
+        case.engine != "transformers-neuronx" or checkpoint.model_type not in TNX_UNPADDED
     )
     if model.quantize is None and supported and any(fits(smaller, topology) for topology in types):
         yield f"quantize: int8 needs {smaller.total:.2f} GiB {smaller.on_cores(model.tp_degree)}"
     need = needs()
     for topology in TOPOLOGIES.values():
-        served = not topology.note and not (topology.family == "trn2" and case.engine == "transformers-neuronx")
+        served = not topology.note and runs_on(case.engine, topology.family)
         if served and topology not in types and case.has_degree(topology) and fits(need, topology):
             yield f"a core of {topology.instance} has {usable_hbm(topology):.2f} GiB for it"
             break
 
 
-def _has_tp(topology: Topology, tp: int) -> bool:
-    return tp <= topology.cores and degree(topology.family, tp) is not None
-
-
-def fits_host_memory(case: _Case) -> Iterator[Problem]:
+def fits_host_memory(case: Case) -> Iterator[Problem]:
     """The load of one replica fits into the memory of one host at least."""
     model, checkpoint = case.model, case.checkpoint
     hosts = [host for host, _ in (case.fleet if case.hosts else case.all_hosts).kinds]
@@ -374,7 +285,7 @@ def fits_host_memory(case: _Case) -> Iterator[Problem]:
         yield case.problem("host-memory-exceeded", (path,), what, hint)
 
 
-def spread_leaves_room(case: _Case) -> Iterator[Problem]:
+def spread_leaves_room(case: Case) -> Iterator[Problem]:
     """As many replicas as ``min`` asks for have a host each, or as few on one as ``spread`` allows; pins too."""
     model, spread = case.model, case.model.spread
     if spread is None or not case.all_hosts.hosts:
@@ -399,95 +310,13 @@ def spread_leaves_room(case: _Case) -> Iterator[Problem]:
                 yield case.problem("spread-too-narrow", ("cores", i), what, hint)
 
 
-def length_within_positions(case: _Case) -> Iterator[Problem]:
+def length_within_positions(case: Case) -> Iterator[Problem]:
     """max_len is within the positions that the checkpoint was made for."""
     checkpoint, length = case.checkpoint, case.model.max_len
     if checkpoint and checkpoint.max_positions and length and length > checkpoint.max_positions:
         what = f"max_len {length} exceeds the {checkpoint.max_positions} positions of {case.model.name}"
         hint = f"set max_len to {checkpoint.max_positions} or less"
         yield case.problem("max-len-exceeds-positions", ("max_len",), what, hint)
-
-
-def engine_options_are_known(case: _Case) -> Iterator[Problem]:
-    """engine_options holds only what the engine understands, in its type and range."""
-    engine = case.engine
-    known = ENGINE_OPTIONS.get(engine, {})
-    for name, value in case.model.engine_options.items():
-        path, option = ("engine_options", name), known.get(name)
-        if option is None:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known for {engine}: {', '.join(known) or 'none'}"
-            what = f'engine_options: "{name}" is no option of the engine {engine}'
-            yield case.problem("unknown-engine-option", path, what, hint)
-        elif isinstance(value, bool | str) or (option.whole and not isinstance(value, int)):
-            wanted = "a whole number" if option.whole else "a number"
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield case.problem("wrong-type", path, f"engine_options.{name} is {shown}; it must be {wanted}")
-        elif not option.least <= value <= option.most:
-            what = f"engine_options.{name} is {value}; it must be from {option.least} to {option.most}"
-            yield case.problem("out-of-range", path, what)
-
-
-def engine_can_draft(case: _Case) -> Iterator[Problem]:
-    """A draft is asked only of the engine that uses one."""
-    if case.model.draft is not None and case.engine not in ("auto", "cpu"):
-        what = f"draft has no effect: the engine {case.engine} drafts nothing, only cpu does"
-        yield case.problem("draft-unsupported", ("draft",), what, "remove draft, or take the engine cpu")
-
-
-def engine_can_quantize(case: _Case) -> Iterator[Problem]:
-    """int8 weights are asked only of an engine, and of a family, that has them."""
-    quantize, family = case.model.quantize, case.checkpoint.model_type if case.checkpoint else None
-    if quantize is None:
-        return
-    if case.engine in HOST_ENGINES:
-        what = f"quantize has no effect: the engine {case.engine} computes with whole weights"
-        hint = "remove quantize, or take an engine of Neuron devices"
-        yield case.problem("quantize-unsupported", ("quantize",), what, hint)
-    elif case.engine == "transformers-neuronx" and family in UNQUANTIZED_FAMILIES:
-        what = f"transformers-neuronx quantizes no {family}, which {case.model.name} is"
-        yield case.problem("quantize-unsupported", ("quantize",), what, "remove quantize")
-
-
-def engine_can_share_heads(case: _Case) -> Iterator[Problem]:
-    """A way to deal KV heads out is asked only of the engine that has the choice, and only where it can be.
-
-    transformers-neuronx itself would warn and take another way, with another need of memory (its
-    ``check_gqa_fallback``).
-    """
-    model, checkpoint = case.model, case.checkpoint
-    way, tp, path = model.group_query_attention, model.tp_degree, ("group_query_attention",)
-    if way is None:
-        return
-    if case.engine not in ("auto", "transformers-neuronx"):
-        what = f"group_query_attention has no effect: the engine {case.engine} has no such choice"
-        hint = "remove it, or take the engine transformers-neuronx"
-        yield case.problem("gqa-unsupported", path, what, hint)
-        return
-    why = ""
-    if way == "shard-over-batch" and model.max_batch % tp != 0:
-        why = f"tp_degree {tp} does not divide max_batch {model.max_batch}"
-    elif checkpoint is None:
-        return
-    elif way == "shard-over-heads" and checkpoint.kv_heads % tp != 0:
-        why = f"tp_degree {tp} does not divide the {_count(checkpoint.kv_heads, 'KV head')}"
-    elif way == "all-gather-heads":
-        width, padding = checkpoint.kv_heads * checkpoint.head_dim, -checkpoint.heads % tp
-        if width % tp != 0:
-            why = f"tp_degree {tp} does not divide the {width} numbers of all KV heads"
-        elif padding % checkpoint.kv_heads != 0:
-            why = f"the {_count(padding, 'head')} of padding cannot be dealt to {checkpoint.kv_heads} KV heads"
-    if why:
-        hint = "replicated-heads is always possible; or leave group_query_attention out"
-        yield case.problem("gqa-not-divisible", path, f"{way} of {model.name} cannot be: {why}", hint)
-
-
-def engine_can_run(case: _Case) -> Iterator[Problem]:
-    """An engine of Neuron devices is not asked of hosts that have none."""
-    hosts = case.all_hosts.hosts
-    if needs_neuron(case.model.engine) and hosts and all(host.emulated or host.topology is None for host in hosts):
-        what = f"engine {case.model.engine} needs Neuron devices, and the hosts are emulated or have none"
-        yield case.problem("engine-needs-neuron", ("engine",), what, "engine: auto takes cpu there", "warning")
 
 
 _SIZES = frozenset(  # what decides how much memory a replica needs
@@ -504,28 +333,24 @@ _SIZES = frozenset(  # what decides how much memory a replica needs
     }
 )
 
-_RULES: tuple[_Judged, ...] = (
-    _Judged(min_within_max, frozenset({"replicas"})),
-    _Judged(pins_within_max, frozenset({"replicas", "cores"})),
-    _Judged(pins_have_effect, frozenset({"engine"})),
-    _Judged(pins_on_known_hosts, frozenset()),
-    _Judged(pins_inside_host, frozenset({"engine"})),
-    _Judged(pins_off_reserved, frozenset({"engine"})),
-    _Judged(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
-    _Judged(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
-    _Judged(pins_have_their_degree, _SIZES | {"allow_degrees"}),
-    _Judged(pins_are_aligned, frozenset({"engine", "tp_degree"})),
-    _Judged(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
-    _Judged(experts_divisible, frozenset({"engine", "tp_degree"})),
-    _Judged(fits_memory, _SIZES),
-    _Judged(fits_host_memory, _SIZES | {"host_memory_gib"}),
-    _Judged(spread_leaves_room, _SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
-    _Judged(length_within_positions, frozenset({"max_len"})),
-    _Judged(engine_can_draft, frozenset({"engine", "draft"})),
-    _Judged(engine_can_quantize, frozenset({"engine", "quantize"})),
-    _Judged(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
-    _Judged(engine_options_are_known, frozenset({"engine", "engine_options"})),
-    _Judged(engine_can_run, frozenset({"engine"})),
+_RULES: tuple[Judged, ...] = (
+    Judged(min_within_max, frozenset({"replicas"})),
+    Judged(pins_within_max, frozenset({"replicas", "cores"})),
+    Judged(pins_have_effect, frozenset({"engine"})),
+    Judged(pins_on_known_hosts, frozenset()),
+    Judged(pins_inside_host, frozenset({"engine"})),
+    Judged(pins_off_reserved, frozenset({"engine"})),
+    Judged(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
+    Judged(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
+    Judged(pins_have_their_degree, _SIZES | {"allow_degrees"}),
+    Judged(pins_are_aligned, frozenset({"engine", "tp_degree"})),
+    Judged(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
+    Judged(experts_divisible, frozenset({"engine", "tp_degree"})),
+    Judged(fits_memory, _SIZES),
+    Judged(fits_host_memory, _SIZES | {"host_memory_gib"}),
+    Judged(spread_leaves_room, _SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
+    Judged(length_within_positions, frozenset({"max_len"})),
+    *ENGINE_RULES,
 )
 
 
@@ -652,7 +477,7 @@ def _can_lie(model: ModelSpec, host: Host) -> bool:
         return True
     if _insists(model, host) and threads(model.threads, model.tp_degree, host) > len(host.usable_cpus):
         return False
-    return _has_degree(model, host.topology)
+    return has_degree(model, host.topology)
 
 
 def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
@@ -720,7 +545,7 @@ def max_can_fit(
 # Words
 
 
-def _pinned(case: _Case) -> Iterator[tuple[int, Pin, list[Host]]]:
+def _pinned(case: Case) -> Iterator[tuple[int, Pin, list[Host]]]:
     """Each pin with the hosts that it may lie on, where there are any; of hosts that are alike one."""
     every = [host for host, _ in case.fleet.kinds]
     for i, pin in enumerate(case.model.cores):
@@ -728,11 +553,6 @@ def _pinned(case: _Case) -> Iterator[tuple[int, Pin, list[Host]]]:
         hosts = every if pin.host is None else [named] if named is not None else []
         if hosts:
             yield i, pin, hosts
-
-
-def _has_degree(model: ModelSpec, topology: Topology) -> bool:
-    known = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
-    return known and model.tp_degree <= topology.cores
 
 
 def _is_documented(topology: Topology, tp: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placements.checkpoints import Checkpoint
-from placements.engines import resolve, takes_cores
+from placements.engines import may_run, resolve, takes_cores
 from placements.memory import estimate, fits, host_memory
 from placements.spec import ModelSpec, Spec
 from placements.tenants import Demand
@@ -52,10 +52,13 @@ def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpo
 
 
 def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> bool:
-    """Whether the model may lie on such a host at all: it takes cores there, the degree is one, and HBM is enough."""
+    """Whether the model may lie on such a host at all: it takes cores there, the degree is one, the engine
+    runs there and serves the family, and HBM is enough."""
     if host.topology is None or not takes_cores(model.engine, host) or model.tp_degree > host.cores:
         return False
     if degree(host.topology.family, model.tp_degree) is None and model.tp_degree not in model.allow_degrees:
+        return False
+    if not may_run(model.engine, host, checkpoint.model_type if checkpoint else None):
         return False
     if checkpoint is None:
         return True

@@ -374,7 +374,7 @@ class Draft:
     def placements(self) -> tuple[Placement, ...]:
         """In the order of the spec, then of their numbers."""
         by_model: list[list[Placement]] = [[] for _ in self._spec.models]
-        names, hosts, kinds = self._names, self._ground.hosts, self._ground.kinds.of
+        models, hosts, kinds = self._spec.models, self._ground.hosts, self._ground.kinds.of
         for tenant in self._all_tenants():
             host = tenant.host
             if host < 0:
@@ -384,9 +384,11 @@ class Draft:
             cores = ran.cores if ran is not None and at_home else CoreRange.of_length(tenant.first, tenant.size)
             count = self._thread_counts[order].get(kinds[host]) or self._threads(order, host)
             machine = hosts[host]
-            by_model[order].append(Placement(names[order], tenant.replica, machine.name, cores, count, machine))
+            model = models[order]
+            by_model[order].append(Placement(model.name, tenant.replica, machine.name, cores, count, machine, model))
         for (order, replica), (host, count) in self._coreless.items():
-            by_model[order].append(Placement(names[order], replica, hosts[host].name, None, count, hosts[host]))
+            machine, model = hosts[host], models[order]
+            by_model[order].append(Placement(model.name, replica, machine.name, None, count, machine, model))
         for own in by_model:
             own.sort(key=attrgetter("replica"))
         return tuple(itertools.chain.from_iterable(by_model))
@@ -406,7 +408,8 @@ class Draft:
                 cores = CoreRange.of_length(tenant.first, tenant.size)
                 if (ran.host, ran.cores) != (machine.name, cores):
                     count = self._threads(tenant.model, tenant.host)
-                    placement = Placement(ran.model, ran.replica, machine.name, cores, count, machine)
+                    model = self._spec.models[tenant.model]
+                    placement = Placement(ran.model, ran.replica, machine.name, cores, count, machine, model)
                     found.append((tenant.model, tenant.replica, Move(ran, placement)))
         return tuple(move for *_, move in sorted(found, key=itemgetter(0, 1)))
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
-from placements.topology import Host
+from placements.topology import TOPOLOGIES, Host
 
 Engine = Literal["auto", "cpu", "echo", "transformers-neuronx", "nxd-inference", "optimum-neuron", "torch-neuronx"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+NAMED_ENGINES: tuple[Engine, ...] = tuple(engine for engine in ENGINES if engine != "auto")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 BYTES: Mapping[Dtype, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 
@@ -58,3 +59,150 @@ def needs_neuron(engine: Engine) -> bool:
 def default_dtype(engine: Engine) -> Dtype:
     """fp32 for the engines of the host's CPUs, bf16 on Neuron. Expects a resolved engine."""
     return "fp32" if engine in HOST_ENGINES else "bf16"
+
+
+# Which engine serves which family
+
+NXD_VERSIONS = ("0.1", "0.2", "0.4", "0.7", "0.8", "0.9")
+"""The series of NxD Inference whose sources were read, oldest first."""
+
+NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {"llama": "0.1", "mixtral": "0.1", "qwen2": "0.7", "qwen3": "0.7", "mistral": "0.9"}
+)
+"""model_type -> the first series of NxD Inference that serves it, of those that were read: its
+``utils.constants.MODEL_TYPES``, of the families that `checkpoints` knows. None was dropped again."""
+
+TNX_FAMILIES = ("bloom", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt")
+"""transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING``. It has no gpt_bigcode, though the LMI page
+lists it."""
+
+TNX_CONTINUOUS = ("llama", "mistral", "mixtral")
+"""Families of transformers-neuronx that take a new request beside running ones: their classes define
+``context_batch_sizes``. The others work on batches that begin and end together."""
+
+TNX_UNPADDED = ("gptj", "gpt_neox")
+"""Families of transformers-neuronx without padded heads (``shard_along`` raises ValueError), quantization, lists of
+lengths and saved artifacts: their classes do not derive from ``NeuronModelBase``."""
+
+TNX_DRAFTING = ("gpt2", "llama")
+"""Families that transformers-neuronx speculates with, as the model and as its draft: the Transformers NeuronX developer
+guide; their classes define ``speculative_forward``."""
+
+OPTIMUM_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3")
+"""optimum-neuron 0.4.5, of the families that `checkpoints` knows."""
+
+_NXD_LAST: Mapping[str, str] = MappingProxyType({"inf2": "0.8", "trn1": "0.8"})
+"""The last series of NxD Inference for a family of machines: the models of 0.9 need Trn2 (its release notes)."""
+
+
+class NoEngine(NamedTuple):
+    """Why no engine can be chosen: a problem id, the fact and the remedy."""
+
+    id: str
+    what: str
+    hint: str
+
+
+def series(version: str) -> str:
+    """ "0.8.16251+f3ca5575" -> "0.8": what the tables here speak of."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _order(name: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdecimal() else 0 for part in name.split("."))
+
+
+def reaches(version: str, first: str) -> bool:
+    """Whether a version is of the series ``first`` or a later one."""
+    return _order(series(version)) >= _order(first)
+
+
+def newest_nxd(machines: str) -> str:
+    """The last series of NxD Inference that was read and runs on these machines."""
+    return _NXD_LAST.get(machines, NXD_VERSIONS[-1])
+
+
+def runs_on(engine: Engine, machines: str, version: str | None = None) -> bool:
+    """Whether the engine, in that version (None: in some), runs on this family of machines.
+
+    The last SDK of transformers-neuronx compiles for no trn2; see ``_NXD_LAST`` for NxD Inference.
+    """
+    if engine == "transformers-neuronx":
+        return machines != "trn2"
+    if engine == "nxd-inference" and version is not None:
+        return machines not in _NXD_LAST or reaches(_NXD_LAST[machines], series(version))
+    return True
+
+
+AUTO_ENGINES: tuple[Engine, ...] = ("nxd-inference", "transformers-neuronx")
+"""What ``auto`` may stand for on Neuron devices, the preferred one first: NxD Inference is the later of the two."""
+
+
+def serves(engine: Engine, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
+    """Whether the engine has a class for the family, as far as tables say it; on these machines, in that version.
+
+    ``machines`` None: on some. ``version`` None: in some version that runs on them. ``auto``: one of the engines that
+    it may stand for. cpu, echo and torch-neuronx are not judged.
+    """
+    if engine == "auto":
+        return any(serves(one, model_type, machines, version) for one in AUTO_ENGINES)
+    if machines is not None and not runs_on(engine, machines, version):
+        return False
+    if engine == "transformers-neuronx":
+        return model_type in TNX_FAMILIES
+    if engine == "optimum-neuron":
+        return model_type in OPTIMUM_FAMILIES
+    if engine != "nxd-inference":
+        return True
+    if model_type not in NXD_FAMILIES:
+        return False
+    newest = version or (NXD_VERSIONS[-1] if machines is None else newest_nxd(machines))
+    return reaches(newest, NXD_FAMILIES[model_type])
+
+
+def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
+    """Whether a model of the family (None: unknown) can run on such a host, as far as engine and machine decide it."""
+    engine, topology = resolve(engine, host), host.topology
+    if topology is None or engine in HOST_ENGINES:
+        return True
+    return runs_on(engine, topology.family) and (model_type is None or serves(engine, model_type, topology.family))
+
+
+def choose_engine(model_type: str | None, instance: str | None, found: Mapping[Engine, str]) -> Engine | NoEngine:
+    """What ``auto`` is on a real host that has these engines, in these versions.
+
+    1. NxD Inference, where its version runs on the machine and serves the family.
+    2. transformers-neuronx, likewise.
+    3. Else no engine, and why.
+
+    ``model_type`` None: config.json was not read, and no family is refused. ``instance`` is the type of the machine;
+    one that is not in the table is taken for any.
+    """
+    topology = TOPOLOGIES.get(instance or "")
+    machines = None if topology is None else topology.family
+    here = [one for one in AUTO_ENGINES if one in found]
+    if not here:
+        return NoEngine(
+            "engine-not-installed",
+            f"engine auto: this host has neither {' nor '.join(AUTO_ENGINES)}",
+            "use an image of the Neuron SDK that holds one, or name its interpreter under engines",
+        )
+    running = [one for one in here if machines is None or runs_on(one, machines, found[one])]
+    told = " and ".join(f"{one} {found[one]}" for one in running or here)
+    if not running:
+        verb = "does" if len(here) == 1 else "do"
+        what = f"engine auto: {told} {verb} not run on {machines}"
+        return NoEngine("engine-unsupported-here", what, _runs_here(str(machines)))
+    for engine in running:
+        if model_type is None or serves(engine, model_type, machines, found[engine]):
+            return engine
+    others = [one for one in AUTO_ENGINES if one not in running and serves(one, str(model_type), machines)]
+    verb = "serves" if len(running) == 1 else "serve"
+    hint = f"install {others[0]}" if others else f"no engine serves {model_type} here; take another machine or model"
+    return NoEngine("family-unsupported", f"engine auto: {told} {verb} no {model_type}", hint)
+
+
+def _runs_here(machines: str) -> str:
+    if machines == "trn2":
+        return "take nxd-inference"
+    return f"take nxd-inference up to {_NXD_LAST[machines]}, or transformers-neuronx"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from placements.cores import CoreRange
+from placements.engines import HOST_ENGINES, Engine
+from placements.spec import ModelSpec
 
 
 def environment(
@@ -14,8 +16,9 @@ def environment(
     threads: int,
     cpus: Sequence[int] = (),
     lnc: int | None = None,
+    compiling: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The variables of one replica.
+    """The variables of one replica; those of `compiling` among them.
 
     NEURON_RT_VISIBLE_CORES is "a-b", or "a": optimum-neuron reads no other form. NEURON_RT_NUM_CORES is never set, for
     optimum-neuron takes the smaller of the two. ``cpus`` empty means that the process is not bound to CPUs. ``lnc`` is
@@ -35,7 +38,25 @@ def environment(
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of two processes on shared CPUs cost a factor of 30
     if cpus:
         env["COREWRIGHT_CPUS"] = cpu_list(cpus)
-    return dict(sorted(env.items()))
+    return dict(sorted({**env, **(compiling or {})}.items()))
+
+
+def compiling(model: ModelSpec, engine: Engine) -> dict[str, str]:
+    """What the Neuron compiler, its cache and its 8-bit floats are told; nothing for engines that compile nothing.
+
+    NEURON_CC_FLAGS is set only where the spec says something: the flags as they are written are a part of the key by
+    which compiled code is found again (transformers-neuronx `compiler`), so an empty value or another order would miss
+    it. ``-O2`` is the form of the optimization level. The cache has a variable of its own, for ``--cache_dir`` would
+    change the key from host to host. The two of fp8 are asked for by the feature guide of NxD Inference.
+    """
+    if engine in HOST_ENGINES:
+        return {}
+    level = [] if model.compiler.optlevel is None else [f"-O{model.compiler.optlevel}"]
+    flags = " ".join([*level, *model.compiler.flags.split()])
+    told = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": model.neff_cache_location or ""}
+    if "fp8" in (model.quantize, model.quantize_kv):
+        told |= {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}
+    return {name: value for name, value in told.items() if value}
 
 
 def cpu_list(cpus: Sequence[int]) -> str:

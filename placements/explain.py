@@ -13,7 +13,7 @@ from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.cores import CoreRange, ranges
 from placements.demand import demands, kinds_of, suits
-from placements.engines import resolve
+from placements.engines import may_run, resolve, runs_on
 from placements.memory import estimate, usable_hbm
 from placements.plan import Placement, Running, Unplaced, plan
 from placements.problems import Problem
@@ -27,6 +27,7 @@ _MOST_HOSTS = 3  # that are named in a line
 _MEMORY_HINT = "host_memory_gib, if you measured that it needs less; or another host"
 _SKIPPED = "unknown-key"  # the error of what was left out, so that the rest can be judged as it stands
 _ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short", "vcpus-short", "no-room")
+_ENGINE = frozenset({"engine-unsupported-here", "family-unsupported"})
 _DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {  # what is told where it holds -> the problems that say that it does not
         "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
@@ -277,7 +278,7 @@ class _Facts:
                 found[problem.id] = replace(told, what=problem.what + more)
                 more = ""
         wrong = {constraint.id for constraint in errors}
-        if wrong & (_DIMENSIONS["degree"] | {"hbm-exceeded"}):
+        if wrong & (_DIMENSIONS["degree"] | _ENGINE | {"hbm-exceeded"}):
             found.pop("no-suitable-host", None)  # that is what it says
         for name in ("host memory", "spread"):
             if wrong & _DIMENSIONS[name]:
@@ -355,6 +356,12 @@ class _Facts:
             return f"{topology.instance} has {host.cores} cores, and tp_degree is {model.tp_degree}"
         if model.tp_degree not in (*DEGREES[topology.family], *model.allow_degrees):
             return f"{topology.instance}: {topology.family} has the degrees {_listed(DEGREES[topology.family])}"
+        family = checkpoint.model_type if checkpoint else None
+        if not may_run(model.engine, host, family):
+            runs = runs_on(model.engine, topology.family)
+            return f"{topology.instance}: {model.engine} " + (
+                f"serves no {family} there" if runs else "does not run there"
+            )
         if checkpoint is None:
             return ""
         need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))

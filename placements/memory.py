@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placements.checkpoints import Checkpoint
-from placements.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine
+from placements.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine, serves
 from placements.spec import GroupQueryAttention, ModelSpec
 from placements.topology import Topology
 
@@ -181,10 +181,12 @@ def estimate(
     """What a replica of ``model`` needs on its fullest core; weights and KV cache of a ``draft`` beside it included.
 
     ``engine`` is the resolved engine, by default the one the model names; it decides the default dtype, whether rank 0
-    holds the embeddings whole, and whether they are on the device at all. Every core holds
+    holds the embeddings whole, and whether they are on the device at all. ``auto`` is what needs most of those that it
+    may turn out to be: NxD Inference where that serves the family. Every core holds
 
-    - its shard of the matrices and the whole of what is small, in the dtype; int8 matrices with a scale a channel;
-    - KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype;
+    - its shard of the matrices and the whole of what is small, in the dtype; matrices of one byte, int8 or fp8, with a
+      scale a channel;
+    - KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 where it is quantized;
     - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
       They lie in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that they
       are no class of their own. The engines on the host's CPUs prefill in chunks;
@@ -193,7 +195,7 @@ def estimate(
     engine = engine or model.engine
     held = _weights(model, checkpoint, engine)
     drafted = _weights(model, draft, engine) if draft else _Weights(0.0, 0.0, 0.0)
-    on_nxd, overhead = engine in NXD_ENGINES, model.hbm_overhead_gib
+    on_nxd, overhead = _on_nxd(engine, checkpoint), model.hbm_overhead_gib
     estimated = overhead is None
     return MemoryEstimate(
         sharded=held.sharded / GIB,
@@ -207,6 +209,11 @@ def estimate(
         rank0_runtime=NXD_RANK0_RUNTIME_GIB if on_nxd and estimated else 0.0,
         overhead=overhead or 0.0,
     )
+
+
+def _on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
+    """Whether the model may run in a backend built on NeuronX Distributed."""
+    return engine in NXD_ENGINES or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
 
 
 @dataclass(frozen=True)
@@ -230,7 +237,7 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
         projected = checkpoint.kv_heads
     copies = groups.kv * projected // checkpoint.kv_heads - groups.kv
 
-    quantized = model.quantize == "int8" and engine not in HOST_ENGINES
+    quantized = model.quantize is not None and engine not in HOST_ENGINES
     matrix = 1 if quantized else width
     sharded = embeddings * width + (attention + groups.kv + groups.feed_forward) * matrix
     replicated = float(small * width + copies * matrix / tp)
@@ -240,7 +247,7 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
         into += experts * (checkpoint.feed_forward_matrices - 1) * checkpoint.ffn
         sharded += checkpoint.layers * into * _SCALE_BYTES
         replicated += checkpoint.layers * (1 + experts) * checkpoint.hidden * _SCALE_BYTES
-    rank0 = embeddings * width * (1 - 1 / tp) if engine in NXD_ENGINES else 0.0
+    rank0 = embeddings * width * (1 - 1 / tp) if _on_nxd(engine, checkpoint) else 0.0
     return _Weights(sharded / tp, replicated, rank0)
 
 
@@ -252,7 +259,8 @@ def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: 
     else:
         cached = padded_kv_heads(checkpoint, tp, model.group_query_attention) // tp * batch
     tokens = cached * (length or model.length(checkpoint))
-    return 2 * checkpoint.layers * tokens * checkpoint.head_dim * BYTES[model.dtype_on(engine)]
+    width = 1 if model.quantize_kv is not None and engine not in HOST_ENGINES else BYTES[model.dtype_on(engine)]
+    return 2 * checkpoint.layers * tokens * checkpoint.head_dim * width
 
 
 def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from placements.engines import DTYPES, ENGINES
+from placements.engines import DTYPES, ENGINES, NAMED_ENGINES, Engine
 from placements.places import Path, Place, Places
 from placements.problems import Problem, has_errors, in_order
 from placements.spec import (
@@ -18,9 +18,15 @@ from placements.spec import (
     MAX_HOSTS,
     NAME,
     NAME_RULE,
+    OPTLEVELS,
+    QUANTIZATIONS,
+    SAMPLINGS,
     STRATEGIES,
+    Buckets,
+    Compiler,
     Deadlines,
     Draft,
+    EngineSettings,
     HostsSpec,
     ModelSpec,
     Replicas,
@@ -34,7 +40,7 @@ from placements.yamltree import BROKEN, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
 
-_TOP = ("version", "name", "hosts", "defaults", "models")
+_TOP = ("version", "name", "hosts", "engines", "defaults", "models")
 _HOSTS = tuple(HostsSpec.model_fields)
 _RESERVE = tuple(Reserve.model_fields)
 _MODEL = tuple(key for key in ModelSpec.model_fields if key not in ("name", "base_dir", "broken"))
@@ -44,7 +50,10 @@ _NESTED: Mapping[str, tuple[str, ...]] = {
     "update": tuple(Update.model_fields),
     "deadlines": tuple(Deadlines.model_fields),
     "spread": tuple(Spread.model_fields),
+    "buckets": tuple(Buckets.model_fields),
+    "compiler": tuple(Compiler.model_fields),
 }
+_SETTINGS = tuple(EngineSettings.model_fields)
 _DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores", "draft"))
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -94,10 +103,44 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
         "int8",
     ),
     "group_query_attention": ("gqa", "grouped_query_attention", "gqa_sharding", "kv_sharding"),
+    "quantize_kv": (
+        "kv_cache_quant",
+        "kv_quant",
+        "kv_cache_dtype",
+        "kv_dtype",
+        "quantize_kv_cache",
+        "kv_cache_quantization",
+    ),
+    "buckets": ("bucket", "bucketing", "bucket_sizes"),
+    "prefill": (
+        "context",
+        "context_length_estimate",
+        "context_encoding_buckets",
+        "context_length_buckets",
+        "neuron_context_length_estimate",
+        "prompt",
+    ),
+    "decode": ("token", "token_generation_buckets", "token_gen_buckets", "n_positions", "generation", "kv"),
+    "sampling": ("on_device_sampling", "on_device_generation", "sample_on_device", "device_sampling", "sampler"),
+    "fuse_qkv": ("fused_qkv", "qkv_fused", "fuse_qkv_weights"),
+    "compiler": ("compile", "neuronx_cc", "compiler_options", "compiler_args"),
+    "optlevel": ("opt_level", "optimize_level", "neuron_optimize_level", "optimization_level"),
+    "flags": ("cc_flags", "neuron_cc_flags", "args", "options"),
+    "workers": ("compilation_worker_count", "compile_workers", "num_workers", "jobs"),
+    "engines": ("interpreters", "engine_settings", "environments"),
+    "python": ("interpreter", "python_path", "executable"),
+    "transformers-neuronx": ("tnx", "transformers_neuronx", "transformers_neuron"),
+    "nxd-inference": ("nxdi", "nxd_inference", "neuronx_distributed_inference", "neuronx_distributed", "nxd"),
+    "optimum-neuron": ("optimum", "optimum_neuron"),
+    "torch-neuronx": ("torch_neuronx", "torch_neuron"),
 }
 _MEANT: Mapping[tuple[str, bool], object] = {
     **{(key, True): "int8" for key in ("load_in_8bit", "quantized", "neuron_quant", "int8")},
     **{(key, False): None for key in ("load_in_8bit", "quantized", "neuron_quant", "int8")},
+    **{(key, True): "fp8" for key in ("kv_cache_quant", "kv_quant")},
+    **{(key, False): None for key in ("kv_cache_quant", "kv_quant")},
+    **{(key, True): "device" for key in ("on_device_sampling", "on_device_generation", "sample_on_device")},
+    **{(key, False): "host" for key in ("on_device_sampling", "on_device_generation", "sample_on_device")},
     **{(key, True): "host" for key in ("anti_affinity", "antiaffinity")},
     **{(key, False): None for key in ("anti_affinity", "antiaffinity")},
 }
@@ -119,6 +162,8 @@ _VALUE_ALIASES = {
     "torch-neuron": "torch-neuronx",
     "hf": "cpu",
     "transformers": "cpu",
+    **dict.fromkeys(("f8", "float8", "f8e4m3", "f8e4m3fn", "float8_e4m3", "float8_e4m3fn"), "fp8"),
+    "on_device": "device",
     **dict.fromkeys(("static_int8", "s8", "i8", "8bit", "w8", "int8_weights", "dynamic_int8"), "int8"),
     **{mode.replace("-", "_"): mode for mode in GROUP_QUERY_ATTENTIONS},
     "replicate-to-tp-degree": "replicated-heads",
@@ -129,13 +174,17 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "strategy": STRATEGIES,
     "version": ("1",),
-    "quantize": ("int8",),
+    "quantize": QUANTIZATIONS,
+    "quantize_kv": QUANTIZATIONS,
+    "sampling": SAMPLINGS,
+    "optlevel": tuple(map(str, OPTLEVELS)),
     "group_query_attention": GROUP_QUERY_ATTENTIONS,
     "lnc": tuple(map(str, LNC_CHOICES)),
 }
 
 _WHOLE, _TEXT, _MAPPING, _SECONDS = "a whole number", "text", "a mapping", "a number of seconds"
 _GIB = "a number of GiB"
+_LENGTHS = "a list of whole numbers, like [128, 512]"
 _WANTS: Mapping[str, str] = {
     "name": _TEXT,
     "source": _TEXT,
@@ -151,7 +200,18 @@ _WANTS: Mapping[str, str] = {
     "host_memory_gib": _GIB,
     "memory_gib": _GIB,
     "spread": "host, or a mapping like {host: 2}",
-    "quantize": "int8",
+    "quantize": "int8 or fp8",
+    "quantize_kv": "int8 or fp8",
+    "buckets": "a mapping, like {prefill: [128, 512], decode: [512, 2048]}",
+    "prefill": _LENGTHS,
+    "decode": _LENGTHS,
+    "sampling": "host or device",
+    "fuse_qkv": "true or false",
+    "compiler": "a mapping, like {optlevel: 1}",
+    "optlevel": "1, 2 or 3",
+    "flags": _TEXT,
+    "python": "a path, like ~/envs/nxdi/bin/python",
+    "engines": "a mapping from engines to settings, like {nxd-inference: {python: ~/envs/nxdi/bin/python}}",
     "group_query_attention": "one of " + ", ".join(GROUP_QUERY_ATTENTIONS),
     "lnc": "1 or 2",
     "allow_pickle": "true or false",
@@ -217,11 +277,13 @@ class _Reader:
         plain: dict[str, Any] = {key: top[key] for key in ("version", "name") if key in top}
         head = self._validated(Spec, plain, (), broken)
         hosts = self._hosts(top, broken)
+        engines = self._engines(top, broken)
         models = self._models(top, broken)
         return Spec(
             version=1,
             name=head.name if head else "fleet",
             hosts=hosts,
+            engines=engines,
             models=models,
             base_dir=self._base_dir,
             places=Places(self._tree.filename, self._tree.places),
@@ -305,6 +367,27 @@ class _Reader:
         what = f'{key} "{name}" is not an instance type; supported are {supported}'
         self._report("unknown-instance", path, what, _did_you_mean(close) or "take one of these")
 
+    def _engines(self, top: dict[str, Any], broken: set[str]) -> dict[Engine, EngineSettings]:
+        """Settings by engine; an engine whose own cannot be read is left out."""
+        value = top.get("engines")
+        if value is None or value is BROKEN:
+            return {}
+        if not isinstance(value, dict):
+            self._wrong_type(("engines",), "engines", _WANTS["engines"])
+            broken.add("engines")
+            return {}
+        found: dict[Engine, EngineSettings] = {}
+        for name, given in self._known(value, NAMED_ENGINES, ("engines",)).items():
+            path: Path = ("engines", name)
+            if isinstance(given, dict):
+                settings = self._validated(EngineSettings, self._known(given, _SETTINGS, path), path, broken)
+                if settings is not None:
+                    found[next(engine for engine in NAMED_ENGINES if engine == name)] = settings
+            elif given is not BROKEN:
+                self._wrong_type(path, f"engines.{name}", "a mapping, like {python: ~/envs/nxdi/bin/python}")
+                broken.add("engines")
+        return found
+
     def _models(self, top: dict[str, Any], broken: set[str]) -> tuple[ModelSpec, ...]:
         defaults, broken_defaults = self._defaults(top)
         value = top.get("models")
@@ -387,7 +470,7 @@ class _Reader:
             if key in allowed:
                 result[key] = value
                 continue
-            meant = _meant(key, allowed)
+            meant = None if not path and key in _MODEL else _meant(key, allowed)  # `engine` is not `engines`
             where = (*path, key)
             hint = _did_you_mean([meant] if meant else []) or _belongs(key, path)
             hint = hint or f"known here are {', '.join(allowed)}"
@@ -407,6 +490,9 @@ class _Reader:
         Good pins beside bad ones stay, for the rules that judge each pin.
         """
         values = dict(values)
+        if _holds_broken(values.get("engine_options")):  # told by the tree; the type of its values is `checks`' matter
+            broken.add("engine_options")
+            del values["engine_options"]
         for _ in range(2):
             try:
                 return kind.model_validate(values)
@@ -505,7 +591,11 @@ class _Reader:
             self._report("yaml-unquoted", where, what, f'write "{written.text}" in quotes')
             return
         hint = ""
-        if written.kind == "text" and not written.plain and wanted.startswith(("a whole number", _WANTS["lnc"])):
+        if (
+            written.kind == "text"
+            and not written.plain
+            and wanted.startswith(("a whole number", _WANTS["lnc"], _WANTS["optlevel"]))
+        ):
             hint = "write the number without quotes"
         if where == ("models",) and written.kind == "a list":
             hint = "write each model as NAME: {source: ...} instead of a list item"
@@ -519,6 +609,13 @@ class _Reader:
             if path[:length] in self._tree.places:
                 return self._tree.places[path[:length]]
         return self._tree.places.get((), Place(1, 1))
+
+
+def _holds_broken(value: Any) -> bool:
+    """Whether something inside a value of any kind could not be read."""
+    if isinstance(value, dict):
+        return any(_holds_broken(item) for item in value.values())
+    return any(_holds_broken(item) for item in value) if isinstance(value, list) else value is BROKEN
 
 
 _HOSTS_ITEM = "a mapping, like {instance: inf2.48xlarge, count: 2}"
@@ -550,8 +647,6 @@ def _label(path: Path) -> str:
 
 
 def _wanted(where: Path, field: str) -> str:
-    if where[-2:-1] == ("engine_options",):
-        return "a number, text, true or false"
     if isinstance(where[-1] if where else "", int):
         return {"cores": 'a range, like "0-7"', "allow_degrees": _WHOLE}.get(field, _WHOLE)
     if where[:1] == ("hosts",) and field == "cores":

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from placements.cores import CoreRange
-from placements.environ import environment
+from placements.engines import resolve
+from placements.environ import compiling, environment
 from placements.problems import Problem
+from placements.spec import ModelSpec
 from placements.threads import cpu_mask
 from placements.topology import Host
 
@@ -22,6 +24,7 @@ class Placement:
     cores: CoreRange | None  # None: it takes none (cpu engine on a real host)
     threads: int
     machine: Host | None = field(default=None, compare=False, repr=False)  # the host itself, where it is known
+    spec: ModelSpec | None = field(default=None, compare=False, repr=False)  # the model itself, likewise
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -33,7 +36,10 @@ class Placement:
         """The variables of its process."""
         topology = None if self.machine is None else self.machine.topology
         lnc = None if topology is None else topology.lnc
-        return environment(self.model, self.replica, self.cores, self.threads, self.cpus, lnc)
+        told: dict[str, str] = {}
+        if self.spec is not None and self.machine is not None:
+            told = compiling(self.spec, resolve(self.spec.engine, self.machine))
+        return environment(self.model, self.replica, self.cores, self.threads, self.cpus, lnc, told)
 
     @property
     def running(self) -> Running:

@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from placements.checkpoints import FAMILIES
+from placements.engines import NXD_FAMILIES, NXD_VERSIONS, serves
+from placements.options.judge import PACKAGES
+from placements.options.option import Option
+from placements.options.owned import FIELDS, UNSERVED
+from placements.options.tables import TABLES as OPTION_TABLES
 from placements.spec import TYPE_IN_WORDS, json_schema
 from placements.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
 
 _BLOCK = re.compile(
-    r"(?P<begin><!-- generated from the (?:schema|topology): (?P<name>[a-z]+) -->\n)"
+    r"(?P<begin><!-- generated from the (?:schema|topology|contracts): (?P<name>[a-z]+) -->\n)"
     r".*?(?P<end><!-- end of generated -->)",
     re.DOTALL,
 )
@@ -23,7 +29,7 @@ _Schema = Mapping[str, Any]
 def renewed(page: str) -> str:
     """The page with each generated block made anew. KeyError for a block of a name that is no table's.
 
-    A block stands between ``<!-- generated from the schema: NAME -->`` (or ``topology``) and
+    A block stands between ``<!-- generated from the schema: NAME -->`` (or ``topology``, ``contracts``) and
     ``<!-- end of generated -->``.
     """
     return _BLOCK.sub(lambda found: found["begin"] + "\n" + TABLES[found["name"]]() + "\n" + found["end"], page)
@@ -83,8 +89,80 @@ def _degrees() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _engines() -> str:
+    schema = json_schema()
+    return _fields(_rows("engines.ENGINE.", schema["$defs"]["EngineSettings"], schema))
+
+
+def _served() -> str:
+    lines = ["| family | transformers-neuronx | nxd-inference |", "|---|---|---|"]
+    for family in FAMILIES:
+        series = NXD_FAMILIES.get(family)
+        one = "yes" if serves("transformers-neuronx", family) else "-"
+        other = "-" if series is None else "yes" if series == NXD_VERSIONS[0] else f"from {series} on"
+        if series is not None and not serves("nxd-inference", family, "inf2"):
+            other += ", so not on inf2 and trn1"
+        lines.append(f"| {family} | {one} | {other} |")
+    return "\n".join(lines) + "\n"
+
+
+def _options() -> str:
+    """By class and kind, those that a spec may give."""
+    lines = ["| of | must be | options |", "|---|---|---|"]
+    inner = {
+        f"{table.partition('.')[0]}.{option.table}"
+        for table, held in OPTION_TABLES.items()
+        for name, option in held.items()
+        if option.table and not _is_owned(table, name)
+    }
+    for table, held in OPTION_TABLES.items():
+        if not (table.endswith("NeuronConfig") or ":" in table or table in inner):
+            continue  # no option that may be given holds it
+        kinds: dict[str, list[str]] = {}
+        for name, option in held.items():
+            if not _is_owned(table, name):
+                since = f" ({_series(option)})" if option.first and table.startswith("neuronx") else ""
+                kinds.setdefault(option.table or option.wanted, []).append(f"`{name}`{since}")
+        package, family = table.partition(":")[::2]
+        of = f"{package.partition('.')[0]}, the class of {family}" if family else table
+        lines.extend(f"| {of} | {kind} | {', '.join(names)} |" for kind, names in sorted(kinds.items()))
+    return "\n".join(lines) + "\n"
+
+
+def _is_owned(table: str, name: str) -> bool:
+    package = table.partition(":")[0] if ":" in table else table
+    return any(name in owned.get(package, {}) for owned in (FIELDS, UNSERVED))
+
+
+def _series(option: Option) -> str:
+    if option.last == NXD_VERSIONS[-1]:
+        return f"{option.first}+"
+    return option.first if option.first == option.last else f"{option.first} to {option.last}"
+
+
+def _owned() -> str:
+    lines = ["| engine | option | say |", "|---|---|---|"]
+    for engine, package in PACKAGES.items():
+        by_field: dict[str, list[str]] = {}
+        for table in (f"{package}.NeuronConfig", package):
+            for name, field in FIELDS.get(table, {}).items():
+                by_field.setdefault(field, []).append(f"`{name}`")
+        lines.extend(f"| {engine} | {', '.join(names)} | {field} |" for field, names in by_field.items())
+    return "\n".join(lines) + "\n"
+
+
 TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"file": _file, "hosts": _hosts, "instances": _instances, "model": _model, "degrees": _degrees}
+    {
+        "file": _file,
+        "hosts": _hosts,
+        "instances": _instances,
+        "engines": _engines,
+        "served": _served,
+        "model": _model,
+        "degrees": _degrees,
+        "owned": _owned,
+        "options": _options,
+    }
 )
 """What can be generated, by name, in the order of the page."""
 
@@ -144,7 +222,7 @@ def _default(field: _Schema) -> str:
         return "unset"
     if isinstance(value, dict):
         return "`{}`"  # each field has its own default
-    return f"`{value if isinstance(value, str) else _number(value)}`"
+    return f"`{value if isinstance(value, str) and value else _number(value)}`"
 
 
 def _number(value: object) -> str:

@@ -13,7 +13,7 @@ from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.cores import CoreRange
 from placements.demand import suits
-from placements.engines import resolve, takes_cores
+from placements.engines import resolve, runs_on, takes_cores
 from placements.hosts import default_reserve
 from placements.memory import estimate, fits, host_memory, usable_hbm
 from placements.plan import Placement, Plan, Running, plan
@@ -549,8 +549,7 @@ class _Search:
         others = [
             _new_host(topology, asked.hosts[0], real)
             for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
-            if topology.instance not in instances | _UNCERTAIN
-            and not (topology.family == "trn2" and model.engine == "transformers-neuronx")
+            if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
         ]
         for template in (*there.values(), *others):
             if suits(model, template, asked.checkpoints.get(model.name)):

@@ -22,7 +22,7 @@ from pydantic import (
 
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange
-from placements.engines import Dtype, Engine, default_dtype
+from placements.engines import NAMED_ENGINES, Dtype, Engine, default_dtype
 from placements.places import Places
 from placements.topology import TOPOLOGIES
 
@@ -44,6 +44,11 @@ _PATH_STARTS = ("/", "./", "../", "~")
 SourceKind = Literal["path", "s3", "hub"]
 GroupQueryAttention = Literal["shard-over-heads", "shard-over-batch", "replicated-heads", "all-gather-heads"]
 GROUP_QUERY_ATTENTIONS: tuple[GroupQueryAttention, ...] = get_args(GroupQueryAttention)
+Quantization = Literal["int8", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+Sampling = Literal["host", "device"]
+SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
+OPTLEVELS = (1, 2, 3)  # of neuronx-cc
 Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -118,12 +123,22 @@ def _location(value: str) -> str:
     return value
 
 
+def _interpreter(value: str) -> str:
+    if not value.strip():
+        raise ValueError("an interpreter is a path, like ~/envs/nxdi/bin/python")
+    return value
+
+
+def _or(known: tuple[int, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(map(str, known[:-1])), str(known[-1]))))
+
+
 def _choice(*known: int) -> BeforeValidator:
     """Keeps a boolean from being taken for the number that it equals."""
 
     def judge(value: object) -> object:
         if isinstance(value, bool):
-            raise ValueError(f"{str(value).lower()} is a boolean; it must be {' or '.join(map(str, known))}")
+            raise ValueError(f"{str(value).lower()} is a boolean; it must be {_or(known)}")
         return value
 
     return BeforeValidator(judge)
@@ -253,19 +268,19 @@ class Buckets(_Frozen):
     prefill: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
         (),
         strict=False,
-        description="Prompt lengths. The longest is the longest prompt. Unset: 128, 256 and so on up to `max_len`.",
+        description="Prompt lengths. The longest is the longest prompt. Unset: 128, 256 and so on, the last `max_len`.",
     )
     decode: tuple[Annotated[StrictInt, Field(ge=1, le=1 << 24)], ...] = Field(
         (),
         strict=False,
-        description="KV cache lengths. The longest is `max_len`. Unset: 128, 256 and so on up to `max_len`.",
+        description="KV cache lengths. The longest is `max_len`. Unset: 128, 256 and so on, the last `max_len`.",
     )
 
 
 class Compiler(_Frozen):
     """How neuronx-cc compiles a model."""
 
-    optlevel: Annotated[Literal[1, 2, 3] | None, _choice(1, 2, 3)] = Field(
+    optlevel: Annotated[Literal[1, 2, 3] | None, _choice(*OPTLEVELS)] = Field(
         None, description="1 compiles fast, 3 makes the fastest code. Unset: the compiler's own, 2."
     )
     flags: str = Field("", description="Further flags for neuronx-cc, as in `NEURON_CC_FLAGS`.")
@@ -329,7 +344,7 @@ class Deadlines(_Frozen):
 class EngineSettings(_Frozen):
     """What holds for one engine on every host."""
 
-    python: str | None = Field(
+    python: Annotated[str, AfterValidator(_interpreter)] | None = Field(
         None,
         description="The Python interpreter in which its replicas run: a path, relative to the spec file. It must have "
         "the fleet's Ray version and Python minor version. Unset: the fleet's own.",
@@ -376,8 +391,9 @@ class ModelSpec(_Frozen):
     )
     engine: Engine = Field(
         "auto",
-        description="What runs the model. `auto` is `cpu` on an emulated host; on a real one it stands for a Neuron "
-        "engine. `up` starts `cpu` and `echo`.",
+        description="What runs the model. `auto` is `cpu` on an emulated host; on a real one it is the Neuron engine "
+        "that the host has and that serves the model. `up` starts no `optimum-neuron` and no `torch-neuronx`. See "
+        "Engines.",
     )
     dtype: Dtype | None = Field(
         None,
@@ -414,7 +430,8 @@ class ModelSpec(_Frozen):
     )
     neff_cache: Annotated[str, AfterValidator(_location)] | None = Field(
         None,
-        description="Where compiled executables are kept. No engine of this version uses it.",
+        description="Where the Neuron compiler keeps what it compiled, for `NEURON_COMPILE_CACHE_URL`. Unset: the "
+        "compiler's own folder. See Compiler.",
         json_schema_extra=_words("a path or `s3://...`"),
     )
     priority: int = Field(
@@ -446,12 +463,12 @@ class ModelSpec(_Frozen):
         False,
         description="Read `pytorch_model.bin` where a checkpoint has no safetensors; the draft's too. A pickle can "
         "hold code: it is read with torch's `weights_only`, which calls none, but take it from nobody whom you do not "
-        "trust. On the engine `cpu`.",
+        "trust. On the engines `cpu` and `transformers-neuronx`.",
     )
     draft: Draft | None = Field(
         None,
-        description="Speculative decoding. Greedy answers stay token for token what they are without it. On the engine "
-        "`cpu`; not in `defaults`.",
+        description="Speculative decoding. Greedy answers stay token for token what they are without it. On `cpu` and "
+        "the Neuron engines; not in `defaults`.",
     )
     update: Update = Field(Update(), description="How replicas are replaced when the spec changes. See Updates.")
     deadlines: Deadlines = Field(
@@ -469,14 +486,14 @@ class ModelSpec(_Frozen):
         le=1 << 20,
         description="Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory.",
     )
-    quantize: Literal["int8", "fp8"] | None = Field(
+    quantize: Quantization | None = Field(
         None, description="Weights of one byte on the cores. On the Neuron engines. Unset: weights of the `dtype`."
     )
-    quantize_kv: Literal["int8", "fp8"] | None = Field(
+    quantize_kv: Quantization | None = Field(
         None, description="A KV cache of one byte a number. On the Neuron engines. Unset: of the `dtype`."
     )
     buckets: Buckets = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
-    sampling: Literal["host", "device"] = Field(
+    sampling: Sampling = Field(
         "host",
         description="Where tokens are chosen. `device` is faster, and takes `temperature`, `top_p` and `top_k` only. "
         "On the Neuron engines.",
@@ -493,7 +510,8 @@ class ModelSpec(_Frozen):
     engine_options: dict[str, Any] = Field(
         {},
         description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
-        "prompt go through the model together (unset: all). `echo`: `step_ms`, the milliseconds that each step takes.",
+        "prompt go through the model together (unset: all). `echo`: `step_ms`, the milliseconds that each step takes. "
+        "The Neuron engines: by the packages' own names. See Options.",
     )
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read
@@ -532,7 +550,7 @@ class ModelSpec(_Frozen):
     @property
     def started_with(self) -> tuple[object, ...]:
         """What a replica is told at its start: another value means another process."""
-        options = tuple((name, repr(value)) for name, value in sorted(self.engine_options.items()))
+        options = tuple((name, repr(_ordered(value))) for name, value in sorted(self.engine_options.items()))
         source = self.source_path or self.source
         draft = None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k)
         engine = (self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads)
@@ -551,6 +569,13 @@ class ModelSpec(_Frozen):
         return DEFAULT_MAX_LEN if positions is None else min(DEFAULT_MAX_LEN, positions)
 
 
+def _ordered(value: object) -> object:
+    """The same with the keys of every mapping in order: in which order they are written means nothing."""
+    if isinstance(value, Mapping):
+        return {key: _ordered(value[key]) for key in sorted(value)}
+    return [_ordered(item) for item in value] if isinstance(value, list) else value
+
+
 class Spec(_Frozen):
     """A whole file. Where its keys are written is no part of its value."""
 
@@ -561,7 +586,11 @@ class Spec(_Frozen):
         description="The machines; a list for machines of several types. Unset: this machine if it has Neuron devices "
         "of a known type, else one emulated inf2.48xlarge. See Hosts.",
     )
-    engines: dict[Engine, EngineSettings] = Field({}, description="Settings by engine. See Engines.")
+    engines: dict[Engine, EngineSettings] = Field(
+        {},
+        description="Settings by engine: `python` is the interpreter in which its replicas run. See Engines.",
+        json_schema_extra=_words("a mapping from engines to settings"),
+    )
     models: tuple[ModelSpec, ...] = Field(
         (),
         description="The models by name, at least one. Clients send the name as `model`.",
@@ -602,6 +631,7 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a spec file, for editors. Looser than `parse` and `checks`, never stricter."""
     model, hosts = ModelSpec.model_json_schema(), HostsSpec.model_json_schema()
     definitions = {**model.pop("$defs"), **hosts.pop("$defs"), "Hosts": hosts}
+    definitions["EngineSettings"] = EngineSettings.model_json_schema()
     definitions["Replicas"] = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 1000}, definitions["Replicas"]]}
     definitions["Spread"] = {"anyOf": [{"const": "host"}, definitions["Spread"]]}
     fields = {key: value for key, value in model["properties"].items() if key not in {*_INTERNAL, "name"}}
@@ -623,6 +653,14 @@ def json_schema() -> dict[str, Any]:
                 **told["hosts"],
                 **_words("a mapping, or a list of mappings"),
                 "anyOf": [one, {"type": "array", "minItems": 1, "items": one}],
+            },
+            "engines": {
+                **told["engines"],
+                **_words("a mapping from engines to settings"),
+                "type": ["object", "null"],
+                "additionalProperties": False,
+                "properties": {engine: {"$ref": "#/$defs/EngineSettings"} for engine in NAMED_ENGINES},
+                "default": {},
             },
             "defaults": {
                 "description": _DEFAULTS,

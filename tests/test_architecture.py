@@ -95,6 +95,12 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
         ("import orchestrator.cli.main as m; m.run(['status'])", HEAVY | {"ray"}),
         ("import orchestrator.cli.main as m; m.run(['apply', 'x'])", HEAVY | {"ray", "starlette", "uvicorn"}),
         ("import orchestrator.cli.main as m; m.run(['config', 'view'])", HEAVY | {"ray", "starlette", "uvicorn"}),
+        ("import orchestrator.cli.main as m; m.run(['doctor'])", HEAVY | {"ray", "starlette", "uvicorn"}),
+        (
+            "import orchestrator.cli.main as m\n"
+            "m.run(['generate', 'placements/examples/demo.yaml', 'nobody', '--prompt', 'x'])",
+            HEAVY | {"ray", "starlette", "uvicorn"},
+        ),
         ("import orchestrator.controller", HEAVY | {"ray"}),
         ("import workers.replica", HEAVY),
         (
@@ -117,6 +123,8 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
         "status",
         "apply",
         "config",
+        "doctor",
+        "generate",
         "controller",
         "replica",
         "echo",

@@ -43,8 +43,11 @@ from placements.reference import TABLES, renewed
 from placements.spec import (
     GROUP_QUERY_ATTENTIONS,
     STRATEGIES,
+    Buckets,
+    Compiler,
     Deadlines,
     Draft,
+    EngineSettings,
     HostsSpec,
     ModelSpec,
     Replicas,
@@ -238,6 +241,9 @@ FIELDS = {
     **described("deadlines.", Deadlines),
     **described("draft.", Draft),
     **described("spread.", Spread),
+    **described("buckets.", Buckets),
+    **described("compiler.", Compiler),
+    **described("engines.ENGINE.", EngineSettings),
 }
 BESIDE = {"defaults": ("a mapping", "unset"), "models": ("a mapping", "required")}  # no fields of the schema's classes
 
@@ -253,8 +259,10 @@ def default_of(field: FieldInfo) -> str:
         return "1"
     if isinstance(value, float):
         return f"{value:g}"
-    empty = dict.fromkeys(("{}", str(Reserve()), str(Update()), str(Deadlines())), "{}")
-    return {**empty, "()": "[]", "False": "false", "True": "true"}.get(str(value), str(value))
+    empty = dict.fromkeys(
+        ("{}", str(Reserve()), str(Update()), str(Deadlines()), str(Buckets()), str(Compiler())), "{}"
+    )
+    return {**empty, "()": "[]", "": '""', "False": "false", "True": "true"}.get(str(value), str(value))
 
 
 def field_rows() -> dict[str, list[str]]:
@@ -613,7 +621,8 @@ def first_line(value: object) -> str:
     return str(value).partition("\n")[0]
 
 
-ALONE = [*(f"corewright {name}" for name in ("validate", "plan", "explain", "version")), "A window of cores"]
+ALONE = [*(f"corewright {name}" for name in ("validate", "plan", "explain", "generate", "version"))]
+ALONE.append("A window of cores")
 
 
 def sessions(alone: bool) -> list[tuple[str, str, int]]:
@@ -747,7 +756,7 @@ def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
 def test_the_shown_status_has_the_controllers_keys(tmp_path: Path) -> None:
     """Fleet, models, replicas, hosts and leases."""
     told = shape(told_by_a_controller(tmp_path))
-    assert told["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command"))
+    assert told["hosts"].pop("quarantine") == dict.fromkeys(("core", "pid", "command", "cause"))
     shown = shape(shown_status())
     assert shown["hosts"].pop("quarantine") is None  # an empty list
     assert shown == told

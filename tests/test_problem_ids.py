@@ -24,7 +24,8 @@ from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.claims import CoresTaken
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
-from workers.replica import Replica, check_environment
+from workers.replica import NEURON_MODULES, Replica, check_environment
+from workers.status import Phase, ReplicaStatus
 
 SPEC = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
 
@@ -115,6 +116,15 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     return Daemon(home, UpOptions("127.0.0.1", 1), (SPEC, "f.yaml", "/"), "f", (), None, lambda line: None)
 
 
+@pytest.mark.parametrize("root", ["host", "/no/such/folder"])
+def test_a_root_of_the_host_that_is_no_folder_is_told(
+    root: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine with devices would be taken for one without."""
+    monkeypatch.setenv("COREWRIGHT_HOST_ROOT", root)
+    assert failed(lambda: daemon.run(lambda record: None)) == "setting-wrong"
+
+
 def test_processes_that_do_not_die_are_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their pids; nothing new is started over them."""
     monkeypatch.setattr(daemon_module, "daemon_alive", lambda record: True)
@@ -179,7 +189,7 @@ def test_an_engine_that_is_not_there_or_has_no_model_is_told(monkeypatch: pytest
 def test_an_environment_that_is_not_the_planned_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another range, or a library that has read it already."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-7")
-    for name in ("torch", "torch_neuronx", "transformers_neuronx", "torch_xla"):
+    for name in NEURON_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     check_environment({"NEURON_RT_VISIBLE_CORES": "0-7"})
     assert load_error(lambda: check_environment({"NEURON_RT_VISIBLE_CORES": "8-15"})) == "environment-differs"
@@ -201,6 +211,7 @@ def test_a_load_that_ends_badly_leaves_its_failure_in_the_status(
     """The process lives on until somebody has read it."""
     replica = Replica.__new__(Replica)
     replica._config = SimpleNamespace(log="m-0.log")  # type: ignore[assignment]
+    replica._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=1, started=0.0)
     failures: list[Any] = []
     monkeypatch.setattr(replica, "_load", raising(error))
     monkeypatch.setattr(replica, "_fail", failures.append)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -116,6 +116,27 @@ class RunEngine(GenerateEngine, Protocol):
         """As ``decode``, with 1 to ``spec.run_k + 1`` tokens for each slot, all of them the model's own choice.
 
         ``positions[i] + spec.run_k + 1`` is at most ``spec.max_len``; where there is less room, callers ``decode``.
+        """
+        ...
+
+
+class OneOffEngine(GenerateEngine, Protocol):
+    """An engine whose package has a generate loop of its own, for one answer without a batcher."""
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        on_token: Callable[[int], None],
+    ) -> list[int]:
+        """One answer to one prompt; ``temperature`` 0 is greedy. ``on_token`` gets each id as it comes, an EOS too.
+
+        Raises ValueError, before any token, where that loop cannot be used for the model as it was loaded: callers then
+        ``prefill`` and ``decode``.
         """
         ...
 

@@ -9,8 +9,18 @@ from pathlib import Path
 import psutil
 
 LOG_TAIL_BYTES = 64 * 1024
-RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray writes for its own log reader
-DMI_PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")  # the instance type on EC2
+MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray writes for its own log reader
+DMI_PRODUCT = "sys/devices/virtual/dmi/id/product_name"  # the instance type on EC2
+ROOT_VARIABLE = "COREWRIGHT_HOST_ROOT"
+START_MARK = ":corewright_start:"  # a line that a replica writes when it starts, and when it is ready
+HIDDEN = (*MARKS, START_MARK)
+LAST_WORDS = 400  # lines
+
+
+def host_root() -> Path:
+    """Where the host's own /dev, /sys and /opt/aws/neuron are: COREWRIGHT_HOST_ROOT in a container into which the host
+    is mounted, else "/"."""
+    return Path("/") / os.environ.get(ROOT_VARIABLE, "")
 
 
 def usable_cpus() -> tuple[int, ...]:
@@ -31,8 +41,9 @@ def _cgroup_cpu_quota() -> int | None:
     return None
 
 
-def instance_type(dev: Path = Path("/dev"), product: Path = DMI_PRODUCT) -> str | None:
+def instance_type(dev: Path | None = None, product: Path | None = None) -> str | None:
     """The EC2 instance type when this machine has Neuron devices, else None."""
+    dev, product = dev or host_root() / "dev", product or host_root() / DMI_PRODUCT
     if not any(dev.glob("neuron[0-9]*")):
         return None
     try:
@@ -72,16 +83,35 @@ def confirm_death(pid: int, started: float, deadline_s: float) -> bool:
     return True
 
 
+def mark_log(descriptor: int) -> None:
+    """Write the line from which ``last_words`` reads on."""
+    os.write(descriptor, f"{START_MARK}\n".encode())
+
+
+def last_words(path: Path) -> list[str]:
+    """What the replica of that log has written since it started, or was ready: at most 400 lines and 64 KiB."""
+    try:
+        lines = _end_of(path).splitlines()
+    except FileNotFoundError:
+        return []
+    start = max((i for i, line in enumerate(lines) if line.startswith(START_MARK)), default=-1)
+    return lines[start + 1 :][-LAST_WORDS:]
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+        return log.read().decode(errors="replace")
+
+
 def log_tail(path: Path, lines: int) -> list[str]:
     """The last ``lines`` lines of a log, without reading more than its last 64 KiB. Empty when there is no log."""
     try:
-        with path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
-            text = log.read().decode(errors="replace")
+        text = _end_of(path)
     except FileNotFoundError:
         return []
-    return [line for line in text.splitlines() if line.strip() and not line.startswith(RAY_MARKS)][-lines:]
+    return [line for line in text.splitlines() if line.strip() and not line.startswith(HIDDEN)][-lines:]
 
 
 def log_part(path: Path, offset: int | None, most: int, lines: int) -> tuple[str, int]:
@@ -99,9 +129,7 @@ def log_part(path: Path, offset: int | None, most: int, lines: int) -> tuple[str
     except FileNotFoundError:
         return "", 0
     whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == most else b"")
-    shown = [
-        line for line in whole.decode(errors="replace").splitlines(keepends=True) if not line.startswith(RAY_MARKS)
-    ]
+    shown = [line for line in whole.decode(errors="replace").splitlines(keepends=True) if not line.startswith(HIDDEN)]
     return "".join(shown if offset is not None else shown[-lines:]), begin + len(whole)
 
 

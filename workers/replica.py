@@ -29,6 +29,8 @@ from workers.config import ReplicaConfig
 from workers.dataplane import DataPlane
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
+from workers.facts.reading import who_holds
+from workers.faults import VAGUE, after_serving, fault_of
 from workers.memory import is_out_of_memory, out_of_memory
 from workers.metrics import REFRESH_S, TAGS, Kind, Metric, Sink, StepMetrics
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
@@ -38,12 +40,25 @@ from workers.wire import Welcome
 
 if TYPE_CHECKING:
     from workers.engine import GenerateEngine
+    from workers.facts.machine import Owner
 
 log = logging.getLogger(__name__)
 
 PROBE_ID = "probe"
 PROBE_TOKENS = 2  # one from the prefill, one from a decode
 PROBE_DEADLINE_S = 60.0
+# They claim cores, or read the environment, when they are imported or soon after.
+NEURON_MODULES = frozenset(
+    {
+        "libneuronxla",
+        "neuronx_distributed",
+        "neuronx_distributed_inference",
+        "torch",
+        "torch_neuronx",
+        "torch_xla",
+        "transformers_neuronx",
+    }
+)
 
 
 M = TypeVar("M", bound=Callable[..., object])
@@ -121,13 +136,13 @@ class Replica:
         try:
             self._load()
         except EngineLoadError as error:
-            self._fail(Failure(error.id, error.what, error.hint))
+            self._fail(self._explained(Failure(error.id, error.what, error.hint), error))
         except CoresTaken as error:
             owners = ", ".join(f"nc{core} by pid {pid or 'unknown'}" for core, pid in sorted(error.owners.items()))
             self._fail(Failure("cores-taken", f"{error} (held: {owners})", "end the process that holds the cores"))
         except Exception as error:
             log.exception("the load failed")
-            self._fail(failure_of("load-failed", error, "the load", self._config.log))
+            self._fail(self._explained(failure_of("load-failed", error, "the load", self._config.log), error))
 
     def _load(self) -> None:
         config = self._config
@@ -147,7 +162,7 @@ class Replica:
             Path(config.socket),
             welcome=Welcome(
                 version=version("corewright"),
-                package=str(Path(workers.__file__).parent),
+                package=str(Path(workers.__file__).parent) if config.python is None else "",
                 slots=spec.slots,
                 max_len=spec.max_len,
                 max_prompt=spec.prefill_buckets[-1],
@@ -159,6 +174,7 @@ class Replica:
         )
         self._plane.start()
         log.info("ready after %.2f s", time.monotonic() - self._began)
+        host.mark_log(2)  # what is said from here on is about serving
         self._set(Phase.READY, load_s=round(time.monotonic() - self._began, 3))
 
     def _probe(self) -> None:
@@ -191,7 +207,23 @@ class Replica:
             batcher.run(after_step=lambda: metrics.record(batcher.stats))
         except Exception as error:
             log.exception("an engine step failed")
-            self._fail(failure_of("engine-failed", error, "a step of the engine", self._config.log))
+            failure = failure_of("engine-failed", error, "a step of the engine", self._config.log)
+            self._fail(self._explained(failure, error))
+
+    def _explained(self, failure: Failure, error: Exception) -> Failure:
+        """The failure in the runtime's own terms, where it has only been said that something failed."""
+        if failure.id not in VAGUE:
+            return failure
+        found = fault_of(error, host.last_words(Path(self._config.log)))
+        if found is None:
+            return failure
+        if found.id == "cores-taken":
+            owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in self._owners().items()]
+            found = msgspec.structs.replace(found, what=f"{found.what}; held: {', '.join(owners) or 'by nobody now'}")
+        return after_serving(found) if self._status.phase in (Phase.READY, Phase.DRAINING) else found
+
+    def _owners(self) -> dict[int, Owner]:
+        return who_holds(self._config.cores)
 
     def _open_sink(self, metric: Metric) -> Sink:
         kind, tags = (Gauge if metric.kind is Kind.GAUGE else Counter), (self._config.model, str(self._config.replica))
@@ -200,6 +232,8 @@ class Replica:
 
     def _fail(self, failure: Failure) -> None:
         log.error("%s: %s", failure.id, failure.what)
+        if self._status.phase is Phase.FAILED:
+            return  # the first cause is the cause
         self._set(Phase.FAILED, failure=failure)
 
     def _set(self, phase: Phase, **changes: object) -> None:
@@ -236,19 +270,26 @@ def check_environment(expected: dict[str, str]) -> None:
             raise EngineLoadError(
                 "environment-differs", f"{name} is {found!r}, not {value!r} as planned", "is it set on the Ray node?"
             )
-    early = sorted({"torch", "torch_neuronx", "transformers_neuronx", "torch_xla"} & set(sys.modules))
+    early = sorted(NEURON_MODULES & set(sys.modules))
     if early:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
 
 
 def _pin_to(cpus: str | None) -> None:
-    """Set the CPU mask of this process (a list as in "0-7,16"), for all threads that exist and are to come."""
+    """Set the CPU mask of this process (a list as in "0-7,16"), for all threads that exist and are to come.
+
+    A plan for an instance type is for all of its CPUs; a container may have fewer. With none of them the mask stays.
+    """
     if cpus is None:
         return
-    mask: set[int] = set()
+    planned: set[int] = set()
     for part in cpus.split(","):
         first, _, last = part.partition("-")
-        mask.update(range(int(first), int(last or first) + 1))
+        planned.update(range(int(first), int(last or first) + 1))
+    mask = planned & os.sched_getaffinity(0)
+    if not mask:
+        log.warning("this process may use none of the CPUs that were planned for it (%s): it keeps what it has", cpus)
+        return
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), mask)
 
@@ -276,6 +317,7 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    host.mark_log(2)
     logging.basicConfig(
         stream=os.fdopen(2, "w", buffering=1, closefd=False),
         level=logging.INFO,

@@ -16,12 +16,26 @@ class Phase(str, Enum):
     FAILED = "failed"
 
 
+class Reaction(str, Enum):
+    """What is right after a failure."""
+
+    RETRY = "retry"  # the same start again, after the usual pauses
+    ELSEWHERE = "elsewhere"  # the same start on other cores; those that it had are set aside for a while
+    QUARANTINE = "quarantine"  # on other cores; the device gets nothing until an operator says that it is sound
+    STOP = "stop"  # the same start would fail again: none until the spec changes or an operator asks for it
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Why a replica cannot serve."""
 
     id: str
     what: str
     hint: str = ""
+    reaction: Reaction = Reaction.RETRY
+    devices: tuple[int, ...] = ()  # that the fault is about, as the host counts them; empty where it names none
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.what}" + (f" ({self.hint})" if self.hint else "")
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):

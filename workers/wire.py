@@ -27,7 +27,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """What the gateway must know before it sends a request."""
 
     version: str
-    package: str  # the folder that the replica's code was imported from
+    package: str  # the folder that the replica's code was imported from; "" in an interpreter of the engine's own
     slots: int
     max_len: int  # tokens: prompt + generated
     max_prompt: int  # tokens: the largest prefill bucket

@@ -154,6 +154,49 @@ def schema() -> None:
 
 
 @app.command()
+def generate(
+    spec: SpecArgument,
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What is to be continued.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="TEXT is what a user says, in the model's chat template.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of the answer at most.", show_default="128")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, metavar="T", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, metavar="K", help="Among the K most probable; 0 is among all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.001, max=1, metavar="P", help="Among those that make up P of the probability.")
+    ] = 1.0,
+) -> None:
+    """Let one model of a spec answer once, on its own cores, without a fleet."""
+    from orchestrator.cli.generate import generate as answer
+    from orchestrator.specfile import load
+
+    how = {"chat": chat, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    raise typer.Exit(answer(load(spec), model, prompt, how))
+
+
+@app.command()
+def doctor(
+    spec: Annotated[
+        str | None, typer.Argument(metavar="SPEC", help="Look at its hosts, engines and interpreters too.")
+    ] = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Look this machine over: versions, Neuron devices, who holds cores, engines and interpreters."""
+    from orchestrator.cli.doctor import examination, text
+    from orchestrator.specfile import load
+
+    report = examination(None if spec is None else load(spec))
+    if output is Format.TABLE:
+        complain(report.problems)
+    show(report.as_dict(), output, text(report))
+    raise typer.Exit(FAILED if report.problems else 0)
+
+
+@app.command()
 def status(output: FormatOption = Format.TABLE) -> None:
     """Show the models, replicas and cores of the running fleet."""
     from orchestrator.cli.tables import status_text

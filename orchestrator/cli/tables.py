@@ -110,6 +110,9 @@ def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
     notes = [f"{replica['id']}: {replica['reason']}"]
     if replica["pause_s"]:
         notes.append(f"    {replica['failures']} failed starts; the next {replica['pause_s']:.0f} s later")
+    if replica.get("stopped"):
+        model = replica["id"].rpartition("/")[0]
+        notes.append(f"    not started again before an apply, or corewright rollout restart {model}")
     return notes + [f"    | {line}" for line in replica["log"]]
 
 
@@ -119,6 +122,9 @@ def _host_notes(host: Mapping[str, Any]) -> list[str]:
     if cordoned:
         notes.append(f"{host['name']}: cordoned" + ("" if cordoned == "all" else f": cores {cordoned}"))
     for held in host.get("quarantine") or ():
+        if held.get("cause"):
+            notes.append(f"{host['name']}: core {held['core']} gets no replica: {held['cause']}")
+            continue
         command = f" ({held['command']})" if held.get("command") else ""
         owner = f"pid {held['pid']}{command}" if held.get("pid") is not None else "an unknown process"
         notes.append(f"{host['name']}: core {held['core']} is held by {owner}")

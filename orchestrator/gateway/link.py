@@ -121,7 +121,8 @@ class ReplicaLink(asyncio.Protocol):
 
     def _receive_welcome(self, welcome: Welcome) -> None:
         ours = (corewright_version(), str(Path(workers.__file__).parent))
-        if (welcome.version, welcome.package) != ours:
+        # a replica in an interpreter of its own names no folder: its corewright lies elsewhere, and has been looked at
+        if (welcome.version, welcome.package or ours[1]) != ours:
             self.refused = True
             log.error(
                 "%s runs corewright %s from %s, and this is %s from %s",

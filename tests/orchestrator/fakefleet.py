@@ -36,6 +36,7 @@ def condition(type: str, status: bool, reason: str, message: str) -> dict[str, A
 def replica(id: str, cores: str, state: str = "ready", **more: Any) -> dict[str, Any]:
     return {
         "id": id,
+        "engine": "echo",
         "host": "inf2.48xlarge/0",
         "cores": cores,
         "state": state,
@@ -45,6 +46,7 @@ def replica(id: str, cores: str, state: str = "ready", **more: Any) -> dict[str,
         "reason": None,
         "failures": 0,
         "pause_s": None,
+        "stopped": False,
         "speculation": None,
         "log": [],
         "log_file": f"/home/ada/.corewright/logs/{id.replace('/', '-')}.log",
@@ -112,7 +114,7 @@ STATUS: dict[str, Any] = {
             "lost": False,
             "balanced": True,
             "draining": False,
-            "quarantine": [{"core": 23, "pid": 99, "command": "python train.py"}],
+            "quarantine": [{"core": 23, "pid": 99, "command": "python train.py", "cause": None}],
         }
     ],
 }

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import platform
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +18,18 @@ from orchestrator.fleet import FleetSettings
 from orchestrator.journal import Journal
 from orchestrator.operator import Operator
 from workers.config import ReplicaConfig
+from workers.interpreter import Interpreter
 from workers.status import Failure, Phase, ReplicaStatus
 
 T = TypeVar("T")
 DEADLINE_S = 10.0
+OWN = Interpreter(  # one that is like the fleet's own, and holds no engine's package
+    python=sys.executable,
+    version=platform.python_version(),
+    ray=version("ray"),
+    corewright=version("corewright"),
+    folders={"workers": "/w"},
+)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -103,6 +114,9 @@ class FakeCluster:
         self.lost_now: set[str] = set()
         self.refuses_start: Exception | None = None
         self.unadoptable: dict[str, int] = {}
+        self.interpreters: dict[str | None, Interpreter] = {}  # by path; any other is like the fleet's own
+        self.asked: list[str | None] = []  # of which interpreters it was asked
+        self.last_words: dict[str, Failure] = {}  # by the name of the log
         self.late: asyncio.Event | None = None  # what has died is told only after this
         self.violations: list[str] = []
         self._pids = itertools.count(1001)
@@ -173,6 +187,13 @@ class FakeCluster:
         text = f"the end of {Path(path).name}\n"
         return (text, len(text)) if not offset else ("", offset)
 
+    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
+        return self.last_words.get(Path(path).name)
+
+    async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
+        self.asked.append(python)
+        return self.interpreters.get(python, OWN)
+
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
         if host is not None and not host.endswith("/0"):
             return {}
@@ -216,6 +237,7 @@ class Played:
         journal: Journal | None = None,
         fleet: str = "f",
         tick_s: float = 1.0,
+        instance: str | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         settings = FleetSettings(
@@ -227,7 +249,7 @@ class Played:
             token="t",
             admin_port=1,
             cpus=(0, 1),
-            instance=None,
+            instance=instance,
         )
         self.home = home
         self.cluster = cluster

@@ -345,7 +345,7 @@ def test_up_says_what_this_version_cannot_start(good: str, home: Path, capsys: p
 
     told = capsys.readouterr().err
     assert "host-differs" in told
-    assert "engine-not-served" in told
+    assert "source-not-served" in told
     assert not home.exists()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 import workers
 from orchestrator.gateway.link import ReplicaLink
@@ -11,6 +14,8 @@ from orchestrator.routes import Route
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.wire import Step, Welcome, encode
+
+OWN = str(Path(workers.__file__).parent)
 
 
 class Written:
@@ -21,6 +26,18 @@ class Written:
 
     def write(self, data: bytes) -> None:
         self.data += data
+
+
+@pytest.mark.parametrize(("package", "taken"), [(OWN, True), ("", True), ("/elsewhere/workers", False)])
+def test_a_replica_of_another_corewright_is_refused(package: str, taken: bool) -> None:
+    """By the folder of its code; one in an interpreter of its engine's own names none, and has been looked at."""
+    link = ReplicaLink(
+        Route("m/0", 1, "/none"), gateway="g", token="t", on_change=lambda _: None, on_lost=lambda *_: None
+    )
+    link.connection_made(SimpleNamespace(write=lambda data: None, abort=lambda: None))  # type: ignore[arg-type]
+    welcome = Welcome(version=corewright_version(), package=package, slots=2, max_len=64, max_prompt=64, vocab_size=257)
+    link.data_received(encode(welcome))
+    assert (link.welcome is not None, link.refused) == (taken, not taken)
 
 
 def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
@@ -34,8 +51,7 @@ def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
         on_lost=lambda _, tickets: lost.extend(tickets),
     )
     link.connection_made(Written())  # type: ignore[arg-type]
-    package = str(Path(workers.__file__).parent)
-    welcome = Welcome(version=corewright_version(), package=package, slots=2, max_len=64, max_prompt=64, vocab_size=257)
+    welcome = Welcome(version=corewright_version(), package=OWN, slots=2, max_len=64, max_prompt=64, vocab_size=257)
     link.data_received(encode(welcome))
     assert link.free_slots == 2
     ticket = Ticket(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), lambda _: None)

@@ -56,6 +56,25 @@ def test_hosts_of_several_emulated_types_can_be_started() -> None:
     assert refused("[{emulate: inf2.xlarge}, {emulate: trn2.3xlarge, lnc: 1}]") == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "found"),
+    [
+        ("cpu", []),
+        ("auto", []),  # on a real host it is chosen there, at the start
+        ("transformers-neuronx", []),
+        ("nxd-inference", []),
+        ("optimum-neuron", ["engine-not-served"]),
+        ("torch-neuronx", ["engine-not-served"]),
+    ],
+)
+@pytest.mark.parametrize("hosts", ["instance", "emulate"])
+def test_up_starts_every_engine_that_this_version_has(engine: str, found: list[str], hosts: str) -> None:
+    """On the machine that the spec means, or emulated."""
+    text = f"hosts: {{{hosts}: inf2.xlarge}}\nmodels: {{a: {{source: /m, engine: {engine}}}}}\n"
+    file = examine(text, "f.yaml", ".", Machine((0, 1), "inf2.xlarge"))
+    assert [problem.id for problem in start_problems(file)] == found
+
+
 @pytest.mark.parametrize("megabytes", [5, 50, 5000])
 def test_a_huge_file_is_refused_without_being_read(megabytes: int, tmp_path: Path) -> None:
     """Of a file without an end no more is read than a spec may have."""

@@ -2,7 +2,23 @@ from __future__ import annotations
 
 import pytest
 
-from placements.engines import Engine, default_dtype, needs_neuron, resolve, takes_cores
+from placements.checkpoints import FAMILIES
+from placements.engines import (
+    NXD_FAMILIES,
+    TNX_CONTINUOUS,
+    TNX_DRAFTING,
+    TNX_FAMILIES,
+    TNX_UNPADDED,
+    Engine,
+    NoEngine,
+    choose_engine,
+    default_dtype,
+    needs_neuron,
+    reaches,
+    resolve,
+    takes_cores,
+)
+from tests import option_tables
 from tests.placements.fleets import PLAIN, host
 
 EMULATED, REAL = host(emulated=True), host()
@@ -41,3 +57,86 @@ def test_dtype_defaults_to_fp32_on_cpus_and_bf16_on_neuron() -> None:
 def test_auto_does_not_need_neuron() -> None:
     """auto can run anywhere; a Neuron engine only on devices."""
     assert (needs_neuron("auto"), needs_neuron("cpu"), needs_neuron("torch-neuronx")) == (False, False, True)
+
+
+# Which engine serves which family
+
+NXD, TNX = "nxd-inference", "transformers-neuronx"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "instance", "found", "chosen"),
+    [
+        ("llama", "inf2.48xlarge", {NXD: "0.8.16251+f3ca5575", TNX: "0.13.798"}, NXD),
+        ("llama", "inf2.48xlarge", {NXD: "0.9.17334", TNX: "0.13.798"}, TNX),  # 0.9 needs trn2
+        ("llama", "trn2.48xlarge", {NXD: "0.9.17334", TNX: "0.13.798"}, NXD),
+        ("llama", "trn2.48xlarge", {NXD: "0.10.1"}, NXD),  # what is newer than all has what the newest has
+        ("gpt2", "trn1.2xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, TNX),
+        ("mistral", "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, TNX),
+        ("mistral", "trn2.3xlarge", {NXD: "0.9.1"}, NXD),
+        ("qwen2", "trn1.2xlarge", {NXD: "0.7.1"}, NXD),
+        (None, "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, NXD),
+        (None, "trn2.48xlarge", {TNX: "0.13", NXD: "0.8.0"}, NXD),
+        ("llama", None, {TNX: "0.13.798"}, TNX),
+        ("llama", "inf2.xlarge", {"optimum-neuron": "0.4.5", TNX: "0.13.798"}, TNX),
+        # none
+        ("llama", "inf2.xlarge", {}, "engine-not-installed"),
+        ("llama", "inf2.xlarge", {"optimum-neuron": "0.4.5"}, "engine-not-installed"),
+        ("llama", "inf2.xlarge", {NXD: "0.9.1"}, "engine-unsupported-here"),
+        ("gpt2", "trn2.48xlarge", {TNX: "0.13.798"}, "engine-unsupported-here"),
+        ("gpt2", "inf2.xlarge", {NXD: "0.8.1"}, "family-unsupported"),
+        ("qwen2", "inf2.xlarge", {NXD: "0.4.1", TNX: "0.13.798"}, "family-unsupported"),
+        ("gpt_bigcode", "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, "family-unsupported"),
+    ],
+)
+def test_auto_prefers_nxd_inference_where_it_serves_the_family(
+    model_type: str | None, instance: str | None, found: dict[Engine, str], chosen: str
+) -> None:
+    """In the version that the host has; else transformers-neuronx, else it says why none."""
+    choice = choose_engine(model_type, instance, found)
+    assert (choice.id if isinstance(choice, NoEngine) else choice) == chosen
+
+
+@pytest.mark.parametrize(
+    ("model_type", "found", "words"),
+    [
+        ("gpt2", {NXD: "0.8.1"}, ("nxd-inference 0.8.1 serves no gpt2", "install transformers-neuronx")),
+        ("mistral", {NXD: "0.9.1"}, ("nxd-inference 0.9.1 does not run on inf2", "take nxd-inference up to 0.8")),
+        ("opt", {}, ("neither nxd-inference nor transformers-neuronx", "an image of the Neuron SDK")),
+    ],
+)
+def test_why_there_is_no_engine_names_what_was_found(
+    model_type: str, found: dict[Engine, str], words: tuple[str, str]
+) -> None:
+    """And what to do."""
+    choice = choose_engine(model_type, "inf2.xlarge", found)
+    assert isinstance(choice, NoEngine)
+    assert words[0] in choice.what
+    assert words[1] in choice.hint
+
+
+def test_the_tables_are_the_packages_registries() -> None:
+    """As recorded, of the families that the planner knows."""
+    tnx, nxd = (
+        option_tables.contract(package) for package in ("transformers_neuronx", "neuronx_distributed_inference")
+    )
+    mapping = tnx["snapshots"][tnx["primary"]]["registries"][option_tables.REGISTRY]
+    assert set(TNX_FAMILIES) == set(mapping) & set(FAMILIES)
+    name = "neuronx_distributed_inference.utils.constants.MODEL_TYPES"
+    for version, snapshot in nxd["snapshots"].items():
+        served = {family for family, tasks in snapshot["registries"][name].items() if "causal-lm" in tasks}
+        assert {f for f, first in NXD_FAMILIES.items() if reaches(version, first)} == served & set(FAMILIES)
+
+
+def test_classes_that_batch_continuously_and_that_draft_are_those_of_the_contract() -> None:
+    """GPT-J's and GPT-NeoX's derive from no NeuronModelBase; two define speculative_forward."""
+    recorded = option_tables.contract("transformers_neuronx")
+    snapshot = recorded["snapshots"][recorded["primary"]]
+    classes = {
+        dotted: held for module in snapshot["modules"].values() for dotted, held in module.get("classes", {}).items()
+    }
+    mapping = snapshot["registries"][option_tables.REGISTRY]
+    of = {family: classes[mapping[family].rpartition(".")[2]] for family in TNX_FAMILIES}
+    assert {f for f, held in of.items() if "base.NeuronModelBase" not in held["bases"]} == set(TNX_UNPADDED)
+    assert {f for f, held in of.items() if "speculative_forward" in held["methods"]} == set(TNX_DRAFTING)
+    assert set(TNX_CONTINUOUS) <= set(TNX_FAMILIES) - set(TNX_UNPADDED)

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from placements.cores import CoreRange
-from placements.environ import cpu_list, environment
+from placements.engines import Engine
+from placements.environ import compiling, cpu_list, environment
+from placements.hosts import hosts_for
+from placements.parse import parse
+from placements.plan import plan
+from tests.placements.fleets import LAPTOP, model
 
 
 def test_a_replica_of_several_cores_and_threads() -> None:
@@ -56,3 +61,41 @@ def test_num_cores_is_never_set(cores: CoreRange | None) -> None:
 def test_cpu_lists_keep_their_order(cpus: list[int], text: str) -> None:
     """The list form of taskset; NUMA order is not sorted away."""
     assert cpu_list(cpus) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, {}),
+        ({"compiler": {"optlevel": 1}}, {"NEURON_CC_FLAGS": "-O1"}),
+        ({"compiler": {"flags": " --a=b  -c "}}, {"NEURON_CC_FLAGS": "--a=b -c"}),
+        ({"compiler": {"optlevel": 2, "flags": "-c", "workers": 4}}, {"NEURON_CC_FLAGS": "-O2 -c"}),
+        ({"neff_cache": "s3://neffs/x"}, {"NEURON_COMPILE_CACHE_URL": "s3://neffs/x"}),
+        ({"neff_cache": "/neffs"}, {"NEURON_COMPILE_CACHE_URL": "/neffs"}),
+        ({"quantize": "int8"}, {}),
+        ({"quantize_kv": "fp8"}, {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}),
+    ],
+)
+@pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference", "auto"])
+def test_the_compiler_is_told_what_the_spec_says_and_no_more(
+    engine: Engine, fields: dict[str, object], told: dict[str, str]
+) -> None:
+    """A variable without need would be another key in its cache."""
+    wish = model("m", **fields)
+    assert compiling(wish, engine) == told
+    assert compiling(wish, "cpu") == {}
+
+
+def test_a_plan_shows_what_the_compiler_is_told() -> None:
+    """In the environment of each replica on Neuron; auto is cpu on an emulated host, which compiles nothing."""
+    text = "{instance: inf2.xlarge}\nmodels:\n  a: {source: ./a, neff_cache: ~/neffs, compiler: {optlevel: 3}}\n"
+    names = ("NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL")
+    shown = []
+    for hosts in (text, text.replace("instance", "emulate")):
+        spec = parse(f"hosts: {hosts}", "f.yaml", "/specs").spec
+        assert spec is not None
+        (placed,) = plan(spec, hosts_for(spec, LAPTOP)).placements
+        shown.append([placed.as_dict()["env"].get(name) for name in names])
+    assert shown[0][0] == "-O3"
+    assert shown[0][1].endswith("/neffs")
+    assert shown[1] == [None, None]

@@ -35,7 +35,7 @@ def test_an_example_is_valid_and_can_be_planned_as_a_whole(path: Path) -> None:
     checkpoints = {}
     for model in parsed.spec.models:
         config = Path(model.source_path or "") / "config.json"
-        if model.source_kind == "path":
+        if model.source_kind == "path" and not model.source.startswith("/"):  # elsewhere: of somebody's machine
             checkpoints[model.name] = Checkpoint.from_config(json.loads(config.read_text()))
     hosts = hosts_for(parsed.spec, LAPTOP)
     problems = (*parsed.problems, *check(parsed.spec, hosts, checkpoints))

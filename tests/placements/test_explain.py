@@ -20,6 +20,7 @@ from tests.placements.fleets import LAPTOP, LLAMA_2_7B, PLAIN, model, spec
 
 HOST = "inf2.48xlarge/0"
 PROBLEMS = Path(__file__).parent.parent / "golden" / "problems"
+MISTRAL = Checkpoint("mistral", 32, 8, 32, 4096, 14336, 128, 32000, 32768, False, 7_241_732_096)
 LLAMA_70B = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 32000, 4096, False, 68_976_648_192)
 
 
@@ -341,3 +342,25 @@ def test_a_refusal_has_the_words_of_the_plan() -> None:
     told = explain(wish, hosts, "a").failed
     said = {one.id: one.what for one in told}
     assert all(said[one.id].startswith(one.what) for one in first.problems)
+
+
+def test_a_machine_that_the_engine_does_not_run_on_is_named() -> None:
+    """Beside one that has no such degree; NxD Inference runs there, and needs neither."""
+    hosts = (HostsSpec(instance="trn2.48xlarge"), HostsSpec(instance="trn1.2xlarge"))
+    old, new = (
+        explained(Spec(models=(model("a", 32, engine=engine),), hosts=hosts))
+        for engine in ("transformers-neuronx", "nxd-inference")
+    )
+    assert {line for constraint in old.failed for line in constraint.details} >= {
+        "trn2.48xlarge: transformers-neuronx does not run there",
+        "trn1.2xlarge has 2 cores, and tp_degree is 32",
+    }
+    assert new.fits
+
+
+def test_a_machine_where_the_engine_serves_no_such_family_is_named() -> None:
+    """mistral came to NxD Inference with 0.9, which does not run on trn1."""
+    hosts = (HostsSpec(instance="trn1.32xlarge"), HostsSpec(instance="trn2.3xlarge"))
+    told = explained(Spec(models=(model("a", 32, engine="nxd-inference"),), hosts=hosts), checkpoint=MISTRAL)
+    details = [line for constraint in told.failed for line in constraint.details]
+    assert "trn1.32xlarge: nxd-inference serves no mistral there" in details

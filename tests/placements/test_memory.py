@@ -251,6 +251,23 @@ def test_int8_holds_for_every_expert() -> None:
     assert 1.95 < whole.weights / small.weights < 2.0
 
 
+def test_fp8_weights_are_as_large_as_int8() -> None:
+    """A byte and a scale; the cache keeps its dtype."""
+    small, other = (estimate(model("m", 8, engine="nxd-inference", quantize=q), LLAMA_2_7B) for q in ("int8", "fp8"))
+    assert small == other
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_quantized_cache_takes_a_byte_a_number(kind: str) -> None:
+    """The draft's too, which lies on the same cores; weights stay as they are."""
+    wish = {"engine": "transformers-neuronx", "max_len": 4096}
+    whole, small = (
+        estimate(model("m", 8, **wish, quantize_kv=value), LLAMA_2_7B, None, LLAMA_2_7B) for value in (None, kind)
+    )
+    assert small == replace(whole, kv=whole.kv / 2, draft_kv=whole.draft_kv / 2)
+    assert estimate(model("m", 2, quantize_kv=kind), LLAMA_2_7B, "cpu") == estimate(model("m", 2), LLAMA_2_7B, "cpu")
+
+
 def test_int8_changes_nothing_on_the_cpu() -> None:
     """Only the Neuron engines quantize."""
     assert estimate(model("m", 2, quantize="int8"), LLAMA_2_7B, "cpu") == estimate(model("m", 2), LLAMA_2_7B, "cpu")
@@ -293,10 +310,19 @@ def test_the_classes_add_up(engine: Engine, draft: Checkpoint | None) -> None:
     assert [name for name, _ in rank0] == [name for name, _ in other]
 
 
-def test_only_nxd_engines_burden_rank_0() -> None:
-    """Elsewhere all cores hold the same."""
-    wish = model("m", 8)
-    assert [estimate(wish, LLAMA_31_8B, engine).rank0 > 0 for engine in ("auto", "nxd-inference")] == [False, True]
+@pytest.mark.parametrize(
+    ("engine", "checkpoint", "burdened"),
+    [
+        ("transformers-neuronx", LLAMA_31_8B, False),
+        ("nxd-inference", LLAMA_31_8B, True),
+        ("optimum-neuron", LLAMA_31_8B, True),
+        ("auto", LLAMA_31_8B, True),  # may be NxD Inference
+        ("auto", GPT2_XL, False),  # can only be transformers-neuronx
+    ],
+)
+def test_only_nxd_engines_burden_rank_0(engine: Engine, checkpoint: Checkpoint, burdened: bool) -> None:
+    """Elsewhere all cores hold the same; auto is taken for the one that needs more."""
+    assert (estimate(model("m", 8), checkpoint, engine).rank0 > 0) == burdened
 
 
 def test_every_term_is_printed() -> None:
@@ -309,7 +335,7 @@ def test_every_term_is_printed() -> None:
 
 def test_a_draft_adds_its_weights_and_its_cache() -> None:
     """The same model once more as its own draft needs twice the room, without a second scratchpad."""
-    wish = model("m", 8, max_len=4096)
+    wish = model("m", 8, engine="transformers-neuronx", max_len=4096)
     alone, both = estimate(wish, LLAMA_31_8B), estimate(wish, LLAMA_31_8B, None, LLAMA_31_8B)
     assert both == replace(alone, draft_weights=alone.weights, draft_kv=alone.kv)
 

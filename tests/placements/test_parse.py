@@ -135,12 +135,35 @@ def test_where_a_default_is_written_is_the_place_of_the_field() -> None:
         (model("hbm_overhead_gib: .nan"), "out-of-range", "3:5", "hbm_overhead_gib is .nan"),
         (model("hbm_overhead_gib: -1"), "out-of-range", "3:5", "it must be at least 0"),
         (model("engine_options: 3"), "wrong-type", "3:5", "engine_options is 3, a number; it must be a mapping"),
-        (
-            model("engine_options: {a: [1]}"),
-            "wrong-type",
-            "3:22",
-            "engine_options.a is [1], a list; it must be a number",
-        ),
+        (model("engine_options: [a]"), "wrong-type", "3:5", "engine_options is [a], a list; it must be a mapping"),
+        (model("engine_options: {a: {b: 010}}"), "yaml-number", "3:29", "010 is octal"),
+        (model("engine_options: {a: [1, !x 2]}"), "yaml-tag", "3:29", "!x"),
+        (model("quantize_kv: f8"), "unknown-value", "3:5", 'quantize_kv is "f8"; known: int8, fp8'),
+        (model("buckets: [128]"), "wrong-type", "3:5", "buckets is [128], a list; it must be a mapping, like"),
+        (model("buckets: {prefill: 128}"), "wrong-type", "3:15", "it must be a list of whole numbers, like"),
+        (model("buckets: {prefill: [128, x]}"), "wrong-type", "3:30", 'buckets.prefill[1] is "x"'),
+        (model("buckets: {decode: [0]}"), "out-of-range", "3:24", "buckets.decode[0] is 0; it must be at least 1"),
+        (model("buckets: {context: [128]}"), "unknown-key", "3:15", '"context" is not a known key of buckets'),
+        (model("context_length_estimate: [8]"), "unknown-key", "3:5", '"context_length_estimate"'),
+        (model("sampling: gpu"), "unknown-value", "3:5", 'sampling is "gpu"; known: host, device'),
+        (model("on_device_sampling: true"), "unknown-key", "3:5", '"on_device_sampling"'),
+        (model("fuse_qkv: 1"), "wrong-type", "3:5", "fuse_qkv is 1, a number; it must be true or false"),
+        (model("compiler: -O2"), "wrong-type", "3:5", "it must be a mapping, like {optlevel: 1}"),
+        (model("compiler: {optlevel: 4}"), "unknown-value", "3:16", "compiler.optlevel is 4; known: 1, 2, 3"),
+        (model('compiler: {optlevel: "2"}'), "wrong-type", "3:16", "it must be 1, 2 or 3"),
+        (model("compiler: {optlevel: true}"), "wrong-type", "3:16", "it must be 1, 2 or 3"),
+        (model("compiler: {flags: [a]}"), "wrong-type", "3:16", "compiler.flags is [a], a list; it must be text"),
+        (model("compiler: {jobs: 2}"), "unknown-key", "3:16", '"jobs" is not a known key of compiler'),
+        (model("compiler: {workers: 0}"), "out-of-range", "3:16", "compiler.workers is 0; it must be at least 1"),
+        # engines
+        ("engines: {tnx: {python: /p}}\n" + MODELS, "unknown-key", "1:11", '"tnx" is not a known key of engines'),
+        ("engines: {auto: {python: /p}}\n" + MODELS, "unknown-key", "1:11", '"auto" is not a known key of engines'),
+        ("engines: {nxd-inference: /p}\n" + MODELS, "wrong-type", "1:11", "a mapping, like {python:"),
+        ("engines: {nxd-inference: {python: 3}}\n" + MODELS, "wrong-type", "1:27", "python is 3, a number; it must be"),
+        ("engines: {nxd-inference: {python: ' '}}\n" + MODELS, "wrong-type", "1:27", "an interpreter is a path"),
+        ("engines: {nxd-inference: {interpreter: /p}}\n" + MODELS, "unknown-key", "1:27", '"interpreter"'),
+        ("engines: [nxd-inference]\n" + MODELS, "wrong-type", "1:1", "a mapping from engines to settings"),
+        ("engine: cpu\n" + MODELS, "unknown-key", "1:1", '"engine" is not a known key of a spec'),
         (model("draft: 3"), "wrong-type", "3:5", "draft is 3, a number; it must be a mapping with a source"),
         (model("draft: {k: 3}"), "wrong-type", "3:5", "it must be a mapping with a source"),
         (model("draft: {source: ./d, k: 0}"), "out-of-range", "3:26", "draft.k is 0; it must be at least 1"),
@@ -573,3 +596,23 @@ def test_what_other_tools_write_is_read_as_it_is_meant(fields: str, field: str, 
     spec = parse(model(fields)).spec
     assert spec is not None
     assert getattr(spec.models[0], field) == value
+
+
+def test_settings_of_engines_are_read_by_engine() -> None:
+    """A misspelt engine counts as what it was meant to be; a relative interpreter begins at the spec file."""
+    text = (
+        "engines:\n  transformers_neuronx: {python: envs/tnx/bin/python}\n  cpu: {python: /usr/bin/python3}\n" + MODELS
+    )
+    parsed = parse(text, "f.yaml", "/specs")
+    assert parsed.spec is not None
+    (problem,) = parsed.problems
+    assert (problem.id, problem.where) == ("unknown-key", "f.yaml:2:3")
+    assert problem.hint == 'did you mean "transformers-neuronx"?'
+    assert parsed.spec.python_for("transformers-neuronx") == "/specs/envs/tnx/bin/python"
+    assert (parsed.spec.python_for("cpu"), parsed.spec.python_for("nxd-inference")) == ("/usr/bin/python3", None)
+
+
+def test_an_engines_mistake_names_the_field_of_the_model() -> None:
+    """`engine` at the top is not `engines` misspelt."""
+    (problem,) = parse("engine: cpu\n" + MODELS, "f.yaml").problems
+    assert problem.hint == "engine belongs to a model, or to defaults"

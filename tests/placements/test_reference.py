@@ -3,7 +3,20 @@ from __future__ import annotations
 import pytest
 
 from placements.reference import TABLES, renewed
-from placements.spec import Deadlines, Draft, HostsSpec, ModelSpec, Replicas, Reserve, Spread, Update, json_schema
+from placements.spec import (
+    Buckets,
+    Compiler,
+    Deadlines,
+    Draft,
+    EngineSettings,
+    HostsSpec,
+    ModelSpec,
+    Replicas,
+    Reserve,
+    Spread,
+    Update,
+    json_schema,
+)
 from placements.topology import DEGREES, TOPOLOGIES
 
 
@@ -14,7 +27,10 @@ def rows(name: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
-@pytest.mark.parametrize("kind", [ModelSpec, HostsSpec, Reserve, Replicas, Spread, Draft, Update, Deadlines])
+@pytest.mark.parametrize(
+    "kind",
+    [ModelSpec, HostsSpec, Reserve, Replicas, Spread, Draft, Update, Deadlines, Buckets, Compiler, EngineSettings],
+)
 def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
     """In the schema, so in editors too; one sentence at least."""
     fields = {name: field for name, field in kind.model_fields.items() if not field.exclude and name != "name"}
@@ -45,6 +61,10 @@ def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
         ("model", "deadlines.start_s", "number above 0, at most 86400", "`900`"),
         ("model", "spread", "`host`, or a mapping", "unset"),
         ("model", "spread.host", "whole number, 1 to 1000", "`1`"),
+        ("model", "buckets.prefill", "list of whole numbers, 1 to 16777216", "`[]`"),
+        ("model", "compiler.optlevel", "`1`, `2`, `3`", "unset"),
+        ("model", "compiler.flags", "text", '`""`'),
+        ("engines", "engines.ENGINE.python", "text", "unset"),
     ],
 )
 def test_a_row_has_the_type_in_words_its_bounds_and_its_default(
@@ -52,6 +72,25 @@ def test_a_row_has_the_type_in_words_its_bounds_and_its_default(
 ) -> None:
     """As the schema has them."""
     assert rows(table)[field][:2] == [type_, default]
+
+
+def test_the_table_of_families_says_which_engine_serves_what() -> None:
+    """With the first version of NxD Inference that does, and where that does not run."""
+    assert rows("served")["gpt2"] == ["yes", "-"]
+    assert rows("served")["llama"] == ["yes", "yes"]
+    assert rows("served")["qwen3"] == ["-", "from 0.7 on"]
+    assert rows("served")["mistral"] == ["yes", "from 0.9 on, so not on inf2 and trn1"]
+
+
+def test_an_option_is_listed_or_said_by_a_field() -> None:
+    """Those that are neither cannot be set."""
+    from placements.options.owned import FIELDS, UNSERVED
+    from placements.options.tables import TABLES as OPTIONS
+
+    for table in ("transformers_neuronx.NeuronConfig", "neuronx_distributed_inference.NeuronConfig"):
+        listed = {name for name in OPTIONS[table] if f"`{name}`" in TABLES["options"]()}
+        said = {name for name in FIELDS[table] if f"`{name}`" in TABLES["owned"]()}
+        assert listed | said | UNSERVED[table].keys() == OPTIONS[table].keys()
 
 
 def test_a_meaning_links_the_section_that_it_names() -> None:

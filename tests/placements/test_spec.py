@@ -42,6 +42,31 @@ def test_what_decides_the_weights_and_the_cache_starts_another_process() -> None
     assert apart == plain
 
 
+def test_every_shape_starts_another_process_and_the_order_of_options_does_not() -> None:
+    """Of options inside options neither."""
+    text = "models:\n" + "".join(
+        f"  m{i}: {{source: ./a, {fields}}}\n"
+        for i, fields in enumerate(
+            [
+                "tp_degree: 1",
+                "quantize_kv: fp8",
+                "buckets: {prefill: [128]}",
+                "sampling: device",
+                "fuse_qkv: true",
+                "compiler: {optlevel: 1}",
+                "engine_options: {a: {b: 1, c: [2]}}",
+                "engine_options: {a: {b: 1, c: [3]}}",
+            ]
+        )
+    )
+    assert len({one.started_with for one in read(text).models}) == 8
+    first, second = (
+        read(f"models: {{a: {{source: ./a, engine_options: {options}}}}}").models[0].started_with
+        for options in ("{a: {b: 1, c: 2}, d: 3}", "{d: 3, a: {c: 2, b: 1}}")
+    )
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
@@ -222,6 +247,15 @@ def test_the_json_schema_is_one() -> None:
         ({"hosts": [{"instance": "trn2.48xlarge", "lnc": 1}], "models": {"a": {"source": "./a"}}}, True),
         ({"models": {"a": {"source": "./a", "spread": "host", "quantize": "int8"}}}, True),
         ({"models": {"a": {"source": "./a", "spread": {"host": 2}, "host_memory_gib": 2.5}}, "defaults": None}, True),
+        ({"engines": {"nxd-inference": {"python": "/p"}}, "models": {"a": {"source": "./a"}}}, True),
+        ({"engines": None, "models": {"a": {"source": "./a"}}}, True),
+        ({"engines": {"auto": {"python": "/p"}}, "models": {"a": {"source": "./a"}}}, False),
+        ({"engines": {"nxd-inference": {"pyhton": "/p"}}, "models": {"a": {"source": "./a"}}}, False),
+        ({"models": {"a": {"source": "./a", "buckets": {"prefill": [1, 2]}, "compiler": {"optlevel": 1}}}}, True),
+        ({"models": {"a": {"source": "./a", "engine_options": {"a": {"b": [1, None]}}}}}, True),
+        ({"models": {"a": {"source": "./a", "buckets": {"prefill": [0]}}}}, False),
+        ({"models": {"a": {"source": "./a", "sampling": "gpu"}}}, False),
+        ({"models": {"a": {"source": "./a", "compiler": {"optlevel": 5}}}}, False),
         ({"hosts": [], "models": {"a": {"source": "./a"}}}, False),
         ({"hosts": {"instance": "inf2.tiny"}, "models": {"a": {"source": "./a"}}}, False),
         ({"hosts": {"instance": "trn2.48xlarge", "lnc": 3}, "models": {"a": {"source": "./a"}}}, False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import tempfile
@@ -19,13 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.journal import Journal
+from orchestrator.journal import Journal, failed_cores
 from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
 from orchestrator.reconcile import reconcile
 from orchestrator.snapshot import Observed
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.status import Failure
+from workers.status import Failure, Phase, Reaction
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 HOSTS = 2
@@ -56,6 +57,7 @@ events = st.one_of(
     st.tuples(st.just("apply"), st.integers(0, len(SPECS) - 1)),
     st.tuples(st.just("undo")),
     st.tuples(st.just("kill"), st.integers(0, 20)),
+    *(st.tuples(st.just("fault"), st.integers(0, 20), st.just(one), st.sets(st.integers(0, 11))) for one in Reaction),
     st.tuples(st.just("kill_controller")),
     st.tuples(st.just("scale"), st.sampled_from(["big", "small"]), st.integers(0, 3)),
     st.tuples(st.just("unscale"), st.sampled_from(["big", "small"])),
@@ -103,7 +105,11 @@ class World:
         assert self.cluster.violations == []
         for host in self.played.controller.status()["hosts"]:
             assert host["leased"] + host["free"] + host["quarantined"] + host["reserved"] == host["cores"], host
+        noted = {(one.host, one.core): one.at for one in failed_cores(self.journal.state())}
         for view in self.played.controller.state.views.values():
+            since = [noted[view.host, core] for core in view.cores or () if (view.host, core) in noted]
+            ends = view.state in (State.FAILED, State.STOPPING)
+            assert ends or view.begun < min(since, default=math.inf), f"{view.id} was started on a broken device"
             if view.state is State.READY and view.host not in self.cluster.lost_now:
                 assert f"{view.id}.{view.epoch}" in self.cluster.replicas
 
@@ -119,6 +125,12 @@ class World:
             await self.played.operator.resume("tester")
         if self.played.controller.state.in_canary:
             await self.played.operator.promote("tester")
+        for name in ("big", "small"):  # more than the hosts hold would keep an update from its end
+            await self._unscale(name)
+        await asyncio.sleep(700.0)
+        for model in {view.model for view in self.played.controller.state.views.values() if view.stopped}:
+            with contextlib.suppress(Refused):  # no longer of the spec
+                await self.played.operator.restart(model, "tester")
         for _ in range(12):
             await asyncio.sleep(700.0)
             self.check()
@@ -148,6 +160,13 @@ class World:
         living = self.cluster.living()
         if living:
             await living[number % len(living)].die("killed by signal 9")
+
+    async def _fault(self, number: int, reaction: Reaction, devices: set[int]) -> None:
+        await asyncio.sleep(0.5)  # so that nothing starts at that very moment by itself
+        living = self.cluster.living()
+        if living:
+            failure = Failure("device-failed", "it is broken", reaction=reaction, devices=tuple(devices))
+            await living[number % len(living)].tell(phase=Phase.FAILED, failure=failure)
 
     async def _kill_controller(self) -> None:
         await self.played.kill()
@@ -327,6 +346,7 @@ KINDS = [
     "undo",
     "kill",
     "kill",
+    "fault",
     "kill_controller",
     "scale",
     "unscale",
@@ -357,6 +377,7 @@ def _drawn(rng: random.Random) -> tuple[Any, ...]:
         "apply": (number % len(SPECS),),
         "canary": (number % len(SPECS),),
         "kill": (number,),
+        "fault": (number, tuple(Reaction)[number % 4], {number % 3}),
         "scale": (model, number % 4),
         "unscale": (model,),
         "restart": (model,),

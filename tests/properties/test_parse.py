@@ -71,6 +71,29 @@ models:
     deadlines: {start_s: 60, step_s: 5, drain_s: 0}
 """
 
+NEURON = """\
+hosts: {instance: inf2.48xlarge}
+engines:
+  transformers-neuronx: {python: ~/envs/tnx/bin/python}
+  nxd-inference: {python: ../nxdi/bin/python}
+defaults: {tp_degree: 8, max_len: 2048, buckets: {prefill: [128, 512], decode: [512, 2048]}, compiler: {optlevel: 1}}
+models:
+  fused:
+    source: ./fused
+    engine: nxd-inference
+    quantize_kv: fp8
+    sampling: device
+    fuse_qkv: true
+    engine_options: {qkv_kernel_enabled: true, on_device_sampling_config: {global_topk: 64}, medusa_tree: null}
+  old:
+    source: s3://bucket/old
+    engine: transformers-neuronx
+    compiler: {flags: --enable-saturate-infinity, workers: 4}
+    neff_cache: s3://neffs/old
+    engine_options: {attention_layout: BSH, sparse_attn: {causal: false}, mlp_in_weight_tiling_permute_order: [1, 2]}
+  either: {source: ./either, draft: {source: ./draft}, quantize: fp8, buckets: {}}
+"""
+
 WORDS = st.sampled_from(
     [
         *re.findall(r"[\w./:-]+|[^\w\s]", GOOD),
@@ -111,7 +134,8 @@ FIELDS = st.sampled_from(
         r"\w+",
         "source engine dtype tp_degree max_batch max_len cores replicas neff_cache priority max_queue threads "
         "allow_head_padding allow_degrees hbm_overhead_gib allow_pickle tp name min max spread host_memory_gib "
-        "quantize group_query_attention draft update deadlines engine_options load_in_8bit max_per_host",
+        "quantize group_query_attention draft update deadlines engine_options load_in_8bit max_per_host "
+        "quantize_kv buckets sampling fuse_qkv compiler context_length_estimate neuron_cc_flags",
     )
 )
 HOSTS = st.dictionaries(
@@ -125,6 +149,7 @@ SPECS = st.fixed_dictionaries(
         "name": VALUES,
         "hosts": HOSTS | st.lists(HOSTS, max_size=3),
         "defaults": st.dictionaries(FIELDS, VALUES, max_size=3),
+        "engines": VALUES | st.dictionaries(st.sampled_from(["cpu", "nxd-inference", "tnx"]), VALUES, max_size=2),
     },
 )
 
@@ -331,7 +356,7 @@ def altered(value: Any, chance: random.Random) -> Any:
 
 def damaged(chance: random.Random) -> str:
     """A good spec with its text or its values damaged."""
-    text = chance.choice([GOOD, SEVERAL, *EXAMPLES])
+    text = chance.choice([GOOD, SEVERAL, NEURON, *EXAMPLES])
     if chance.random() < 0.3:
         return mutated(text, chance)
     value = yaml.safe_load(text)
@@ -367,7 +392,7 @@ def test_what_the_parser_takes_the_schema_takes_too() -> None:
     schema, chance = jsonschema.Draft202012Validator(json_schema()), random.Random(3)
     good = 0
     for _ in range(500):
-        value = yaml.safe_load(chance.choice([GOOD, SEVERAL, *EXAMPLES]))
+        value = yaml.safe_load(chance.choice([GOOD, SEVERAL, NEURON, *EXAMPLES]))
         text = json.dumps(altered(value, chance))
         if "Infinity" not in text and parse(text, "f.yaml").ok:  # no JSON: YAML takes the word for text
             good += 1
@@ -415,7 +440,7 @@ def test_the_largest_specs_are_judged_in_seconds() -> None:
     assert time.process_time() - begun < 20
 
 
-@pytest.mark.parametrize("text", [GOOD, SEVERAL, *EXAMPLES])
+@pytest.mark.parametrize("text", [GOOD, SEVERAL, NEURON, *EXAMPLES])
 def test_the_text_that_is_damaged_is_good(text: str) -> None:
     """Otherwise the fuzzing would begin beside the point."""
     assert parse(text).problems == ()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from placements.checkpoints import Checkpoint
 from placements.checks import check, threads_within_budget
 from placements.cores import CoreRange
-from placements.engines import resolve, takes_cores
+from placements.engines import may_run, resolve, takes_cores
 from placements.memory import estimate, fits, host_memory
 from placements.plan import Placement, Plan, Running, defragment, diff, plan
 from placements.spec import HostsSpec, ModelSpec, Pin, Spec
@@ -307,6 +307,8 @@ def suits(case: Case, model: ModelSpec, host: Host) -> bool:
     assert host.topology is not None
     known = case.checkpoints.get(model.name)
     if model.tp_degree > host.cores or model.tp_degree not in (*DEGREES[family(host)], *model.allow_degrees):
+        return False
+    if not may_run(model.engine, host, known.model_type if known else None):
         return False
     return known is None or fits(estimate(model, known, resolve(model.engine, host)), host.topology)
 

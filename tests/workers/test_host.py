@@ -8,7 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from workers import host
+from workers.facts.reading import Places
 
 
 def test_confirm_death_kills_that_process_and_sees_it_gone() -> None:
@@ -65,3 +68,17 @@ def test_log_part_goes_on_where_it_ended_and_gives_whole_lines(tmp_path: Path) -
     log.write_text("anew\n")
     assert host.log_part(log, 34, 1000, 2) == ("anew\n", 5)
     assert host.log_part(tmp_path / "none.log", 7, 1000, 2) == ("", 0)
+
+
+def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """COREWRIGHT_HOST_ROOT, as in a container: devices, firmware and tools are below it."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/neuron0").touch()
+    (tmp_path / "sys/devices/virtual/dmi/id").mkdir(parents=True)
+    (tmp_path / "sys/devices/virtual/dmi/id/product_name").write_text("trn1.32xlarge\n")
+    monkeypatch.setenv("COREWRIGHT_HOST_ROOT", str(tmp_path))
+    assert host.instance_type() == "trn1.32xlarge"
+    assert Places.of_this_host() == Places(tmp_path / "sys", tmp_path / "dev", str(tmp_path / "opt/aws/neuron/bin"))
+
+    monkeypatch.delenv("COREWRIGHT_HOST_ROOT")
+    assert Places.of_this_host() == Places()

@@ -11,7 +11,6 @@ Bloom's position bias wants a mask of two dimensions and is overridden on the in
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from zipfile import is_zipfile
 
 from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
 from workers.engine import EngineLoadError, EngineSpec
+from workers.engines.checkpoint_files import eos_token_ids, read_config, read_json
 from workers.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ class CpuEngine:
 
     def _load(self) -> None:
         prefill_buckets, decode_buckets = self._checked_sizes()
-        settings = _read_config(self._path)
+        settings = read_config(self._path)
         family = _family(settings, self._path)
-        eos_token_ids = _eos_token_ids(self._path, settings)
+        eos = eos_token_ids(self._path, settings)
         weights, pickled = _weight_files(self._path, self._allow_pickle)
         try:
             import torch
@@ -180,7 +180,7 @@ class CpuEngine:
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
             vocab_size=int(model.config.vocab_size),
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=eos,
         )
         self._warm_up()
 
@@ -418,26 +418,6 @@ def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
     base.build_alibi_tensor = MethodType(build_alibi_tensor, base)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise EngineLoadError(
-            "model-not-found", f"there is no directory {path}", "`source` must name a local checkpoint"
-        )
-    return _read_json(path / "config.json")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise EngineLoadError("config-missing", f"{file.parent} has no {file.name}", "is it a checkpoint?") from error
-    except (OSError, ValueError) as error:
-        raise EngineLoadError("config-unreadable", f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise EngineLoadError("config-unreadable", f"{file} holds no JSON object")
-    return found
-
-
 def _family(settings: dict[str, Any], path: Path) -> Family:
     model_type = settings.get("model_type")
     if model_type not in FAMILIES:
@@ -447,22 +427,6 @@ def _family(settings: dict[str, Any], path: Path) -> Family:
             f"it knows {', '.join(FAMILIES)}",
         )
     return FAMILIES[model_type]
-
-
-def _eos_token_ids(path: Path, settings: dict[str, Any]) -> frozenset[int]:
-    """From generation_config.json, else config.json; an int, a list or absent. Never from the tokenizer."""
-    generation = path / "generation_config.json"
-    found = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    if found is None:
-        found = settings.get("eos_token_id")
-    if found is None:
-        return frozenset()
-    ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(token, int) for token in ids):
-        raise EngineLoadError(
-            "config-unreadable", f"eos_token_id of {path} is neither an id nor a list of ids: {found!r}"
-        )
-    return frozenset(ids)
 
 
 def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
@@ -480,7 +444,7 @@ def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
     whole = pickle if pickled else safe
     index = _index_of(whole)
     if index.exists():
-        shards = _read_json(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise EngineLoadError("config-unreadable", f"{index} has no weight_map")
         files = [path / name for name in sorted(set(shards.values()))]

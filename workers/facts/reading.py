@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from workers import host
 from workers.facts import neuron_monitor
-from workers.facts.machine import HostFacts, ProcessDetail, Readings, combine
+from workers.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
 from workers.facts.neuron_ls import NeuronLs, parse_neuron_ls
 from workers.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
 from workers.facts.numa import read_numa
@@ -30,6 +33,13 @@ class Places:
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
     tools: str = NEURON_TOOLS
+    own_sys: Path = Path("/sys")  # of this container, whose limits are there
+
+    @classmethod
+    def of_this_host(cls) -> Places:
+        """Below COREWRIGHT_HOST_ROOT, where that is set."""
+        root = host.host_root()
+        return cls(root / "sys", root / "dev", str(root / NEURON_TOOLS.lstrip("/")))
 
 
 @dataclass(frozen=True)
@@ -41,20 +51,20 @@ class Deadlines:
     packages_s: float = 3.0
 
 
-HERE = Places()
 PATIENCE = Deadlines()
 
 
-def read_host_facts(places: Places = HERE, deadlines: Deadlines = PATIENCE) -> HostFacts:
+def read_host_facts(places: Places | None = None, deadlines: Deadlines = PATIENCE) -> HostFacts:
     """The facts of this host. Takes as long as its tools, at most the sum of the deadlines and a few seconds.
 
     Without Neuron devices no Neuron tool is run.
     """
+    places = places or Places.of_this_host()
     problems: list[str] = []
     cpus = host.usable_cpus()
     numa, found = read_numa(places.sys / "devices/system/node", cpus)
     problems += found
-    memory = usable_memory(places.sys)
+    memory = usable_memory(places.own_sys)
     sysfs = read_sysfs(places.sys / "devices/virtual/neuron_device")
     if sysfs is None and not any(places.dev.glob("neuron[0-9]*")):
         return combine(Readings(cpus=cpus, memory_bytes=memory, numa=numa, problems=tuple(problems)))
@@ -96,6 +106,20 @@ def read_neuron_ls(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[Neuro
             return parse_neuron_ls(output.stdout), ()
         problems.append(output.problem)
     return None, (problems[0],)
+
+
+def who_holds(cores: Iterable[int], deadline_s: float = PATIENCE.neuron_ls_s) -> dict[int, Owner]:
+    """Who holds those cores of this host, as far as neuron-ls tells; this process is left out."""
+    listed, _ = read_neuron_ls(deadline_s, Places.of_this_host().tools)
+    if listed is None:
+        return {}
+    pids = {process.pid for process in listed.processes} - {os.getpid()}
+    known = msgspec.structs.replace(
+        listed, processes=tuple(process for process in listed.processes if process.pid in pids)
+    )
+    processes = {pid: read_process(pid) for pid in sorted(pids)}
+    held = owners(combine(Readings(cpus=(), memory_bytes=0, neuron_ls=known, processes=processes)))
+    return {core: held[core] for core in sorted(set(cores)) if core in held}
 
 
 def read_neuron_monitor(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[MonitorSample | None, tuple[str, ...]]:
@@ -149,7 +173,7 @@ def read_process(pid: int) -> ProcessDetail:
     return ProcessDetail(command=command, visible_cores=visible and visible.encode(errors="replace").decode())
 
 
-def usable_memory(sys: Path = HERE.sys) -> int:
+def usable_memory(sys: Path = Path("/sys")) -> int:
     """Bytes of memory that this host has, or that its container may use (cgroup v2) where that is less."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):

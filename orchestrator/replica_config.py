@@ -1,0 +1,52 @@
+"""What a replica is told at its start, from the spec and the place that the plan gives it."""
+
+from __future__ import annotations
+
+from orchestrator.generation import Generation
+from orchestrator.home import Home
+from placements.placement import Placement
+from workers.config import ReplicaConfig
+
+
+def replica_config(
+    generation: Generation, placement: Placement, home: Home, *, epoch: int = 0, token: str = "", socket: str = ""
+) -> ReplicaConfig:
+    """Raises ValueError for a source that must be fetched first."""
+    model = generation.spec.model(placement.model)
+    assert model is not None
+    index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
+    engine = generation.engines[model.name]
+    return ReplicaConfig(
+        model=model.name,
+        replica=placement.replica,
+        epoch=epoch,
+        host=placement.host,
+        engine=engine,
+        source=generation.source(model),
+        dtype=model.dtype_on(engine),
+        slots=model.max_batch,
+        max_len=generation.length(model),
+        cores=[] if placement.cores is None else list(placement.cores),
+        claims=str(home.claims(index)) if host.emulated else None,
+        env=dict(placement.env),
+        log=str(home.log(model.name, placement.replica)),
+        socket=socket,
+        token=token,
+        engine_options=dict(model.engine_options),
+        draft_source=model.draft_path,
+        draft_k=0 if model.draft is None else model.draft.k,
+        allow_pickle=model.allow_pickle,
+        tp_degree=model.tp_degree,
+        sampling=model.sampling,
+        prefill_buckets=list(model.buckets.prefill),
+        decode_buckets=list(model.buckets.decode),
+        quantize=model.quantize,
+        quantize_kv=model.quantize_kv,
+        group_query_attention=model.group_query_attention,
+        fuse_qkv=model.fuse_qkv,
+        compile_workers=model.compiler.workers,
+        compiled=str(home.compiled),
+        python=generation.spec.python_for(engine),
+        version=generation.versions[model.name],
+        tokenizer=generation.tokenizers[model.name],
+    )

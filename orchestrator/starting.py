@@ -1,0 +1,73 @@
+"""What is found out before a replica's process is asked for: its engine, and whether its interpreter will do."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.metadata import version
+
+import msgspec.structs
+
+from orchestrator.effects import Cluster
+from orchestrator.generation import Generation
+from orchestrator.version import corewright_version
+from placements.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
+from workers.config import ReplicaConfig
+from workers.interpreter import Interpreter, refusal
+from workers.status import Failure
+
+
+async def prepared(config: ReplicaConfig, generation: Generation, cluster: Cluster) -> ReplicaConfig | Failure:
+    """The configuration with its engine chosen; or why no process is to be asked for.
+
+    1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
+    2. An interpreter that the spec names, and the host's own where an engine needs a package of AWS's, is looked at.
+    Raises HostLost, as ``Cluster.interpreter``.
+    """
+    if config.engine == "auto":  # 1
+        return await _chosen(config, generation, cluster)
+    if config.python is not None or any(engine == config.engine and needs_neuron(engine) for engine in AUTO_ENGINES):
+        refused = _refusal(await cluster.interpreter(config.python, config.host), config.engine)  # 2
+        if refused is not None:
+            return refused
+    return config
+
+
+async def _chosen(config: ReplicaConfig, generation: Generation, cluster: Cluster) -> ReplicaConfig | Failure:
+    spec = generation.spec
+    model = spec.model(config.model)
+    assert model is not None
+    found: dict[Engine, str] = {}
+    refusals: list[Failure] = []
+    for engine in AUTO_ENGINES:
+        python = spec.python_for(engine)
+        asked = await cluster.interpreter(python, config.host)
+        refused = _refusal(asked, engine)
+        if refused is None:
+            found[engine] = asked.engines[engine]
+        elif python is not None:  # somebody meant it to be there
+            refusals.append(refused)
+    host = next(host for host in generation.hosts if host.name == config.host)
+    checkpoint = generation.checkpoints.get(config.model)
+    chosen = choose_engine(
+        None if checkpoint is None else checkpoint.model_type,
+        None if host.topology is None else host.topology.instance,
+        found,
+    )
+    if isinstance(chosen, NoEngine):
+        also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
+        return Failure(chosen.id, chosen.what + also, chosen.hint)
+    return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=spec.python_for(chosen))
+
+
+def _refusal(found: Interpreter, engine: str) -> Failure | None:
+    return refusal(found, engine, ray=_ray_version(), python_minor=_minor(), corewright=corewright_version())
+
+
+def _minor() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@cache
+def _ray_version() -> str:
+    return version("ray")

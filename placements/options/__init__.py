@@ -1,0 +1,1 @@
+"""What ``engine_options`` may hold for the Neuron engines: their packages' own options, judged."""

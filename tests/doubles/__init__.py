@@ -1,0 +1,68 @@
+"""Stand-ins of the Neuron packages and runtime, and the fixture that brings them into a test's process.
+
+They refuse what the real ones refuse and silently do wrong what the real ones silently do wrong; torch computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGES = Path(__file__).parent / "packages"
+PLAYED = ("transformers_neuronx", "neuronx_distributed_inference", "neuronx_distributed", "torch_neuronx")
+
+
+@dataclass(frozen=True)
+class Neuron:
+    """The machine that the stand-ins play, as a test sees it."""
+
+    state: Path  # $NEURON_DOUBLE_STATE
+
+    def plan(self, *faults: dict[str, Any]) -> None:
+        """These faults come from now on; neuron_double/faults.py has the keys."""
+        written = self.state / "faults.json.new"
+        written.write_text(json.dumps(faults))
+        written.replace(self.state / "faults.json")
+
+    def held(self) -> dict[int, int | None]:
+        """Cores that a living process holds, each with its pid."""
+        found: dict[int, int | None] = importlib.import_module("neuron_double.runtime").held()
+        return found
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What another process needs to stand on the same machine."""
+        names = [name for name in os.environ if name.startswith("NEURON_DOUBLE_")]
+        return {"PYTHONPATH": str(PACKAGES), **{name: os.environ[name] for name in names}}
+
+
+@pytest.fixture
+def neuron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
+    """The stand-ins can be imported, and this process has not touched a device yet. All of it ends with the test."""
+    for name in [name for name in os.environ if name.startswith(("NEURON_", "NEURONX_"))]:
+        monkeypatch.delenv(name)
+    state = tmp_path / "neuron"
+    state.mkdir()
+    monkeypatch.setenv("NEURON_DOUBLE_STATE", str(state))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neuron-compile-cache"))
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    _forget_packages()
+    runtime = importlib.import_module("neuron_double.runtime")
+    runtime.reset_for_tests()
+    yield Neuron(state)
+    runtime.reset_for_tests()
+    _forget_packages()
+
+
+def _forget_packages() -> None:
+    """They are imported anew, by the version that the next test names; and are missing where no test names them."""
+    for name in [name for name in sys.modules if name.split(".")[0] in PLAYED]:
+        del sys.modules[name]

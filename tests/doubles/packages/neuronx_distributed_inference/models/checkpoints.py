@@ -1,0 +1,88 @@
+"""Weights of the stand-in: the checkpoint's own, quantized, or cut into one file for each rank."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e4m3fn": torch.float8_e4m3fn}
+
+
+def state_dict(path: str) -> dict[str, torch.Tensor]:
+    """All weights of a Hugging Face checkpoint, none sharing memory with another."""
+    model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32)
+    return {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+
+
+def quantized(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Linear weights, but the head and what is not to be converted, as int8 or fp8 with their scales."""
+    kept = [*(config.modules_to_not_convert or []), "lm_head", "embed"]
+    most = 127.0 if config.quantization_dtype == "int8" else torch.finfo(_kind(config)).max
+    found = {}
+    for name, tensor in weights.items():
+        if not name.endswith(".weight") or tensor.dim() != 2 or any(one in name for one in kept):
+            found[name] = tensor
+            continue
+        per_channel = config.quantization_type == "per_channel_symmetric"
+        largest = tensor.abs().amax(dim=1, keepdim=True) if per_channel else tensor.abs().amax().reshape(1, 1)
+        scale = largest.clamp(min=1e-12) / most
+        scaled = tensor / scale
+        found[name] = (scaled.round() if config.quantization_dtype == "int8" else scaled).to(_kind(config))
+        found[name.removesuffix("weight") + "scale"] = scale
+    return found
+
+
+def dequantized(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in weights.items():
+        scale = weights.get(name.removesuffix("weight") + "scale") if name.endswith("weight") else None
+        if scale is not None:
+            found[name] = (tensor.float() * scale).contiguous()
+        elif not name.endswith(".scale"):
+            found[name] = tensor
+    return found
+
+
+def _kind(config: Any) -> torch.dtype:
+    return torch.int8 if config.quantization_dtype == "int8" else FP8[config.quantization_dtype]
+
+
+def quantized_file(config: Any) -> Path:
+    """Where ``quantized_checkpoints_path`` has the weights: a folder, or a file by its suffix."""
+    path = Path(config.quantized_checkpoints_path)
+    return path if path.suffix in (".safetensors", ".pt") else path / "model.safetensors"
+
+
+def shard(weights: dict[str, torch.Tensor], folder: Path, ranks: int) -> None:
+    """``tp{rank}_sharded_checkpoint.safetensors``: of every tensor its part, and how it looked before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        parts = {name: tensor.flatten().tensor_split(ranks)[rank].clone() for name, tensor in weights.items()}
+        shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+        save_file(parts, folder / f"tp{rank}_sharded_checkpoint.safetensors", {"shapes": json.dumps(shapes)})
+
+
+def unshard(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Raises FileNotFoundError where a rank's file is missing."""
+    from safetensors import safe_open
+
+    files = [folder / f"tp{rank}_sharded_checkpoint.safetensors" for rank in range(ranks)]
+    parts = [load_file(file) for file in files]
+    with safe_open(files[0], "pt") as first:
+        shapes = json.loads(first.metadata()["shapes"])
+    return {name: torch.cat([part[name] for part in parts]).reshape(shape) for name, shape in shapes.items()}
+
+
+def as_checkpoint(config: Any, weights: dict[str, torch.Tensor]) -> tempfile.TemporaryDirectory[str]:
+    """A folder that transformers can read, with these weights and what ``config`` kept of config.json."""
+    folder = tempfile.TemporaryDirectory()
+    plain = AutoConfig.for_model(config.model_type, **config.hf_config)
+    plain.save_pretrained(folder.name)
+    save_file(weights, Path(folder.name) / "model.safetensors", {"format": "pt"})
+    return folder

@@ -1,0 +1,153 @@
+"""Reading a checkpoint's configuration, and ``generate`` in the manner of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from neuronx_distributed_inference._played import played, trimmed
+from neuronx_distributed_inference.modules.generation.sampling import prepare_sampling_params
+
+_HERE = "utils.hf_adapter"
+
+
+@played(f"{_HERE}.load_pretrained_config")
+def load_pretrained_config(model_path_or_name: Any = None, hf_config: Any = None) -> Callable[[Any], None]:
+    """A hook for InferenceConfig, which sets all that config.json says."""
+
+    def load_config(self: Any) -> None:
+        found = AutoConfig.from_pretrained(model_path_or_name) if hf_config is None else hf_config
+        plain = found.to_dict()
+        rope = plain.get("rope_parameters") or {}
+        if "rope_theta" in rope:
+            plain.setdefault("rope_theta", rope["rope_theta"])
+        for name, value in plain.items():
+            setattr(self, name, value)
+        for alias, name in getattr(found, "attribute_map", {}).items():
+            if hasattr(found, name):
+                setattr(self, alias, getattr(found, name))
+        for name in ("pad_token_id", "rope_scaling", "tie_word_embeddings", "head_dim"):
+            if not hasattr(self, name):
+                setattr(self, name, getattr(found, name, None))
+        self.hf_config = {name: value for name, value in plain.items() if name not in ("model_type", "torch_dtype")}
+        self.hf_config.pop("dtype", None)
+        self._name_or_path = str(model_path_or_name or found._name_or_path)
+        dtype = getattr(found, "dtype", None) or getattr(found, "torch_dtype", None)
+        if not self.neuron_config.overrides_torch_dtype and isinstance(dtype, torch.dtype):
+            self.neuron_config.torch_dtype = dtype
+        for name in ("torch_dtype", "dtype"):
+            vars(self).pop(name, None)
+
+    return load_config
+
+
+@trimmed
+class HuggingFaceGenerationAdapter:
+    @played(f"{_HERE}.HuggingFaceGenerationAdapter.__init__")
+    def __init__(self, model: Any, input_start_offsets: Any = None, capture_draft_logits: bool = False) -> None:
+        self.neuron_model = model
+        self.neuron_config = model.neuron_config
+        self.config = model.config
+
+    @played(f"{_HERE}.HuggingFaceGenerationAdapter.generate")
+    def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``[batch, prompt and answer]`` of right-padded prompts. Only the compiled batch; no beam search."""
+        asked = _Asked(*args, **kwargs)
+        if asked.num_beams != 1:
+            raise NotImplementedError("beam search is not supported")
+        model, ids = self.neuron_model, asked.input_ids
+        compiled = self.neuron_config.batch_size
+        if len(ids) != compiled:
+            raise ValueError(f"the batch has {len(ids)} rows, the compiled batch size is {compiled}")
+        model.reset()
+        mask = torch.ones_like(ids) if asked.attention_mask is None else asked.attention_mask
+        lengths = mask.sum(dim=1)
+        positions = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
+        params = prepare_sampling_params(len(ids), [asked.top_k], [asked.top_p], [asked.temperature])
+        if not asked.do_sample:
+            params = prepare_sampling_params(len(ids))
+        if asked.streamer is not None:
+            asked.streamer.put(ids)
+        call = {"sampling_params": asked.sampling_params if asked.sampling_params is not None else params}
+        output = model.forward(input_ids=ids, attention_mask=mask, position_ids=positions, **call)
+        answer = torch.empty(len(ids), 0, dtype=torch.long)
+        ended = torch.zeros(len(ids), dtype=torch.bool)
+        most = min(asked.most(ids.shape[1]), self.neuron_config.max_length - int(lengths.max()))
+        while True:
+            for column in self._tokens(output, call["sampling_params"], asked.do_sample).unbind(dim=1):
+                tokens = column.masked_fill(ended, asked.pad_token_id)
+                answer = torch.cat([answer, tokens[:, None]], dim=1)
+                if asked.streamer is not None:
+                    asked.streamer.put(tokens)
+                ended |= torch.isin(tokens, torch.tensor(asked.eos, dtype=torch.long))
+                if bool(ended.all()) or answer.shape[1] >= most:
+                    if asked.streamer is not None:
+                        asked.streamer.end()
+                    return torch.cat([ids, answer], dim=1)
+            step = (lengths + answer.shape[1] - 1)[:, None]
+            output = model.forward(input_ids=answer[:, -1:], position_ids=step, **call)
+
+    def _tokens(self, output: Any, params: torch.Tensor, samples: bool) -> torch.Tensor:
+        """[batch, how many are new]; several only of one row that speculates."""
+        if self.neuron_model.fused:
+            accepted, mask = output.fused_outputs[0].long(), output.fused_outputs[0] != 0
+            count = int(mask[0].nonzero().max()) + 1 if len(accepted) == 1 and bool(mask.any()) else 1
+            return accepted[:, :count]
+        if self.neuron_model.on_device_sampling:
+            tokens: torch.Tensor = output.tokens.reshape(-1, 1).long()
+            return tokens
+        logits = output.logits[:, -1]
+        if not samples:
+            return logits.argmax(dim=-1, keepdim=True)
+        warped = []
+        for row, (top_k, top_p, temperature) in zip(logits, params.tolist(), strict=True):
+            best, places = row.topk(min(int(top_k), len(row)) if top_k > 0 else len(row))
+            shares = torch.softmax(best / temperature, dim=-1)
+            shares = shares * (shares.cumsum(-1) - shares < top_p)
+            warped.append(places[torch.multinomial(shares, 1)])
+        return torch.stack(warped)
+
+
+class _Asked:
+    """The arguments of ``generate``. Raises TypeError for one that this stand-in does not know."""
+
+    def __init__(
+        self,
+        input_ids: Any = None,
+        *,
+        generation_config: Any = None,
+        attention_mask: Any = None,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        streamer: Any = None,
+        sampling_params: Any = None,
+        **plain: Any,
+    ) -> None:
+        self.input_ids = plain.pop("inputs", input_ids)
+        self.attention_mask, self.streamer, self.sampling_params = attention_mask, streamer, sampling_params
+        usual = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_beams": 1}
+        usual |= {"eos_token_id": None, "pad_token_id": 0}
+        if unknown := set(plain) - set(usual):
+            raise TypeError(f"generate() got unexpected keyword arguments {sorted(unknown)}")
+        told = {name: getattr(generation_config, name, None) for name in usual}
+        self.__dict__.update(usual | {name: one for name, one in told.items() if one is not None} | plain)
+        eos = self.__dict__["eos_token_id"]
+        self.eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple, set)) else [eos]
+        self.max_new_tokens = max_new_tokens or getattr(generation_config, "max_new_tokens", None)
+        self.max_length = max_length or getattr(generation_config, "max_length", None)
+
+    do_sample: bool
+    num_beams: int
+    pad_token_id: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+    def most(self, prompt: int) -> int:
+        """How many tokens may come."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return (self.max_length or 20) - prompt

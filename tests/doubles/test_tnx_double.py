@@ -1,0 +1,686 @@
+"""The stand-in of transformers-neuronx behaves as the package is described to behave, right and wrong."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import EOS_ID, set_eos
+from tests.contracts import contract
+from tests.doubles import Neuron
+from tests.workers.conftest import checkpoint as checkpoint
+
+Checkpoints = Callable[[str], Path]
+CONTRACT = contract("transformers-neuronx")
+PROMPTS = [[7, 8, 9, 10, 11], [20, 21, 22]]
+
+
+@pytest.fixture
+def tnx(neuron: Neuron) -> Any:
+    import transformers_neuronx
+
+    return transformers_neuronx
+
+
+def reference(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(path)).eval()
+
+
+def after(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The logits of stock transformers after ``tokens``."""
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
+    return found
+
+
+def lines(tnx: Any, path: Path, slots: int = 3, kind: str = "LlamaForSampling", **more: Any) -> Any:
+    """A model under continuous batching, on the device."""
+    batching = tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=slots)
+    config = tnx.NeuronConfig(continuous_batching=batching, **more)
+    model = getattr(tnx, kind).from_pretrained(
+        str(path),
+        batch_size=slots,
+        n_positions=[64],
+        context_length_estimate=[16, 32],
+        tp_degree=2,
+        amp="f32",
+        neuron_config=config,
+    )
+    model.to_neuron()
+    return model
+
+
+def static(tnx: Any, path: Path, batch: int = 1, **more: Any) -> Any:
+    """A model with static batches, on the device. GPT-2's class has a batch of prompts beside."""
+    kind = json.loads((path / "config.json").read_text())["model_type"]
+    if kind == "gpt2":
+        more = {"prompt_batch_size": batch} | more
+    arguments = {"batch_size": batch, "n_positions": 64, "tp_degree": 2, "amp": "f32", **more}
+    model = tnx.NeuronAutoModelForCausalLM.from_pretrained(str(path), **arguments)
+    model.to_neuron()
+    return model
+
+
+def fill(model: Any, prompts: list[list[int]], slots: list[int]) -> torch.Tensor:
+    """Prompts padded on the right into ``slots``."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+    cache = torch.tensor([[*range(len(prompt)), *[0] * (width - len(prompt))] for prompt in prompts])
+    found: torch.Tensor = model(ids, cache, torch.tensor(slots))
+    return found
+
+
+def step(model: Any, tokens: list[int], positions: list[int], slots: list[int]) -> torch.Tensor:
+    found: torch.Tensor = model(torch.tensor(tokens)[:, None], torch.tensor(positions)[:, None], torch.tensor(slots))
+    return found
+
+
+# construction
+
+
+def test_its_signatures_are_the_recorded_ones(tnx: Any) -> None:
+    """Parameters by name, kind and default; a list or object as a default may stand for None."""
+    checked = 0
+    for module, content in CONTRACT.data["snapshots"][CONTRACT.primary]["modules"].items():
+        if module not in sys.modules:
+            continue
+        here = sys.modules[module]
+        for name, record in content.get("classes", {}).items():
+            for method in record.get("methods", {}):
+                own = inspect.getattr_static(vars(here).get(name), method, None)
+                own = getattr(own, "__func__", own)
+                if not inspect.isfunction(own) or not own.__module__.startswith("transformers_neuronx"):
+                    continue
+                if (name, method) == ("NeuronConfig", "__init__"):
+                    continue  # takes the recorded names from the contract itself
+                wanted = CONTRACT.signature(f"{module}.{name}.{method}")
+                assert parameters(own) == parameters(wanted), f"{module}.{name}.{method}"
+                checked += 1
+        for name in content.get("functions", {}):
+            own = vars(here).get(name)
+            if own is not None and module not in ("transformers_neuronx.sampling",):
+                assert parameters(own) == parameters(CONTRACT.signature(f"{module}.{name}")), f"{module}.{name}"
+                checked += 1
+    assert checked > 60
+
+
+def test_it_has_all_that_an_adapter_is_expected_to_call(tnx: Any) -> None:
+    """By the dotted names of the contract, inherited methods included."""
+    modules = CONTRACT.data["snapshots"][CONTRACT.primary]["modules"]
+    for dotted in CONTRACT.surface:
+        module = max((name for name in modules if dotted.startswith(f"{name}.")), key=len)
+        found = importlib.import_module(module)
+        for name in dotted.removeprefix(f"{module}.").split("."):
+            found = getattr(found, name)
+
+
+def parameters(of: Any) -> list[tuple[str, str, str]]:
+    found = of if isinstance(of, inspect.Signature) else inspect.signature(of)
+    return [(one.name, one.kind.name, _default(one.default)) for one in found.parameters.values()]
+
+
+def _default(value: Any) -> str:
+    text = repr(value)
+    return "None" if text in ("[]", "dict()", "{}") or "NeuronConfig" in text else text
+
+
+def test_a_call_that_the_recorded_signature_does_not_take_is_a_type_error(tnx: Any, checkpoint: Checkpoints) -> None:
+    """As with the package itself; llama's class alone swallows what it does not know."""
+    model = lines(tnx, checkpoint("mistral"), kind="MistralForSampling")
+    with pytest.raises(TypeError):
+        model(torch.tensor([[1]]), cache_offset=torch.tensor([0]))
+
+
+def test_the_tp_degree_is_2_where_none_is_given(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Of every class."""
+    kinds = ("llama", "mistral", "mixtral", "gpt2", "opt", "bloom", "gptj", "gpt_neox")
+    found = [tnx.NeuronAutoModelForCausalLM.from_pretrained(str(checkpoint(kind))).tp_degree for kind in kinds]
+    assert found == [2] * len(kinds)
+
+
+def test_an_unknown_option_is_an_assertion(tnx: Any) -> None:
+    """And no TypeError."""
+    with pytest.raises(AssertionError, match="fuse_kqv"):
+        tnx.NeuronConfig(fuse_kqv=True)
+
+
+def test_an_older_version_has_its_own_options(tnx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16_rms_norm came after the release of SDK 2.21."""
+    tnx.NeuronConfig(bf16_rms_norm=True)
+    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", "0.13-release-2.21")
+    with pytest.raises(AssertionError):
+        tnx.NeuronConfig(bf16_rms_norm=True)
+
+
+def test_a_context_longer_than_the_positions_is_refused(tnx: Any, checkpoint: Checkpoints) -> None:
+    """max(n_positions) must be at least max(context_length_estimate)."""
+    with pytest.raises(AssertionError, match="n_positions"):
+        tnx.LlamaForSampling.from_pretrained(
+            str(checkpoint("llama")), n_positions=[64], context_length_estimate=[32, 128]
+        )
+
+
+def test_the_batch_size_is_that_of_the_shared_caches(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Under continuous batching."""
+    config = tnx.NeuronConfig(continuous_batching=tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=4))
+    with pytest.raises(AssertionError, match="batch_size"):
+        tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), batch_size=2, neuron_config=config)
+
+
+def test_gpt2_refuses_unknown_keywords_and_a_context_of_0(tnx: Any, checkpoint: Checkpoints) -> None:
+    """A KeyError from its configuration."""
+    path = str(checkpoint("gpt2"))
+    with pytest.raises(KeyError):
+        tnx.GPT2ForSamplingWithContextBroadcasting.from_pretrained(path, nonsense=1)
+    with pytest.raises(AssertionError):
+        tnx.GPT2ForSamplingWithContextBroadcasting.from_pretrained(path, context_length_estimate=0)
+
+
+def test_gptj_and_gpt_neox_take_no_context_length_and_one_n_positions(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Nor can they be saved or loaded."""
+    for kind, name in ((tnx.GPTJForSampling, "gptj"), (tnx.GPTNeoXForSampling, "gpt_neox")):
+        with pytest.raises(KeyError):
+            kind.from_pretrained(str(checkpoint(name)), context_length_estimate=32)
+        with pytest.raises(AssertionError):
+            kind.from_pretrained(str(checkpoint(name)), n_positions=[64])
+        assert not hasattr(kind, "save")
+        assert not hasattr(kind, "load")
+
+
+def test_a_model_type_outside_of_the_registry_is_refused(tnx: Any, checkpoint: Checkpoints) -> None:
+    """There is no gpt_bigcode and no qwen2."""
+    with pytest.raises(KeyError):
+        tnx.NeuronAutoModelForCausalLM.from_pretrained(str(checkpoint("qwen2")))
+
+
+# continuous batching
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "LlamaForSampling"), ("mistral", "MistralForSampling"), ("mixtral", "MixtralForSampling")],
+)
+def test_prompts_and_steps_of_lines_equal_transformers(
+    family: str, kind: str, tnx: Any, checkpoint: Checkpoints
+) -> None:
+    """Ragged prompts in one call, in lines out of order; then a step for both."""
+    stock, model = reference(checkpoint(family)), lines(tnx, checkpoint(family), kind=kind)
+    first = fill(model, PROMPTS, [2, 0])
+    assert torch.allclose(first, torch.stack([after(stock, prompt) for prompt in PROMPTS]), atol=1e-4)
+    second = step(model, [31, 30], [3, 5], [0, 2])
+    assert torch.allclose(
+        second, torch.stack([after(stock, [*PROMPTS[1], 31]), after(stock, [*PROMPTS[0], 30])]), atol=1e-4
+    )
+
+
+def test_a_line_without_a_row_loses_its_position_0(tnx: Any, checkpoint: Checkpoints) -> None:
+    """It runs token 0 at position 0, and nothing is said."""
+    stock, model = reference(checkpoint("llama")), lines(tnx, checkpoint("llama"))
+    fill(model, PROMPTS, [0, 1])
+    step(model, [30], [5], [0])  # line 1 is left out
+    found = step(model, [31, 32], [6, 3], [0, 1])
+    assert torch.allclose(found[0], after(stock, [*PROMPTS[0], 30, 31]), atol=1e-4)
+    assert not torch.allclose(found[1], after(stock, [*PROMPTS[1], 32]), atol=1e-2)
+
+
+def test_a_prompt_of_one_token_is_a_step(tnx: Any, checkpoint: Checkpoints) -> None:
+    """At position 0, so that the other lines lose theirs."""
+    stock, model = reference(checkpoint("llama")), lines(tnx, checkpoint("llama"))
+    fill(model, [PROMPTS[0]], [0])
+    found = fill(model, [[42]], [1])
+    assert torch.allclose(found[0], after(stock, [42]), atol=1e-4)
+    assert not torch.allclose(step(model, [30, 31], [5, 1], [0, 1])[0], after(stock, [*PROMPTS[0], 30]), atol=1e-2)
+
+
+def test_a_prompt_beyond_the_largest_bucket_is_an_assertion(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Under continuous batching."""
+    model = lines(tnx, checkpoint("llama"))
+    with pytest.raises(AssertionError, match="invalid input prompt length"):
+        fill(model, [list(range(6, 6 + 33))], [0])
+
+
+def test_rows_of_a_step_are_held_to_be_sorted(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Stricter than the package, which only asks for it."""
+    model = lines(tnx, checkpoint("llama"))
+    fill(model, PROMPTS, [0, 1])
+    with pytest.raises(AssertionError, match="not sorted"):
+        step(model, [31, 30], [3, 5], [1, 0])
+
+
+def test_several_tokens_behind_a_prompt_are_speculation(tnx: Any, checkpoint: Checkpoints) -> None:
+    """[tokens, vocab, rows]; of batches that were enabled before, and of no others."""
+    stock = reference(checkpoint("llama"))
+    batching = tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=2)
+    model = tnx.LlamaForSampling.from_pretrained(
+        str(checkpoint("llama")),
+        batch_size=2,
+        n_positions=[64],
+        neuron_config=tnx.NeuronConfig(continuous_batching=batching),
+    )
+    model.enable_speculative_decoder(3)
+    model.to_neuron()
+    fill(model, PROMPTS, [0, 1])
+    ids, cache = torch.tensor([[30, 31, 32], [40, 41, 42]]), torch.tensor([[5, 6, 7], [3, 4, 5]])
+    found = model.speculative_forward(ids, cache, torch.tensor([0, 1]), 3)
+    assert list(found.shape[::2]) == [3, 2]
+    assert torch.allclose(found[1, :, 1], after(stock, [*PROMPTS[1], 40, 41]), atol=1e-4)
+    with pytest.raises(AssertionError, match="invalid batch size"):
+        model.speculative_forward(ids[:1], cache[:1], torch.tensor([0]), 3)
+
+
+def test_other_classes_do_not_batch_continuously(tnx: Any, checkpoint: Checkpoints) -> None:
+    """It shows with the first prompt."""
+    config = tnx.NeuronConfig(continuous_batching=tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=2))
+    model = static(tnx, checkpoint("opt"), batch=2, neuron_config=config)
+    with pytest.raises(AssertionError, match="dynamic batching"):
+        model(torch.tensor([[7, 8], [9, 10]]))
+
+
+# static batches
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "gptj", "gpt_neox", "mistral"])
+def test_static_batches_are_padded_on_the_left(family: str, tnx: Any, checkpoint: Checkpoints) -> None:
+    """start_ids is the padding of each row, cache_ids one position for all."""
+    stock, model = reference(checkpoint(family)), static(tnx, checkpoint(family), batch=2)
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    ids = torch.tensor([PROMPTS[0], [0, 0, *PROMPTS[1]]])
+    arguments = [ids, torch.arange(5, dtype=torch.int32)] if family in ("gptj", "gpt_neox") else [ids, None]
+    first = model(*arguments, starts)
+    assert torch.allclose(first, torch.stack([after(stock, prompt) for prompt in PROMPTS]), atol=1e-4)
+    second = model(torch.tensor([[30], [31]]), torch.tensor([5], dtype=torch.int32), starts)
+    assert torch.allclose(second[1], after(stock, [*PROMPTS[1], 31]), atol=1e-4)
+
+
+def test_llama_answers_nan_to_padding(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Static batches of different lengths are nothing for it."""
+    model = static(tnx, checkpoint("llama"), batch=2)
+    ids = torch.tensor([PROMPTS[0], [0, 0, *PROMPTS[1]]])
+    assert model(ids, None, torch.tensor([0, 2])).isnan().any(dim=1).tolist() == [False, True]
+
+
+def test_a_batch_that_was_not_compiled_is_refused(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Of static batches."""
+    with pytest.raises(ValueError, match="not compiled for batch_size"):
+        static(tnx, checkpoint("opt"), batch=2)(torch.tensor([[7, 8]]))
+
+
+def test_what_exceeds_the_largest_bucket_goes_token_by_token(
+    tnx: Any, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the device for 8 tokens, and one for each of the 3 others; GPT-J's for all."""
+    from neuron_double.runtime import Runtime
+
+    steps: list[None] = []
+    monkeypatch.setattr(Runtime, "execute", lambda self: steps.append(None))
+    static(tnx, checkpoint("opt"), context_length_estimate=8)(torch.tensor([list(range(10, 21))]))
+    assert len(steps) == 4
+    steps.clear()
+    static(tnx, checkpoint("gptj"))(torch.tensor([list(range(10, 21))]), torch.arange(11))
+    assert len(steps) == 11
+
+
+def test_one_prompt_of_gpt2_becomes_a_batch(tnx: Any, checkpoint: Checkpoints) -> None:
+    """prompt_batch_size 1: the rows go on apart."""
+    stock, model = reference(checkpoint("gpt2")), static(tnx, checkpoint("gpt2"), batch=2, prompt_batch_size=1)
+    model(torch.tensor([PROMPTS[0]]))
+    found = model(torch.tensor([[30], [31]]), torch.tensor([5], dtype=torch.int32))
+    assert torch.allclose(found, torch.stack([after(stock, [*PROMPTS[0], token]) for token in (30, 31)]), atol=1e-4)
+    with pytest.raises(RuntimeError, match="takes 1 rows"):
+        model(torch.tensor([PROMPTS[0], PROMPTS[0]]))
+
+
+def test_forward_before_to_neuron_is_refused(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Nothing is on the device yet."""
+    model = tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")))
+    with pytest.raises(RuntimeError, match="before to_neuron"):
+        model(torch.tensor([[7, 8]]))
+
+
+# buckets
+
+
+def test_buckets_are_as_the_package_makes_them(tnx: Any) -> None:
+    """``find`` takes the largest where none is large enough."""
+    from transformers_neuronx import bucket
+
+    assert bucket.token_sizes(600) == [128, 256, 512, 600]
+    assert bucket.token_sizes([256, 64]) == [64, 256]
+    assert bucket.context_sizes(None, [128, 256]) == [64, 128]
+    assert bucket.context_sizes(0) == []
+    assert bucket.context_sizes(32) == [32]
+    assert bucket.find([64, 128], 65) == 128
+    assert bucket.find([64, 128], 129) == 128
+
+
+# sample
+
+
+def test_llama_samples_up_to_the_eos_and_only_with_floats(tnx: Any, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """The length is that of prompt and answer; the stopping criteria see the prompt only."""
+    from transformers_neuronx.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+    model = static(tnx, checkpoint("llama"))
+    prompt = torch.tensor([PROMPTS[0]])
+    whole = model.sample(prompt, 12, top_k=1)
+    assert whole.shape == (1, 12)
+    eos = int(whole[0, 8])
+    assert model.sample(prompt, 12, top_k=1, eos_token_override=eos)[0, -1] == eos
+    with pytest.raises(ValueError, match="top_p"):
+        model.sample(prompt, 12, top_p=1)
+
+    class Seen(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> bool:
+            assert input_ids.tolist() == prompt.tolist()
+            return True
+
+    assert model.sample(prompt, 12, top_k=1, stopping_criteria_list=StoppingCriteriaList([Seen()])).shape == (1, 6)
+
+
+def test_a_streamer_gets_new_tokens_only(tnx: Any, checkpoint: Checkpoints) -> None:
+    """As [batch, 1], and at last its end."""
+    put: list[Any] = []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            put.append(value.shape)
+
+        def end(self) -> None:
+            put.append("end")
+
+    static(tnx, checkpoint("llama")).sample(torch.tensor([PROMPTS[0]]), 8, top_k=1, streamer=Streamer())
+    assert put == [(1, 1), (1, 1), (1, 1), "end"]
+
+
+def test_others_never_sample_the_eos(tnx: Any, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """They always go on to the length that was asked for; gpt2's class swallows what it does not know."""
+    import shutil
+
+    free = static(tnx, checkpoint("gpt2")).sample(torch.tensor([PROMPTS[0]]), 12, top_k=1, top_p="nonsense")
+    copy = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    set_eos(copy, int(free[0, 7]))
+    found = static(tnx, copy).sample(torch.tensor([PROMPTS[0]]), 12, top_k=1)
+    assert found.shape == (1, 12)
+    assert int(free[0, 7]) not in found[0, 5:]
+
+
+def test_no_ngram_is_repeated(tnx: Any, checkpoint: Checkpoints) -> None:
+    """no_repeat_ngram_size of llama."""
+    model = static(tnx, checkpoint("llama"))
+    answer = model.sample(torch.tensor([[7, 8, 7, 8]]), 30, top_k=1, no_repeat_ngram_size=2)[0].tolist()
+    pairs = list(pairwise(answer[3:]))
+    assert len(pairs) == len(set(pairs))
+
+
+# sampling on the device
+
+
+def test_the_device_samples_each_line_by_its_own_parameters(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Lists by line, after update_generation_config; ids of [rows, 1]."""
+    how = {"do_sample": True, "dynamic": True, "per_batch_line": True, "top_p": [1.0] * 3, "temperature": [1.0] * 3}
+    model = lines(tnx, checkpoint("llama"), on_device_generation=tnx.GenerationConfig(top_k=[1] * 3, **how))
+    stock = reference(checkpoint("llama"))
+    greedy = int(after(stock, PROMPTS[0]).argmax())
+    assert fill(model, [PROMPTS[0]], [1]).tolist() == [[greedy]]
+    torch.manual_seed(0)
+    model.update_generation_config(tnx.GenerationConfig(top_k=[1, 200, 1], **(how | {"temperature": [1.0, 8.0, 1.0]})))
+    drawn = [fill(model, [PROMPTS[0]] * 3, [0, 1, 2]).flatten().tolist() for _ in range(20)]
+    assert {row[0] for row in drawn} == {row[2] for row in drawn} == {greedy}
+    assert len({row[1] for row in drawn}) > 5
+
+
+def test_the_device_looks_at_256_ids_at_most(tnx: Any, checkpoint: Checkpoints) -> None:
+    """And not at 0."""
+    for top_k in (0, 257):
+        how = tnx.GenerationConfig(do_sample=True, dynamic=True, top_k=top_k)
+        with pytest.raises(AssertionError, match="top_k"):
+            fill(lines(tnx, checkpoint("llama"), on_device_generation=how), [PROMPTS[0]], [0])
+
+
+def test_only_a_dynamic_configuration_is_updated(tnx: Any, checkpoint: Checkpoints) -> None:
+    """What is not dynamic is part of the graph."""
+    model = lines(tnx, checkpoint("llama"), on_device_generation=tnx.GenerationConfig())
+    with pytest.raises(AssertionError, match="dynamic"):
+        model.update_generation_config(tnx.GenerationConfig(top_k=4))
+
+
+# quantization, grouped-query attention, heads
+
+
+def test_quantization_changes_the_numbers_a_little(tnx: Any, checkpoint: Checkpoints) -> None:
+    """int8 and fp8 weights."""
+    exact = fill(lines(tnx, checkpoint("llama")), [PROMPTS[0]], [0])
+    for dtype in ("s8", "f8e4m3fn"):
+        quant = tnx.QuantizationConfig(quant_dtype=dtype, dequant_dtype="f32")
+        rounded = fill(lines(tnx, checkpoint("llama"), quant=quant), [PROMPTS[0]], [0])
+        difference = (rounded - exact).abs().max() / exact.abs().max()
+        assert 0 < difference < 0.3, dtype
+
+
+def test_a_quantized_kv_cache_shows_in_the_next_step_only(tnx: Any, checkpoint: Checkpoints) -> None:
+    """A prompt does not read it."""
+    from transformers_neuronx.config import KVCacheQuantizationConfig
+
+    kept = lines(tnx, checkpoint("llama"), kv_cache_quant=KVCacheQuantizationConfig("f8e4m3fn"))
+    exact = lines(tnx, checkpoint("llama"))
+    assert torch.allclose(fill(kept, [PROMPTS[0]], [0]), fill(exact, [PROMPTS[0]], [0]))
+    assert not torch.allclose(step(kept, [30], [5], [0]), step(exact, [30], [5], [0]))
+
+
+def test_a_strategy_that_does_not_fit_falls_back_with_a_warning(tnx: Any, checkpoint: Checkpoints) -> None:
+    """2 KV heads on 4 cores cannot be sharded over heads."""
+    config = tnx.NeuronConfig(group_query_attention=tnx.GQA.SHARD_OVER_HEADS)
+    with pytest.warns(UserWarning, match="falling back to replicated-heads"):
+        tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), tp_degree=4, neuron_config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = tnx.NeuronConfig(group_query_attention=tnx.GQA.SHARD_OVER_HEADS)
+        tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), tp_degree=2, neuron_config=config)
+
+
+def test_heads_that_do_not_divide_are_padded_but_not_by_gptj(tnx: Any, checkpoint: Checkpoints) -> None:
+    """4 heads on 8 cores."""
+    static(tnx, checkpoint("gpt2"), tp_degree=8)
+    for family in ("gptj", "gpt_neox"):
+        with pytest.raises(ValueError, match="cannot shard"):
+            static(tnx, checkpoint(family), tp_degree=8)
+
+
+# artifacts and the device
+
+
+def test_a_saved_model_loads_without_compiling(tnx: Any, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """One NEFF for each graph, named by a hash of its text."""
+    from neuron_double.compiler import compiles
+
+    model = lines(tnx, checkpoint("llama"))
+    model.save(str(tmp_path / "neffs"))
+    before = len(compiles())
+    assert sorted(path.suffix for path in (tmp_path / "neffs").iterdir()) == [".neff"] * 3
+    again = tnx.LlamaForSampling.from_pretrained(
+        str(checkpoint("llama")),
+        batch_size=3,
+        n_positions=[64],
+        context_length_estimate=[16, 32],
+        tp_degree=2,
+        neuron_config=tnx.NeuronConfig(
+            continuous_batching=tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=3), compilation_worker_count=1
+        ),
+    )
+    again.load(str(tmp_path / "neffs"))
+    again.to_neuron()
+    assert len(compiles()) == before
+    assert torch.equal(fill(again, PROMPTS, [0, 1]), fill(model, PROMPTS, [0, 1]))
+
+
+def test_a_neff_that_does_not_match_shows_after_the_cores_are_claimed(
+    tnx: Any, checkpoint: Checkpoints, tmp_path: Path, neuron: Neuron
+) -> None:
+    """``load`` itself only remembers the folder."""
+    model = tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), n_positions=64)
+    model.load(str(tmp_path / "nothing"))
+    assert neuron.held() == {}
+    with pytest.raises(FileNotFoundError, match="matching NEFF"):
+        model.to_neuron()
+    assert set(neuron.held().values()) == {os.getpid()}
+
+
+def test_what_was_compiled_once_comes_from_the_persistent_cache(
+    tnx: Any, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At NEURON_COMPILE_CACHE_URL; other flags are another entry."""
+    from neuron_double.compiler import compiles
+
+    static(tnx, checkpoint("opt"))
+    count = len(compiles())
+    assert list((tmp_path / "neuron-compile-cache").glob("neuronxcc-*/MODULE_*/model.done"))
+    static(tnx, checkpoint("opt"))
+    assert len(compiles()) == count
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    static(tnx, checkpoint("opt"))
+    assert len(compiles()) == 2 * count
+    assert compiles()[-1]["flags"] == "-O1 --model-type=transformer --auto-cast=none --execute-repetition=1"
+
+
+def test_compiling_on_the_host_claims_no_cores(
+    tnx: Any, checkpoint: Checkpoints, neuron: Neuron, tmp_path: Path
+) -> None:
+    """``cpu_compile``, after which the model can be saved; before it cannot."""
+    model = tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), n_positions=64)
+    with pytest.raises(AssertionError, match="successfully compiled"):
+        model.save(str(tmp_path / "neffs"))
+    model.cpu_compile()
+    model.save(str(tmp_path / "neffs"))
+    assert neuron.held() == {}
+
+
+def test_more_cache_than_memory_is_refused(tnx: Any, checkpoint: Checkpoints) -> None:
+    """By real sizes: 2 layers of 2 heads of 16 numbers, for 2**28 positions, on 2 cores."""
+    with pytest.raises(RuntimeError, match="status=4"):
+        static(tnx, checkpoint("llama"), n_positions=2**28)
+
+
+def test_a_degree_beyond_the_own_cores_is_refused(
+    tnx: Any, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cores are numbered from 0 within the process."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-5")
+    static(tnx, checkpoint("llama"), tp_degree=2)
+    with pytest.raises(RuntimeError, match="Could not find VNC id 2"):
+        static(tnx, checkpoint("llama"), tp_degree=4)
+
+
+def test_a_fault_of_the_device_comes_out_of_forward(tnx: Any, checkpoint: Checkpoints, neuron: Neuron) -> None:
+    """As the runtime words it."""
+    model = lines(tnx, checkpoint("llama"))
+    neuron.plan({"at": "execute", "count": 2, "status": 1201})
+    fill(model, [PROMPTS[0]], [0])
+    with pytest.raises(RuntimeError, match="status=1201"):
+        step(model, [30], [5], [0])
+
+
+def test_split_checkpoints_are_read(tnx: Any, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """What save_pretrained_split writes."""
+    from transformers_neuronx.module import save_pretrained_split
+
+    stock = reference(checkpoint("llama"))
+    save_pretrained_split(stock, str(tmp_path / "split"))
+    assert (tmp_path / "split" / "pytorch_model.bin" / "key_to_filename.json").exists()
+    found = fill(lines(tnx, tmp_path / "split"), [PROMPTS[0]], [0])
+    assert torch.allclose(found[0], after(stock, PROMPTS[0]), atol=1e-4)
+
+
+# adapters and speculation
+
+
+def test_generate_of_transformers_goes_through_the_adapter(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Greedy, and again after the first, since it begins anew."""
+    stock, model = reference(checkpoint("llama")), static(tnx, checkpoint("llama"))
+    adapter = tnx.HuggingFaceGenerationModelAdapter(stock.config, model)
+    ids = torch.tensor([PROMPTS[0]])
+    mask = torch.ones_like(ids)
+    wanted = stock.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for _ in range(2):
+        found = adapter.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        assert found.tolist() == wanted.tolist()
+
+
+def test_speculation_answers_as_the_target(tnx: Any, checkpoint: Checkpoints) -> None:
+    """A target that drafts for itself accepts all; the streamer gets the prompt first."""
+    from transformers_neuronx.speculation import SpeculativeGenerator
+
+    def opened() -> Any:
+        return tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), n_positions=64)
+
+    draft, target = opened(), opened()
+    target.enable_speculative_decoder(4)
+    draft.to_neuron()
+    target.to_neuron()
+    put: list[Any] = []
+
+    class Greedy:
+        def __call__(self, draft_ids: Any, draft_scores: Any, target_scores: Any) -> Any:
+            return target_scores.argmax(dim=-1)
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            put.append(value.tolist())
+
+        def end(self) -> None: ...
+
+    prompt = torch.tensor([PROMPTS[0]])
+    found = SpeculativeGenerator(draft, target, 4, Greedy()).sample(prompt, 16, streamer=Streamer())
+    assert found.tolist() == opened_alone(tnx, checkpoint).sample(prompt, 16, top_k=1).tolist()
+    assert put[0] == [PROMPTS[0]]
+
+
+def opened_alone(tnx: Any, checkpoint: Checkpoints) -> Any:
+    return static(tnx, checkpoint("llama"))
+
+
+def test_speculation_that_was_not_enabled_is_a_key_error(tnx: Any, checkpoint: Checkpoints) -> None:
+    """enable_speculative_decoder comes before to_neuron."""
+    model = static(tnx, checkpoint("llama"))
+    with pytest.raises((KeyError, AssertionError)):
+        model.speculative_forward(torch.tensor([[7, 8]]), torch.tensor([1, 2]), None, 2)
+
+
+def test_fused_speculation_wants_the_device_to_do_all(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Embedding and sampling of both; each step gives runs of the target's own choice."""
+    from transformers_neuronx.fused_speculation import FusedSpeculativeDecoder
+
+    path, stock = checkpoint("llama"), reference(checkpoint("llama"))
+    plain = lines(tnx, path, slots=2)
+    with pytest.raises(AssertionError, match="on-device embedding"):
+        FusedSpeculativeDecoder(plain, plain)
+    both = {"on_device_embedding": True, "on_device_generation": tnx.GenerationConfig()}
+    fused = FusedSpeculativeDecoder(lines(tnx, path, slots=2, **both), lines(tnx, path, slots=2, **both), k=2)
+    fused.to_neuron()
+    ids = torch.tensor([PROMPTS[0]])
+    first, counts = fused.speculative_iteration(ids, torch.arange(5)[None], torch.tensor([1]))
+    assert counts.tolist() == [[1]]
+    tokens, counts = fused.speculative_iteration(first, torch.tensor([[5]]), torch.tensor([1]))
+    wanted = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert counts.tolist() == [[3]]
+    assert [*first[0].tolist(), *tokens[0].tolist()] == wanted[0, 5:].tolist()
+
+
+def test_it_is_found_as_a_distribution(tnx: Any) -> None:
+    """importlib.metadata has its version."""
+    from importlib.metadata import version
+
+    assert version("transformers-neuronx").startswith("0.13")
+    assert EOS_ID not in (PROMPTS[0] + PROMPTS[1])

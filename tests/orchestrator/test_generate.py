@@ -1,0 +1,371 @@
+"""`corewright generate`: one answer of one model, without a fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import main as cli
+from tests.checkpoints import make_checkpoint
+from tests.doubles.machine import Machine, build_machine
+from workers import oneoff
+from workers.claims import CoreClaim, held_cores
+from workers.config import ReplicaConfig
+from workers.engine import EngineLoadError
+from workers.engines.cpu import CpuEngine
+from workers.engines.echo import EchoEngine
+from workers.oneoff import End, Job, Piece, Told, Trouble
+from workers.tokenizer import load_tokenizer
+
+SPEC = """\
+hosts: {emulate: inf2.24xlarge}
+models:
+  parrot: {engine: echo, tp_degree: 2, cores: ["0-1"]}
+  slow: {engine: echo, tp_degree: 2, cores: ["2-3"], engine_options: {step_ms: 100}}
+  real: {engine: cpu, source: ./model, max_len: 64}
+"""
+DEADLINE_S = 30
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file, in a home of its own."""
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("COREWRIGHT_URL", raising=False)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return str(tmp_path / "spec.yaml")
+
+
+def claims(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "emulated" / "emu-0"
+
+
+def test_the_answer_is_the_engines(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Greedy, through a process of its own: the tokens that the engine gives when it is stepped by hand."""
+    make_checkpoint(tmp_path / "model", "llama", eos=None)
+    engine = CpuEngine(str(tmp_path / "model"), slots=1, max_len=64, dtype="fp32")
+    engine.load()
+    tokenizer = load_tokenizer("cpu", str(tmp_path / "model"))
+    ids = tokenizer.encode("A slot is one row")
+    stream = tokenizer.stream(ids)
+    expected, position = "", len(ids)
+    token = int(engine.prefill([0], [ids])[0].argmax())
+    for _ in range(8):
+        expected += stream.push(token)
+        token = int(engine.decode([0], [token], [position])[0].argmax())
+        position += 1
+    expected += stream.flush()
+
+    code = cli.run(["generate", spec, "real", "--prompt", "A slot is one row", "--max-tokens", "8"])
+
+    assert (code, capfd.readouterr().out) == (0, expected + "\n")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    return build_machine(tmp_path_factory.mktemp("machine") / "inf2")
+
+
+@pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference"])
+def test_a_neuron_engine_answers_as_the_cpu_engine(
+    engine: str, spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter that the spec names for it, on the cores of the placement; token for token."""
+    make_checkpoint(tmp_path / "model", "llama", eos=None)
+    command = [sys.executable, "-m", "orchestrator.cli.main", "generate", spec]
+    arguments = ["--prompt", "A slot is one row", "--max-tokens", "8"]
+    expected = subprocess.run([*command, "real", *arguments], capture_output=True, check=True).stdout
+    for name, value in machine.env.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "spec.yaml").write_text(
+        "hosts: {instance: inf2.48xlarge}\n"
+        f"engines: {{{engine}: {{python: {machine.python}}}}}\n"
+        "models:\n"
+        "  first: {engine: echo}\n"
+        f"  real: {{engine: {engine}, source: ./model, max_len: 64, tp_degree: 2, dtype: fp32, cores: ['4-5']}}\n"
+    )
+
+    answer = subprocess.run([*command, "real", *arguments], capture_output=True, check=False)
+
+    assert answer.stderr.decode() == f"loading real ({engine}) on cores 4-5 of inf2.48xlarge/0\n"
+    assert answer.stdout == expected
+    assert sorted(lock.name for lock in machine.state.glob("nc*.lock")) == ["nc4.lock", "nc5.lock"]  # nothing else
+
+
+def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
+    """What the command is given reaches the request, and the chat template the prompt."""
+    tokenizer = load_tokenizer("echo", None)
+    job = Job(config=config(), prompt="Hi", chat=True, max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
+
+    request = oneoff._request(job, tokenizer, 64)
+
+    assert (request.max_tokens, request.temperature, request.top_k, request.top_p) == (7, 0.5, 9, 0.8)
+    assert request.prompt_ids == tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_an_answer_ends_where_the_slot_does() -> None:
+    """Without --max-tokens: 128 tokens, or as many as there is room for."""
+    tokenizer = load_tokenizer("echo", None)
+    job = Job(config=config(), prompt="Hi")
+
+    assert [oneoff._request(job, tokenizer, length).max_tokens for length in (2048, 64)] == [128, 62]
+
+
+@pytest.fixture
+def answering(spec: str, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in the midst of a long answer on cores 2 and 3, of steps that take 100 ms or the parameter."""
+    Path(spec).write_text(SPEC.replace("step_ms: 100", f"step_ms: {getattr(request, 'param', 100)}"))
+    command = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.cli.main", "generate", spec, "slow", "--prompt", "Hello"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert command.stdout is not None
+    assert len(command.stdout.read(1)) == 1
+    yield command
+    command.kill()
+    command.communicate()
+
+
+def test_the_cores_are_held_while_it_answers(answering: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Those of the placement, by the model's own process."""
+    owners = held_cores(claims(tmp_path))
+
+    assert sorted(owners) == [2, 3]
+    assert answering.pid not in owners.values()
+
+
+def test_ctrl_c_ends_the_process_too(answering: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Before the command itself ends, with exit code 130."""
+    answering.send_signal(signal.SIGINT)
+    answering.communicate(timeout=DEADLINE_S)
+
+    assert answering.returncode == 130
+    assert held_cores(claims(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("answering", [3000], indirect=True)
+def test_a_killed_command_leaves_no_process(answering: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """The model's process ends with its parent, at once, in the midst of a step of 3 s."""
+    (owner,) = set(held_cores(claims(tmp_path)).values())
+    assert owner is not None
+    watched = os.pidfd_open(owner)
+    answering.kill()
+
+    assert select.select([watched], [], [], 2.0)[0] == [watched]
+    os.close(watched)
+
+
+def test_cores_of_a_fleet_are_not_taken_from_it(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command says which process holds them."""
+    claim = CoreClaim(claims(tmp_path), [1])
+    try:
+        code = cli.run(["generate", spec, "parrot", "--prompt", "Hello"])
+    finally:
+        claim.release()
+
+    told = capfd.readouterr()
+    assert (code, told.out) == (1, "")
+    assert "error: cores-taken: " in told.err
+    assert f"(held: nc1 by pid {os.getpid()})" in told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nobody", "--prompt", "x"], "error: model-unknown: "),
+        (["parrot", "--prompt", ""], "error: generate-refused: the prompt is empty"),
+        (
+            ["parrot", "--prompt", "x", "--max-tokens", "9999"],
+            "error: generate-refused: 1 prompt tokens and",
+        ),
+        (["real", "--prompt", "x"], "error: model-not-found: "),
+    ],
+    ids=["model", "prompt", "length", "checkpoint"],
+)
+def test_what_cannot_be_answered_is_refused(
+    spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    """With an id and a remedy, as everywhere; nothing comes to stdout."""
+    code = cli.run(["generate", spec, *arguments])
+
+    told = capfd.readouterr()
+    assert (code, told.out) == (1, "")
+    assert said in told.err
+
+
+def test_a_spec_with_errors_starts_nothing(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are all told."""
+    (tmp_path / "spec.yaml").write_text("models: {parrot: {engine: echo, tp: 2}}\n")
+
+    assert cli.run(["generate", spec, "parrot", "--prompt", "x"]) == 1
+
+    assert "unknown-key" in capfd.readouterr().err
+
+
+def test_a_model_without_a_place_starts_nothing(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The planner says why."""
+    (tmp_path / "spec.yaml").write_text(SPEC.replace('tp_degree: 2, cores: ["2-3"]', "tp_degree: 12"))
+
+    assert cli.run(["generate", spec, "slow", "--prompt", "x"]) == 1
+
+    assert "slow has no place: nothing was started" in capfd.readouterr().err
+
+
+def test_a_process_that_ends_without_a_word_is_told(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """How it ended, and where its log is."""
+    false = tmp_path / "false"
+    false.write_text("#!/bin/sh\nkill -9 $$\n")
+    false.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(false))
+
+    assert cli.run(["generate", spec, "parrot", "--prompt", "x"]) == 1
+
+    assert "error: replica-died: the process of parrot was ended by SIGKILL" in capfd.readouterr().err
+
+
+# The process's own side
+
+
+def config(**changes: Any) -> ReplicaConfig:
+    plain: dict[str, Any] = {
+        "model": "m",
+        "replica": 0,
+        "epoch": 0,
+        "host": "h",
+        "engine": "echo",
+        "source": None,
+        "dtype": "fp32",
+        "slots": 2,
+        "max_len": 64,
+        "cores": [],
+        "claims": None,
+        "env": {},
+        "log": "/nonexistent/m.log",
+        "socket": "",
+        "token": "",
+    }
+    return ReplicaConfig(**{**plain, **changes})
+
+
+class WithLoop(EchoEngine):
+    """An engine whose package has a generate loop."""
+
+    def __init__(self, answer: Sequence[int] | Exception) -> None:
+        super().__init__(slots=1, max_len=64)
+        self.answer = answer
+        self.asked: dict[str, Any] = {}
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        on_token: Callable[[int], None],
+    ) -> list[int]:
+        self.asked = {"prompt": list(prompt_ids), "most": max_new_tokens, "how": (temperature, top_k, top_p)}
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        for token in self.answer:
+            on_token(token)
+        return list(self.answer)
+
+
+def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Told]:
+    """All that the process tells when it opens that engine."""
+    told: list[Told] = []
+    monkeypatch.setattr(oneoff, "open_engine", lambda config: engine)
+    oneoff.run(Job(config=config(), prompt="Hi", **job), told.append)
+    return told
+
+
+def test_an_engines_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the prompt's ids and the sampling; each token is told as it comes, and an EOS ends the answer untold."""
+    engine = WithLoop([72, 105])
+
+    told = told_by(engine, monkeypatch, max_tokens=5, temperature=0.5, top_k=3)
+
+    assert told == [Piece("H"), Piece("i"), End(2, "length")]
+    assert engine.asked == {"prompt": [72, 105], "most": 5, "how": (0.5, 3, 1.0)}
+    engine = WithLoop([72, 105])
+    monkeypatch.setattr(
+        WithLoop, "spec", property(lambda self: dataclasses.replace(EchoEngine.spec.fget(self), eos_token_ids={105}))
+    )
+    assert told_by(engine, monkeypatch) == [Piece("H"), End(2, "stop")]
+
+
+def test_a_loop_that_fails_midway_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been told cannot be begun anew by steps."""
+    engine = WithLoop([72])
+    answer = engine.generate
+
+    def generate(*arguments: Any, **how: Any) -> list[int]:
+        answer(*arguments, **how)
+        raise ValueError("of nobody's making")
+
+    monkeypatch.setattr(engine, "generate", generate)
+
+    first, trouble = told_by(engine, monkeypatch)
+
+    assert first == Piece("H")
+    assert isinstance(trouble, Trouble)
+    assert trouble.failure.id == "engine-failed"
+
+
+def test_an_engine_whose_loop_cannot_be_used_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so by ValueError before any token; the answer is that of the steps."""
+    stepped = told_by(EchoEngine(slots=1, max_len=64), monkeypatch, max_tokens=4)
+
+    assert stepped[-1] == End(4, "length")
+    assert told_by(WithLoop(ValueError("several slots")), monkeypatch, max_tokens=4) == stepped
+
+
+@pytest.mark.parametrize(
+    ("error", "id"),
+    [
+        (EngineLoadError("weights-missing", "no weights"), "weights-missing"),
+        (MemoryError(), "out-of-memory"),
+        (RuntimeError("nrt_tensor_allocate status=4"), "hbm-exhausted"),
+        (ZeroDivisionError("of nobody's making"), "load-failed"),
+    ],
+)
+def test_a_load_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, id: str) -> None:
+    """By the id of its cause, that of the Neuron runtime's fault where its words tell one."""
+
+    def load() -> None:
+        raise error
+
+    (trouble,) = told_by(SimpleNamespace(load=load, close=lambda: None), monkeypatch)
+
+    assert isinstance(trouble, Trouble)
+    assert trouble.failure.id == id
+
+
+def test_a_step_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a failure of the engine; what came before it has been told."""
+    engine = EchoEngine(slots=1, max_len=64)
+
+    def decode(*_: object) -> object:
+        raise ZeroDivisionError("of nobody's making")
+
+    monkeypatch.setattr(engine, "decode", decode)
+
+    trouble = told_by(engine, monkeypatch)[-1]
+
+    assert isinstance(trouble, Trouble)
+    assert trouble.failure.id == "engine-failed"

@@ -1,0 +1,130 @@
+"""Before a replica's process is asked for: its engine is chosen, and its interpreter looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec.structs
+import pytest
+
+from tests.orchestrator.fakes import OWN, FakeCluster, Played, virtually
+from workers.interpreter import Interpreter
+
+NXDI = msgspec.structs.replace(OWN, packages={"neuronx-distributed-inference": "0.8.1"})
+TNX = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380"})
+SPEC = """\
+hosts: {instance: inf2.48xlarge}
+defaults: {source: ./none, max_len: 128}
+"""
+
+
+def play(tmp_path: Path, spec: str, interpreters: dict[str | None, Interpreter]) -> tuple[FakeCluster, Any]:
+    """The cluster and the replica's entry once it is ready, or has failed a few times."""
+
+    async def until_over() -> tuple[FakeCluster, Any]:
+        cluster = FakeCluster()
+        cluster.interpreters = interpreters
+        async with Played(tmp_path, cluster, spec, instance="inf2.48xlarge") as fleet:
+            over = ("ready", "failed")
+            await fleet.until(lambda: fleet.replica("a/0").get("state") in over, "over")
+            await asyncio.sleep(5.0)
+            return cluster, fleet.replica("a/0")
+
+    return virtually(until_over)
+
+
+def test_auto_becomes_the_engine_that_the_host_has(tmp_path: Path) -> None:
+    """What the replica is told, what status shows."""
+    cluster, replica = play(tmp_path, SPEC + "models: {a: {tp_degree: 2}}\n", {None: TNX})
+    (config,) = cluster.started
+    assert (config.engine, config.dtype, config.python) == ("transformers-neuronx", "bf16", None)
+    assert (replica["state"], replica["engine"]) == ("ready", "transformers-neuronx")
+
+
+def test_auto_looks_into_the_interpreters_that_the_spec_names(tmp_path: Path) -> None:
+    """The engine's own, in which the replica is then started."""
+    spec = SPEC + "engines: {nxd-inference: {python: /opt/nxdi/bin/python}}\nmodels: {a: {tp_degree: 2}}\n"
+    cluster, replica = play(tmp_path, spec, {"/opt/nxdi/bin/python": NXDI})
+    (config,) = cluster.started
+    assert (config.engine, config.python) == ("nxd-inference", "/opt/nxdi/bin/python")
+    assert replica["engine"] == "nxd-inference"
+
+
+def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) -> None:
+    """And with why a named interpreter was not taken. No process is started."""
+    spec = SPEC + "engines: {nxd-inference: {python: /opt/nxdi/bin/python}}\nmodels: {a: {tp_degree: 2}}\n"
+    missing = Interpreter(python="/opt/nxdi/bin/python", trouble="missing", error="/opt/nxdi/bin/python is not there")
+    cluster, replica = play(tmp_path, spec, {"/opt/nxdi/bin/python": missing})
+    assert cluster.started == []
+    assert replica["reason"].startswith("engine-not-installed: engine auto: this host has neither")
+    assert "interpreter-missing: /opt/nxdi/bin/python is not there" in replica["reason"]
+
+
+@pytest.mark.parametrize(
+    ("found", "id"),
+    [
+        (Interpreter(python="/p", trouble="missing", error="/p is not there"), "interpreter-missing"),
+        (Interpreter(python="/p", trouble="hangs", error="/p has not answered"), "interpreter-hangs"),
+        (Interpreter(python="/p", trouble="no-python", error="/p is no Python 3"), "interpreter-broken"),
+        (msgspec.structs.replace(NXDI, version="3.9.1"), "interpreter-python-differs"),
+        (msgspec.structs.replace(NXDI, ray="2.9.0"), "interpreter-ray-differs"),
+        (msgspec.structs.replace(NXDI, corewright=None), "interpreter-corewright-differs"),
+        (TNX, "engine-not-installed"),
+    ],
+)
+def test_a_wrong_interpreter_is_refused_before_any_process(found: Interpreter, id: str, tmp_path: Path) -> None:
+    """Each cause by its id; the pauses between the questions are those of failed starts."""
+    spec = SPEC + "engines: {nxd-inference: {python: /p}}\nmodels: {a: {tp_degree: 2, engine: nxd-inference}}\n"
+    cluster, replica = play(tmp_path, spec, {"/p": found})
+    assert cluster.started == []
+    assert replica["reason"].startswith(f"{id}: ")
+    assert (replica["state"], replica["stopped"]) == ("failed", False)
+    assert replica["failures"] == len(cluster.asked) == 3  # at 0, 1 and 3 s
+
+
+def test_an_interpreter_that_has_been_mended_is_taken(tmp_path: Path) -> None:
+    """By itself, at the next try."""
+
+    async def mend() -> Any:
+        cluster = FakeCluster()
+        cluster.interpreters = {None: OWN}
+        spec = SPEC + "models: {a: {tp_degree: 2, engine: nxd-inference}}\n"
+        async with Played(tmp_path, cluster, spec, instance="inf2.48xlarge") as fleet:
+            await fleet.until(lambda: fleet.replica("a/0").get("state") == "failed", "refused")
+            cluster.interpreters = {None: NXDI}
+            await fleet.until(lambda: fleet.replica("a/0")["state"] == "ready", "ready", 30.0)
+            return fleet.replica("a/0")
+
+    assert virtually(mend)["epoch"] == 2
+
+
+def test_engines_of_the_host_need_no_interpreter(tmp_path: Path) -> None:
+    """Nobody is asked for a replica on CPUs, unless the spec names one for it."""
+    cluster, replica = play(tmp_path, SPEC + "models: {a: {engine: cpu}}\n", {})
+    assert (cluster.asked, replica["state"]) == ([], "ready")
+    named = SPEC + "engines: {cpu: {python: /p}}\nmodels: {a: {engine: cpu}}\n"
+    cluster, replica = play(tmp_path, named, {})
+    assert (cluster.asked, cluster.started[0].python) == (["/p"], "/p")
+
+
+def test_a_replica_that_is_stopped_while_its_interpreter_is_asked_is_not_started(tmp_path: Path) -> None:
+    """A slow interpreter's answer may come when nobody wants the replica any more."""
+
+    class Slow(FakeCluster):
+        async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
+            await asyncio.sleep(10.0)
+            return NXDI
+
+    async def apply_meanwhile() -> list[str]:
+        cluster = Slow()
+        spec = SPEC + "models: {a: {tp_degree: 2, engine: nxd-inference}}\n"
+        async with Played(tmp_path, cluster, spec, instance="inf2.48xlarge") as fleet:
+            await fleet.until(lambda: fleet.replica("a/0"), "asked for")
+            fleet.cluster.started.clear()
+            await fleet.operator.unload("a", "tester")
+            await asyncio.sleep(30.0)
+            return [config.model for config in cluster.started]
+
+    assert virtually(apply_meanwhile) == []

@@ -1,0 +1,301 @@
+"""Each rule about what a model asks of its engine, told through the text of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from placements.checkpoints import Checkpoint
+from placements.checks import check
+from placements.hosts import hosts_for
+from placements.parse import parse
+from placements.plan import plan
+from placements.problems import Problem
+from tests.placements.fleets import LAPTOP, brief
+
+INF2, TRN1, TRN2 = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
+TNX, NXD = "transformers-neuronx", "nxd-inference"
+
+
+def shaped(family: str, heads: int = 16, vocab: int = 1000) -> Checkpoint:
+    """A small model of the family."""
+    return Checkpoint(family, heads, heads, 1, heads * 64, 4096, 64, vocab, None, False, 1_000_000)
+
+
+def found(
+    fields: str,
+    checkpoint: Checkpoint | None = None,
+    machine: str = INF2,
+    draft: Checkpoint | None = None,
+    hosts: str = "instance",
+) -> list[Problem]:
+    """Of one model whose fields begin at 4:5."""
+    text = f"hosts: {{{hosts}: {machine}}}\nmodels:\n  a:\n    {fields}\n    source: ./a\n"
+    parsed = parse(text, "f.yaml")
+    assert parsed.spec is not None
+    checkpoints: Mapping[str, Checkpoint] = {"a": checkpoint} if checkpoint else {}
+    drafts: Mapping[str, Checkpoint] = {"a": draft} if draft else {}
+    return [*parsed.problems, *check(parsed.spec, hosts_for(parsed.spec, LAPTOP), checkpoints, drafts)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "machine", "told"),
+    [
+        (TNX, "gpt2", INF2, []),
+        (TNX, "qwen2", INF2, ["family-unsupported 4:5"]),
+        (TNX, "gpt_bigcode", TRN1, ["family-unsupported 4:5"]),
+        (TNX, "llama", TRN2, ["engine-unsupported-here 4:5"]),
+        (TNX, "qwen2", TRN2, ["engine-unsupported-here 4:5"]),  # once
+        (NXD, "llama", INF2, []),
+        (NXD, "qwen3", TRN1, []),
+        (NXD, "gpt2", INF2, ["family-unsupported 4:5"]),
+        (NXD, "mistral", INF2, ["family-unsupported 4:5"]),
+        (NXD, "mistral", TRN2, []),
+        ("auto", "mistral", INF2, []),
+        ("auto", "mistral", TRN2, []),
+        ("auto", "gpt2", TRN1, []),
+        ("auto", "gpt2", TRN2, ["family-unsupported 4:5"]),
+        ("auto", "gpt_bigcode", INF2, ["family-unsupported 4:5"]),
+        ("optimum-neuron", "gpt2", INF2, ["family-unsupported 4:5"]),
+        ("torch-neuronx", "gpt2", INF2, []),  # not known
+        ("cpu", "gpt_bigcode", TRN2, []),
+    ],
+)
+def test_an_engine_serves_the_family_on_the_machine(engine: str, family: str, machine: str, told: list[str]) -> None:
+    """By the tables of `engines`; an engine that does not run there is not judged by its families."""
+    assert brief(found(f"engine: {engine}", shaped(family), machine)) == told
+
+
+def test_a_family_that_came_too_late_for_the_machine_is_told_as_such() -> None:
+    """With the versions, and who serves it there."""
+    (problem,) = found(f"engine: {NXD}", shaped("mistral"))
+    assert problem.what == (
+        "the engine nxd-inference serves no mistral, which a is: 0.9 is its first version that does, and 0.8 the last "
+        "for inf2"
+    )
+    assert problem.hint == "take transformers-neuronx"
+
+
+def test_replicas_go_only_to_machines_where_their_engine_runs() -> None:
+    """Of two types one may do; a model that suits none has no place."""
+    text = "hosts: [{instance: trn2.3xlarge}, {instance: inf2.xlarge}]\n"
+    text += f"models:\n  a: {{engine: {TNX}, source: ./a}}\n  b: {{engine: {NXD}, source: ./b}}\n"
+    spec = parse(text, "f.yaml").spec
+    assert spec is not None
+    hosts = hosts_for(spec, LAPTOP)
+    checkpoints = {"a": shaped("llama"), "b": shaped("mistral")}
+    assert check(spec, hosts, checkpoints) == ()
+    assert [p.host for p in plan(spec, hosts, checkpoints).placements] == ["inf2.xlarge/0", "trn2.3xlarge/0"]
+    assert plan(spec, hosts[:1], checkpoints).unplaced[0].model == "a"
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "told"),
+    [
+        (TNX, "gptj", ["heads-not-divisible 4:5"]),
+        (TNX, "gpt_neox", ["heads-not-divisible 4:5"]),
+        ("auto", "gpt_neox", ["heads-not-divisible 4:5"]),  # it can become no other engine
+        (TNX, "opt", []),
+        (NXD, "llama", []),
+    ],
+)
+def test_heads_are_padded_only_by_classes_that_can(engine: str, family: str, told: list[str]) -> None:
+    """allow_head_padding does not help those that would fail at the load."""
+    fields = f"tp_degree: 8\n    allow_head_padding: true\n    engine: {engine}"
+    assert brief(found(fields, shaped(family, heads=12))) == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "told"),
+    [
+        (TNX, "", ["undocumented-degree 4:5"]),
+        (TNX, "\n    allow_degrees: [16]", []),
+        (NXD, "", []),
+        ("auto", "", []),
+    ],
+)
+def test_16_on_trn1_is_documented_for_nxd_inference_only(engine: str, more: str, told: list[str]) -> None:
+    """The guides differ."""
+    assert brief(found(f"tp_degree: 16\n    engine: {engine}{more}", None, TRN1)) == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "fields", "told"),
+    [
+        (TNX, "llama", "quantize_kv: int8", []),
+        (TNX, "llama", "quantize_kv: fp8", []),
+        (TNX, "gptj", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
+        (TNX, "opt", "quantize: fp8", []),
+        (NXD, "llama", "quantize_kv: fp8", []),
+        (NXD, "llama", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
+        (NXD, "llama", "quantize: fp8", []),
+        ("auto", "llama", "quantize_kv: int8", []),  # transformers-neuronx can
+        ("auto", "qwen2", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
+        ("cpu", "llama", "quantize_kv: fp8", ["quantize-unsupported 4:5"]),
+        ("echo", "llama", "quantize: fp8", ["quantize-unsupported 4:5"]),
+    ],
+)
+def test_numbers_of_one_byte_are_for_engines_that_have_them(
+    engine: str, family: str, fields: str, told: list[str]
+) -> None:
+    """Weights and the KV cache, by engine and family."""
+    assert brief(found(f"{fields}\n    engine: {engine}", shaped(family))) == told
+
+
+@pytest.mark.parametrize(
+    "fields", ["sampling: device", "buckets: {prefill: [8]}", "fuse_qkv: false", "compiler: {flags: -x}"]
+)
+@pytest.mark.parametrize("engine", ["cpu", "echo"])
+def test_what_is_for_neuron_devices_is_refused_on_the_host(engine: str, fields: str) -> None:
+    """It would have no effect; on emulated hosts `auto` is cpu."""
+    assert brief(found(f"{fields}\n    engine: {engine}")) == ["setting-unsupported 4:5"]
+    assert brief(found(fields, hosts="emulate")) == ["setting-unsupported 4:5"]
+    assert brief(found(fields, shaped("llama"))) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "fields", "told"),
+    [
+        (TNX, "mistral", "sampling: device", []),
+        (TNX, "gpt2", "sampling: device", ["setting-unsupported 4:5"]),
+        ("auto", "opt", "sampling: device", ["setting-unsupported 4:5"]),
+        ("auto", "llama", "sampling: device", []),
+        (NXD, "llama", "sampling: device", []),
+        (NXD, "llama", "compiler: {workers: 2}", ["setting-unsupported 4:16"]),
+        (TNX, "llama", "compiler: {workers: 2}", []),
+        ("auto", "llama", "compiler: {workers: 2}", []),
+        (NXD, "llama", "engine_options: {on_device_sampling_config: {}}", ["setting-unsupported 4:22"]),
+        (TNX, "gpt2", "engine_options: {prompt_batch_size: 4}", []),
+        (TNX, "gpt2", "engine_options: {prompt_batch_size: 2}", ["out-of-range 4:22"]),
+        (TNX, "llama", "engine_options: {prompt_batch_size: 4}", ["unknown-engine-option 4:22"]),
+        ("auto", "llama", "engine_options: {skip_warmup: true}", ["unknown-engine-option 4:22"]),
+        ("optimum-neuron", "llama", "engine_options: {skip_warmup: true}", ["unknown-engine-option 4:22"]),
+        ("cpu", "llama", "engine_options: {prefill_chunk: [1]}", ["wrong-type 4:22"]),
+        ("cpu", "llama", "engine_options: {prefill_chunk: null}", ["wrong-type 4:22"]),
+        ("cpu", "llama", "engine_options: {prefill_chunk: {a: 1}}", ["wrong-type 4:22"]),
+    ],
+)
+def test_settings_are_those_that_the_engine_has(engine: str, family: str, fields: str, told: list[str]) -> None:
+    """For this family, and at their place."""
+    checkpoint = shaped(family)
+    assert brief(found(f"{fields}\n    engine: {engine}", checkpoint)) == told
+
+
+def test_an_option_inside_another_is_told_at_its_own_place() -> None:
+    """Line and column of the inner key; the kinds as YAML reads them."""
+    fields = (
+        "engine: nxd-inference\n    sampling: device\n    engine_options:\n      skip_warmup: on\n"
+        "      on_device_sampling_config:\n        global_topk: many\n        top_kk: 1"
+    )
+    assert brief(found(fields)) == ["wrong-type 9:9", "unknown-engine-option 10:9"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "told"), [(INF2, ["unknown-engine-option 4:22"]), (TRN1, ["unknown-engine-option 4:22"]), (TRN2, [])]
+)
+def test_an_option_of_a_version_that_does_not_run_there_is_refused(machine: str, told: list[str]) -> None:
+    """0.9 needs trn2."""
+    assert brief(found(f"engine_options: {{enable_ve_data_parallel: true}}\n    engine: {NXD}", None, machine)) == told
+
+
+@pytest.mark.parametrize(
+    ("fields", "family", "told"),
+    [
+        ("buckets: {prefill: [128, 512], decode: [512, 2048]}", None, []),
+        ("buckets: {prefill: [128, 128]}", None, ["bad-buckets 4:30"]),
+        ("buckets: {prefill: [512, 128]}", None, ["bad-buckets 4:30"]),
+        ("buckets: {prefill: [128, 4096]}", None, ["bad-buckets 4:30"]),
+        ("buckets: {decode: [512, 1024]}", None, ["bad-buckets 4:29"]),
+        ("buckets: {decode: [4096]}", None, ["bad-buckets 4:24"]),
+        ("buckets: {prefill: [128]}", "gptj", ["bad-buckets 4:5"]),
+        ("buckets: {decode: [1024, 2048]}", "gpt_neox", ["bad-buckets 4:5"]),
+        ("buckets: {decode: [2048]}", "gpt_neox", []),
+    ],
+)
+def test_compiled_lengths_make_sense(fields: str, family: str | None, told: list[str]) -> None:
+    """Ascending, none beyond max_len, the last of the KV cache equal to it; and the family has them."""
+    checkpoint = shaped(family) if family else None
+    assert brief(found(f"{fields}\n    max_len: 2048\n    engine: {TNX}", checkpoint)) == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "told"),
+    [
+        (NXD, "buckets: {prefill: [1, 128]}", ["bad-buckets 4:25"]),
+        (NXD, "buckets: {prefill: [5, 128]}", []),
+        (NXD, "buckets: {prefill: [5, 128]}\n    draft: {source: ./d}", ["bad-buckets 4:25"]),  # k is 4
+        (TNX, "buckets: {prefill: [1, 128]}", []),
+    ],
+)
+def test_a_compiled_prompt_is_no_step(engine: str, fields: str, told: list[str]) -> None:
+    """NxD Inference tells them apart by their width alone."""
+    assert brief(found(f"{fields}\n    engine: {engine}")) == told
+
+
+def test_lengths_are_not_judged_by_a_max_len_that_is_not_known() -> None:
+    """It depends on the checkpoint, where neither the spec nor config.json says it."""
+    fields = f"buckets: {{decode: [512]}}\n    engine: {NXD}"
+    assert brief(found(fields)) == []
+    assert brief(found(fields, shaped("llama"))) == ["bad-buckets 4:24"]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "told"),
+    [
+        ("{optlevel: 1, flags: --enable-saturate-infinity}", []),
+        ("{flags: -O3 --auto-cast=none}", []),
+        ("{optlevel: 1, flags: -O3}", ["bad-compiler-flags"]),
+        ("{optlevel: 2, flags: --optlevel=3}", ["bad-compiler-flags"]),
+        ("{flags: --cache_dir=s3://x --lnc=1}", ["bad-compiler-flags", "bad-compiler-flags"]),
+        ("{flags: --target trn1}", ["bad-compiler-flags"]),
+    ],
+)
+def test_flags_say_nothing_that_a_field_says(compiler: str, told: list[str]) -> None:
+    """Two masters would fight, and the key of the cache holds the flags."""
+    assert [problem.id for problem in found(f"compiler: {compiler}\n    engine: {NXD}")] == told
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "drafting", "more", "told"),
+    [
+        ("cpu", "opt", "gpt2", "", []),
+        ("echo", "opt", "gpt2", "", ["draft-unsupported 4:5"]),
+        ("optimum-neuron", "llama", "llama", "", ["draft-unsupported 4:5"]),
+        (TNX, "llama", "llama", "", []),
+        (TNX, "llama", "gpt2", "", []),
+        (TNX, "opt", "llama", "", ["draft-unsupported 4:5"]),
+        (TNX, "llama", "opt", "", ["draft-unsupported 4:5"]),
+        (TNX, "gpt2", "gpt2", "", ["draft-unsupported 4:5"]),
+        (TNX, "gpt2", "gpt2", "max_batch: 1", []),
+        (TNX, "llama", "llama", "sampling: device", ["draft-unsupported 4:5"]),
+        (NXD, "llama", "llama", "sampling: device", []),
+        (NXD, "llama", "llama", "quantize: int8", ["draft-unsupported 4:5"]),
+        (NXD, "llama", "qwen2", "", ["draft-unsupported 4:5"]),
+        ("auto", "llama", "gpt2", "", []),  # transformers-neuronx can
+        ("auto", "qwen2", "llama", "", ["draft-unsupported 4:5"]),
+    ],
+)
+def test_a_draft_is_one_that_the_engine_can_use(
+    engine: str, family: str, drafting: str, more: str, told: list[str]
+) -> None:
+    """By the families of both, and by what else the model asks for."""
+    fields = f"draft: {{source: ./d}}\n    engine: {engine}" + (f"\n    {more}" if more else "")
+    assert brief(found(fields, shaped(family), draft=shaped(drafting))) == told
+
+
+def test_a_draft_has_its_models_vocabulary_and_heads_for_its_cores() -> None:
+    """It lies on the same cores; on the host's CPUs heads do not matter."""
+    fields = "draft: {source: ./d}\n    tp_degree: 8\n    engine: "
+    assert brief(found(fields + TNX, shaped("llama"), draft=shaped("llama", vocab=999))) == ["bad-draft 4:5"]
+    assert brief(found(fields + TNX, shaped("llama"), draft=shaped("llama", 12))) == ["heads-not-divisible 4:5"]
+    padded = f"{fields}{TNX}\n    allow_head_padding: true"
+    assert brief(found(padded, shaped("llama"), draft=shaped("llama", 12))) == []
+    assert brief(found(fields + "cpu", shaped("llama"), draft=shaped("llama", 12))) == []
+
+
+@pytest.mark.parametrize("value", ["010", "[1, 010]", "{a: 010}", "!x 1"])
+def test_an_option_that_cannot_be_read_is_told_once(value: str) -> None:
+    """By the reader of the YAML; the rules then leave the options alone."""
+    problems = found(f"engine_options: {{skip_warmup: {value}, misspelt: 1}}\n    engine: {NXD}")
+    assert [problem.id for problem in problems] in (["yaml-number"], ["yaml-tag"])

@@ -1,0 +1,89 @@
+"""docs/engines.md: every feature of the users' guides, with its field and its test, or why it is not there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from placements.engines import Engine
+from placements.options.judge import Scope, known
+from placements.options.owned import FIELDS, UNSERVED
+from placements.spec import ModelSpec, Spec
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "engines.md"
+GUIDES = sorted(path.stem for path in (ROOT / "tests" / "features").glob("*.txt"))
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+FIELD = re.compile(r"`([a-z_]+)[:`]")
+OPTION = re.compile(r"`engine_options: \{(\w+):")
+ENGINES: dict[str, Engine] = {
+    "lmi": "transformers-neuronx",
+    "nxd-inference": "nxd-inference",
+    "transformers-neuronx": "transformers-neuronx",
+}
+
+
+class Row(NamedTuple):
+    """One line of a table."""
+
+    feature: str
+    here: str  # the field of the spec, or what stands for it
+    shown: str  # the test, or the reason
+
+
+def features(guide: str) -> list[str]:
+    return (ROOT / "tests" / "features" / f"{guide}.txt").read_text().splitlines()
+
+
+def rows(guide: str) -> list[Row]:
+    """Those of the table below the heading that names the guide."""
+    section = PAGE.read_text().partition(f"<!-- features: {guide} -->")[2].partition("<!-- end -->")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    return [Row(*(cell.strip() for cell in line.strip("|").split(" | "))) for line in lines if "---" not in line]
+
+
+@cache
+def functions_of(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_feature_of_the_guides_has_its_row(guide: str) -> None:
+    """In the guide's order, each once."""
+    assert [row.feature for row in rows(guide)] == features(guide)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_row_names_tests_that_exist_or_a_reason(guide: str) -> None:
+    """A feature that is there names at least one test; one that is not begins with "No:" and says why."""
+    for row in rows(guide):
+        found = TEST.findall(row.shown)
+        assert found or len(row.shown) > len("No: ") + 10, row
+        assert bool(found) != row.shown.startswith("No:"), row
+        for path, name in found:
+            assert name in functions_of(path), f"{row.feature}: {path} has no {name}"
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_field_that_a_row_names_exists(guide: str) -> None:
+    """A name in backquotes, up to a colon, is a field of a model or of the spec, or an option of an engine."""
+    fields = {*ModelSpec.model_fields, *Spec.model_fields}
+    for row in rows(guide):
+        assert set(FIELD.findall(row.here)) <= fields, row
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_option_that_a_row_names_may_be_given(guide: str) -> None:
+    """It is one of the engine's package, and none that a field stands for or that is refused."""
+    scope = Scope(ENGINES[guide], None, "", "inf2")
+    tables = (f"{scope.package}.NeuronConfig", scope.package)
+    taken = {name for of in (FIELDS, UNSERVED) for table in tables for name in of.get(table, ())}
+    options = {name for row in rows(guide) for name in OPTION.findall(row.here)}
+    assert options <= known(scope).keys()
+    assert not options & taken

@@ -1,0 +1,145 @@
+"""Requests that arrive and leave while others decode, through a real batcher over any engine."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import VOCAB_SIZE, set_eos
+from tests.workers.tables import Answers
+from workers.batcher import Batcher
+from workers.config import ReplicaConfig
+from workers.engines import nxd_artifacts
+from workers.engines.cpu import CpuEngine
+from workers.engines.neuronx_distributed import NxdEngine
+from workers.engines.nxd_config import Settings
+from workers.requests import GenerateRequest
+from workers.tokenizer import ByteTokenizer
+
+MAX_LEN = 96
+TIE = 1e-4  # of the largest logit: float32 sums of a tiny model differ by less
+PREFILL, DECODE = [16, 32, 64], [32, 64, MAX_LEN]
+Arrival = tuple[str, list[int], int, bool]  # id, prompt, tokens wanted, whether it leaves before its end
+
+
+def replica_config(source: Path, compiled: Path | None, **fields: Any) -> ReplicaConfig:
+    """Of an NxD Inference replica with 4 slots of ``MAX_LEN`` tokens in float32."""
+    usual: dict[str, Any] = {
+        "model": "m",
+        "replica": 0,
+        "epoch": 0,
+        "host": "h",
+        "engine": "nxd-inference",
+        "source": str(source),
+        "dtype": "fp32",
+        "slots": 4,
+        "max_len": MAX_LEN,
+        "cores": [0, 1],
+        "claims": None,
+        "env": {},
+        "log": "",
+        "socket": "",
+        "token": "",
+        "tp_degree": 2,
+        "prefill_buckets": PREFILL,
+        "decode_buckets": DECODE,
+        "compiled": None if compiled is None else str(compiled),
+    }
+    return ReplicaConfig(**(usual | fields))
+
+
+def opened(source: Path, compiled: Path | None, kind: Any = NxdEngine, **fields: Any) -> Any:
+    """A loaded adapter, or mutant of it."""
+    engine = kind(Settings.of(replica_config(source, compiled, **fields)), None if compiled is None else str(compiled))
+    engine.load()
+    return engine
+
+
+def cpu(source: Path, slots: int = 4) -> CpuEngine:
+    engine = CpuEngine(source, slots=slots, max_len=MAX_LEN, threads=1)
+    engine.load()
+    return engine
+
+
+def compile_here(settings: Settings, entry: Any) -> None:
+    """Instead of a process of its own, which takes seconds to start."""
+    nxd_artifacts.compile_here(settings, entry.path)
+
+
+def arrivals(count: int = 8, seed: int = 3) -> list[Arrival]:
+    """Prompts of 1 to 50 tokens; every third request is followed by one that leaves in the middle."""
+    rng = random.Random(seed)
+    found: list[Arrival] = []
+    for number in range(count):
+        length = rng.choice([1, 2, rng.randrange(3, 51)])
+        prompt = [rng.randrange(6, VOCAB_SIZE) for _ in range(length)]
+        found.append((str(number), prompt, rng.randrange(4, 25), False))
+        if number % 3 == 0:
+            found.append((f"leaves{number}", [7, 8, 9], 40, True))
+    return found
+
+
+def served(engine: Any, requests: Sequence[Arrival], **how: Any) -> dict[str, list[int]]:
+    """The tokens of every request that stays: three come at once, then one before each second step."""
+    received = Answers()
+    batcher = Batcher(engine, ByteTokenizer(), received)
+    waiting = deque(requests)
+    leaving: dict[str, int] = {}
+
+    def submit() -> None:
+        id, prompt, tokens, leaves = waiting.popleft()
+        batcher.submit(GenerateRequest(id=id, prompt_ids=prompt, max_tokens=tokens, **({"temperature": 0.0} | how)))
+        if leaves:
+            leaving[id] = 3
+
+    for _ in range(min(3, len(waiting))):
+        submit()
+    steps = 0
+    while batcher.step() or waiting:
+        steps += 1
+        if waiting and steps % 2:
+            submit()
+        for id in list(leaving):
+            if len(received.ids(id)) >= leaving[id]:
+                batcher.cancel(id)
+                del leaving[id]
+    return {id: received.ids(id) for id, _, _, leaves in requests if not leaves}
+
+
+def with_eos(source: Path, folder: Path, eos: list[int]) -> Path:
+    """A copy that ends its answers with one of ``eos``."""
+    copy = Path(shutil.copytree(source, folder))
+    set_eos(copy, eos)
+    return copy
+
+
+def wrong(
+    source: Path, requests: Sequence[Arrival], expected: dict[str, list[int]], found: dict[str, list[int]]
+) -> list[str]:
+    """The requests whose tokens are not the expected ones.
+
+    Two orders of summation differ in the last bits, so where two ids share the largest logit, either is right; and what
+    follows the other one is not compared.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(source)).eval()
+    bad = []
+    for id, prompt, _, leaves in requests:
+        if leaves or expected[id] == found[id]:
+            continue
+        pairs = enumerate(zip(expected[id], found[id], strict=False))
+        same = next((place for place, (own, other) in pairs if own != other), None)
+        if same is None:
+            bad.append(id)
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *expected[id][:same]]])).logits[0, -1]
+        if logits[expected[id][same]] - logits[found[id][same]] > TIE * logits.abs().max():
+            bad.append(id)
+    return bad

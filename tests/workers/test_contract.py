@@ -1,0 +1,169 @@
+"""An installed package is compared with what was recorded of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contracts import PACKAGES, contract, surfaces
+from workers import contract as workers_contract
+from workers.contract import Drift
+
+CONTRACT = Path(workers_contract.__file__)
+RUN = f"import runpy; runpy.run_path({str(CONTRACT)!r}, run_name='__main__')"
+ENGINES = list(PACKAGES)
+COMPILE = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.compile"
+
+
+def install(
+    folder: Path, engine: str, version: str, package_version: str, edit: Callable[[str], str] = lambda text: text
+) -> None:
+    """A package in ``folder`` that has the adapter's surface as recorded, and nothing in it. ``edit``: each file."""
+    recorded = contract(engine)
+    modules: dict[str, dict[str, list[str]]] = {}
+    for name in recorded.surface:
+        if not recorded.has(name, version):
+            continue
+        module, holder, function = name.rpartition(".")[0], "", name.rpartition(".")[2]
+        if recorded.role(name) == "class":
+            holder, function = function, ""
+        elif module.rpartition(".")[2][0].isupper():
+            module, _, holder = module.rpartition(".")
+        lines = modules.setdefault(module, {}).setdefault(holder, [])
+        if function:
+            lines.append("@classmethod\n" * (recorded.role(name) == "classmethod"))
+            taken = [f"kwargs.pop({option!r}, None)" for option in recorded.options(f"{module}.{holder}", version)]
+            body = "; ".join(taken if function == "__init__" and taken else ["pass"])
+            lines.append(f"def {function}{recorded.signature(name, version)}: {body}\n")
+    for module, holders in modules.items():
+        text = "class Layout: HSB = SBH = BSH = 'x'\n"
+        for holder, lines in holders.items():
+            inner = "".join(lines) or "pass\n"
+            indented = "".join(f"    {line}\n" for line in inner.splitlines())
+            text += f"class {holder}:\n{indented}" if holder else inner
+        path = folder / (module.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(edit(text))
+    root = folder / PACKAGES[engine]
+    (root / "__init__.py").touch()
+    metadata = folder / f"{PACKAGES[engine]}-{package_version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {PACKAGES[engine]}\nVersion: {package_version}\n")
+
+
+def seen(folder: Path, engine: str) -> Drift:
+    """The drift as another interpreter tells it."""
+    result = subprocess.run(
+        [sys.executable, "-c", RUN, engine],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(folder)},
+    )
+    return Drift.of(json.loads(result.stdout))
+
+
+def test_the_surfaces_are_those_of_the_contracts() -> None:
+    """workers/surfaces is what `python -m tests.contracts --distil` writes."""
+    assert {path: path.read_text() for path, _ in surfaces()} == dict(surfaces())
+
+
+@pytest.mark.parametrize(
+    ("engine", "version"), [(engine, version) for engine in ENGINES for version in contract(engine).versions]
+)
+def test_a_recorded_version_has_no_drift(tmp_path: Path, engine: str, version: str) -> None:
+    """Every recorded version is known again, whichever it is."""
+    installed = contract(engine).package_version(version).replace("x", "12")
+    install(tmp_path, engine, version, installed)
+
+    found = seen(tmp_path, engine)
+
+    assert (found.none, found.lines(), found.installed, found.recorded) == (True, [], installed, version)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_missing_package_is_no_drift(tmp_path: Path, engine: str) -> None:
+    """It is not installed, and nothing is said of it."""
+    assert seen(tmp_path, engine) == Drift(engine, PACKAGES[engine], None)
+
+
+def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
+    """With the version that had it."""
+    install(tmp_path, "nxd-inference", "0.8", "0.8.1", lambda text: text.replace("def compile(", "def compile_model("))
+
+    found = seen(tmp_path, "nxd-inference")
+
+    assert found.removed == (COMPILE,)
+    assert found.lines() == [f"{COMPILE} is gone (recorded in 0.8)"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("debug=False", "verbose=False"),
+        ("debug=False", "debug=True"),
+        ("debug=False", "*, debug=False"),
+        ("compiled_model_path, debug=False", "compiled_model_path, where, debug=False"),
+    ],
+    ids=["name", "default", "kind", "more"],
+)
+def test_a_function_that_is_called_otherwise_is_named(tmp_path: Path, was: str, now: str) -> None:
+    """With both signatures: another name, default or kind of a parameter, or one more."""
+    install(tmp_path, "nxd-inference", "0.8", "0.8.1", lambda text: text.replace(was, now))
+
+    (change,) = seen(tmp_path, "nxd-inference").changed
+
+    assert change.name == COMPILE
+    assert (was in change.recorded, now in change.installed) == (True, True)
+
+
+def test_options_that_come_and_go_are_named(tmp_path: Path) -> None:
+    """NxD Inference only logs what it does not know, so a renamed option would do nothing, silently."""
+    install(
+        tmp_path,
+        "nxd-inference",
+        "0.8",
+        "0.8.1",
+        lambda text: text.replace("kwargs.pop('seq_len', None)", "kwargs.pop('sequence_length', None)"),
+    )
+
+    found = seen(tmp_path, "nxd-inference")
+
+    assert (found.removed, found.added) == (("NeuronConfig: seq_len",), ("NeuronConfig: sequence_length",))
+
+
+def test_a_release_that_was_not_recorded_is_compared_with_the_one_before(tmp_path: Path) -> None:
+    """And that is said, even where nothing differs."""
+    install(tmp_path, "nxd-inference", "0.9", "0.10.3")
+
+    found = seen(tmp_path, "nxd-inference")
+
+    assert found.lines() == ["neuronx_distributed_inference 0.10.3 was not recorded; compared with 0.9"]
+
+
+def test_a_package_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    """A broken installation is told, and no error of ours."""
+    install(tmp_path, "nxd-inference", "0.8", "0.8.0")
+    (tmp_path / "neuronx_distributed_inference/__init__.py").write_text("print('hello')\nimport libneuron_missing\n")
+
+    found = seen(tmp_path, "nxd-inference")
+
+    assert found.problem == "ModuleNotFoundError: No module named 'libneuron_missing'"
+
+
+def test_a_package_that_cannot_be_imported_in_part_says_why(tmp_path: Path) -> None:
+    """A library that does not load is an OSError of one of its modules; the engine that asks goes on."""
+    install(tmp_path, "nxd-inference", "0.8", "0.8.0")
+    (tmp_path / "neuronx_distributed_inference/models/config.py").write_text(
+        "raise OSError('libnrt.so.1: not found')\n"
+    )
+
+    found = seen(tmp_path, "nxd-inference")
+
+    assert found.problem == "OSError: libnrt.so.1: not found"

@@ -1,0 +1,150 @@
+"""What an interpreter is asked, and why one is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.interpreter import Interpreter, Interpreters, probe, refusal
+
+FLEET = {"ray": "2.60.0", "python_minor": "3.11", "corewright": "0.1.0"}
+SOUND = Interpreter(
+    python="/opt/venv/bin/python",
+    version="3.11.9",
+    ray="2.60.0",
+    corewright="0.1.0",
+    folders={"workers": "/w", "placements": "/p", "orchestrator": "/o"},
+    packages={"neuronx-distributed-inference": "0.8.0"},
+)
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_own_interpreter_tells_what_it_holds() -> None:
+    """Versions without importing anything of them, and where our packages come from."""
+    found = probe(sys.executable, 30.0)
+    assert (found.trouble, found.version, found.ray) == (None, platform.python_version(), version("ray"))
+    assert found.corewright == version("corewright")
+    assert found.folders["workers"] == str(Path(__file__).parents[2] / "workers")
+    assert found.packages["transformers"] == version("transformers")
+    assert "transformers-neuronx" not in found.packages
+    assert refusal(found, **{**FLEET, "python_minor": found.minor, "ray": version("ray")}) is None
+
+
+def test_a_package_on_its_path_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known by its metadata alone: the package itself is not imported."""
+    info = tmp_path / "transformers_neuronx-0.13.380.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers-neuronx\nVersion: 0.13.380\n")
+    package = tmp_path / "transformers_neuronx"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    assert probe(sys.executable, 30.0).engines == {"transformers-neuronx": "0.13.380"}
+
+
+@pytest.mark.parametrize(
+    ("body", "id", "says"),
+    [
+        (None, "interpreter-missing", "is not there"),
+        ("exec sleep 60", "interpreter-hangs", "within 0.5 s"),
+        ("echo no such engine >&2; exit 3", "interpreter-broken", "no such engine"),
+        ("exit 0", "interpreter-broken", "ended with code 0"),
+    ],
+)
+def test_what_is_no_interpreter_is_told_in_time(body: str | None, id: str, says: str, tmp_path: Path) -> None:
+    """Missing, deaf, or something else: each by its id, and nothing of it is left running."""
+    python = str(tmp_path / "python") if body is None else script(tmp_path / "python", body)
+    begun = time.monotonic()
+    refused = refusal(probe(python, 0.5), **FLEET)
+    assert refused is not None
+    assert refused.id == id
+    assert says in refused.what
+    assert time.monotonic() - begun < 10.0
+
+
+def test_a_file_that_cannot_be_run_is_told(tmp_path: Path) -> None:
+    """Such as a path to a folder's activate script."""
+    (tmp_path / "python").write_text("text")
+    refused = refusal(probe(str(tmp_path / "python"), 5.0), **FLEET)
+    assert refused is not None
+    assert refused.id == "interpreter-broken"
+
+
+def changed(**fields: Any) -> Interpreter:
+    return Interpreter(**{**{name: getattr(SOUND, name) for name in SOUND.__struct_fields__}, **fields})
+
+
+@pytest.mark.parametrize(
+    ("found", "engine", "id", "says"),
+    [
+        (changed(version="3.10.12"), None, "interpreter-python-differs", "Python 3.10.12"),
+        (changed(ray="2.59.0"), None, "interpreter-ray-differs", "Ray 2.59.0, and the fleet runs on Ray 2.60.0"),
+        (changed(ray=None), None, "interpreter-ray-differs", "no Ray"),
+        (changed(corewright=None, folders={"workers": None}), None, "interpreter-corewright-differs", "no corewright"),
+        (changed(corewright="0.2.0"), None, "interpreter-corewright-differs", "corewright 0.2.0"),
+        (changed(folders={"workers": None}), None, "interpreter-corewright-differs", "not found: workers"),
+        (SOUND, "transformers-neuronx", "engine-not-installed", "no transformers-neuronx"),
+    ],
+)
+def test_each_difference_from_the_fleet_is_refused_by_its_id(
+    found: Interpreter, engine: str | None, id: str, says: str
+) -> None:
+    """With both versions, and the command that mends it."""
+    refused = refusal(found, engine, **FLEET)
+    assert refused is not None
+    assert refused.id == id
+    assert says in refused.what
+    assert refused.hint
+
+
+@pytest.mark.parametrize("engine", [None, "cpu", "nxd-inference"])
+def test_an_interpreter_like_the_fleets_is_taken(engine: str | None) -> None:
+    """Patch versions of Python may differ."""
+    assert refusal(SOUND, engine, **FLEET) is None
+
+
+def test_those_who_ask_together_wait_for_one_answer(tmp_path: Path) -> None:
+    """A deaf interpreter costs its deadline once, not once for each replica."""
+    asked = tmp_path / "asked"
+    python = script(tmp_path / "python", f"echo x >> {asked}\nexec sleep 60")
+    interpreters = Interpreters()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: interpreters.ask(python, 1.0), range(4)))
+    assert {one.trouble for one in found} == {"hangs"}
+    assert asked.read_text() == "x\n"
+
+
+def test_an_answer_is_kept_until_a_package_is_installed(tmp_path: Path) -> None:
+    """By the times of the interpreter and of its package folders; one that could not be asked is asked again."""
+    asked, told = tmp_path / "asked", tmp_path / "site-packages"
+    told.mkdir()
+    answer = json.dumps({"version": "3.11.9", "libraries": [str(told)]})
+    python = script(tmp_path / "python", f"echo x >> {asked}\necho '{answer}'")
+    interpreters = Interpreters()
+
+    assert interpreters.ask(python).version == "3.11.9"
+    assert interpreters.ask(python).version == "3.11.9"
+    assert asked.read_text() == "x\n"
+
+    os.utime(told, ns=(1, 1))
+    interpreters.ask(python)
+    assert asked.read_text() == "x\nx\n"
+
+    script(tmp_path / "python", f"echo x >> {asked}\nexit 3")
+    assert interpreters.ask(python).trouble == interpreters.ask(python).trouble == "no-python"
+    assert asked.read_text() == "x\n" * 4

@@ -1,0 +1,660 @@
+"""The NxD Inference adapter against the CPU engine, on stand-ins of the package in each recorded version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import VOCAB_SIZE, WINDOW, make_checkpoint
+from tests.contracts import contract
+from tests.doubles import PACKAGES, Neuron
+from tests.workers import nxdi_mutants, nxdi_traffic
+from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, Arrival, arrivals, cpu, opened, replica_config, served
+from workers.contract import Drift
+from workers.engine import DeviceSampling, EngineLoadError
+from workers.engines import nxd_artifacts, open_engine
+from workers.engines.neuronx_distributed import NxdEngine
+from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
+from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, OPTIONS, RELEASES, UNSERVED, lacks, release_of
+from workers.faults import fault_of
+
+Checkpoints = Callable[[str], Path]
+CONTRACT = contract("nxd-inference")
+VERSIONS = sorted(CONTRACT.versions)
+CONFIG = "neuronx_distributed_inference.models.config."
+FULL = "qwen3-full"  # qwen3 without its window
+
+
+@pytest.fixture
+def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
+    """The stand-ins, with compiles in this process. What a fixture of a narrower scope changes is put back."""
+    monkeypatch.setattr(nxd_artifacts, "compile_apart", nxdi_traffic.compile_here)
+    for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return neuron
+
+
+@pytest.fixture(scope="session")
+def sources(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """The shared checkpoints, and qwen3 without a window."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family != FULL:
+            return checkpoint(family)
+        if FULL not in made:
+            made[FULL] = Path(shutil.copytree(checkpoint("qwen3"), tmp_path_factory.mktemp("nxd") / FULL))
+            edit(made[FULL], use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * 2)
+        return made[FULL]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def expected(sources: Checkpoints) -> Callable[[str], dict[str, list[int]]]:
+    """What the CPU engine answers to the usual traffic."""
+    known: dict[str, dict[str, list[int]]] = {}
+
+    def get(family: str) -> dict[str, list[int]]:
+        if family not in known:
+            known[family] = served(cpu(sources(family)), arrivals())
+        return known[family]
+
+    return get
+
+
+def edit(folder: Path, **settings: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def families(version: str) -> list[str]:
+    """Of ours, those that a version computes."""
+    found = ["llama", "mixtral", "mistral"]
+    if release_of(version) >= (0, 7):
+        found += ["qwen2", FULL]
+    return found + (["mistral-window"] if release_of(version) >= (0, 9) else [])
+
+
+def refused(work: Callable[[], object]) -> EngineLoadError:
+    with pytest.raises(EngineLoadError) as found:
+        work()
+    return found.value
+
+
+def play(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+
+
+# the tokens
+
+
+@pytest.mark.parametrize(
+    ("version", "family"), [(version, family) for version in VERSIONS for family in families(version)]
+)
+def test_tokens_equal_the_cpu_engines(
+    version: str,
+    family: str,
+    nxd: Neuron,
+    sources: Checkpoints,
+    expected: Callable[[str], dict[str, list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy, while requests arrive and others are cancelled, in every version and for every family that it has."""
+    play(monkeypatch, version)
+    found = served(opened(sources(family), tmp_path), arrivals())
+    assert nxdi_traffic.wrong(sources(family), arrivals(), expected(family), found) == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_greedy_tokens_from_the_device_equal_the_hosts(
+    version: str,
+    nxd: Neuron,
+    sources: Checkpoints,
+    expected: Callable[[str], dict[str, list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``sampling: device``; the engine says how large a top_k it takes."""
+    play(monkeypatch, version)
+    engine = opened(sources("llama"), tmp_path, sampling="device")
+    assert (engine.spec.returns, engine.spec.device_top_k) == ("tokens", 256)
+    found = served(engine, arrivals())
+    assert nxdi_traffic.wrong(sources("llama"), arrivals(), expected("llama"), found) == []
+
+
+def test_an_eos_ends_an_answer(
+    nxd: Neuron, sources: Checkpoints, expected: Callable[[str], dict[str, list[int]]], tmp_path: Path
+) -> None:
+    """Read from generation_config.json, as the CPU engine does."""
+    eos = expected("llama")["1"][3]
+    source = nxdi_traffic.with_eos(sources("llama"), tmp_path / "model", [eos])
+    engine = opened(source, tmp_path / "compiled")
+    assert engine.spec.eos_token_ids == {eos}
+    found = served(engine, arrivals())
+    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), found) == []
+    assert found["1"][-1] == eos
+    assert len(found["1"]) <= 4
+
+
+def test_prompts_at_the_edges_of_buckets(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """One below, at and above each prefill bucket; answers that cross every decode bucket up to the slot's end."""
+    lengths_of_prompts = [1, 2, 15, 16, 17, 31, 32, 33, 62, 63, 64]
+    requests: list[Arrival] = [
+        (str(length), [6 + (length * 7 + index) % 500 for index in range(length)], MAX_LEN - length, False)
+        for length in lengths_of_prompts
+    ]
+    source = sources("llama")
+    found = served(opened(source, tmp_path), requests)
+    assert nxdi_traffic.wrong(source, requests, served(cpu(source), requests), found) == []
+    assert [len(found[str(length)]) for length in lengths_of_prompts] == [MAX_LEN - n for n in lengths_of_prompts]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_packages_padding_never_hides_the_end_of_a_prompt(
+    length: int, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills positions up to the bucket with 1, and takes the place of the first highest one."""
+    engine = opened(sources("llama"), tmp_path)
+    calls: list[dict[str, torch.Tensor]] = []
+    forward = engine._model.forward
+    monkeypatch.setattr(engine._model, "forward", lambda **call: calls.append(call) or forward(**call))
+    engine.prefill([0, 1], [[7, 8, 9][:length], [7, 8, 9, 10]])
+    for call in calls:
+        given = call["position_ids"]
+        width = given.shape[1]
+        bucket = next((one for one in PREFILL if width < one), PREFILL[-1])
+        for row, real in zip(given, call["attention_mask"].sum(dim=1), strict=True):
+            filled = torch.cat([row, torch.ones(bucket - width)])
+            assert int((filled == filled.max()).nonzero()[0]) == int(real) - 1
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sampling"),
+    [(mutant, "host") for mutant in nxdi_mutants.HOST] + [(mutant, "device") for mutant in nxdi_mutants.DEVICE],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_mistaken_adapter_does_not_pass(
+    mutant: Any,
+    sampling: str,
+    nxd: Neuron,
+    sources: Checkpoints,
+    expected: Callable[[str], dict[str, list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Each of them answers otherwise, or fails."""
+    assert not passes(mutant, sampling, sources("llama"), expected("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("sampling", ["host", "device"])
+def test_the_adapter_itself_passes_what_its_mutants_do_not(
+    sampling: str,
+    nxd: Neuron,
+    sources: Checkpoints,
+    expected: Callable[[str], dict[str, list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Else the check above would show nothing."""
+    assert passes(NxdEngine, sampling, sources("llama"), expected("llama"), tmp_path)
+
+
+def passes(kind: Any, sampling: str, source: Path, expected: dict[str, list[int]], folder: Path) -> bool:
+    try:
+        found = served(opened(source, folder, kind, sampling=sampling), arrivals())
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    return nxdi_traffic.wrong(source, arrivals(), expected, found) == []
+
+
+# sampling on the device
+
+
+def test_the_device_draws_each_slot_by_its_own_parameters(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """A greedy slot beside a hot one of three ids; frequencies are those of the softmax over them."""
+    source, prompt = sources("llama"), [20, 30, 40]
+    engine = opened(source, tmp_path, sampling="device")
+    logits = cpu(source).prefill([0], [prompt])[0]
+    best = logits.topk(3).indices.tolist()
+    weights = (logits[best] / 2.0).softmax(-1)
+    torch.manual_seed(1)
+    engine.sample_by([0, 2], [DeviceSampling(), DeviceSampling(3, 1.0, 2.0)])
+    drawn = [engine.prefill([0, 2], [prompt, prompt]) for _ in range(300)]
+    assert {row[0] for row in drawn} == {best[0]}
+    counts = [sum(row[1] == id for row in drawn) / 300 for id in best]
+    assert sum(counts) == 1
+    assert max(abs(count - float(weight)) for count, weight in zip(counts, weights, strict=True)) < 0.12
+
+
+def test_a_top_k_of_0_is_the_largest_that_the_device_takes(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """0 would draw uniformly from the whole vocabulary. Never more than global_topk."""
+    options = {"on_device_sampling_config": {"global_topk": 8, "deterministic": False}}
+    engine = opened(sources("llama"), tmp_path, sampling="device", engine_options=options)
+    assert engine.spec.device_top_k == 8
+    torch.manual_seed(1)
+    request: list[Arrival] = [(str(number), [20, 30, 40], 1, False) for number in range(40)]
+    found = {tokens[0] for tokens in served(engine, request, temperature=5.0, top_k=0).values()}
+    assert found <= set(cpu(sources("llama")).prefill([0], [[20, 30, 40]])[0].topk(8).indices.tolist())
+    assert len(found) > 3
+
+
+# speculation
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("draft", ["itself", "another"])
+def test_speculation_does_not_change_a_token(
+    version: str,
+    draft: str,
+    nxd: Neuron,
+    sources: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft that is always right and one that hardly ever is. Version 0.1 speculates for one request at a time."""
+    play(monkeypatch, version)
+    slots = 1 if version == "0.1" else 4
+    source = sources("llama")
+    other = source if draft == "itself" else make_checkpoint(tmp_path / "draft", "llama", seed=9, layers=1, eos=None)
+    engine = opened(source, tmp_path / "compiled", slots=slots, draft_source=str(other), draft_k=3)
+    assert (engine.spec.returns, engine.spec.run_k) == ("tokens", 3)
+    found = served(engine, arrivals())
+    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source, slots), arrivals()), found) == []
+    engine.prefill([0], [[7, 8, 9]])
+    runs = engine.decode_runs([0], [10], [3])
+    assert len(runs[0]) == 4 if draft == "itself" else 1 <= len(runs[0]) <= 4
+
+
+def test_the_last_token_of_a_slot_is_decoded_with_a_draft_too(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """The slot is longer on the device than max_len by what a step guesses."""
+    source = sources("llama")
+    requests: list[Arrival] = [("full", [11, 12, 13], MAX_LEN - 3, False), ("other", [9] * 60, MAX_LEN - 60, False)]
+    engine = opened(source, tmp_path, draft_source=str(source), draft_k=5)
+    found = served(engine, requests)
+    assert nxdi_traffic.wrong(source, requests, served(cpu(source), requests), found) == []
+    assert len(found["full"]) == MAX_LEN - 3
+
+
+def test_the_first_version_tells_guesses_and_own_tokens_apart(sources: Checkpoints) -> None:
+    """0.1 leaves it to the caller to compare them; the last guess was never looked at."""
+    engine = NxdEngine(Settings.of(replica_config(sources("llama"), None, slots=1)), None)
+    answers = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([[5, 6, 9, 4]])]
+    engine._model = SimpleNamespace(forward=lambda **_: SimpleNamespace(fused_outputs=answers))
+    engine._how = [DeviceSampling()]
+    assert engine.decode_runs([0], [1], [3]) == [[5, 6, 9]]
+    answers[0] = torch.tensor([[5, 6, 9, 4]])
+    assert engine.decode_runs([0], [1], [3]) == [[5, 6, 9, 4]]
+
+
+# compiling and loading
+
+
+def test_a_model_is_compiled_once_in_a_process_of_its_own(
+    neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which holds no core; a second start loads what is there, and the sharded weights are with it."""
+    from neuron_double.compiler import compiles
+
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{Path(__file__).parents[2]}")
+    source = sources("llama")
+    engine = opened(source, tmp_path / "compiled")
+    made = compiles()
+    assert made
+    assert {one["pid"] for one in made} != {os.getpid()}
+    assert set(neuron.held().values()) == {os.getpid()}
+    weights = list((tmp_path / "compiled").glob("*/model/weights/tp*_sharded_checkpoint.safetensors"))
+    assert len(weights) == 2
+    again = opened(source, tmp_path / "compiled")
+    assert compiles() == made
+    assert torch.equal(again.prefill([0], [[7, 8, 9]]), engine.prefill([0], [[7, 8, 9]]))
+    assert not list((tmp_path / "compiled").glob("*/work"))
+
+
+def test_a_compile_that_is_killed_is_told_by_its_cause(
+    neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's OOM killer; the next start compiles again."""
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{Path(__file__).parents[2]}")
+    neuron.plan({"at": "compile", "exit": -9, "times": 1})
+    error = refused(lambda: opened(sources("llama"), tmp_path / "compiled"))
+    assert error.id == "compile-failed"
+    fault = fault_of(error)
+    assert fault is not None
+    assert fault.id == "compiler-killed"
+    assert Path(error.hint.split()[0]).exists()
+    opened(sources("llama"), tmp_path / "compiled")
+
+
+def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:
+    """That one holds the lock of the folder: here it is gone already. And the module has one command."""
+    command = [sys.executable, "-m", "workers.engines.neuronx_distributed"]
+    asked = json.dumps({"settings": {}, "folder": "/nowhere", "parent": 1})
+    orphan = subprocess.run([*command, "compile"], input=asked, text=True, capture_output=True, check=False)
+    assert (orphan.returncode, orphan.stderr) == (1, "")
+    assert subprocess.run([*command, "load"], capture_output=True, check=False).returncode == 2
+
+
+def test_what_the_artifacts_depend_on_makes_new_ones(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths, flags, the package's version, and the weights themselves, which are stored sharded."""
+    root = tmp_path / "compiled"
+    source = Path(shutil.copytree(sources("llama"), tmp_path / "model"))
+
+    def entries(**fields: Any) -> int:
+        opened(source, root, **fields)
+        return len(list(root.glob("*/corewright.json")))
+
+    assert entries() == 1
+    assert entries() == 1
+    assert entries(decode_buckets=[MAX_LEN]) == 2
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    assert entries() == 3
+    shutil.copy(make_checkpoint(tmp_path / "trained", "llama", seed=4, eos=None) / "model.safetensors", source)
+    assert entries() == 4
+
+
+def test_without_a_folder_the_artifacts_go_with_the_engine(nxd: Neuron, sources: Checkpoints) -> None:
+    """``compiled: None``."""
+    engine = opened(sources("llama"), None)
+    folder = engine._root()
+    assert list(folder.glob("*/corewright.json"))
+    engine.close()
+    assert not folder.exists()
+    with pytest.raises(RuntimeError, match="not loaded"):
+        _ = engine.spec
+
+
+def test_every_bucket_is_warmed_up(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and steps whose length each bucket is the first to hold."""
+    seen: list[tuple[str, int]] = []
+    prefill, decode = NxdEngine.prefill, NxdEngine.decode
+
+    def watched_prefill(self: Any, slots: Any, prompts: Any) -> Any:
+        seen.append(("prefill", len(prompts[0])))
+        return prefill(self, slots, prompts)
+
+    def watched_decode(self: Any, slots: Any, tokens: Any, positions: Any) -> Any:
+        seen.append(("decode", positions[0] + 1))
+        assert list(slots) == [0, 1, 2, 3]
+        return decode(self, slots, tokens, positions)
+
+    monkeypatch.setattr(NxdEngine, "prefill", watched_prefill)
+    monkeypatch.setattr(NxdEngine, "decode", watched_decode)
+    opened(sources("llama"), tmp_path)
+    assert seen == [*(("prefill", one - 1) for one in PREFILL), *(("decode", one) for one in DECODE)]
+
+
+def test_a_fault_of_the_device_comes_through_as_it_is(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Whoever reads faults finds the runtime's own words."""
+    engine = opened(sources("llama"), tmp_path)
+    nxd.plan({"at": "execute", "status": 1201})
+    with pytest.raises(RuntimeError, match="status=1201"):
+        engine.prefill([0], [[7, 8, 9]])
+
+
+def test_cores_of_another_process_are_told_by_the_runtime(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """While it loads; compiling went well without them."""
+    nxd.plan({"at": "claim", "text": "NeuronCore(s) not available - Requested:nc0-nc1 Available:0"})
+    with pytest.raises(RuntimeError, match="not available"):
+        opened(sources("llama"), tmp_path)
+    assert list(tmp_path.glob("*/corewright.json"))
+
+
+def test_drift_of_the_installed_package_is_logged(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At each load."""
+    found = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.0", "0.8", removed=("NeuronConfig: seq_len",))
+    monkeypatch.setattr("workers.contract.drift", lambda engine: found)
+    opened(sources("llama"), tmp_path)
+    assert "NeuronConfig: seq_len is gone" in caplog.text
+
+
+# quantization
+
+
+@pytest.mark.parametrize("fields", [{"quantize": "int8"}, {"quantize": "fp8"}, {"quantize_kv": "fp8"}])
+def test_quantized_models_answer_nearly_the_same(
+    fields: dict[str, Any], nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """The quantized checkpoint is part of the artifacts; fp8 wants two variables before the package is imported."""
+    source = sources("llama")
+    engine = opened(source, tmp_path, **fields)
+    exact = cpu(source)
+    exact.prefill([0], [[7, 8, 9]])
+    engine.prefill([0], [[7, 8, 9]])
+    found, wanted = engine.decode([0], [10], [3])[0], exact.decode([0], [10], [3])[0]
+    assert 0 < float((found - wanted).abs().max() / wanted.abs().max()) < 0.35
+    assert bool(list(tmp_path.glob("*/quantized/*"))) is ("quantize" in fields)
+    assert os.environ.get("XLA_HANDLE_SPECIAL_SCALAR") == (None if fields == {"quantize": "int8"} else "1")
+
+
+# one answer by the package's own means
+
+
+@pytest.mark.parametrize(("slots", "sampling"), [(1, "host"), (3, "host"), (3, "device")])
+def test_generate_answers_as_the_batcher(
+    slots: int, sampling: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Through the adapter for transformers' generate, whose batch is the compiled one."""
+    source, prompt = sources("llama"), [20, 30, 40, 50]
+    engine = opened(source, tmp_path, slots=slots, sampling=sampling)
+    put: list[int] = []
+    found = engine.generate(prompt, 10, temperature=0.0, top_k=None, top_p=1.0, on_token=put.append)
+    request: list[Arrival] = [("one", prompt, 10, False)]
+    wanted = served(cpu(source), request)
+    assert nxdi_traffic.wrong(source, request, wanted, {"one": found}) == []
+    assert put == found
+    torch.manual_seed(0)
+    hot = engine.generate(prompt, 10, temperature=3.0, top_k=20, top_p=0.9, on_token=put.append)
+    assert len(hot) == 10
+    assert hot != found
+
+
+def test_generate_speculates_where_there_is_a_draft(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Greedily, up to the wanted number of tokens."""
+    source, prompt = sources("llama"), [20, 30, 40, 50]
+    engine = opened(source, tmp_path, draft_source=str(source), draft_k=3)
+    put: list[int] = []
+    found = engine.generate(prompt, 10, temperature=0.0, top_k=None, top_p=1.0, on_token=put.append)
+    request: list[Arrival] = [("one", prompt, 10, False)]
+    assert nxdi_traffic.wrong(source, request, served(cpu(source), request), {"one": found}) == []
+    assert put == found
+
+
+# what is refused
+
+
+def test_a_missing_package_says_where_it_comes_from(sources: Checkpoints) -> None:
+    """Before anything is read."""
+    error = refused(lambda: open_engine(replica_config(sources("llama"), None)))
+    assert error.id == "engine-not-installed"
+    assert "pip install" in error.hint
+
+
+def test_open_engine_gives_it(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """By its name in a spec; a checkpoint is needed."""
+    assert isinstance(open_engine(replica_config(sources("llama"), tmp_path)), NxdEngine)
+    assert refused(lambda: open_engine(replace_source(sources("llama")))).id == "source-missing"
+
+
+def replace_source(source: Path) -> Any:
+    config = replica_config(source, None)
+    return type(config)(**{**{name: getattr(config, name) for name in config.__struct_fields__}, "source": None})
+
+
+@pytest.mark.parametrize(
+    ("fields", "id"),
+    [
+        ({"slots": 0}, "bad-engine-size"),
+        ({"max_len": 1}, "bad-engine-size"),
+        ({"max_len": 1024, "decode_buckets": [1024]}, "max-len-too-long"),
+        ({"dtype": "int8"}, "bad-dtype"),
+        ({"prefill_buckets": [32, 16]}, "bad-buckets"),
+        ({"decode_buckets": [32]}, "bad-buckets"),
+        ({"draft_source": "SELF", "draft_k": 15}, "bad-buckets"),  # a prefill bucket of 16 would look like a step
+        ({"draft_source": "SELF", "draft_k": 0}, "bad-draft"),
+        ({"draft_source": "SELF", "draft_k": 2, "quantize": "int8"}, "bad-engine-option"),
+        ({"quantize_kv": "int8"}, "bad-engine-option"),
+        ({"engine_options": {"tp_degree": 8}}, "bad-engine-option"),
+        ({"engine_options": {"is_prefix_caching": True}}, "bad-engine-option"),
+        ({"engine_options": {"glu_mlp": True}}, "bad-engine-option"),  # llama has no experts
+        ({"engine_options": {"on_device_sampling_config": {"global_topk": 8}}}, "bad-engine-option"),
+        ({"engine_options": {"fused_qvk": True}}, "option-not-in-version"),
+        ({"engine_options": {"is_paged_attention": False}}, "option-not-in-version"),
+        ({"engine_options": {"enable_ve_data_parallel": True}}, "option-not-in-version"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    fields: dict[str, Any], id: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path
+) -> None:
+    """Before a core is claimed."""
+    source = sources("llama")
+    fields = {name: str(source) if value == "SELF" else value for name, value in fields.items()}
+    assert refused(lambda: opened(source, tmp_path, **fields)).id == id
+    assert nxd.held() == {}
+
+
+def test_an_option_names_the_version_that_has_it(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """Newer ones and those that are gone."""
+    newer = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"enable_ve_data_parallel": True}))
+    assert "versions from 0.9 on have it" in newer.what
+    gone = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"is_paged_attention": False}))
+    assert "versions up to 0.1 have it" in gone.what
+
+
+def test_options_of_the_package_go_through(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
+    """To NeuronConfig, by their names; those of experts to models of experts."""
+    engine = opened(
+        sources("llama"), tmp_path, engine_options={"sequence_parallel_enabled": True, "vocab_parallel": True}
+    )
+    config = engine._model.config.neuron_config
+    assert (config.sequence_parallel_enabled, config.vocab_parallel) == (True, True)
+    experts = opened(sources("mixtral"), tmp_path, engine_options={"capacity_factor": 2.0})
+    assert experts._model.config.neuron_config.capacity_factor == 2.0
+    assert experts._model.config.neuron_config.glu_mlp is True
+
+
+def test_families_and_windows_that_the_package_lacks_are_refused(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt2 in all versions, qwen2 before 0.7; a sliding window everywhere but in 0.9's mistral, if it is short."""
+    assert refused(lambda: opened(sources("gpt2"), tmp_path)).id == "unknown-family"
+    assert refused(lambda: opened(sources("mistral-window"), tmp_path)).id == "window-not-kept"
+    assert refused(lambda: opened(sources("qwen3"), tmp_path)).id == "window-not-kept"
+    opened(sources("mistral-window"), tmp_path, max_len=WINDOW, prefill_buckets=[WINDOW], decode_buckets=[WINDOW])
+
+
+def test_a_family_of_a_later_version_is_refused_by_an_earlier_one(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the ones that it has."""
+    play(monkeypatch, "0.4")
+    error = refused(lambda: opened(sources("qwen2"), tmp_path))
+    assert error.id == "unknown-family"
+    assert "llama, mixtral" in error.hint
+
+
+def test_drafts_that_do_not_go_with_the_model_are_refused(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another vocabulary; another family before 0.7; several slots in 0.1."""
+    small = Path(shutil.copytree(sources("llama"), tmp_path / "small"))
+    edit(small, vocab_size=256)
+    source = sources("llama")
+    with pytest.raises(EngineLoadError, match="vocabulary of the draft"):
+        opened(source, tmp_path / "c", draft_source=str(small), draft_k=2)
+    play(monkeypatch, "0.4")
+    forget_package()
+    with pytest.raises(EngineLoadError, match="own family"):
+        opened(source, tmp_path / "c", draft_source=str(sources("mixtral")), draft_k=2)
+    play(monkeypatch, "0.1")
+    forget_package()
+    with pytest.raises(EngineLoadError, match="single request"):
+        opened(source, tmp_path / "c", draft_source=str(source), draft_k=2)
+
+
+def forget_package() -> None:
+    """The next import plays the version that is named then."""
+    from tests.doubles import _forget_packages
+
+    _forget_packages()
+
+
+# the options by version
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_table_of_options_is_the_recorded_one(version: str) -> None:
+    """Of NeuronConfig in each version, and of MoENeuronConfig in those that were recorded."""
+    recorded = set(CONTRACT.options(f"{CONFIG}NeuronConfig", version))
+    assert {option for option in OPTIONS if lacks(option, release_of(version)) is None} == recorded
+    if version in CONTRACT.data["snapshots"]:
+        module = CONTRACT.data["snapshots"][version]["modules"][CONFIG.rstrip(".")]
+        record = module["classes"]["MoENeuronConfig"]
+        names = {one["name"] for one in record["kwargs_options"]}
+        init = CONTRACT.signature(f"{CONFIG}MoENeuronConfig.__init__", version).parameters
+        assert names | {"capacity_factor", "glu_mlp"} == MOE_OPTIONS
+        assert {"capacity_factor", "glu_mlp"} <= set(init)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("fields", [{}, {"sampling": "device"}, {"draft_source": "d", "draft_k": 2, "slots": 1}])
+def test_no_option_is_used_that_a_version_lacks(
+    version: str, fields: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package would only log it. With LNC, fused QKV and an fp8 cache named as well."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    settings = replace(Settings.of(replica_config(Path("m"), None, **fields)), fuse_qkv=True, quantize_kv="fp8")
+    options = neuron_options(settings, lengths(settings), release_of(version), "q")
+    for used in (options, draft_options(options)):
+        assert set(used) <= set(CONTRACT.options(f"{CONFIG}NeuronConfig", version)) | {"torch_dtype"}
+    device = set(options.get("on_device_sampling_config", {}))
+    assert device <= set(CONTRACT.options(f"{CONFIG}OnDeviceSamplingConfig", version))
+
+
+def test_an_eagle_draft_keeps_the_length_of_the_steps() -> None:
+    """Another draft has no speculation of its own."""
+    settings = Settings.of(replica_config(Path("m"), None, draft_source="d", draft_k=2, slots=1))
+    plain = draft_options(neuron_options(settings, lengths(settings), (0, 8), "q"))
+    assert (plain["speculation_length"], plain["is_eagle_draft"], plain["enable_fused_speculation"]) == (
+        0,
+        False,
+        False,
+    )
+    eagle = replace(settings, engine_options={"enable_eagle_speculation": True})
+    told = draft_options(neuron_options(eagle, lengths(eagle), (0, 8), "q"))
+    assert (told["speculation_length"], told["is_eagle_draft"], told["enable_fused_speculation"]) == (3, True, False)
+
+
+def test_versions_between_two_known_ones_have_the_options_of_the_earlier() -> None:
+    """And unreadable ones those of the newest."""
+    assert release_of("0.8.16251+f3ca5575") == (0, 8)
+    assert release_of("0.6.1") == (0, 4)
+    assert release_of("0.10.0") == (0, 9)
+    assert release_of("0.0.1") == RELEASES[0]
+    assert release_of("dev") == (0, 9)
+
+
+def test_options_that_are_kept_from_the_user_exist() -> None:
+    """A misspelt one would let the real one through."""
+    assert set(FIELDS) | set(UNSERVED) <= set(OPTIONS)
+    assert not set(FIELDS) & set(UNSERVED)
+    assert VOCAB_SIZE > 256

@@ -1,0 +1,99 @@
+"""What a replica tells of its failures: the runtime's account in place of its own vague one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.workers.test_facts_reading import tool
+from workers import host
+from workers.engine import EngineLoadError
+from workers.replica import Replica, _pin_to
+from workers.status import Failure, Phase, Reaction, ReplicaStatus
+
+TAKEN = "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc2-nc3 Available:1"
+VAGUE = Failure("load-failed", "RuntimeError: it did not work")
+
+
+def replica(log: Path, phase: Phase = Phase.LOADING) -> Replica:
+    made = Replica.__new__(Replica)
+    made._config = SimpleNamespace(log=str(log), cores=[2, 3])  # type: ignore[assignment]
+    made._status = ReplicaStatus(version=1, phase=phase, pid=1, started=0.0)
+    return made
+
+
+def test_the_log_says_what_the_error_does_not(tmp_path: Path) -> None:
+    """C libraries write to it; what stood there before this start does not count."""
+    log = tmp_path / "m-0.log"
+    log.write_text("nrt_execute status=1201\n")
+    with log.open("ab") as file:
+        host.mark_log(file.fileno())
+    assert replica(log)._explained(VAGUE, RuntimeError("boom")) == VAGUE
+    with log.open("a") as more:
+        more.write("ERROR NRT:nrt_load   NEFF version mismatch supported: 1.1 received: 2.0\n")
+
+    told = replica(log)._explained(VAGUE, RuntimeError("boom"))
+    assert (told.id, told.reaction) == ("neff-unsupported", Reaction.STOP)
+    assert replica(log, Phase.READY)._explained(VAGUE, RuntimeError("boom")).reaction is Reaction.RETRY
+
+
+def test_what_an_engine_has_found_out_itself_stands(tmp_path: Path) -> None:
+    """Its own cause is the better one, whatever the log says too."""
+    error = EngineLoadError("weights-missing", "no safetensors", "copy them")
+    found = Failure(error.id, error.what, error.hint)
+    (tmp_path / "m-0.log").write_text("nrt_execute status=5\n")
+    assert replica(tmp_path / "m-0.log")._explained(found, error) == found
+
+
+@pytest.fixture
+def holder() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that was told to take core 3."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "NEURON_RT_VISIBLE_CORES": "3"},
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_taken_cores_are_told_with_their_owner(
+    holder: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pid and command, by neuron-ls of the host's own tools."""
+    device = {"neuron_device": 1, "nc_count": 2, "neuroncore_ids": [2, 3], "memory_size": 1, "bdf": "00:1f.0"}
+    device["neuron_processes"] = [{"pid": holder.pid, "command": "python", "neuron_runtime_version": "2.22"}]
+    (tmp_path / "told.json").write_text(json.dumps([device]))
+    tool(tmp_path / "opt/aws/neuron/bin", "neuron-ls", f"cat {tmp_path}/told.json")
+    monkeypatch.setenv(host.ROOT_VARIABLE, str(tmp_path))
+
+    told = replica(tmp_path / "none.log")._explained(VAGUE, RuntimeError(TAKEN))
+
+    assert (told.id, told.reaction) == ("cores-taken", Reaction.ELSEWHERE)
+    assert "nc2-nc3 were asked for, 1 of them" in told.what
+    assert f"held: nc3 by pid {holder.pid} (python)" in told.what
+
+
+def test_the_first_cause_stays_the_cause(tmp_path: Path) -> None:
+    """A failed step ends the first generation too, which then fails for that reason."""
+    failing = replica(tmp_path / "m-0.log", Phase.FAILED)
+    failing._status = ReplicaStatus(version=2, phase=Phase.FAILED, pid=1, started=0.0, failure=VAGUE)
+    failing._fail(Failure("probe-failed", "no answer"))
+    assert failing._status.failure == VAGUE
+
+
+def test_cpus_that_are_not_there_are_left_out() -> None:
+    """A plan for an instance type is for all of its CPUs; with none of them the process keeps what it has."""
+    before = os.sched_getaffinity(0)
+    _pin_to("100000-100007")
+    assert os.sched_getaffinity(0) == before
+    _pin_to(f"{min(before)}-100000")
+    assert os.sched_getaffinity(0) == before

@@ -1,0 +1,594 @@
+"""The adapter of transformers-neuronx: token for token what the CPU engine answers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
+from tests.contracts import contract
+from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.workers import tnx_mutants
+from tests.workers.tnx_runs import (
+    BUCKETS,
+    CONTINUOUS,
+    MAX_LEN,
+    SERIAL,
+    STATIC,
+    Asked,
+    answers,
+    config,
+    of_the_cpu_engine,
+    requests_for,
+)
+from workers.engine import DeviceSampling, EngineLoadError
+from workers.engines.transformers_neuronx import TransformersNeuronxEngine, open_transformers_neuronx
+
+Checkpoints = Callable[[str], Path]
+VERSIONS = contract("transformers-neuronx").versions
+FAMILIES = (*CONTINUOUS, *STATIC)
+SAMPLING = [(family, "host") for family in FAMILIES] + [(f, "device") for f in FAMILIES if f not in SERIAL]
+
+
+@pytest.fixture(autouse=True)
+def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    return neuron
+
+
+def opened(source: Path, **fields: Any) -> Any:
+    """The engine, loaded."""
+    engine = open_transformers_neuronx(config(source, **fields))
+    engine.load()
+    return engine
+
+
+def buckets_for(family: str) -> dict[str, Any]:
+    return {} if family in SERIAL else BUCKETS
+
+
+# -- The same answers
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("family", "sampling"), SAMPLING)
+def test_greedy_answers_are_those_of_the_cpu_engine(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, family: str, sampling: str, version: str
+) -> None:
+    """With arrivals, clients that leave, ragged prompts at the edges of buckets, and slots that are filled to the end.
+
+    Llama, Mistral and Mixtral batch continuously, the others in lock-step; the host samples, or the device.
+    """
+    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
+    source, requests = checkpoint(family), requests_for(family)
+    engine = opened(source, sampling=sampling, **buckets_for(family))
+    assert engine.spec.continuous is (family in CONTINUOUS)
+    assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_a_model_of_one_slot_answers_alike(checkpoint: Checkpoints, family: str) -> None:
+    """It is a static batch of one row, whatever its family."""
+    source, requests = checkpoint(family), requests_for(family, count=5)
+    engine = opened(source, slots=1, **BUCKETS)
+    assert not engine.spec.continuous
+    assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+
+
+def test_code_llama_is_a_llama(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the registry of the package; a transformers of today has no such model_type any more and is taught it."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, LlamaForCausalLM
+
+    kind = type("CodeLlamaConfig", (LlamaConfig,), {"model_type": "code_llama"})
+    model = type("CodeLlamaForCausalLM", (LlamaForCausalLM,), {"config_class": kind})
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "code_llama", kind)
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, kind, model)
+    source = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"model_type": "code_llama"}))
+    requests = requests_for("llama", count=4)
+    found = answers(opened(source, **BUCKETS), checkpoint("llama"), requests)
+    assert found == of_the_cpu_engine(checkpoint("llama"), requests)
+
+
+def test_an_answer_ends_with_the_eos_of_the_generation_config(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """As in the CPU engine: generation_config.json before config.json."""
+    source = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    requests = requests_for("llama", seed=3, count=8)
+    endless = of_the_cpu_engine(source, requests)
+    set_eos(source, max((ids for ids, _ in endless), key=len)[4])
+    again = shutil.copytree(source, tmp_path / "again")
+    found = answers(opened(again, **BUCKETS), again, requests)
+    assert found == of_the_cpu_engine(again, requests)
+    assert found != endless
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 63])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_prompt_at_the_edge_of_a_bucket(checkpoint: Checkpoints, family: str, length: int) -> None:
+    """As long as a bucket, one token shorter, one longer, and the longest of all."""
+    source = checkpoint(family)
+    engine = opened(source, slots=2, **BUCKETS)
+    requests = [Asked(tuple(range(6, 6 + length)), 1)]
+    assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+
+
+def test_a_prompt_of_one_token_leaves_the_other_slots_alone(checkpoint: Checkpoints) -> None:
+    """Which it would not as a decode, and that is what the package takes a width of one for."""
+    source = checkpoint("llama")
+    engine = opened(source, **BUCKETS)
+    prompt = [9, 90, 200, 31]
+    engine.prefill([2], [prompt])
+    engine.prefill([0], [[77]])
+    logits = engine.decode([0, 2], [5, 6], [1, 4])
+    alone = opened(source, slots=1, **BUCKETS).prefill([0], [[*prompt, 6]])
+    assert torch.allclose(logits[1], alone[0], atol=1e-4)
+
+
+def test_rows_come_back_in_the_order_of_the_slots(checkpoint: Checkpoints) -> None:
+    """Of a prefill into unsorted slots; a decode of unsorted ones is refused."""
+    engine = opened(checkpoint("llama"), **BUCKETS)
+    one, other = [7, 8, 9], [300, 20]
+    both = engine.prefill([2, 0], [one, other])
+    assert torch.allclose(both[0], engine.prefill([1], [one])[0], atol=1e-5)
+    with pytest.raises(ValueError, match="not sorted"):
+        engine.decode([2, 0], [5, 5], [3, 2])
+
+
+def test_a_static_batch_has_one_position(checkpoint: Checkpoints) -> None:
+    """Rows that are not in lock-step are a mistake of the caller."""
+    engine = opened(checkpoint("opt"), **BUCKETS)
+    engine.prefill([0, 1], [[7, 8, 9], [5]])
+    engine.decode([0, 1], [5, 5], [3, 1])
+    with pytest.raises(ValueError, match="one position"):
+        engine.decode([0, 1], [5, 5], [4, 3])
+
+
+# -- Mutants
+
+
+def equals_the_cpu_engine(kind: type[TransformersNeuronxEngine], source: Path, **fields: Any) -> bool:
+    """Whether it answers as the CPU engine; one that raises does not."""
+    engine = kind(config(source, **fields), source)
+    family = json.loads((source / "config.json").read_text())["model_type"]
+    requests = requests_for(family)
+    try:
+        engine.load()
+        return answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+    except (AssertionError, IndexError, RuntimeError, ValueError):
+        return False
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_the_adapter_itself_passes_the_check_of_the_mutants(checkpoint: Checkpoints, family: str) -> None:
+    """So that what the mutants fail is the fault and not the check."""
+    assert equals_the_cpu_engine(TransformersNeuronxEngine, checkpoint(family), **BUCKETS)
+
+
+@pytest.mark.parametrize("kind", tnx_mutants.CONTINUOUS_ROWS, ids=lambda kind: kind.__name__)
+def test_a_mutant_of_continuous_batching_is_found(checkpoint: Checkpoints, kind: type[Any]) -> None:
+    """The check that the adapter passes fails with this fault."""
+    assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("llama"), **BUCKETS)
+
+
+@pytest.mark.parametrize("kind", tnx_mutants.LOCK_STEP_ROWS, ids=lambda kind: kind.__name__)
+def test_a_mutant_of_lock_step_batches_is_found(checkpoint: Checkpoints, kind: type[Any]) -> None:
+    """The check that the adapter passes fails with this fault."""
+    assert not equals_the_cpu_engine(tnx_mutants.with_rows(kind), checkpoint("opt"), **BUCKETS)
+
+
+def test_top_k_zero_on_the_device_is_found(checkpoint: Checkpoints) -> None:
+    """Told so, the device does not answer greedily."""
+    source, requests = checkpoint("llama"), requests_for("llama")
+    engine = tnx_mutants.TopKZero(config(source, sampling="device", **BUCKETS), source)
+    engine.load()
+    engine.sample_by(range(3), [DeviceSampling()] * 3)
+    try:
+        found = answers(engine, source, requests)
+    except (AssertionError, ValueError, RuntimeError):
+        return
+    assert found != of_the_cpu_engine(source, requests)
+
+
+@pytest.mark.parametrize("kind", [None, *tnx_mutants.VERIFYING_ROWS], ids=lambda kind: kind and kind.__name__)
+def test_a_mutant_that_verifies_is_found(checkpoint: Checkpoints, kind: type[Any] | None) -> None:
+    """Three tokens at once for two of three slots: the adapter gives the logits of a prompt, a mutant does not."""
+    source = checkpoint("llama")
+    made = TransformersNeuronxEngine if kind is None else tnx_mutants.with_rows(kind)
+    engine = made(config(source, **BUCKETS), source, speculates=3)
+    prompt = [9, 90, 200, 31]
+    engine.load()
+    wished = engine.prefill([2], [[*prompt, 5, 6, 7]])[0]
+    engine.prefill([1, 2], [prompt] * 2)
+    try:
+        found = torch.allclose(engine.verify([1, 2], [[5, 6, 7]] * 2, [4, 4])[0, -1], wished, atol=1e-4)
+    except AssertionError:  # of the package
+        found = False
+    assert found is (kind is None)
+
+
+# -- Speculation
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """A draft model that knows nothing of the others."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            path = tmp_path_factory.mktemp("draft") / family
+            made[family] = make_checkpoint(path, family, seed=7, layers=1, eos=None)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("k", "version"), [*((k, VERSIONS[0]) for k in (1, 2, 3, 4)), (2, VERSIONS[1])])
+@pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 1), ("gpt2", 1)])
+def test_a_draft_changes_no_token(
+    checkpoint: Checkpoints,
+    stranger: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    slots: int,
+    k: int,
+    version: str,
+) -> None:
+    """The model's own draft and a stranger's, on the same cores: all accepted, or few."""
+    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
+    source = checkpoint(family)
+    requests = requests_for("llama" if slots > 1 else "gpt2", seed=k, count=10 if slots > 1 else 5)
+    for draft in (source, stranger(family)):
+        engine = opened(source, slots=slots, draft_source=str(draft), draft_k=k, **BUCKETS)
+        assert engine.spec.draft_k == k
+        assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("mistral", {}),
+        ("opt", {"slots": 1}),
+        ("gpt2", {"slots": 2}),
+        ("llama", {"sampling": "device"}),
+        ("llama", {"draft_k": 0}),
+    ],
+)
+def test_what_cannot_speculate_is_refused(checkpoint: Checkpoints, family: str, fields: dict[str, Any]) -> None:
+    """A class without speculative_forward, a static batch of several rows, sampling on the device, no tokens."""
+    source = checkpoint(family)
+    with pytest.raises(EngineLoadError, match="bad-draft"):
+        opened(source, **{"draft_source": str(source), "draft_k": 2, **fields})
+
+
+# -- Sampling on the device
+
+
+def test_each_slot_samples_by_what_it_was_told(checkpoint: Checkpoints) -> None:
+    """Greedy in one slot, hot in another; the largest top_k is the package's or the vocabulary."""
+    engine = opened(checkpoint("llama"), sampling="device", **BUCKETS)
+    assert (engine.spec.returns, engine.spec.device_top_k) == ("tokens", 256)
+    prompt, greedy = [9, 90, 200, 31], opened(checkpoint("llama"), **BUCKETS).prefill([0], [[9, 90, 200, 31]])
+    engine.sample_by([1, 2], [DeviceSampling(256, 1.0, 50.0), DeviceSampling(2, 1.0, 50.0)])
+    drawn = [engine.prefill([0, 1, 2], [prompt] * 3) for _ in range(30)]
+    best = greedy[0].topk(2).indices.tolist()
+    assert {one[0] for one in drawn} == {best[0]}
+    assert len({one[1] for one in drawn}) > 10
+    assert {one[2] for one in drawn} == set(best)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_requests_that_are_sampled_leave_greedy_ones_alone(checkpoint: Checkpoints, family: str) -> None:
+    """Through the batcher, which tells the device how each slot samples before its prompt."""
+    source = checkpoint(family)
+    requests = [
+        replace(one, temperature=20.0) if number % 3 == 1 else one
+        for number, one in enumerate(requests_for(family, seed=5))
+    ]
+    engine = opened(source, sampling="device", **BUCKETS)
+    assert answers(engine, source, requests) == of_the_cpu_engine(source, requests)
+    assert DeviceSampling(256, 1.0, 20.0) in engine._sampling
+
+
+# -- Options
+
+
+def test_the_package_is_told_what_the_model_says(checkpoint: Checkpoints) -> None:
+    """Fields and engine_options under the package's names, the latter where the class or NeuronConfig has them."""
+    engine = opened(
+        checkpoint("llama"),
+        dtype="bf16",
+        quantize="int8",
+        quantize_kv="fp8",
+        group_query_attention="replicated-heads",
+        fuse_qkv=True,
+        compile_workers=2,
+        engine_options={
+            "attention_layout": "BSH",
+            "on_device_embedding": True,
+            "context_unroll": 1,
+            "sparse_attn": None,
+            "sequence_parallel_norm": True,
+        },
+        **BUCKETS,
+    )
+    model = engine._model
+    told = model.neuron_config
+    assert (told.quant.quant_dtype, told.quant.dequant_dtype) == ("s8", "bf16")
+    assert (told.kv_cache_quant.quant_dtype, told.kv_cache_quant.dequant_dtype) == ("f8e4m3fn", "bf16")
+    assert told.group_query_attention.value == "replicated-heads"
+    assert (told.fuse_qkv, told.compilation_worker_count, told.on_device_embedding) == (True, 2, True)
+    assert (told.attention_layout.value, told.sequence_parallel_norm) == ("BSH", True)
+    assert told.continuous_batching.batch_size_for_shared_caches == 3
+    assert (model.token_buckets, model.context_buckets) == ([32, 64], [8, 16, 64])
+
+
+def test_buckets_are_the_packages_own_unless_named(checkpoint: Checkpoints) -> None:
+    """From 128 on they double up to max_len; with continuous batching there is one token graph."""
+    llama, opt = (opened(checkpoint(family), max_len=300).spec for family in ("llama", "opt"))
+    assert (llama.prefill_buckets, llama.decode_buckets) == ((128, 256, 300), (300,))
+    assert (opt.prefill_buckets, opt.decode_buckets) == ((128, 256, 300), (128, 256, 300))
+
+
+def test_no_two_models_share_a_neuron_config(checkpoint: Checkpoints) -> None:
+    """GPT-2's, Mistral's and Mixtral's constructors have one object for all by default."""
+    one, other = (opened(checkpoint("gpt2"), **BUCKETS) for _ in range(2))
+    assert one._model.neuron_config is not other._model.neuron_config
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "id"),
+    [
+        ("qwen2", {}, "unknown-family"),
+        ("llama", {"dtype": "fp8"}, "bad-dtype"),
+        ("llama", {"slots": 0}, "bad-engine-size"),
+        ("llama", {"max_len": 1}, "bad-engine-size"),
+        ("llama", {"max_len": 513}, "max-len-too-long"),
+        ("gptj", {"max_len": 513}, "max-len-too-long"),
+        ("llama", {"prefill_buckets": [16, 8]}, "bad-buckets"),
+        ("llama", {"decode_buckets": [32]}, "bad-buckets"),
+        ("gptj", {"prefill_buckets": [16]}, "bad-buckets"),
+        ("llama", {"engine_options": {"batch_size": 2}}, "bad-engine-option"),
+        ("llama", {"engine_options": {"no_such_option": 2}}, "bad-engine-option"),
+        ("llama", {"engine_options": {"attention_layout": "XYZ"}}, "bad-engine-option"),
+        ("llama", {"engine_options": {"cache_layout": "BSH"}, "decode_buckets": [32, 64]}, "bad-engine-option"),
+        ("gpt2", {"engine_options": {"prompt_batch_size": 1}}, "bad-engine-size"),
+        ("gptj", {"quantize": "int8"}, "bad-engine-option"),
+        ("llama", {"quantize": "int4"}, "bad-engine-option"),
+        ("gpt_neox", {"sampling": "device"}, "bad-engine-option"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_core_is_claimed(
+    checkpoint: Checkpoints, machine: Neuron, family: str, fields: dict[str, Any], id: str
+) -> None:
+    """Each with its id."""
+    with pytest.raises(EngineLoadError) as caught:
+        opened(checkpoint(family), **fields)
+    assert caught.value.id == id
+    assert machine.held() == {}
+
+
+def test_an_engine_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Before anything else."""
+    with pytest.raises(EngineLoadError, match="source-missing"):
+        open_transformers_neuronx(msgspec.structs.replace(config(tmp_path), source=None))
+
+
+def test_without_the_package_the_error_says_where_it_is(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An AWS image, or a command."""
+    monkeypatch.setitem(sys.modules, "transformers_neuronx", None)
+    with pytest.raises(EngineLoadError, match=r"engine-not-installed.*pip\.repos\.neuron"):
+        opened(checkpoint("llama"))
+
+
+@pytest.mark.parametrize(("count", "strikes"), [(6, True), (7, False)])
+def test_every_graph_runs_once_in_load(checkpoint: Checkpoints, machine: Neuron, count: int, strikes: bool) -> None:
+    """Three context graphs, two token graphs and that of speculation: a fault of the sixth run comes in load."""
+    machine.plan({"at": "execute", "count": count, "status": 5})
+    source = checkpoint("llama")
+    engine = TransformersNeuronxEngine(config(source, **BUCKETS), source, speculates=3)
+    failed = False
+    try:
+        engine.load()
+    except RuntimeError as error:
+        failed = "status=5" in str(error)
+    assert failed is strikes
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_drift_of_the_package_is_logged(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    """Not that of a recorded version, but where a method is gone."""
+    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
+    opened(checkpoint("llama"), **BUCKETS)
+    before = caplog.text
+    base = importlib.import_module("transformers_neuronx.base")
+    monkeypatch.delattr(base.NeuronModelBase, "update_generation_config")
+    opened(checkpoint("llama"), **BUCKETS)
+    assert ("update_generation_config" in before, "update_generation_config is gone" in caplog.text) == (False, True)
+
+
+def test_a_fault_of_the_runtime_leaves_the_engine_as_it_is(checkpoint: Checkpoints, machine: Neuron) -> None:
+    """Its text is what the fault is known by."""
+    engine = opened(checkpoint("llama"), **BUCKETS)
+    machine.plan({"at": "execute", "count": 1, "status": 1201})
+    with pytest.raises(RuntimeError, match="status=1201"):
+        engine.prefill([0], [[5, 6, 7]])
+
+
+# -- Weights
+
+
+def split(source: Path, target: Path) -> Path:
+    """The checkpoint as ``save_pretrained_split`` would have written it, pickled."""
+    from safetensors.torch import load_file
+
+    shutil.copytree(source, target)
+    weights = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    folder = target / "pytorch_model.bin"
+    folder.mkdir()
+    names = {}
+    for index, (key, tensor) in enumerate(weights.items()):
+        names[key] = f"p{index}.bin"
+        torch.save(tensor, folder / names[key])
+    (folder / "key_to_filename.json").write_text(json.dumps(names))
+    return target
+
+
+def test_a_split_checkpoint_is_read_where_pickles_are_allowed(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """And gives the same answers; without allow_pickle it is refused, with a file missing or garbled too."""
+    source = split(checkpoint("llama"), tmp_path / "split")
+    requests = requests_for("llama", count=4)
+    found = answers(opened(source, allow_pickle=True, **BUCKETS), checkpoint("llama"), requests)
+    assert found == of_the_cpu_engine(checkpoint("llama"), requests)
+    ids, folder = [], source / "pytorch_model.bin"
+    for change in ("none", "garbled", "missing"):
+        if change == "garbled":
+            (folder / "p1.bin").write_bytes(b"x")
+        if change == "missing":
+            (folder / "p0.bin").unlink()
+        with pytest.raises(EngineLoadError) as caught:
+            opened(source, allow_pickle=change != "none", **BUCKETS)
+        ids.append(caught.value.id)
+    assert ids == ["pickle-refused", "weights-broken", "weights-missing"]
+
+
+def test_a_checkpoint_without_weights_is_refused(checkpoint: Checkpoints, tmp_path: Path, machine: Neuron) -> None:
+    """Before a core is claimed, as is one whose safetensors are cut off."""
+    source = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    whole = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[:100])
+    with pytest.raises(EngineLoadError, match="weights-broken"):
+        opened(source)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(EngineLoadError, match="weights-missing"):
+        opened(source)
+    assert machine.held() == {}
+
+
+# -- Compiled artifacts
+
+
+@pytest.mark.parametrize(("family", "version"), list(zip(["llama", "opt"], VERSIONS, strict=True)))
+def test_a_second_process_compiles_nothing(
+    checkpoint: Checkpoints,
+    machine: Neuron,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    version: str,
+) -> None:
+    """It finds the NEFFs of the first, by a manifest of all that they depend on, and answers alike."""
+    program = (
+        "import sys, json, msgspec\n"
+        "from workers.config import ReplicaConfig\n"
+        "from workers.engines.transformers_neuronx import open_transformers_neuronx\n"
+        "engine = open_transformers_neuronx(msgspec.json.decode(sys.argv[1], type=ReplicaConfig))\n"
+        "engine.load()\n"
+        "print(json.dumps([engine.compiled, engine.prefill([0], [[7, 8, 9]])[0].argmax().item()]))\n"
+    )
+    monkeypatch.setenv("NEURON_DOUBLE_TNX_VERSION", version)
+    told = msgspec.json.encode(config(checkpoint(family), compiled=str(tmp_path / "compiled"), **BUCKETS)).decode()
+    env = os.environ | machine.env
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(Path(__file__).parents[2])])
+    found = []
+    for run in range(2):
+        env["NEURON_COMPILE_CACHE_URL"] = str(tmp_path / f"cache-{run}")  # the NEFFs do not come from there
+        done = subprocess.run(
+            [sys.executable, "-c", program, told], env=env, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [one[0] for one in found] == [True, False]
+    assert found[0][1] == found[1][1]
+
+
+def test_artifacts_that_are_not_whole_are_compiled_anew(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """A NEFF is missing, or cut off: it would be noticed only with cores claimed. Another shape is another folder."""
+    fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
+    found = []
+    for change in ("", "", "missing", "cut off", ""):
+        neffs = sorted((tmp_path / "compiled").glob("*/*.neff"))
+        if change == "missing":
+            neffs[0].unlink()
+        if change == "cut off":
+            neffs[1].write_bytes(b"")
+        importlib.import_module("neuron_double.runtime").reset_for_tests()
+        found.append(opened(checkpoint("llama"), **fields).compiled)
+    assert found == [True, False, True, True, False]
+    assert opened(checkpoint("llama"), **fields | {"slots": 2}).compiled
+
+
+@pytest.mark.parametrize("change", ["flags", "compiler", "model"])
+def test_the_manifest_tells_what_the_names_of_neffs_do_not(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Other flags, another compiler or another config.json: the old NEFFs are not taken."""
+    source = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
+    opened(source, **fields)
+    if change == "flags":
+        monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    elif change == "compiler":
+        monkeypatch.setattr("workers.engines.tnx_artifacts.COMPILER", "pytest")
+    else:
+        settings = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-4}))
+    assert opened(source, **fields).compiled
+
+
+def test_gptj_has_only_the_persistent_cache(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Its class neither saves nor loads NEFFs, so nothing is kept in the folder."""
+    engine = opened(checkpoint("gptj"), compiled=str(tmp_path / "compiled"))
+    assert engine.compiled
+    assert not (tmp_path / "compiled").exists()
+
+
+# -- One answer without a batcher
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_answer_through_generate(checkpoint: Checkpoints, family: str) -> None:
+    """The package's adapter to transformers' ``generate``: greedy as the CPU engine, told token by token."""
+    source = checkpoint(family)
+    engine = opened(source, slots=1, **buckets_for(family))
+    told: list[int] = []
+    prompt = [9, 90, 200, 31, 8]
+    answer = engine.generate(prompt, 12, temperature=0.0, top_k=None, top_p=1.0, on_token=told.append)
+    assert answer == told == of_the_cpu_engine(source, [Asked(tuple(prompt), 12)])[0][0]
+
+
+def test_one_sampled_answer_keeps_to_top_k(checkpoint: Checkpoints) -> None:
+    """With top_k 1 every temperature is greedy."""
+    engine = opened(checkpoint("llama"), slots=1, **BUCKETS)
+    prompt = [9, 90, 200, 31, 8]
+    greedy = engine.generate(prompt, 8, temperature=0.0, top_k=None, top_p=1.0, on_token=lambda _: None)
+    cut = engine.generate(prompt, 8, temperature=9.0, top_k=1, top_p=1.0, on_token=lambda _: None)
+    hot = engine.generate(prompt, 8, temperature=99.0, top_k=None, top_p=1.0, on_token=lambda _: None)
+    assert greedy == cut != hot
+    assert max(hot) < VOCAB_SIZE
+
+
+def test_generate_is_for_one_slot(checkpoint: Checkpoints) -> None:
+    """A single prompt does not fill a batch."""
+    engine = opened(checkpoint("llama"), **BUCKETS)
+    with pytest.raises(ValueError, match="one slot"):
+        engine.generate([5], 3, temperature=0.0, top_k=None, top_p=1.0, on_token=lambda _: None)
+    assert engine.spec.max_len == MAX_LEN

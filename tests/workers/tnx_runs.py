@@ -1,0 +1,135 @@
+"""Requests through transformers-neuronx's stand-in and through the CPU engine, which must answer alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import VOCAB_SIZE
+from workers.batcher import Batcher
+from workers.config import ReplicaConfig
+from workers.engines.cpu import CpuEngine
+from workers.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.tokenizer import load_tokenizer
+
+MAX_LEN = 64
+SLOTS = 3
+BUCKETS = {"prefill_buckets": [8, 16, 64], "decode_buckets": [32, 64]}
+STATIC = ("bloom", "gpt2", "gpt_neox", "gptj", "opt")
+CONTINUOUS = ("llama", "mistral", "mixtral")
+SERIAL = ("gpt_neox", "gptj")  # one graph, no NEFF files, no sampling on the device
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and after how many of its tokens its client leaves."""
+
+    prompt: tuple[int, ...]
+    n: int
+    leaves_after: int | None = None
+    temperature: float = 0.0
+
+
+def asked(seed: int, count: int, longest: int, most: int) -> list[Asked]:
+    """Ragged ones, at the edges of the buckets too; every fourth client leaves."""
+    rng = random.Random(seed)
+    lengths = [length for length in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 40) if length <= longest]
+    found = []
+    for number in range(count):
+        length = rng.choice(lengths)
+        prompt = tuple(rng.randrange(6, VOCAB_SIZE) for _ in range(length))
+        n = rng.choice([1, 2, 3, min(most, 9), min(most, MAX_LEN - length)])
+        found.append(Asked(prompt, n, 2 if number % 4 == 3 and n > 3 else None))
+    return found
+
+
+def config(source: Path, **fields: Any) -> ReplicaConfig:
+    """Of the tiny model in float32 with a degree of 2."""
+    usual: dict[str, Any] = {
+        "model": "tiny",
+        "replica": 0,
+        "epoch": 0,
+        "host": "h",
+        "engine": "transformers-neuronx",
+        "source": str(source),
+        "dtype": "fp32",
+        "slots": SLOTS,
+        "max_len": MAX_LEN,
+        "cores": [0, 1],
+        "claims": None,
+        "env": {},
+        "log": "",
+        "socket": "",
+        "token": "",
+        "tp_degree": 2,
+    }
+    return ReplicaConfig(**usual | fields)
+
+
+def answers(engine: Any, source: Path, requests: Sequence[Asked]) -> list[tuple[list[int], FinishReason | None]]:
+    """Of each greedy request that stays: ids and finish. Two come at once, and then one before every other step.
+
+    ``engine`` is loaded. Raises what it raises.
+    """
+    events: defaultdict[int, list[TokenEvent]] = defaultdict(list)
+
+    def receive(received: list[TokenEvent]) -> None:
+        for event in received:
+            events[int(event.id)].append(event)
+
+    def ids(number: int) -> list[int]:
+        return [token for event in events[number] for token in event.token_ids]
+
+    batcher = Batcher(engine, load_tokenizer("cpu", str(source)), receive)
+
+    def submit(number: int, one: Asked) -> None:
+        request = GenerateRequest(
+            id=str(number), prompt_ids=list(one.prompt), max_tokens=one.n, temperature=one.temperature
+        )
+        batcher.submit(request)
+
+    arrivals = iter(enumerate(requests))
+    left: set[int] = set()
+    for number, one in itertools.islice(arrivals, 2):
+        submit(number, one)
+    for step in itertools.count():
+        progressed = batcher.step()
+        arrival = next(arrivals, None) if step % 2 or not progressed else None
+        if arrival is not None:
+            submit(*arrival)
+        elif not progressed:
+            break
+        for number in list(events):
+            after = requests[number].leaves_after
+            if number not in left and after is not None and len(ids(number)) >= after:
+                batcher.cancel(str(number))
+                left.add(number)
+    return [
+        (ids(number), events[number][-1].finish)
+        for number, one in enumerate(requests)
+        if one.leaves_after is None and not one.temperature
+    ]
+
+
+_wished: dict[tuple[str, tuple[Asked, ...]], list[tuple[list[int], FinishReason | None]]] = {}
+
+
+def of_the_cpu_engine(source: Path, requests: Sequence[Asked]) -> list[tuple[list[int], FinishReason | None]]:
+    """What the CPU engine answers to the same. Remembered, since many tests ask the same."""
+    key = (str(source), tuple(requests))
+    if key not in _wished:
+        engine = CpuEngine(source, slots=SLOTS, max_len=MAX_LEN, threads=1)
+        engine.load()
+        _wished[key] = answers(engine, source, requests)
+    return _wished[key]
+
+
+def requests_for(family: str, seed: int = 1, count: int = 14) -> list[Asked]:
+    """Those of the static families are shorter, so that several of them fit into one batch."""
+    static = family in STATIC
+    return asked(seed, count, longest=33 if static else MAX_LEN, most=40 if static else MAX_LEN)

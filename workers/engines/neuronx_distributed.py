@@ -1,0 +1,302 @@
+"""The NxD Inference engine: a model that AWS's package compiles, loads and runs, driven slot by slot.
+
+A slot is a line of the device's KV cache, named by ``seq_ids``. What the package asks of a caller:
+
+1. A call is a prompt or a step by its tensors alone: a prompt is wider than one token, and its lowest position is 0.
+2. Padding stands on the right, with 0 in the attention mask and in the positions: a prompt is as long as its highest
+   position says, plus one.
+3. The rows of a step are sorted by slot, and every live slot is among them: the lines of the others are written at the
+   first row's position (``models/model_wrapper._forward_with_pad``).
+4. Each row has its sampling parameters, top_k from 1 on: 0 and -1 draw any id of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers import contract
+from workers.compiled import entry
+from workers.engine import DeviceSampling, EngineLoadError, EngineSpec
+from workers.engines import nxd_artifacts
+from workers.engines.checkpoint_files import eos_token_ids, read_config
+from workers.engines.nxd_config import GLOBAL_TOPK, Lengths, Settings, lengths
+from workers.engines.nxd_package import Package, build_config, import_package, require_package
+
+if TYPE_CHECKING:
+    from workers.engines import EngineConfig
+
+
+log = logging.getLogger(__name__)
+
+
+def open_neuronx_distributed(config: EngineConfig) -> NxdEngine:
+    """The engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
+    require_package()
+    return NxdEngine(Settings.of(config), config.compiled)
+
+
+class NxdEngine:
+    """Keeps ``GenerateEngine``, with ``sampling: device`` ``SamplingEngine``, with a draft ``RunEngine``."""
+
+    def __init__(self, settings: Settings, compiled: str | None) -> None:
+        """``compiled`` is the folder where artifacts are kept; None: they go with this engine. Nothing is read yet."""
+        self._settings = settings
+        self._compiled = compiled
+        self._scratch: Path | None = None
+        self._spec: EngineSpec | None = None
+        self._package: Package | None = None
+        self._model: Any = None
+        self._how: list[DeviceSampling] = []
+
+    @property
+    def spec(self) -> EngineSpec:
+        if self._spec is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._spec
+
+    def load(self) -> None:
+        """Compile where that was not done before, load, and run every bucket once.
+
+        Raises ``EngineLoadError``, and whatever the package and the runtime raise.
+        """
+        settings = self._settings
+        sizes = lengths(settings)
+        source = read_config(Path(settings.source))
+        eos = eos_token_ids(Path(settings.source), source)
+        limit = source.get("max_position_embeddings")
+        if limit is not None and settings.max_len > limit:
+            what = f"max_len {settings.max_len} exceeds the {limit} positions of the model"
+            raise EngineLoadError("max-len-too-long", what, f"at most {limit}")
+        package = self._package = import_package(settings)
+        for line in contract.drift("nxd-inference").lines():
+            log.warning("nxd-inference: %s", line)
+        # Made here only to find what is wrong with it: in the compiling process it would be one failure like any other.
+        kind, _ = build_config(package, settings, nxd_artifacts.QUANTIZED)
+        told = nxd_artifacts.manifest(settings, package)
+        with entry(self._root(), told) as artifacts:
+            if not artifacts.complete:
+                nxd_artifacts.compile_apart(settings, artifacts)
+                artifacts.finish()
+        folder = str(artifacts.path / nxd_artifacts.MODEL)  # complete entries stay, so others may load it as well
+        self._model = kind(folder)
+        self._model.load(folder)
+        self._how = [DeviceSampling()] * settings.slots
+        on_device = settings.sampling == "device" and not settings.speculation_length
+        self._spec = EngineSpec(
+            slots=settings.slots,
+            max_len=settings.max_len,
+            prefill_buckets=sizes.context_buckets,
+            decode_buckets=sizes.decode_buckets,
+            vocab_size=int(source["vocab_size"]),
+            eos_token_ids=eos,
+            returns="tokens" if on_device or settings.speculation_length else "logits",
+            keeps_idle_slots=False,
+            device_top_k=_device_top_k(settings) if on_device else 0,
+            run_k=settings.draft_k if settings.speculation_length else 0,
+        )
+        self._warm_up(sizes)
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        """See ``GenerateEngine.prefill``. The package runs one prompt at a time."""
+        single = [row for row, prompt in enumerate(prompts) if len(prompt) == 1]
+        longer = [row for row, prompt in enumerate(prompts) if len(prompt) > 1]
+        found: dict[int, Any] = {}
+        if longer:
+            output = self._prefill([slots[row] for row in longer], [prompts[row] for row in longer])
+            found.update(zip(longer, output, strict=True))
+        for row in single:
+            # The package fills positions up to the bucket with 1, and takes the first of the highest for the prompt's
+            # end, which here would be the padding. The largest bucket alone leaves a prompt of its own width as it is.
+            found[row] = self._prefill([slots[row]], [prompts[row]], self.spec.prefill_buckets[-1])[0]
+        return self._joined([found[row] for row in range(len(prompts))])
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        """See ``GenerateEngine.decode``. With a draft it is a step that keeps the first token only."""
+        if self.spec.run_k:
+            return [run[0] for run in self.decode_runs(slots, tokens, positions)]
+        output = self._call(slots, [[token] for token in tokens], None, [[position] for position in positions])
+        return self._answers(output, len(slots))
+
+    def decode_runs(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
+        """See ``RunEngine.decode_runs``."""
+        output = self._call(slots, [[token] for token in tokens], None, [[position] for position in positions])
+        fused = output.fused_outputs
+        if len(fused) == 2:  # 0.1: the draft's guesses and the target's own tokens
+            drafts, own = (part.reshape(len(slots), -1).tolist() for part in fused)
+            return [_agreed(guesses, chosen) for guesses, chosen in zip(drafts, own, strict=True)]
+        # Accepted tokens padded to speculation_length; last the position after them. A padding 0 is an id as well.
+        accepted, following = fused[0].reshape(len(slots), -1).tolist(), fused[3].reshape(-1).tolist()
+        return [row[: after - position] for row, after, position in zip(accepted, following, positions, strict=True)]
+
+    def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
+        """See ``SamplingEngine.sample_by``."""
+        for slot, one in zip(slots, how, strict=True):
+            self._how[slot] = one
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        on_token: Callable[[int], None],
+    ) -> list[int]:
+        """One answer through the package's own adapter for transformers' ``generate``, its EOS among it.
+
+        The adapter wants exactly the compiled batch, so the prompt is in every row, and the first one counts. With a
+        draft it knows no steps of this shape: then the answer is greedy, and made of the engine's own steps.
+        """
+        if self.spec.run_k:
+            return self._generate_runs(prompt_ids, max_new_tokens, on_token)
+        import torch
+        from transformers import GenerationConfig
+
+        assert self._package is not None
+        adapter = self._package.modules["hf_adapter"].HuggingFaceGenerationAdapter(self._model)
+        greedy = temperature == 0
+        most = self.spec.device_top_k or GLOBAL_TOPK
+        how = DeviceSampling() if greedy else DeviceSampling(top_k or most, top_p, temperature)
+        chosen = {} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k or 0}
+        pad = int(self._model.config.pad_token_id)
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=not greedy,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(self.spec.eos_token_ids) or None,
+            pad_token_id=pad,
+            **chosen,
+        )
+        ids = torch.tensor([list(prompt_ids)] * self.spec.slots)
+        self._model.reset()
+        output = adapter.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            sampling_params=self._sampling_params([how] * self.spec.slots),
+        )
+        answer: list[int] = []
+        for token in output[0, len(prompt_ids) :].tolist():
+            answer.append(token)
+            on_token(token)
+            if token in self.spec.eos_token_ids:  # what follows is padding up to the longest row
+                break
+        return answer
+
+    def _generate_runs(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None]
+    ) -> list[int]:
+        answer: list[int] = []
+        run: list[int] = self.prefill([0], [prompt_ids])
+        while True:
+            for token in run:
+                answer.append(token)
+                on_token(token)
+                if token in self.spec.eos_token_ids or len(answer) == max_new_tokens:
+                    return answer
+            run = self.decode_runs([0], [answer[-1]], [len(prompt_ids) + len(answer) - 1])[0]
+
+    def close(self) -> None:
+        """Let go of the model. The cores are free when the process ends."""
+        self._spec = None
+        self._model = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _root(self) -> Path:
+        if self._compiled is not None:
+            return Path(self._compiled)
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="corewright-nxd-"))
+        return self._scratch
+
+    def _prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], width: int = 0) -> Any:
+        """Prompts of at least ``width`` tokens with their padding, in one call."""
+        width = max(width, *(len(prompt) for prompt in prompts))
+        output = self._call(
+            slots,
+            [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts],
+            [[1] * len(prompt) + [0] * (width - len(prompt)) for prompt in prompts],
+            [[*range(len(prompt)), *[0] * (width - len(prompt))] for prompt in prompts],
+        )
+        if not self.spec.run_k:
+            return self._answers(output, len(slots))
+        fused = output.fused_outputs
+        first = fused[1] if len(fused) == 2 else fused[0]
+        return first.reshape(len(slots), -1)[:, 0].tolist()
+
+    def _call(
+        self,
+        slots: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        mask: Sequence[Sequence[int]] | None,
+        positions: Sequence[Sequence[int]],
+    ) -> Any:
+        """One call of the model: ``ids``, ``mask`` and ``positions`` are ``[len(slots), width]``.
+
+        Without a mask the package lets a row attend to all that stands before its position.
+        """
+        import torch
+
+        with torch.inference_mode():
+            return self._model.forward(
+                input_ids=torch.tensor(ids),
+                attention_mask=None if mask is None else torch.tensor(mask),
+                position_ids=torch.tensor(positions),
+                seq_ids=torch.tensor(slots),
+                sampling_params=self._sampling_params([self._how[slot] for slot in slots]),
+            )
+
+    def _sampling_params(self, how: Sequence[DeviceSampling]) -> Any:
+        """``[rows, 3]`` float32: top_k, top_p, temperature."""
+        import torch
+
+        return torch.tensor([[float(one.top_k), one.top_p, one.temperature] for one in how])
+
+    def _answers(self, output: Any, rows: int) -> Any:
+        """Float32 logits ``[rows, vocab_size]``, or the ids that the device drew."""
+        if self.spec.returns == "logits":
+            return output.logits[:, -1, : self.spec.vocab_size].float()
+        tokens = getattr(output, "tokens", None)
+        drawn = output.hidden_states if tokens is None else tokens
+        return drawn.reshape(rows, -1)[:, -1].tolist()
+
+    def _joined(self, rows: list[Any]) -> Any:
+        import torch
+
+        return torch.stack(rows) if self.spec.returns == "logits" else rows
+
+    def _warm_up(self, sizes: Lengths) -> None:
+        """One call for each graph. A length is in a bucket while it is below it."""
+        for bucket in sizes.context_buckets:
+            self.prefill([0], [[0] * (bucket - 1)])
+        every = range(self.spec.slots)
+        ahead = self._settings.speculation_length
+        for bucket in sizes.token_buckets:
+            position = bucket - 1 - ahead
+            if position > 0:
+                self.decode(every, [0] * len(every), [position] * len(every))
+
+
+def _agreed(guesses: Sequence[int], own: Sequence[int]) -> list[int]:
+    """The target's tokens up to the first that was not guessed; the last guess was never looked at."""
+    count = 0
+    while count < len(own) - 1 and guesses[count] == own[count]:
+        count += 1
+    return list(own[: count + 1])
+
+
+def _device_top_k(settings: Settings) -> int:
+    given = settings.engine_options.get("on_device_sampling_config")
+    return int(given.get("global_topk", GLOBAL_TOPK)) if isinstance(given, dict) else GLOBAL_TOPK
+
+
+if __name__ == "__main__":
+    sys.exit(nxd_artifacts.main(sys.argv[1:]))

@@ -1,0 +1,232 @@
+"""What NxD Inference is told of a model: lengths and NeuronConfig options, from the fields of a spec.
+
+Pure: no package is imported, so that the process which compiles and the one which loads come to the same options.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from workers.buckets import checked_buckets, ladder
+from workers.engine import EngineLoadError
+from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, UNSERVED, Release, lacks
+
+if TYPE_CHECKING:
+    from workers.engines import EngineConfig
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # ours -> torch's
+SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own ladder begins (``modules/autobucketing``)
+GLOBAL_TOPK = 256  # the most that is sampled from on the device: OnDeviceSamplingConfig's default of global_topk
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a replica's configuration, what decides the artifacts and the way they are called. Plain values, for JSON."""
+
+    source: str
+    dtype: str
+    slots: int
+    max_len: int
+    tp_degree: int
+    sampling: str
+    prefill_buckets: list[int]
+    decode_buckets: list[int]
+    draft_source: str | None
+    draft_k: int
+    quantize: str | None
+    quantize_kv: str | None
+    fuse_qkv: bool | None
+    engine_options: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Settings:
+        """Raises EngineLoadError without a checkpoint."""
+        if config.source is None:
+            raise EngineLoadError(
+                "source-missing", "the nxd-inference engine needs a checkpoint", "name a folder in `source`"
+            )
+        return cls(**{field.name: _plain(getattr(config, field.name)) for field in fields(cls)})
+
+    @property
+    def speculation_length(self) -> int:
+        """Tokens that the target takes in a step: the last one and the draft's guesses. 0: there is no draft."""
+        return self.draft_k + 1 if self.draft_source is not None else 0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths that the graphs are compiled for."""
+
+    context_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]  # the last is the length of a slot on the device
+    decode_buckets: tuple[int, ...]  # as the batcher sees them: the last is max_len
+
+    @property
+    def seq_len(self) -> int:
+        return self.token_buckets[-1]
+
+
+def lengths(settings: Settings) -> Lengths:
+    """The buckets of ``settings``, or doubling ones up to max_len. Raises EngineLoadError.
+
+    With a draft a slot is longer on the device than max_len by the tokens of one step: every step is a speculative one,
+    since no other graph for decoding is compiled, and the last of a slot writes its guesses behind it. The bucket must
+    lie above position + speculation_length (``model_wrapper.get_target_bucket`` compares with ``<``).
+    """
+    if settings.slots < 1 or settings.max_len < 2:
+        what = f"at least 1 slot and a max_len of 2 are needed, not {settings.slots} and {settings.max_len}"
+        raise EngineLoadError("bad-engine-size", what)
+    default = ladder(SHORTEST_BUCKET, settings.max_len)
+    try:
+        context = checked_buckets("prefill", settings.prefill_buckets or default, settings.max_len)
+        decode = checked_buckets("decode", settings.decode_buckets or default, settings.max_len)
+    except ValueError as error:
+        raise EngineLoadError("bad-buckets", str(error)) from error
+    if decode[-1] != settings.max_len:
+        what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {settings.max_len} tokens"
+        raise EngineLoadError("bad-buckets", what, f"add {settings.max_len}")
+    ahead = settings.speculation_length
+    if context[-1] < 2 or ahead in context:
+        # The graph tells prompts from steps by their width (``model_base``: "1" or "speculation_length" is a step).
+        what = f"a prefill bucket of {1 if context[-1] < 2 else ahead} tokens would be taken for a decoding step"
+        raise EngineLoadError("bad-buckets", what, "take a longer one")
+    token = decode if not ahead else (*decode[:-1], settings.max_len + ahead)
+    return Lengths(context, token, decode)
+
+
+def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantized: str) -> dict[str, Any]:
+    """NeuronConfig's keywords for the model itself. Raises EngineLoadError.
+
+    ``quantized`` is the folder that the quantized checkpoint goes to. dtypes are names; on_device_sampling_config is
+    a dictionary of its own options. What has different defaults in different versions is always named.
+    """
+    slots = settings.slots
+    options: dict[str, Any] = {
+        "tp_degree": settings.tp_degree,
+        "torch_dtype": _dtype(settings.dtype),
+        "batch_size": slots,
+        "ctx_batch_size": 1,
+        "tkg_batch_size": slots,
+        "max_batch_size": slots,
+        "is_continuous_batching": slots > 1,
+        "seq_len": sizes.seq_len,
+        "n_positions": sizes.seq_len,
+        "max_length": sizes.seq_len,
+        "max_context_length": sizes.context_buckets[-1],
+        "padding_side": "right",
+        "enable_bucketing": True,
+        "context_encoding_buckets": list(sizes.context_buckets),
+        "token_generation_buckets": list(sizes.token_buckets),
+        "save_sharded_checkpoint": True,  # True by default up to 0.2, then False
+        "async" if release < (0, 2) else "async_mode": False,
+    }
+    if release >= (0, 2):
+        options |= {"allow_input_truncation": False, "kv_cache_batch_size": slots}
+    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+    if lnc:  # the runtime's, which must be the compiler's too
+        options["logical_neuron_cores" if release < (0, 2) else "logical_nc_config"] = int(lnc)
+    if settings.fuse_qkv is not None:
+        options["fused_qkv"] = settings.fuse_qkv
+    options |= _quantization(settings, quantized) | _sampling(settings) | _speculation(settings, release)
+    return options | _given(settings.engine_options, options, release)
+
+
+def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """NeuronConfig's keywords for the draft model: the target's, without the speculation that is the target's."""
+    eagle = bool(options.get("enable_eagle_speculation"))
+    own = dict(options) | {"enable_fused_speculation": False, "is_eagle_draft": eagle}
+    if not eagle:
+        own["speculation_length"] = 0
+    return own
+
+
+def _given(given: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
+    """The options that the spec names itself. Raises EngineLoadError for one that cannot be."""
+    for option, value in given.items():
+        if option in FIELDS:
+            _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
+        if option in UNSERVED and value not in (None, False, own.get(option)):
+            _refuse(option, UNSERVED[option], "leave it out")
+        if option in MOE_OPTIONS:  # whether the model is one of experts is known when its class is
+            continue
+        missing = lacks(option, release)
+        if missing is not None:
+            version = f"{release[0]}.{release[1]}"
+            raise EngineLoadError(
+                "option-not-in-version",
+                f"`{option}` is no option of NxD Inference {version}: {missing}",
+                "leave it out, or run the model on an image with another version",
+            )
+    merged = dict(given)
+    if isinstance(given.get("on_device_sampling_config"), Mapping):
+        if "on_device_sampling_config" not in own:
+            _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")
+        merged["on_device_sampling_config"] = {
+            **given["on_device_sampling_config"],
+            # what the engine relies on
+            **{name: own["on_device_sampling_config"][name] for name in ("do_sample", "dynamic")},
+        }
+    return merged
+
+
+def _refuse(option: str, why: str, hint: str) -> None:
+    raise EngineLoadError("bad-engine-option", f"`engine_options.{option}` cannot be set: {why}", hint)
+
+
+def _dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise EngineLoadError(
+            "bad-dtype", f"the nxd-inference engine has no dtype {dtype!r}", f"use {', '.join(DTYPES)}"
+        )
+    return DTYPES[dtype]
+
+
+def _quantization(settings: Settings, folder: str) -> dict[str, Any]:
+    """One scale for each channel: one for a whole matrix, the default, lets a single large weight spoil it."""
+    options: dict[str, Any] = {}
+    if settings.quantize is not None:
+        if settings.draft_source is not None:
+            _refuse("quantized", "a draft model of a quantized one is converted too, without its scales", "drop one")
+        options |= {
+            "quantized": True,
+            "quantized_checkpoints_path": folder,
+            "quantization_dtype": {"int8": "int8", "fp8": "f8e4m3"}[settings.quantize],
+            "quantization_type": "per_channel_symmetric",
+        }
+    if settings.quantize_kv is not None:
+        if settings.quantize_kv != "fp8":
+            _refuse("kv_cache_quant", f"the KV cache is stored as fp8, not {settings.quantize_kv}", "quantize_kv: fp8")
+        options["kv_cache_quant"] = True
+    return options
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """do_sample is True by default in 0.1 and False later. A draft's target compares on the device, greedily."""
+    if settings.speculation_length:
+        return {"on_device_sampling_config": {"do_sample": False, "dynamic": False, "top_k": 1}}
+    if settings.sampling == "device":
+        return {"on_device_sampling_config": {"do_sample": True, "dynamic": True, "global_topk": GLOBAL_TOPK}}
+    return {}
+
+
+def _speculation(settings: Settings, release: Release) -> dict[str, Any]:
+    if not settings.speculation_length:
+        return {}
+    if settings.draft_k < 1:
+        raise EngineLoadError("bad-draft", f"a draft of {settings.draft_k} tokens is none", "at least 1")
+    if release < (0, 2) and settings.slots > 1:
+        # 0.1 looks at the first row alone (``model_base._token_gen_forward``).
+        what = f"NxD Inference 0.1 speculates for a single request, not for {settings.slots}"
+        raise EngineLoadError("bad-draft", what, "set `max_batch: 1`, or take an image with version 0.2 or newer")
+    return {"enable_fused_speculation": True, "speculation_length": settings.speculation_length}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,195 @@
+"""From slots to the tensors of transformers-neuronx, and back: which row, which position, which padding.
+
+Three ways, by what the class of the model can do. All take and give rows in the order of the caller's ``slots``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Rows(Protocol):
+    """One loaded model as slots. What the model gives is passed on: logits ``[rows, vocab]`` or ids ``[rows, 1]``."""
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor: ...
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor: ...
+
+    def verify(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
+    ) -> torch.Tensor:
+        """Logits ``[rows, len(tokens[0]), vocab]`` from the graph of ``length`` tokens, which is at least as long.
+
+        It writes ``length`` positions of each slot from ``positions[i]`` on, all within the KV cache.
+        """
+        ...
+
+
+class ContinuousRows:
+    """Continuous batching: ``start_ids`` are the slots, ``cache_ids`` ``[rows, tokens]`` each row's own positions.
+
+    A decode runs all slots. Those that are not listed get token 0 at position 0, so whoever calls lists every slot
+    whose KV cache is still wanted (transformers-neuronx `base._prepare_for_continuous_batching`).
+    """
+
+    def __init__(self, model: Any, slots: int) -> None:
+        self._model = model
+        self._slots = slots
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Right-padded, at least two tokens wide: a width of 1 would be taken for a decode and overwrite other slots.
+
+        The package reads a prompt's length off as the largest of its ``cache_ids`` plus 1, so padding has 0 there.
+        """
+        import torch
+
+        width = max(2, *(len(prompt) for prompt in prompts))
+        ids = torch.tensor([self._padded(list(prompt), width) for prompt in prompts])
+        positions = [self._padded(list(range(len(prompt))), width) for prompt in prompts]
+        return self._forward(ids, torch.tensor(positions, dtype=torch.int32), slots)
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        check_sorted(slots)
+        column = torch.tensor(positions, dtype=torch.int32)[:, None]
+        return self._forward(torch.tensor(tokens)[:, None], column, slots)
+
+    def verify(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
+    ) -> torch.Tensor:
+        """All slots are passed, since the speculative graph has the compiled batch and scatters no rows.
+
+        Whether a call speculates or begins prompts is read off the very first position, so a free slot writes from 1
+        on, and no listed one may be at 0.
+        """
+        import torch
+
+        check_sorted(slots)
+        starts = [1] * self._slots
+        ids = torch.zeros(self._slots, length, dtype=torch.long)
+        for slot, row, position in zip(slots, tokens, positions, strict=True):
+            starts[slot] = position
+            ids[slot, : len(row)] = torch.tensor(row)
+        cells = torch.tensor(starts, dtype=torch.int32)[:, None] + torch.arange(length, dtype=torch.int32)
+        every = torch.arange(self._slots, dtype=torch.int32)
+        logits = self._model.speculative_forward(
+            input_ids=ids, cache_ids=cells, start_ids=every, speculation_length=length
+        )
+        return by_row(logits, len(tokens[0]))[list(slots)]
+
+    def _padded(self, row: list[int], width: int) -> list[int]:
+        return row + [0] * (width - len(row))
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        starts = torch.tensor(list(slots), dtype=torch.int32)
+        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=positions, start_ids=starts)
+        return output
+
+
+class LockStepRows:
+    """Static batching: row i is slot i, prompts are left-padded, and one position is shared by all rows.
+
+    ``start_ids`` ``[batch]`` are the numbers of padding tokens. Rows without a request run along, as a prompt of
+    zeros that needs no padding: one that was all padding would attend to nothing and give NaN.
+    """
+
+    def __init__(self, model: Any, slots: int, resets: bool) -> None:
+        self._model = model
+        self._slots = slots
+        self._resets = resets
+        self._starts = [0] * slots
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Begins a new batch: what the slots held is gone, of all slots."""
+        import torch
+
+        width = max(len(prompt) for prompt in prompts)
+        rows = [[0] * width for _ in range(self._slots)]
+        self._starts = [0] * self._slots
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self._starts[slot] = width - len(prompt)
+            rows[slot] = self._padded(list(prompt), width)
+        if self._resets:
+            self._model.reset()
+        return self._begin(torch.tensor(rows))[list(slots)]
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        ids = torch.zeros(self._slots, 1, dtype=torch.long)
+        ids[list(slots), 0] = torch.tensor(tokens)
+        cells = torch.tensor([self._shared(slots, positions)], dtype=torch.int32)
+        return self._step(ids, cells)[list(slots)]
+
+    def verify(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
+    ) -> torch.Tensor:
+        """Of one slot alone: rows that share a position cannot accept different numbers of tokens."""
+        import torch
+
+        row = list(tokens[0])
+        ids = torch.tensor([row + [0] * (length - len(row))])
+        cells = torch.arange(length, dtype=torch.int32) + self._shared(slots, positions)
+        logits = self._model.speculative_forward(
+            input_ids=ids, cache_ids=cells, start_ids=self._start_ids(), speculation_length=length
+        )
+        return by_row(logits, len(row))
+
+    def _padded(self, row: list[int], width: int) -> list[int]:
+        return [0] * (width - len(row)) + row
+
+    def _begin(self, ids: torch.Tensor) -> torch.Tensor:
+        """A batch of prompts ``[batch, width]``; the package itself pads it to a context bucket, on the right."""
+        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=None, start_ids=self._start_ids())
+        return output
+
+    def _step(self, ids: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._model.forward(input_ids=ids, cache_ids=cells, start_ids=self._start_ids())
+        return output
+
+    def _start_ids(self) -> torch.Tensor:
+        import torch
+
+        return torch.tensor(self._starts, dtype=torch.int32)
+
+    def _shared(self, slots: Sequence[int], positions: Sequence[int]) -> int:
+        """The position of all rows, padding counted. Raises ValueError where they have none in common."""
+        shared = {position + self._starts[slot] for slot, position in zip(slots, positions, strict=True)}
+        if len(shared) != 1:
+            raise ValueError(f"the rows of a static batch are at one position, not at {sorted(shared)}")
+        return shared.pop()
+
+
+class SerialRows(LockStepRows):
+    """GPT-J and GPT-NeoX: the position is called ``cache_offset``, and a prompt needs it of each token.
+
+    There is no context graph: the package slices a prompt and runs it token by token, as its own ``sample`` does.
+    """
+
+    def _begin(self, ids: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return self._step(ids, torch.arange(ids.shape[1], dtype=torch.int32))
+
+    def _step(self, ids: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._model.forward(input_ids=ids, cache_offset=cells, start_ids=self._start_ids())
+        return output
+
+
+def by_row(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """``[rows, count, vocab]`` of what ``speculative_forward`` gives, which is ``[tokens, vocab, rows]``."""
+    return logits.permute(2, 0, 1)[:, :count].float()
+
+
+def check_sorted(slots: Sequence[int]) -> None:
+    """Raises ValueError unless ``slots`` are ascending, each once."""
+    if any(a >= b for a, b in pairwise(slots)):
+        raise ValueError(f"slots are not sorted: {list(slots)}")
