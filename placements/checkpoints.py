@@ -58,6 +58,7 @@ class Checkpoint:
     experts: int | None = None  # feed-forward layers beside each other, all of them held; None: one, without a router
     embedding_dim: int | None = None  # width of an embedded token where it is not ``hidden`` (some of opt)
     stored_bytes: int | None = None  # of a parameter in the checkpoint's files; None: config.json does not say
+    window: int | None = None  # tokens that a token attends to, itself among them; None: all before it
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -103,7 +104,8 @@ class Checkpoint:
                 f'model_type "{family}" is not supported; supported are {known}',
                 "serve a checkpoint of one of these families",
             )
-        return replace(reader(_Config(config)), stored_bytes=_stored_bytes(config))
+        read = _Config(config)
+        return replace(reader(read), stored_bytes=_stored_bytes(config), window=_window(family, read))
 
 
 _GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
@@ -116,6 +118,15 @@ def _stored_bytes(config: Mapping[str, Any]) -> int | None:
     """From ``dtype`` (transformers 5) or ``torch_dtype``. It only sharpens an estimate, so that nothing is refused."""
     name = config.get("dtype", config.get("torch_dtype"))
     return _STORED_BYTES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def _window(family: str, config: _Config) -> int | None:
+    """The sliding window, with what transformers takes where the key is absent."""
+    if family in ("qwen2", "qwen3"):
+        return config.given("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+    if family == "mistral":
+        return config.given("sliding_window", 4096)
+    return config.optional("sliding_window") if family == "mixtral" else None
 
 
 _REPAIR = "use the config.json that belongs to the checkpoint"

@@ -12,13 +12,16 @@ from placements.engines import (
     AUTO_ENGINES,
     ENGINE_OPTIONS,
     HOST_ENGINES,
-    NXD_FAMILIES,
+    NXD_MISTRAL,
+    NXD_VERSIONS,
     TNX_CONTINUOUS,
     TNX_DRAFTING,
+    TNX_SAMPLING,
     TNX_UNPADDED,
     Engine,
     needs_neuron,
     newest_nxd,
+    reaches,
     runs_on,
     serves,
 )
@@ -50,12 +53,27 @@ def family_is_served(case: Case) -> Iterator[Problem]:
         return
     named = f"the engine {engine} serves" if engine != "auto" else "the Neuron engines serve"
     what = f"{named} no {family}, which {case.model.name} is"
-    if engine == "nxd-inference" and family in NXD_FAMILIES:
-        what += f": {NXD_FAMILIES[family]} is its first version that does, and {newest_nxd(running[0])} the last"
-        what += f" for {' and '.join(running)}"
     others = [one for one in AUTO_ENGINES if any(serves(one, family, place) for place in machines or (None,))]
     hint = f"take {' or '.join(others)}" if others else "engine: cpu serves it, slowly; or serve another model"
     yield case.problem("family-unsupported", ("engine",), what, hint)
+
+
+def window_is_kept(case: Case) -> Iterator[Problem]:
+    """A sliding window that the engine's class does not keep is as long as a slot, at least.
+
+    Else the engine would leave it out, and give other answers than the model's.
+    """
+    checkpoint, machines = case.checkpoint, [place for place in case.machines if runs_on(case.engine, place)]
+    if case.candidates != ("nxd-inference",) or checkpoint is None or checkpoint.window is None:
+        return
+    newest = min((newest_nxd(place) for place in machines), key=NXD_VERSIONS.index, default=NXD_VERSIONS[-1])
+    keeps = case.family == "mistral" and reaches(newest, NXD_MISTRAL)
+    if keeps or checkpoint.window >= case.model.length(checkpoint):
+        return
+    what = f"{case.model.name} attends to a sliding window of {checkpoint.window} tokens, and NxD Inference"
+    what += f" {newest} computes {case.family} without one"
+    hint = f"max_len: {checkpoint.window}, or another engine"
+    yield case.problem("window-not-kept", ("max_len",), what, hint)
 
 
 def heads_are_padded(case: Case) -> Iterator[Problem]:
@@ -182,7 +200,7 @@ def engine_can_sample(case: Case) -> Iterator[Problem]:
         return
 
     def why(engine: Engine) -> str:
-        return "static" if engine == "transformers-neuronx" and case.family not in TNX_CONTINUOUS else ""
+        return "host" if engine == "transformers-neuronx" and case.family not in TNX_SAMPLING else ""
 
     if _nobody_can(case, why):
         what = f"transformers-neuronx chooses the tokens of {case.family}, which {case.model.name} is, on the host only"
@@ -362,6 +380,7 @@ ENGINE_RULES: tuple[Judged, ...] = (
     Judged(engine_can_quantize, frozenset({"engine", "quantize", "quantize_kv"})),
     Judged(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
     Judged(settings_have_effect, frozenset({"engine"})),
+    Judged(window_is_kept, frozenset({"engine", "max_len"})),
     Judged(engine_can_sample, frozenset({"engine", "sampling"})),
     Judged(buckets_make_sense, frozenset({"engine", "buckets", "max_len"})),
     Judged(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),

@@ -67,10 +67,14 @@ NXD_VERSIONS = ("0.1", "0.2", "0.4", "0.7", "0.8", "0.9")
 """The series of NxD Inference whose sources were read, oldest first."""
 
 NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
-    {"llama": "0.1", "mixtral": "0.1", "qwen2": "0.7", "qwen3": "0.7", "mistral": "0.9"}
+    {"llama": "0.1", "mixtral": "0.1", "qwen2": "0.7", "qwen3": "0.7", "mistral": "0.1"}
 )
 """model_type -> the first series of NxD Inference that serves it, of those that were read: its
-``utils.constants.MODEL_TYPES``, of the families that `checkpoints` knows. None was dropped again."""
+``utils.constants.MODEL_TYPES``, of the families that `checkpoints` knows. None was dropped again. Mistral is there from
+0.9; before, its class is Llama's, as in vLLM's back-end, where no sliding window is in the way."""
+
+NXD_MISTRAL = "0.9"
+"""The first series of NxD Inference with a class for Mistral, which keeps its sliding window."""
 
 TNX_FAMILIES = ("bloom", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt")
 """transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING``. It has no gpt_bigcode, though the LMI page
@@ -83,6 +87,10 @@ TNX_CONTINUOUS = ("llama", "mistral", "mixtral")
 TNX_UNPADDED = ("gptj", "gpt_neox")
 """Families of transformers-neuronx without padded heads (``shard_along`` raises ValueError), quantization, lists of
 lengths and saved artifacts: their classes do not derive from ``NeuronModelBase``."""
+
+TNX_SAMPLING = ("bloom", "gpt2", "llama", "mistral", "opt")
+"""Families of transformers-neuronx that sample on the device: the Transformers NeuronX developer guide leaves Mixtral
+out; the classes of GPT-J and GPT-NeoX take no such configuration."""
 
 TNX_DRAFTING = ("gpt2", "llama")
 """Families that transformers-neuronx speculates with, as the model and as its draft: the Transformers NeuronX developer

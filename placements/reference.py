@@ -100,8 +100,6 @@ def _served() -> str:
         series = NXD_FAMILIES.get(family)
         one = "yes" if serves("transformers-neuronx", family) else "-"
         other = "-" if series is None else "yes" if series == NXD_VERSIONS[0] else f"from {series} on"
-        if series is not None and not serves("nxd-inference", family, "inf2"):
-            other += ", so not on inf2 and trn1"
         lines.append(f"| {family} | {one} | {other} |")
     return "\n".join(lines) + "\n"
 

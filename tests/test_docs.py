@@ -160,6 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama-2-7b": llama,
         "gpt2-xl": {**gpt2_xl, "n_positions": 1024},
         "mixtral": {**llama, "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8},
+        "mistral-v0.1": {**llama, "model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 2048},
         "bert": {"model_type": "bert"},
         "broken": {key: value for key, value in llama.items() if key != "hidden_size"},
         "tiny": json.loads((EXAMPLES / "models" / "tiny" / "config.json").read_text()),

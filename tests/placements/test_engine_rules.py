@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -50,7 +51,7 @@ def found(
         (NXD, "llama", INF2, []),
         (NXD, "qwen3", TRN1, []),
         (NXD, "gpt2", INF2, ["family-unsupported 4:5"]),
-        (NXD, "mistral", INF2, ["family-unsupported 4:5"]),
+        (NXD, "mistral", INF2, []),  # by the class of llama
         (NXD, "mistral", TRN2, []),
         ("auto", "mistral", INF2, []),
         ("auto", "mistral", TRN2, []),
@@ -67,26 +68,42 @@ def test_an_engine_serves_the_family_on_the_machine(engine: str, family: str, ma
     assert brief(found(f"engine: {engine}", shaped(family), machine)) == told
 
 
-def test_a_family_that_came_too_late_for_the_machine_is_told_as_such() -> None:
-    """With the versions, and who serves it there."""
-    (problem,) = found(f"engine: {NXD}", shaped("mistral"))
-    assert problem.what == (
-        "the engine nxd-inference serves no mistral, which a is: 0.9 is its first version that does, and 0.8 the last "
-        "for inf2"
-    )
+def test_who_serves_a_family_there_is_named() -> None:
+    """Where another engine does."""
+    (problem,) = found(f"engine: {NXD}", shaped("opt"))
+    assert problem.what == "the engine nxd-inference serves no opt, which a is"
     assert problem.hint == "take transformers-neuronx"
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "machine", "told"),
+    [
+        ("mistral", 1024, INF2, ["window-not-kept 5:5"]),
+        ("mistral", 2048, INF2, []),
+        ("mistral", 1024, TRN2, []),  # 0.9 has a class of its own
+        ("mistral", None, INF2, []),
+        ("qwen2", 1024, TRN2, ["window-not-kept 5:5"]),
+    ],
+)
+def test_a_window_that_would_be_left_out_is_as_long_as_a_slot(
+    family: str, window: int | None, machine: str, told: list[str]
+) -> None:
+    """Else the answers would be others than the model's."""
+    checkpoint = replace(shaped(family), window=window)
+    assert brief(found(f"engine: {NXD}\n    max_len: 2048", checkpoint, machine)) == told
+    assert brief(found(f"engine: {TNX}\n    max_len: 2048", replace(shaped("mistral"), window=window))) == []
 
 
 def test_replicas_go_only_to_machines_where_their_engine_runs() -> None:
     """Of two types one may do; a model that suits none has no place."""
     text = "hosts: [{instance: trn2.3xlarge}, {instance: inf2.xlarge}]\n"
-    text += f"models:\n  a: {{engine: {TNX}, source: ./a}}\n  b: {{engine: {NXD}, source: ./b}}\n"
+    text += f"models:\n  a: {{engine: {TNX}, source: ./a}}\n"
     spec = parse(text, "f.yaml").spec
     assert spec is not None
     hosts = hosts_for(spec, LAPTOP)
-    checkpoints = {"a": shaped("llama"), "b": shaped("mistral")}
+    checkpoints = {"a": shaped("llama")}
     assert check(spec, hosts, checkpoints) == ()
-    assert [p.host for p in plan(spec, hosts, checkpoints).placements] == ["inf2.xlarge/0", "trn2.3xlarge/0"]
+    assert [p.host for p in plan(spec, hosts, checkpoints).placements] == ["inf2.xlarge/0"]
     assert plan(spec, hosts[:1], checkpoints).unplaced[0].model == "a"
 
 
@@ -158,8 +175,10 @@ def test_what_is_for_neuron_devices_is_refused_on_the_host(engine: str, fields: 
     ("engine", "family", "fields", "told"),
     [
         (TNX, "mistral", "sampling: device", []),
-        (TNX, "gpt2", "sampling: device", ["setting-unsupported 4:5"]),
-        ("auto", "opt", "sampling: device", ["setting-unsupported 4:5"]),
+        (TNX, "gpt2", "sampling: device", []),
+        (TNX, "mixtral", "sampling: device", ["setting-unsupported 4:5"]),
+        (TNX, "gptj", "sampling: device", ["setting-unsupported 4:5"]),
+        ("auto", "gpt_neox", "sampling: device", ["setting-unsupported 4:5"]),
         ("auto", "llama", "sampling: device", []),
         (NXD, "llama", "sampling: device", []),
         (NXD, "llama", "compiler: {workers: 2}", ["setting-unsupported 4:16"]),

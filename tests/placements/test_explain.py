@@ -20,7 +20,7 @@ from tests.placements.fleets import LAPTOP, LLAMA_2_7B, PLAIN, model, spec
 
 HOST = "inf2.48xlarge/0"
 PROBLEMS = Path(__file__).parent.parent / "golden" / "problems"
-MISTRAL = Checkpoint("mistral", 32, 8, 32, 4096, 14336, 128, 32000, 32768, False, 7_241_732_096)
+OPT = Checkpoint("opt", 32, 32, 24, 2048, 8192, 64, 50272, 2048, True, 1_315_758_080)
 LLAMA_70B = Checkpoint("llama", 64, 8, 80, 8192, 28672, 128, 32000, 4096, False, 68_976_648_192)
 
 
@@ -359,8 +359,8 @@ def test_a_machine_that_the_engine_does_not_run_on_is_named() -> None:
 
 
 def test_a_machine_where_the_engine_serves_no_such_family_is_named() -> None:
-    """mistral came to NxD Inference with 0.9, which does not run on trn1."""
-    hosts = (HostsSpec(instance="trn1.32xlarge"), HostsSpec(instance="trn2.3xlarge"))
-    told = explained(Spec(models=(model("a", 32, engine="nxd-inference"),), hosts=hosts), checkpoint=MISTRAL)
+    """opt is served by transformers-neuronx alone, which does not run on trn2."""
+    hosts = (HostsSpec(instance="trn1.2xlarge"), HostsSpec(instance="trn2.48xlarge"))
+    told = explained(Spec(models=(model("a", 32),), hosts=hosts), checkpoint=OPT)
     details = [line for constraint in told.failed for line in constraint.details]
-    assert "trn1.32xlarge: nxd-inference serves no mistral there" in details
+    assert "trn2.48xlarge: auto serves no opt there" in details

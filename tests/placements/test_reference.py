@@ -75,11 +75,11 @@ def test_a_row_has_the_type_in_words_its_bounds_and_its_default(
 
 
 def test_the_table_of_families_says_which_engine_serves_what() -> None:
-    """With the first version of NxD Inference that does, and where that does not run."""
+    """With the first version of NxD Inference that does."""
     assert rows("served")["gpt2"] == ["yes", "-"]
     assert rows("served")["llama"] == ["yes", "yes"]
     assert rows("served")["qwen3"] == ["-", "from 0.7 on"]
-    assert rows("served")["mistral"] == ["yes", "from 0.9 on, so not on inf2 and trn1"]
+    assert rows("served")["mistral"] == ["yes", "yes"]
 
 
 def test_an_option_is_listed_or_said_by_a_field() -> None:

@@ -110,7 +110,7 @@ def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
     """The length of the sliding window, where the model has one."""
     if model_type.startswith("qwen") and not settings.get("use_sliding_window"):
         return None
-    window = settings.get("sliding_window")
+    window = settings.get("sliding_window", 4096 if model_type == "mistral" else None)  # transformers' default
     return None if window is None else int(window)
 
 
