@@ -12,7 +12,7 @@ from ray import serve
 from ray.util.metrics import Gauge
 
 from orchestrator.admin import admin_app, serve_admin
-from orchestrator.cluster import CONTROLLER, NAMESPACE, RayCluster, here
+from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
 from orchestrator.fleet import FleetSettings
 from orchestrator.gateway.server import GatewayServer
@@ -20,10 +20,12 @@ from orchestrator.home import Home
 from orchestrator.journal import Journal
 from orchestrator.operations import Refused
 from orchestrator.operator import Operator
+from orchestrator.ray_nodes import NAMESPACE, here
 from orchestrator.routes import RouteTable
 from placements.problems import Problem
 from workers.metrics import REFRESH_S
 
+CONTROLLER = "controller"
 GATEWAY = "gateway"
 CORE_STATES = ("leased", "free", "quarantined", "reserved")
 

@@ -172,13 +172,8 @@ class AdminRoute:
 
 
 def _spec(asked: Asked) -> dict[str, Any]:
-    settings, number = asked.fleet.settings, asked.fleet.status().get("revision")
-    if number is None:
-        told = {"file": settings.spec_file, "base_dir": settings.base_dir, "text": settings.spec_text}
-    else:
-        revision = asked.fleet.revision(number)
-        told = {key: revision[key] for key in ("file", "base_dir", "text")}
-    return {**told, "revision": number}
+    revision = asked.fleet.revision(asked.fleet.status()["revision"])
+    return {key: revision[key] for key in ("file", "base_dir", "text", "revision")}
 
 
 async def _apply(asked: Asked) -> dict[str, Any]:

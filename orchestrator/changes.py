@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2s
-from types import MappingProxyType
 from typing import Any
 
 from orchestrator.lifecycle import State
-from orchestrator.rollout import Goal, Wish, aim
+from orchestrator.rollout import Goal
 from orchestrator.snapshot import ReplicaView
-from placements.checkpoints import Checkpoint
 from placements.engines import AUTO_ENGINES, HOST_ENGINES, Engine
-from placements.spec import ModelSpec, Spec, Strategy
-from placements.topology import Host
-
-END_S = 2.0  # from the last answer of a replica to its cores being free: a kill and the host's look at the process
+from placements.spec import REACHES, ModelSpec, Reach, Spec
 
 
 class Tag(str, Enum):
@@ -30,41 +25,6 @@ class Tag(str, Enum):
 
 
 _ORDER = tuple(Tag)
-_LIVE = frozenset(
-    {
-        "replicas",
-        "priority",
-        "max_queue",
-        "update",
-        "deadlines",
-        "cores",
-        "allow_head_padding",
-        "allow_degrees",
-        "hbm_overhead_gib",
-        "host_memory_gib",
-        "spread",
-    }
-)
-_PROCESS = frozenset({"neff_cache", "threads", "allow_pickle"})
-_SHAPE = frozenset(  # what a graph is compiled for; a new process where nothing is compiled
-    {
-        "source",
-        "engine",
-        "dtype",
-        "tp_degree",
-        "max_batch",
-        "max_len",
-        "draft",
-        "engine_options",
-        "quantize",
-        "quantize_kv",
-        "group_query_attention",
-        "buckets",
-        "sampling",
-        "fuse_qkv",
-        "compiler",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -86,14 +46,12 @@ class ModelChange:
 
 
 def tag_of(name: str, engine: Engine) -> Tag:
-    """What a change of that field of `ModelSpec` costs on a resolved engine. KeyError for a field without a tag."""
-    if name in _LIVE:
+    """What a change of that field of `ModelSpec` costs on a resolved engine. KeyError for one that no spec may give."""
+    reach = REACHES[name]
+    if reach is Reach.LIVE:
         return Tag.RECONFIGURE
-    if name in _PROCESS:
-        return Tag.RESTART
-    if name in _SHAPE:
-        return Tag.RESTART if engine in HOST_ENGINES else Tag.RECOMPILE
-    raise KeyError(name)
+    compiles = reach is Reach.SHAPE and engine not in HOST_ENGINES  # a new process where nothing is compiled
+    return Tag.RECOMPILE if compiles else Tag.RESTART
 
 
 def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engine) -> ModelChange:
@@ -121,116 +79,9 @@ def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[
 
     ``pythons`` are the spec's `interpreters` for the engine.
     """
-    told = (engine, model.dtype_on(engine), max_len, model.neff_cache_location, *model.started_with)
+    told = (engine, model.dtype_on(engine), max_len, *model.started_with)
     told += tuple(sorted((pythons or {}).items()))
     return blake2s(repr(told).encode(), digest_size=4).hexdigest()
-
-
-@dataclass(frozen=True)
-class Situation:
-    """All that the choice of a way depends on; the arguments of `rollout.aim`, and what is known of times."""
-
-    spec: Spec
-    hosts: tuple[Host, ...]
-    checkpoints: Mapping[str, Checkpoint]
-    wishes: Mapping[str, Wish]
-    views: tuple[ReplicaView, ...]
-    blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
-    drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
-    replaced: frozenset[tuple[str, int]] = frozenset()
-
-    def aim(self, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:
-        """What should be now; with ``moves``, what could be if so many running replicas were given other cores."""
-        return aim(
-            self.spec,
-            self.hosts,
-            self.checkpoints,
-            self.wishes,
-            self.views,
-            blocked=self.blocked,
-            drained=self.drained,
-            replaced=self.replaced,
-            moves=moves,
-            costs=costs,
-        )
-
-    def with_wish(self, wish: Wish) -> Situation:
-        """The same with another wish for its model."""
-        return replace(self, wishes={**self.wishes, wish.model.name: wish})
-
-    def load_s(self, model: str) -> float | None:
-        """How long the last start of a replica of the model took, in seconds; None before one was ready."""
-        known = [view.load_s for view in self.views if view.model == model and view.load_s is not None]
-        return max(known, default=None)
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a model's replicas are replaced, and what that costs."""
-
-    strategy: Strategy
-    outage_s: float | None  # how long no replica of the model serves; None: nobody has measured a start of it yet
-    why: str
-    lender: str | None = None
-    possible: bool = True
-
-
-def choose(situation: Situation, name: str) -> Way:
-    """The way for a model with old replicas: the spec's, or under ``auto`` the first of these.
-
-    1. surge, where a replica more finds free cores (all of them where the versions do not mix)   no outage
-    2. in_place, one replica at a time, where another one serves meanwhile                        no outage
-    3. borrow, where an idle replica of no higher priority lies on enough cores                   no outage
-    4. hold, where the predicted swap takes at most ``hold_s``                                    requests wait
-    5. in_place                                                                                   requests are refused
-    """
-    wish = situation.wishes[name]
-    asked = wish.model.update.strategy
-    ready = sum(view.model == name and view.state is State.READY for view in situation.views)
-    load_s = situation.load_s(name)
-    swap_s = None if load_s is None else load_s + END_S
-    if asked in ("auto", "surge"):
-        if _fits(situation, replace(wish, strategy="surge", lender=None)):
-            return Way("surge", 0.0, "free cores hold the new replica while the old one serves")
-        if asked == "surge":
-            return Way("surge", None, "no free cores hold a further replica", possible=False)
-    if asked in ("auto", "in_place") and ready > 1 and wish.mixes:
-        return Way("in_place", 0.0, f"one of {ready} replicas at a time, the others serve")
-    if asked in ("auto", "borrow"):
-        lender = _lender(situation, wish)
-        if lender is not None:
-            return Way("borrow", 0.0, f"{lender} is idle and gives way meanwhile", lender)
-        if asked == "borrow":
-            return Way("borrow", None, "no idle replica lies on enough cores", possible=False)
-    if ready == 0:
-        return Way("in_place", 0.0, "no replica serves now")
-    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= wish.model.update.hold_s):
-        return Way("hold", swap_s, "no free cores: requests wait while the replica is swapped")
-    return Way("in_place", swap_s, "no free cores: it is stopped before the new one starts")
-
-
-def _fits(situation: Situation, wish: Wish) -> bool:
-    trial = situation.with_wish(wish).aim()
-    placed = sum(placement.model == wish.model.name for placement in trial.plan.placements)
-    return placed >= trial.steps[wish.model.name].count
-
-
-def _lender(situation: Situation, wish: Wish) -> str | None:
-    """The idle replica of the lowest priority whose cores would let the model surge."""
-    specs = {model.name: model for model in situation.spec.models}
-    idle = [
-        view
-        for view in situation.views
-        if view.model != wish.model.name
-        and view.model in specs
-        and view.state is State.READY
-        and view.idle
-        and specs[view.model].priority <= wish.model.priority
-    ]
-    for view in sorted(idle, key=lambda view: (specs[view.model].priority, len(view.cores or ()), view.id)):
-        if _fits(situation, replace(wish, strategy="borrow", lender=view.id)):
-            return view.id
-    return None
 
 
 def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) -> list[ModelChange]:

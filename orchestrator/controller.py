@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec.structs
@@ -45,6 +46,7 @@ TICK_S = 1.0  # how often the world is read again when nothing happens
 LOG_LINES = 8
 LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
 STALE_S = 30.0  # the Neuron tools' account of who holds a core is at most so old
+_NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
 
 
 class Controller:
@@ -131,12 +133,6 @@ class Controller:
             if error is not None:
                 log.error("a replica did not end in order", exc_info=error)
         self.state.tell("info", "FleetStopped", "every replica was drained and ended")
-
-    def abandon(self) -> None:
-        """Stop doing anything, as if killed; replicas live on."""
-        self._closing = True
-        for task in self._tasks:
-            task.cancel()
 
     async def wake(self, model: str) -> None:
         """A request came for a model without replicas (`min: 0`): start one. Raises KeyError for an unknown model."""
@@ -355,17 +351,8 @@ class Controller:
             view = self._view(id, epoch)
             if view is None:
                 return
-            view = self._put(
-                dataclasses.replace(
-                    view,
-                    live=status.live,
-                    waiting=status.waiting,
-                    idle_s=status.idle_s,
-                    step_s=status.step_s,
-                    drafted=status.drafted,
-                    accepted=status.accepted,
-                )
-            )
+            if view.state is not State.FAILED:  # what that one still tells it does no more
+                view = self._put(_with(view, status))
             if status.step_s > view.deadlines.step_s:
                 self._wake.set()
             if status.version > seen:
@@ -431,7 +418,7 @@ class Controller:
             self.state.tell("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
-            after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, step_s=0.0)
+            after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, **_NOTHING)
             pause = f"; the next start in {after.pause_s:.0f} s" if after.pause_s else ""
             if after.stopped:
                 pause = f"; it is not tried again before an apply, or corewright rollout restart {after.model}"
@@ -462,7 +449,7 @@ class Controller:
             if gone and view.pid is not None:
                 self._former[view.pid] = self._clock()
             if gone and current is not None:
-                self._put(dataclasses.replace(current, gone=True, log=tuple(tail)))
+                self._put(dataclasses.replace(current, gone=True, log=tuple(tail), **_NOTHING))
         finally:
             self._busy.discard(view.id)
             self._wake.set()
@@ -536,3 +523,17 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
         return status(self.state, self._conditions, ready=self._was_ready, log_of=self._home.log)
+
+
+def _with(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:
+    """The view with what the replica tells of its work."""
+    return dataclasses.replace(
+        view,
+        live=status.live,
+        waiting=status.waiting,
+        idle_s=status.idle_s,
+        step_s=status.step_s,
+        compile_s=status.compile_s,
+        drafted=status.drafted,
+        accepted=status.accepted,
+    )

@@ -161,41 +161,57 @@ class Daemon:
         self._home.prepare()
 
     def _start(self) -> FleetRecord:
-        self._home.secure_ray()  # before Ray is imported: it reads its settings then
-        from orchestrator import cluster
-
+        """Ray, then the controller with the replicas, then the gateway. Gives the fleet's record, as it is written."""
         os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(self._home.path)
-        token = secrets.token_urlsafe(32)
-        admin_port = _free_port()
+        cpus, admin_port = this_host.usable_cpus(), _free_port()
+        record = self._new_record(admin_port)
+        self._home.write_record(record)  # before any process is started, so that the next `up` finds what is left
+        self._tell("starting Ray")
+        addresses = self._start_ray(len(cpus))
+        dashboard = addresses.get("webui_url")
+        record = record_with(
+            record, ray_address=addresses["gcs_address"], dashboard_url=f"http://{dashboard}" if dashboard else None
+        )
+        self._home.write_record(record)
+        self._raise_if_asked()
+        self._tell("starting the controller and the replicas")
+        self._start_controller(record.token, admin_port, cpus)
+        self._raise_if_asked()
+        self._tell("starting the gateway")
+        self._start_gateway()
+        return record
+
+    def _new_record(self, admin_port: int) -> FleetRecord:
         started = this_host.process_start(os.getpid())
         assert started is not None
-        record = FleetRecord(
+        return FleetRecord(
             fleet=self._fleet,
             name=self._name,
             url=f"http://{_in_url(self._options.host)}:{self._options.port}",
             admin_url=f"http://127.0.0.1:{admin_port}",
-            token=token,
+            token=secrets.token_urlsafe(32),
             dashboard_url=None,
             ray_address="",
             pid=os.getpid(),
             started=started,
             version=corewright_version(),
         )
-        self._home.write_record(record)  # before any process is started, so that the next `up` finds what is left
-        self._tell("starting Ray")
-        cpus = this_host.usable_cpus()
+
+    def _start_ray(self, cpus: int) -> dict[str, Any]:
+        """A node for each emulated host. Gives Ray's addresses."""
+        self._home.secure_ray()  # before Ray is imported: it reads its settings then
+        from orchestrator import ray_nodes
+
         cores = max((host.cores for host in self._hosts), default=0)
         self._ray_up = True
         self._raise_if_asked()
         try:
-            addresses = cluster.start_ray(
-                self._home.ray, cores=cores, cpus=len(cpus), dashboard=self._options.dashboard
-            )
+            addresses = ray_nodes.start_ray(self._home.ray, cores=cores, cpus=cpus, dashboard=self._options.dashboard)
             self._listen_to_signals()
             for index, host in enumerate(self._hosts[1:], start=1):
                 self._raise_if_asked()
-                self._further.append(cluster.add_node(index, cores=host.cores, cpus=len(cpus)))
+                self._further.append(ray_nodes.add_node(index, cores=host.cores, cpus=cpus))
         except _Interrupted:
             raise
         except Exception as error:  # of many kinds, with pages of text
@@ -203,13 +219,9 @@ class Daemon:
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             hint = f"its logs are under {self._home.ray}; ours is {self._home.logs / 'daemon.log'}"
             raise Failed("ray-not-started", f"Ray does not start: {cause}", hint) from None
-        dashboard = addresses.get("webui_url")
-        record = record_with(
-            record, ray_address=addresses["gcs_address"], dashboard_url=f"http://{dashboard}" if dashboard else None
-        )
-        self._home.write_record(record)
-        self._raise_if_asked()
+        return addresses
 
+    def _start_controller(self, token: str, admin_port: int, cpus: tuple[int, ...]) -> None:
         from orchestrator import actors
 
         text, file, base_dir = self._spec
@@ -227,11 +239,12 @@ class Daemon:
             daemon_pid=os.getpid(),
             config=self._options.config,
         )
-        self._tell("starting the controller and the replicas")
         self._controller = actors.start_controller(settings)
         self._in_background(self._wait_down)
-        self._raise_if_asked()
-        self._tell("starting the gateway")
+
+    def _start_gateway(self) -> None:
+        from orchestrator import actors
+
         self._serve_up = True
         try:
             actors.start_gateway(self._options.host, self._options.port, str(self._home.logs))
@@ -239,7 +252,6 @@ class Daemon:
             log.exception("the gateway does not start")
             hint = f"see {self._home.logs / 'gateway.log'}"
             raise Failed("gateway-not-started", f"the gateway does not start: {error}", hint) from None
-        return record
 
     def _in_background(self, work: Callable[[], None]) -> None:
         """Run ``work``, which calls Ray, until it sees that the end has begun; what it raises ends the fleet."""
@@ -361,7 +373,7 @@ class Daemon:
             return
         import ray
 
-        from orchestrator import actors, cluster
+        from orchestrator import actors, ray_nodes
 
         if not ray.is_initialized():
             return
@@ -376,7 +388,7 @@ class Daemon:
         for thread in self._threads:  # a call to Ray after its shutdown would end this process at once
             thread.join(STATUS_WAIT_S + CONTROLLER_RETRY_S)
         if not any(thread.is_alive() for thread in self._threads):
-            cluster.stop_ray(self._further)
+            ray_nodes.stop_ray(self._further)
 
     def _end_everything(self) -> None:
         left = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)
@@ -398,7 +410,8 @@ def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:
 
 
 def _progress(replica: dict[str, Any]) -> str:
-    cores = f" on cores {replica['cores']}" if replica["cores"] is not None else ""
+    held = replica["cores"]
+    cores = "" if held is None else f" on core{'s' if '-' in held else ''} {held}"
     reason = f": {replica['reason']}" if replica["reason"] else ""
     return f"{replica['id']} {replica['state']}{cores}{reason}"
 

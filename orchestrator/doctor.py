@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import msgspec
 
-from placements.cores import CoreRange
+from placements.cores import runs
 from placements.engines import AUTO_ENGINES, runs_on
 from placements.problems import Problem, in_order
 from placements.topology import TOPOLOGIES
@@ -93,7 +92,7 @@ class Report:
             "fleet": None if seen.fleet is None else {"name": seen.fleet.name, "url": seen.fleet.url},
             "held": [
                 {"cores": str(cores), "pid": owner.pid, "command": owner.command, "replica": ours.get(owner.pid)}
-                for cores, owner in held_ranges(self.held)
+                for cores, owner in runs(self.held)
             ],
             "interpreters": [
                 {
@@ -130,15 +129,6 @@ def report(seen: Readings) -> Report:
         *_engines(seen),
     ]
     return Report(seen, tuple(in_order(problems)), held)
-
-
-def held_ranges(held: Mapping[int, Owner]) -> list[tuple[CoreRange, Owner]]:
-    """Runs of cores that one process holds, ascending."""
-    found = []
-    for (owner, _), run in groupby(enumerate(sorted(held)), key=lambda item: (held[item[1]], item[1] - item[0])):
-        cores = [core for _, core in run]
-        found.append((CoreRange(cores[0], cores[-1]), owner))
-    return found
 
 
 def _ours(seen: Readings) -> dict[int, str]:
@@ -188,7 +178,7 @@ def _holders(seen: Readings, held: Mapping[int, Owner]) -> list[Problem]:
     if seen.emulates if seen.fleet is None else seen.fleet.emulated:
         return problems
     if seen.fleet is not None or seen.spec is not None:
-        for cores, owner in held_ranges(held):
+        for cores, owner in runs(held):
             if owner.pid not in ours:
                 s = "s" if len(cores) > 1 else ""
                 what = f"core{s} {cores}: held by pid {owner.pid} ({owner.command or 'its command cannot be read'})"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from orchestrator.changes import Situation, Tag, choose, difference, replica_changes
+from orchestrator.changes import Tag, difference, replica_changes
 from orchestrator.controller import Controller
 from orchestrator.defrag import defragmentation
 from orchestrator.effects import Cluster
@@ -33,16 +32,18 @@ from orchestrator.journal import (
 from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
 from orchestrator.picture import rollout
-from orchestrator.rollout import Goal, Wish
+from orchestrator.rollout import Goal, Situation, Wish, aim
 from orchestrator.room import load_times, traffic
 from orchestrator.snapshot import ReplicaView
 from orchestrator.specfile import SpecFile, examine, start_problems
 from orchestrator.suspects import absolve
+from orchestrator.ways import choose
 from placements.cores import CoreRange
 from placements.explain import explain
 from placements.ledger import Ledger, ledger
 from placements.plan import Running, plan
 from placements.problems import has_errors
+from placements.remedies import Question
 from placements.spec import ModelSpec
 
 LOG_BYTES = 64 * 2**10  # of one answer
@@ -75,25 +76,23 @@ class Operator:
             what = f"{file} is no spec"
             raise Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=found.problems)
         self._refuse_other_hosts(found)
-        if found.spec.model(model) is None:
+        spec = found.spec.model(model)
+        if spec is None:
             known = ", ".join(one.name for one in found.spec.models)
             raise Refused("model-unknown", f"there is no model {model}", f"known are {known}", status=404)
         wanted = {one.name: state.wanted(one) for one in found.spec.models}
-        told = await self._controller.in_thread(
-            partial(
-                explain,
-                found.spec,
-                state.living_hosts,
-                model,
-                found.checkpoints,
-                self._running(),
-                wanted,
-                state.blocked(),
-                found.drafts,
-                cordoned=self._cordoned(),
-                problems=found.problems,
-            )
+        asked = Question(
+            spec,
+            found.spec,
+            state.living_hosts,
+            found.checkpoints,
+            found.drafts,
+            self._running(),
+            wanted,
+            state.blocked(),
+            self._cordoned(),
         )
+        told = await self._controller.in_thread(explain, asked, found.problems)
         return {"index": state.journal.state().index, "revision": state.current.number, **told.as_dict()}
 
     def _running(self) -> tuple[Running, ...]:
@@ -231,12 +230,12 @@ class Operator:
         """What would happen if the generation were installed now."""
         state = self._state
         situation = self._situation(generation)
-        first = situation.aim()
+        first = aim(situation)
         ways = {name: choose(situation, name) for name, step in first.steps.items() if step.old}
         for name, chosen in ways.items():
             wish = dataclasses.replace(situation.wishes[name], strategy=chosen.strategy, lender=chosen.lender)
             situation = situation.with_wish(wish)
-        begun, settled = situation.aim(), self._settled(situation)
+        begun, settled = aim(situation), self._settled(situation)
         models = []
         for change in difference(state.current.spec, generation.spec, generation.engines):
             way = ways.get(change.model)
@@ -305,7 +304,7 @@ class Operator:
             if view.model in situation.wishes and view.state not in (State.DRAINING, State.STOPPING)
         )
         wishes = {name: dataclasses.replace(wish, canary=False) for name, wish in situation.wishes.items()}
-        return dataclasses.replace(situation, views=kept, wishes=wishes, replaced=frozenset()).aim()
+        return aim(dataclasses.replace(situation, views=kept, wishes=wishes, replaced=frozenset()))
 
     def _refuse_impossible(self, proposal: dict[str, Any], generation: Generation) -> None:
         for model in proposal["models"]:
@@ -315,7 +314,7 @@ class Operator:
         if generation.revision.canary is None:
             return
         situation = self._situation(generation)
-        for name, step in situation.aim().steps.items():
+        for name, step in aim(situation).steps.items():
             wish = situation.wishes[name]
             if step.old and not wish.mixes:
                 what = f"{name}: its tokenizer changes, so the two versions cannot share requests"
@@ -489,7 +488,7 @@ class Operator:
         every = frozenset(core for one in self._state.hosts if one.name == host for core in range(one.cores))
         staying = tuple(view for view in situation.views if view.host != host)
         blocked = {**situation.blocked, host: every}
-        goal = dataclasses.replace(situation, views=staying, blocked=blocked).aim()
+        goal = aim(dataclasses.replace(situation, views=staying, blocked=blocked))
         there = {view.model for view in situation.views if view.host == host and view.state is State.READY}
         missing = [problem for one in goal.plan.unplaced if one.model in there for problem in one.problems]
         if missing:

@@ -218,6 +218,7 @@ def _model_status(
                 "pause_s": view.pause_s if view.state is State.FAILED and not view.stopped else None,
                 "stopped": view.stopped and view.state is State.FAILED,
                 "load_s": view.load_s,
+                "compile_s": round(view.compile_s, 1),
                 "live": view.live,
                 "waiting": view.waiting,
                 "speculation": _speculation(view),

@@ -105,8 +105,8 @@ def reconcile(
         elif ending:  # 5
             if observed.now >= replica.retry_at and not _held(target, observed):
                 actions.append(Start(target, replica))
-        elif starting and observed.now - replica.begun > replica.deadlines.start_s:  # 4
-            actions.append(Fail(replica, f"start-deadline: not ready after {replica.deadlines.start_s:.0f} s"))
+        elif starting and (late := replica.overdue(observed.now)) is not None:  # 4
+            actions.append(Fail(replica, late))
     for id, target in wanted.items():
         if id not in observed.replicas and not _held(target, observed):  # 6
             actions.append(Start(target, None))

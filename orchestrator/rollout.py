@@ -54,6 +54,7 @@ class Wish:
     strategy: Strategy = "surge"  # never auto: that has been decided
     mixes: bool = True  # both versions may serve at once: their tokenizers agree
     canary: bool = False  # one current replica, until it is promoted
+    reachable: bool = False  # promise no more replicas than find a place: waiting for more would never end
     frozen: bool = False  # paused: nothing old goes and nothing current comes
     lender: str | None = None  # with borrow: the id of the replica that gives way
 
@@ -109,42 +110,87 @@ def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView],
     return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, ready + 1, missing)))
 
 
-def aim(
-    spec: Spec,
-    hosts: Sequence[Host],
-    checkpoints: Mapping[str, Checkpoint],
-    wishes: Mapping[str, Wish],
-    views: Iterable[ReplicaView],
-    *,
-    blocked: Mapping[str, frozenset[int]],
-    drained: Mapping[str, frozenset[int]],
-    replaced: frozenset[tuple[str, int]] = frozenset(),  # of (id, epoch)
-    moves: int = 0,
-    costs: Mapping[str, float] | None = None,
-) -> Goal:
-    """Which replicas should be now.
+@dataclass(frozen=True)
+class Situation:
+    """All that is decided from.
 
     ``hosts`` are those that live. ``blocked`` are cores by host where nothing new may go, ``drained`` those whose
-    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes. ``moves`` and
-    ``costs`` are those of `placements.plan.plan`.
+    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes.
     """
-    present = list(views)
-    names = {host.name for host in hosts}
+
+    spec: Spec
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint]
+    wishes: Mapping[str, Wish]
+    views: tuple[ReplicaView, ...]
+    blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    replaced: frozenset[tuple[str, int]] = frozenset()
+
+    def with_wish(self, wish: Wish) -> Situation:
+        """The same with another wish for its model."""
+        return replace(self, wishes={**self.wishes, wish.model.name: wish})
+
+    def load_s(self, model: str) -> float | None:
+        """How long the last start of a replica of the model took, in seconds; None before one was ready."""
+        known = [view.load_s for view in self.views if view.model == model and view.load_s is not None]
+        return max(known, default=None)
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The replicas of each model, by what is to become of them."""
+
+    current: dict[str, list[ReplicaView]]
+    old: dict[str, list[ReplicaView]]
+    leaving: dict[str, int]  # old ones that drain or stop already
+
+    def step(self, wish: Wish) -> Step:
+        name = wish.model.name
+        return step(wish, self.current[name], self.old[name], self.leaving[name])
+
+
+def aim(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:
+    """Which replicas should be now; with ``moves``, which could be if so many running replicas were given other cores.
+
+    Old replicas are kept for as many new ones as are wished; where the wish is ``reachable``, for as many as find a
+    place. ``moves`` and ``costs`` are those of `placements.plan.plan`.
+    """
+    wishes = situation.wishes
+    found = _sort(situation)
+    steps = {name: found.step(wish) for name, wish in wishes.items()}
+    made = _plan(situation, found, steps, moves, costs)
+    waiting = {one.model for one in made.unplaced}
+    stuck = [name for name in waiting if wishes[name].reachable and steps[name].keep]
+    if stuck:  # how many there can be when nothing old is in the way any more; with none, the old ones are all there is
+        ends = {name: Step(count=wish.count) for name, wish in wishes.items()}
+        most = Counter(one.model for one in _plan(situation, found, ends, moves, costs).placements)
+        steps |= {name: found.step(replace(wishes[name], count=most[name])) for name in stuck if most[name]}
+        made = _plan(situation, found, steps, moves, costs)
+    targets = [Target(p.model, p.replica, p.host, p.cores, wishes[p.model].version, p) for p in made.placements]
+    for one in steps.values():
+        targets += [Target(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
+    return Goal(tuple(targets), made, MappingProxyType(steps))
+
+
+def _sort(situation: Situation) -> _Sorted:
+    wishes = situation.wishes
+    names = {host.name for host in situation.hosts}
     current: dict[str, list[ReplicaView]] = {name: [] for name in wishes}
     old: dict[str, list[ReplicaView]] = {name: [] for name in wishes}
     leaving: dict[str, int] = dict.fromkeys(wishes, 0)
-    for view in present:
+    for view in situation.views:
         wish = wishes.get(view.model)
         if wish is None:
             continue
         is_old = (
             view.version != wish.version
-            or (view.id, view.epoch) in replaced
-            or view.touches(drained.get(view.host, frozenset()))
+            or (view.id, view.epoch) in situation.replaced
+            or view.touches(situation.drained.get(view.host, frozenset()))
         )
         if view.state in _ENDING or view.host not in names:
             leaving[view.model] += is_old and not view.gone
-        elif view.state is State.FAILED and view.touches(blocked.get(view.host, frozenset())):
+        elif view.state is State.FAILED and view.touches(situation.blocked.get(view.host, frozenset())):
             continue  # it had better go elsewhere
         elif is_old:
             old[view.model].append(view)
@@ -153,7 +199,14 @@ def aim(
     for name, wish in wishes.items():
         old[name] += _misplaced(wish, current[name])
         current[name] = [view for view in current[name] if view not in old[name]]
-    steps = {name: step(wish, current[name], old[name], leaving[name]) for name, wish in wishes.items()}
+    return _Sorted(current, old, leaving)
+
+
+def _plan(
+    situation: Situation, found: _Sorted, steps: Mapping[str, Step], moves: int, costs: Mapping[str, float] | None
+) -> Plan:
+    """Where the current replicas of those steps lie, beside the old ones that they keep."""
+    wishes, blocked = situation.wishes, situation.blocked
     lent = {
         wish.lender
         for name, wish in wishes.items()
@@ -164,17 +217,14 @@ def aim(
     taken = _cores_of(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)
-        for views_of_one in current.values()
+        for views_of_one in found.current.values()
         for view in views_of_one
         if view.id not in lent
     ]
     occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
     numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
-    made = plan(spec, hosts, checkpoints, running, counts, occupied, numbered, moves=moves, costs=costs)
-    targets = [Target(p.model, p.replica, p.host, p.cores, wishes[p.model].version, p) for p in made.placements]
-    for one in steps.values():
-        targets += [Target(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
-    return Goal(tuple(targets), made, MappingProxyType(steps))
+    hosts, checkpoints = situation.hosts, situation.checkpoints
+    return plan(situation.spec, hosts, checkpoints, running, counts, occupied, numbered, moves=moves, costs=costs)
 
 
 def _misplaced(wish: Wish, current: Sequence[ReplicaView]) -> list[ReplicaView]:

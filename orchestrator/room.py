@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.changes import END_S, Situation
 from orchestrator.lifecycle import State
-from orchestrator.rollout import Goal
+from orchestrator.rollout import Goal, Situation, aim
 from orchestrator.snapshot import ReplicaView
+from orchestrator.ways import END_S
 from placements.spec import Spec
 
 MOST_MOVES = 4
@@ -39,7 +39,7 @@ def room_for(situation: Situation, goal: Goal) -> Room | None:
         return None
     if any(step.old for step in goal.steps.values()):
         return None  # an update is under way, and frees cores by itself
-    trial = situation.aim(moves=MOST_MOVES, costs=_costs(situation)).plan
+    trial = aim(situation, moves=MOST_MOVES, costs=_costs(situation)).plan
     if len(trial.unplaced) >= len(goal.plan.unplaced):
         return None
     held: dict[str, frozenset[int]] = {}

@@ -46,6 +46,7 @@ class ReplicaView:
     waiting: int = 0  # requests that it has accepted beyond them
     idle_s: float = 0.0  # since its last request ended; 0 while it has one
     step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
+    compile_s: float = 0.0  # of this start: how long it has compiled, or waited for another that compiles the same
     drafted: int = 0  # tokens, since this start
     accepted: int = 0  # of the drafted ones, those that the model agreed with
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -58,6 +59,15 @@ class ReplicaView:
     def idle(self) -> bool:
         """Whether nobody would miss it for a while."""
         return self.live == 0 and self.waiting == 0 and self.idle_s >= IDLE_S
+
+    def overdue(self, now: float) -> str | None:
+        """Why a start that is not over yet has taken too long; None while it has not. Compiling has its own time."""
+        if self.compile_s > self.deadlines.compile_s:
+            return f"compile-deadline: it has compiled for more than {self.deadlines.compile_s:.0f} s"
+        if now - self.begun - self.compile_s > self.deadlines.start_s:
+            beside = f", {self.compile_s:.0f} s of compiling not counted" if self.compile_s else ""
+            return f"start-deadline: not ready after {self.deadlines.start_s:.0f} s{beside}"
+        return None
 
     def touches(self, cores: frozenset[int]) -> bool:
         """Whether it lies on any of them."""

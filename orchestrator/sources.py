@@ -60,7 +60,9 @@ def _read(folder: str | None, source: str, where: str, model: str) -> Checkpoint
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
     except OSError as error:
         what = f"{model}: {file} cannot be read: {error.strerror or error}"
-        return Problem("checkpoint-unreadable", "warning", where, what, "a relative path begins at the spec file")
+        begins = "a relative path begins at the spec file; " if source.startswith(".") else ""
+        hint = f"{begins}config.json alone is enough to plan with; until it is there {skipped}"
+        return Problem("checkpoint-unreadable", "warning", where, what, hint)
     except ValueError as error:
         what = f"{model}: {file} is not JSON: {error}"
         return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")

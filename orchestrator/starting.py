@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib.metadata import version
+from typing import Protocol
 
 import msgspec.structs
 
-from orchestrator.effects import Cluster
 from orchestrator.generation import Generation
 from orchestrator.version import corewright_version
 from placements.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
@@ -17,23 +17,30 @@ from workers.interpreter import Interpreter, refusal
 from workers.status import Failure
 
 
-async def prepared(config: ReplicaConfig, generation: Generation, cluster: Cluster) -> ReplicaConfig | Failure:
+class Hosts(Protocol):
+    """What is asked before a start; `effects.Cluster` answers it, and a machine without a fleet."""
+
+    async def interpreter(self, python: str | None, host: str) -> Interpreter:
+        """What an interpreter of the host holds; ``python`` None: the fleet's own. Raises HostLost."""
+
+
+async def prepared(config: ReplicaConfig, generation: Generation, hosts: Hosts) -> ReplicaConfig | Failure:
     """The configuration with its engine chosen; or why no process is to be asked for.
 
     1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
     2. An interpreter that the spec names, and the host's own where an engine needs a package of AWS's, is looked at.
-    Raises HostLost, as ``Cluster.interpreter``.
+    Raises HostLost, as ``Hosts.interpreter``.
     """
     if config.engine == "auto":  # 1
-        return await _chosen(config, generation, cluster)
+        return await _chosen(config, generation, hosts)
     if config.python is not None or any(engine == config.engine and needs_neuron(engine) for engine in AUTO_ENGINES):
-        refused = _refusal(await cluster.interpreter(config.python, config.host), config.engine)  # 2
+        refused = _refusal(await hosts.interpreter(config.python, config.host), config.engine)  # 2
         if refused is not None:
             return refused
     return config
 
 
-async def _chosen(config: ReplicaConfig, generation: Generation, cluster: Cluster) -> ReplicaConfig | Failure:
+async def _chosen(config: ReplicaConfig, generation: Generation, hosts: Hosts) -> ReplicaConfig | Failure:
     spec = generation.spec
     model = spec.model(config.model)
     assert model is not None
@@ -41,7 +48,7 @@ async def _chosen(config: ReplicaConfig, generation: Generation, cluster: Cluste
     refusals: list[Failure] = []
     for engine in AUTO_ENGINES:
         python = spec.python_for(engine)
-        asked = await cluster.interpreter(python, config.host)
+        asked = await hosts.interpreter(python, config.host)
         refused = _refusal(asked, engine)
         if refused is None:
             found[engine] = asked.engines[engine]

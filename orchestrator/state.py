@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import msgspec.structs
 
-from orchestrator.changes import Situation, Way, choose
 from orchestrator.effects import Owner, Suspect
 from orchestrator.fleet import FleetSettings
 from orchestrator.generation import Generation, read_generation
@@ -31,9 +30,10 @@ from orchestrator.journal import (
     failed_cores,
 )
 from orchestrator.lifecycle import State
-from orchestrator.rollout import Goal, Step, Wish
+from orchestrator.rollout import Goal, Situation, Step, Wish, aim
 from orchestrator.room import Room, room_for
 from orchestrator.snapshot import ReplicaView
+from orchestrator.ways import Way, choose
 from placements.hosts import Machine
 from placements.spec import ModelSpec
 from placements.topology import Host
@@ -105,6 +105,7 @@ class FleetState:
         self._no_room: tuple[object, object] | None = None  # what lay where, and what was missing, when none was found
         self._numbers: dict[str, int] = {}
         self._progress: tuple[Any, float] = ((), clock())
+        self._late: set[str] = set()  # models without progress for their deadline, and without a way back
 
     def _first_revision(self, known: JournalState) -> Revision:
         settings = self.settings
@@ -258,6 +259,7 @@ class FleetState:
             canary=self.in_canary,
             frozen=self.frozen,
             lender=None if way is None else way.lender,
+            reachable=model.name in self._late or self.journal.state().completed == self.current.number,
         )
 
     def mixes(self, generation: Generation, model: ModelSpec) -> bool:
@@ -321,7 +323,7 @@ class FleetState:
     def aim(self) -> Goal:
         """What should be now. A model whose replicas must be replaced gets its way here, and keeps it to the end."""
         situation = self.situation()
-        goal = situation.aim()
+        goal = aim(situation)
         undecided = [name for name, step in goal.steps.items() if step.old and self._needs_way(name, step, goal)]
         for name in undecided:
             way = choose(situation, name)
@@ -334,7 +336,7 @@ class FleetState:
                 self.ways.pop(name, None)
         for name in self.ways.keys() - goal.steps.keys():
             del self.ways[name]
-        self.goal = self.situation().aim() if undecided else goal
+        self.goal = aim(self.situation()) if undecided else goal
         if self._make_room():
             return self.aim()
         return self.goal
@@ -412,19 +414,51 @@ class FleetState:
             self._end("complete", "every model is as the spec says")
             self.stable = None
             return None
-        reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
-        draining = any(view.state is State.DRAINING for view in self.views.values())
-        homeless = bool(self.lost and self.goal.plan.unplaced)
-        if reach != self._progress[0] or draining or homeless:  # of none of these is the new version to blame
-            self._progress = (reach, self.clock())
-        failed = self._failure([model for model in unsettled if self._changes(model)])
-        if failed is None or self.stable is None or self.current.revision.cause == "rollback":
-            return None  # with nothing to go back to it is tried on, ever more seldom
+        back = None if self.current.revision.cause == "rollback" else self.stable
+        under_way = [model for model in unsettled if back is None or self._changes(model)]
+        self._watch_progress(under_way)
+        if back is None:  # it is tried on, ever more seldom
+            self._promise_less(under_way)
+            return None
+        failed = self._failure(under_way)
+        if failed is None:
+            return None
         model, cause = failed
         if model.update.rollback:
-            return Rollback(self.stable, cause)
+            return Rollback(back, cause)
         self._end("failed", cause)
         return None
+
+    def _watch_progress(self, under_way: Iterable[ModelSpec]) -> None:
+        """Note when something has moved last.
+
+        A start has its whole time, that of the compiler too, and time is no fault of a new version while
+        requests drain or a host is lost. Failed starts are counted, so that an update whose starts all hang ends too.
+        """
+        now = self.clock()
+        reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
+        versions = {model.name: self.current.versions[model.name] for model in under_way}
+        starting = any(
+            view.state in (State.PENDING, State.LOADING)
+            and versions.get(view.model) == view.version
+            and view.overdue(now) is None
+            for view in self.views.values()
+        )
+        draining = any(view.state is State.DRAINING for view in self.views.values())
+        homeless = bool(self.lost and self.goal.plan.unplaced)
+        if reach != self._progress[0] or starting or draining or homeless:
+            self._progress = (reach, now)
+
+    def _promise_less(self, under_way: Iterable[ModelSpec]) -> None:
+        """Old replicas are kept for as many as are wished. Where so many find no place that would be for ever."""
+        quiet = self.clock() - self._progress[1]
+        for model in under_way:
+            late = quiet > model.update.progress_deadline_s and self.goal.steps[model.name].keep
+            if late and not self.in_canary and model.name not in self._late:
+                self._late.add(model.name)
+                what = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to go back to"
+                kept = "old replicas stay only for as many new ones as find a place"
+                self.tell("warning", "UpdateStuck", f"{what}: {kept}", model=model.name)
 
     def _changes(self, model: ModelSpec) -> bool:
         before = self.stable.versions.get(model.name) if self.stable is not None else None
@@ -479,7 +513,8 @@ class FleetState:
         for view in list(self.views.values()):  # the cause may be in what has changed
             self.views[view.id] = dataclasses.replace(view, stopped=False)
         self.ways.clear()
-        self.goal = self.situation().aim()  # the old one would tell of the new revision what was true of the last
+        self._late.clear()
+        self.goal = aim(self.situation())  # the old one would tell of the new revision what was true of the last
         self.restart_progress()
         self.woken &= {model.name for model in generation.spec.models}
 

@@ -79,11 +79,6 @@ class Checkpoint:
         small = self.parameters - (table + head + positions + attention + kv + feed_forward)
         return Parameters(table, head, positions, attention, kv, feed_forward, small)
 
-    @property
-    def embedding_parameters(self) -> int:
-        """Token embedding and output head, tied weights counted once."""
-        return self.groups.embedding + self.groups.head
-
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Checkpoint:
         """Read a decoded config.json.
@@ -105,7 +100,7 @@ class Checkpoint:
                 "serve a checkpoint of one of these families",
             )
         read = _Config(config)
-        return replace(reader(read), stored_bytes=_stored_bytes(config), window=_window(family, read))
+        return replace(reader(read), stored_bytes=_stored_bytes(config), window=sliding_window(family, config))
 
 
 _GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})
@@ -120,13 +115,17 @@ def _stored_bytes(config: Mapping[str, Any]) -> int | None:
     return _STORED_BYTES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
-def _window(family: str, config: _Config) -> int | None:
-    """The sliding window, with what transformers takes where the key is absent."""
-    if family in ("qwen2", "qwen3"):
-        return config.given("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
+def sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
+    """The length of the sliding window of a decoded config.json, with what transformers takes where the key is absent.
+
+    None: a token attends to all before it. Raises CheckpointError.
+    """
+    read = _Config(config)
+    if family.startswith("qwen"):
+        return read.given("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
     if family == "mistral":
-        return config.given("sliding_window", 4096)
-    return config.optional("sliding_window") if family == "mixtral" else None
+        return read.given("sliding_window", 4096)
+    return read.optional("sliding_window") if family == "mixtral" else None
 
 
 _REPAIR = "use the config.json that belongs to the checkpoint"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Three digits are enough for every host known (128 cores), and keep int() from being fed a novel.
 _NOTATION = re.compile(r"(0|[1-9][0-9]{0,2})(?:-(0|[1-9][0-9]{0,2}))?")
@@ -76,3 +80,12 @@ def ranges(cores: Iterable[int]) -> list[str]:
         else:
             found.append(CoreRange(core, core))
     return [str(one) for one in found]
+
+
+def runs(held: Mapping[int, T]) -> list[tuple[CoreRange, T]]:
+    """Runs of cores that have one and the same value, such as who holds them, ascending."""
+    found = []
+    for (value, _), run in groupby(enumerate(sorted(held)), key=lambda item: (held[item[1]], item[1] - item[0])):
+        cores = [core for _, core in run]
+        found.append((CoreRange(cores[0], cores[-1]), value))
+    return found

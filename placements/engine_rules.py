@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from placements.case import Case, Judged
@@ -14,6 +14,7 @@ from placements.engines import (
     HOST_ENGINES,
     NXD_MISTRAL,
     NXD_VERSIONS,
+    PACKAGES,
     TNX_CONTINUOUS,
     TNX_DRAFTING,
     TNX_SAMPLING,
@@ -25,7 +26,7 @@ from placements.engines import (
     runs_on,
     serves,
 )
-from placements.options.judge import PACKAGES, Scope, judged
+from placements.options.judge import Scope, judged
 from placements.problems import Problem
 from placements.spec import Compiler, ModelSpec
 
@@ -236,16 +237,19 @@ def buckets_make_sense(case: Case) -> Iterator[Problem]:
 
 
 def buckets_are_no_steps(case: Case) -> Iterator[Problem]:
-    """No compiled prompt length is as short as a decoding step, which NxD Inference tells from prompts by its width
-    (`model_base`: a step has one token, or as many as it speculates)."""
+    """No compiled prompt length is as short as a decoding step, which both packages tell from prompts by its width.
+
+    A step has one token, on NxD Inference also as many as it speculates (`model_base`); ``auto`` may be that engine.
+    """
     model = case.model
-    if case.candidates != ("nxd-inference",):
-        return
-    step = 1 if model.draft is None else model.draft.k + 1
-    if step in model.buckets.prefill:
-        what = f"buckets.prefill: nxd-inference would take a prompt of {_count(step, 'token')} for a decoding step"
-        where = ("buckets", "prefill", model.buckets.prefill.index(step))
-        yield case.problem("bad-buckets", where, what, "take a longer one")
+    for engine in ("nxd-inference", "transformers-neuronx"):
+        steps = (1,) if model.draft is None or engine != "nxd-inference" else (1, model.draft.k + 1)
+        step = next((step for step in steps if step in model.buckets.prefill), None)
+        if engine in case.candidates and step is not None:
+            what = f"buckets.prefill: {engine} would take a prompt of {_count(step, 'token')} for a decoding step"
+            where = ("buckets", "prefill", model.buckets.prefill.index(step))
+            yield case.problem("bad-buckets", where, what, "take a longer one")
+            return
 
 
 _FLAGS = {
@@ -295,6 +299,43 @@ def options_fit_the_model(case: Case) -> Iterator[Problem]:
         what = "engine_options.on_device_sampling_config has no effect: sampling is host"
         path = ("engine_options", "on_device_sampling_config")
         yield case.problem("setting-unsupported", path, what, "sampling: device")
+    yield from _device_top_k(case)
+    yield from _cache_layout(case)
+
+
+_TOP_K = 256
+"""The largest top_k of both packages' sampling on the device (NxD Inference ``modules/generation/sampling``)."""
+
+
+def _device_top_k(case: Case) -> Iterator[Problem]:
+    given = case.model.engine_options.get("on_device_sampling_config")
+    most = given.get("global_topk") if isinstance(given, Mapping) else None
+    if case.engine == "nxd-inference" and type(most) is int and not 1 <= most <= _TOP_K:
+        path = ("engine_options", "on_device_sampling_config", "global_topk")
+        what = f"engine_options.on_device_sampling_config.global_topk is {most}; it must be from 1 to {_TOP_K}"
+        yield case.problem("out-of-range", path, what)
+
+
+_SHORTEST = 128  # tokens; where transformers-neuronx's own list of lengths begins (`bucket`)
+
+
+def _cache_layout(case: Case) -> Iterator[Problem]:
+    """BSH is asked of transformers-neuronx only with continuous batching, and with one length of each kind.
+
+    Else ``module.PretrainedModel.from_pretrained`` fails an assertion.
+    """
+    model = case.model
+    if case.engine != "transformers-neuronx" or model.engine_options.get("cache_layout") != "BSH":
+        return
+    path, buckets = ("engine_options", "cache_layout"), model.buckets
+    known = model.max_len is not None or case.checkpoint is not None
+    doubling = not buckets.prefill and known and model.length(case.checkpoint) > _SHORTEST
+    if model.max_batch == 1 or (case.family is not None and case.family not in TNX_CONTINUOUS):
+        what = "engine_options.cache_layout: BSH is for continuous batching, and batches are static here"
+        yield case.problem("setting-unsupported", path, what, "leave it out")
+    elif doubling or max(len(buckets.prefill), len(buckets.decode)) > 1:
+        what = "engine_options.cache_layout: BSH takes one compiled length, and there are several"
+        yield case.problem("setting-unsupported", path, what, "name one in buckets.prefill, or leave cache_layout out")
 
 
 def _own_options(case: Case) -> Iterator[Problem]:
@@ -386,5 +427,8 @@ ENGINE_RULES: tuple[Judged, ...] = (
     Judged(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),
     Judged(flags_are_free, frozenset({"engine", "compiler"})),
     Judged(engine_options_are_known, frozenset({"engine", "engine_options"})),
-    Judged(options_fit_the_model, frozenset({"engine", "engine_options", "max_batch", "sampling"})),
+    Judged(
+        options_fit_the_model,
+        frozenset({"engine", "engine_options", "max_batch", "max_len", "sampling", "buckets"}),
+    ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
+from placements import tnx_families
 from placements.topology import TOPOLOGIES, Host
 
 Engine = Literal["auto", "cpu", "echo", "transformers-neuronx", "nxd-inference", "optimum-neuron", "torch-neuronx"]
@@ -33,6 +34,17 @@ ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option]] = MappingProxyType(
 )
 """What ``engine_options`` may hold: ``prefill_chunk``, how many tokens of a prompt go through the model together;
 ``step_ms``, the time that each of echo's steps takes, to play a slow engine."""
+
+PACKAGES: Mapping[Engine, str] = MappingProxyType(
+    {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}
+)
+"""The Neuron engines that this version drives, and the package of each by the name that it is imported by."""
+
+
+def distribution(engine: Engine) -> str:
+    """What the package of an engine is installed as."""
+    return PACKAGES[engine].replace("_", "-")
+
 
 HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # they compute on the host's CPUs
 NXD_ENGINES: frozenset[Engine] = frozenset({"nxd-inference", "optimum-neuron"})  # built on NeuronX Distributed
@@ -76,25 +88,20 @@ NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
 NXD_MISTRAL = "0.9"
 """The first series of NxD Inference with a class for Mistral, which keeps its sliding window."""
 
-TNX_FAMILIES = ("bloom", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt")
-"""transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING``. It has no gpt_bigcode, though the LMI page
-lists it."""
+TNX_FAMILIES = tuple(tnx_families.FAMILIES)
+"""Families of transformers-neuronx."""
 
-TNX_CONTINUOUS = ("llama", "mistral", "mixtral")
-"""Families of transformers-neuronx that take a new request beside running ones: their classes define
-``context_batch_sizes``. The others work on batches that begin and end together."""
+TNX_CONTINUOUS = tuple(name for name, family in tnx_families.FAMILIES.items() if family.continuous)
+"""Those that take a new request beside running ones. The others work on batches that begin and end together."""
 
-TNX_UNPADDED = ("gptj", "gpt_neox")
-"""Families of transformers-neuronx without padded heads (``shard_along`` raises ValueError), quantization, lists of
-lengths and saved artifacts: their classes do not derive from ``NeuronModelBase``."""
+TNX_UNPADDED = tuple(name for name, family in tnx_families.FAMILIES.items() if family.serial)
+"""Those without padded heads, quantization, lists of lengths and saved artifacts."""
 
-TNX_SAMPLING = ("bloom", "gpt2", "llama", "mistral", "opt")
-"""Families of transformers-neuronx that sample on the device: the Transformers NeuronX developer guide leaves Mixtral
-out; the classes of GPT-J and GPT-NeoX take no such configuration."""
+TNX_SAMPLING = tuple(name for name, family in tnx_families.FAMILIES.items() if family.samples)
+"""Those that sample on the device."""
 
-TNX_DRAFTING = ("gpt2", "llama")
-"""Families that transformers-neuronx speculates with, as the model and as its draft: the Transformers NeuronX developer
-guide; their classes define ``speculative_forward``."""
+TNX_DRAFTING = tuple(name for name, family in tnx_families.FAMILIES.items() if family.speculates)
+"""Those that the package speculates with, as the model and as its draft."""
 
 OPTIMUM_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3")
 """optimum-neuron 0.4.5, of the families that `checkpoints` knows."""
@@ -118,6 +125,22 @@ def series(version: str) -> str:
 
 def _order(name: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in name.split("."))
+
+
+Release = tuple[int, int]
+NXD_RELEASES: tuple[Release, ...] = tuple((major, minor) for major, minor in map(_order, NXD_VERSIONS))
+
+
+def nxd_release(version: str) -> Release:
+    """The series of ``NXD_VERSIONS`` that a version has the options of: "0.8.16251+f3ca" is (0, 8).
+
+    One between two known series has those of the earlier one; what is newer than all, or no number, has those of the
+    newest.
+    """
+    found = series(version).split(".")
+    if len(found) != 2 or not all(part.isdecimal() for part in found):
+        return NXD_RELEASES[-1]
+    return max((one for one in NXD_RELEASES if one <= _order(series(version))), default=NXD_RELEASES[0])
 
 
 def reaches(version: str, first: str) -> bool:

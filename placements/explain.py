@@ -9,7 +9,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
-from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.cores import CoreRange, ranges
 from placements.demand import demands, kinds_of, suits
@@ -116,23 +115,10 @@ class Explanation:
         }
 
 
-def explain(
-    spec: Spec,
-    hosts: Sequence[Host],
-    model: str,
-    checkpoints: Mapping[str, Checkpoint] | None = None,
-    running: Iterable[Running] = (),
-    wanted: Mapping[str, int] | None = None,
-    blocked: Mapping[str, frozenset[int]] | None = None,
-    drafts: Mapping[str, Checkpoint] | None = None,
-    *,
-    cordoned: Mapping[str, frozenset[int]] | None = None,
-    problems: Iterable[Problem] = (),
-) -> Explanation:
-    """Why ``model`` is placed so, or what keeps it from its replicas, and what would mend that.
+def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
+    """Why the model is placed so, or what keeps it from its replicas, and what would mend that.
 
-    The arguments are those of `plan`; ``cordoned`` is the part of ``blocked`` that an operator can give back, and
-    ``problems`` are findings about the file beyond those of `check`. Raises KeyError for a model that is not there.
+    ``problems`` are findings about the file beyond those of `check`.
 
     Every suggestion has been tried: `check` finds no error that the spec did not have elsewhere, `plan` gives the model
     all replicas that are wanted, and no other model has fewer than before, but for one whose own ``min`` is the change.
@@ -149,25 +135,14 @@ def explain(
     An unknown key is only skipped, so that changes are tried all the same; what could not be read, and what reserves
     name, has to be mended first. See `remedies.remedies` for how many changes are tried.
     """
-    question, errors, hopeless = _question(
-        spec,
-        tuple(hosts),
-        model,
-        checkpoints or {},
-        drafts or {},
-        tuple(dict.fromkeys(running)),
-        wanted or {},
-        blocked or {},
-        cordoned or {},
-        tuple(problems),
-    )
+    question, errors, hopeless = _judged(asked, tuple(problems))
     facts = _Facts(question)
     failed = (*errors, *facts.refusals(errors))
     found = None
     if any(constraint.id != _SKIPPED for constraint in failed) and not hopeless:
         found = remedies(question)
     return Explanation(
-        model,
+        asked.model.name,
         question.model.priority,
         question.model.replicas.min,
         question.target,
@@ -179,25 +154,16 @@ def explain(
     )
 
 
-def _question(
-    spec: Spec,
-    hosts: tuple[Host, ...],
-    name: str,
-    checkpoints: Mapping[str, Checkpoint],
-    drafts: Mapping[str, Checkpoint],
-    running: tuple[Running, ...],
-    wanted: Mapping[str, int],
-    blocked: Mapping[str, frozenset[int]],
-    cordoned: Mapping[str, frozenset[int]],
-    problems: tuple[Problem, ...],
-) -> tuple[Question, tuple[Constraint, ...], bool]:
+def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, tuple[Constraint, ...], bool]:
     """The question, the errors of the model's part of the spec, and whether no other value of a field mends them."""
-    model = spec.model(name)
-    if model is None:
-        raise KeyError(name)
+    spec, model, name = asked.spec, asked.model, asked.model.name
 
     def errors_of(part: Spec) -> list[Problem]:
-        return [one for one in check(part, hosts, checkpoints, drafts, room=False) if one.severity == "error"]
+        return [
+            one
+            for one in check(part, asked.hosts, asked.checkpoints, asked.drafts, room=False)
+            if one.severity == "error"
+        ]
 
     every = errors_of(spec)
     beyond = [one for one in problems if one.severity == "error" and one not in every]
@@ -214,19 +180,14 @@ def _question(
         )
         if rival is not model and wrong:
             sound = without(sound, rival.name)
-    count = wanted.get(name, model.replicas.min) or 1
-    question = Question(
-        model,
-        sound,
-        hosts,
-        checkpoints,
-        drafts,
-        running,
-        MappingProxyType({**wanted, name: max(1, min(count, model.replicas.max))}),
-        blocked,
-        cordoned,
-        bool(unread or own),
-        frozenset((one.id, one.what) for one in others),
+    count = asked.wanted.get(name, model.replicas.min) or 1
+    question = replace(
+        asked,
+        spec=sound,
+        running=tuple(dict.fromkeys(asked.running)),
+        wanted=MappingProxyType({**asked.wanted, name: max(1, min(count, model.replicas.max))}),
+        wrong=bool(unread or own),
+        tolerated=frozenset((one.id, one.what) for one in others),
     )
     constraints = tuple(
         Constraint(one.id, one.what, (one.where,) if one.where else (), one.hint) for one in (*unreadable, *own)
@@ -467,7 +428,7 @@ class _Facts:
             if suited:  # real and emulated hosts never stand together, so that the engine is one
                 need = estimate(model, checkpoint, resolve(model.engine, suited[0]), draft)
                 where = dict.fromkeys(
-                    f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_instance(host)}"
+                    f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_kind(host)}"
                     for host in suited
                     if host.topology
                 )
@@ -572,6 +533,11 @@ class _Facts:
         alone = plan(asked.spec, asked.hosts, asked.checkpoints, asked.running, none, asked.blocked)
         gained = missing - Counter(one.model for one in alone.unplaced)
         return [f"{count_text(count, 'replica')} of {model}" for model, count in gained.items()]
+
+
+def _kind(host: Host) -> str:
+    """Its type. Of an emulated one: whose memory it is, which counts for a place and is never filled."""
+    return f"an emulated {_instance(host)}" if host.emulated else _instance(host)
 
 
 def _instance(host: Host) -> str:

@@ -221,7 +221,7 @@ _WANTS: Mapping[str, str] = {
     "deadlines": "a mapping, like {start_s: 600}",
     "strategy": "one of " + ", ".join(STRATEGIES),
     "rollback": "true or false",
-    **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "step_s", "drain_s"), _SECONDS),
+    **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "compile_s", "step_s", "drain_s"), _SECONDS),
     "instance": _TEXT,
     "emulate": _TEXT,
     "reserve": "a mapping, like {vcpus: 8, cores: [23]}",

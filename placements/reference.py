@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from placements.checkpoints import FAMILIES
-from placements.engines import NXD_FAMILIES, NXD_VERSIONS, serves
-from placements.options.judge import PACKAGES
+from placements.engines import NXD_FAMILIES, NXD_VERSIONS, PACKAGES, serves
 from placements.options.option import Option
 from placements.options.owned import FIELDS, UNSERVED
 from placements.options.tables import TABLES as OPTION_TABLES

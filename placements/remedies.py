@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from placements.checkpoints import Checkpoint
@@ -78,19 +79,24 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one model, and the plan as it is without any change."""
+    """What is asked about one model, and the plan as it is without any change.
+
+    `explain.explain` takes one whose last two fields are not known, with the whole spec and any ``wanted``.
+    """
 
     model: ModelSpec
-    spec: Spec  # without other models that have errors: those run nowhere
+    spec: Spec  # for `remedies` without other models that have errors: those run nowhere
     hosts: tuple[Host, ...]
-    checkpoints: Mapping[str, Checkpoint]
-    drafts: Mapping[str, Checkpoint]
-    running: tuple[Running, ...]
-    wanted: Mapping[str, int]  # of this model never 0
-    blocked: Mapping[str, frozenset[int]]
-    cordoned: Mapping[str, frozenset[int]]  # the part of ``blocked`` that an operator can give back
-    wrong: bool  # the model's part of the spec has errors, so that nothing of it is placed
-    tolerated: frozenset[tuple[str, str]]  # (id, what) of errors elsewhere
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
+    drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
+    running: tuple[Running, ...] = ()
+    wanted: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # for `remedies` of this never 0
+    blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    cordoned: Mapping[str, frozenset[int]] = field(  # the part of ``blocked`` that an operator can give back
+        default_factory=lambda: MappingProxyType({})
+    )
+    wrong: bool = False  # the model's part of the spec has errors, so that nothing of it is placed
+    tolerated: frozenset[tuple[str, str]] = frozenset()  # (id, what) of errors elsewhere
 
     @property
     def target(self) -> int:

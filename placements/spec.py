@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -309,8 +311,8 @@ class Update(_Frozen):
         900.0,
         gt=0,
         le=86_400,
-        description="Seconds in which a new replica must have become ready, or an old one have gone; else the update "
-        "has failed.",
+        description="Seconds without progress, which is a new replica that becomes ready or an old one that goes; then "
+        "the update has failed. The time that a new replica takes to start, within its `deadlines`, does not count.",
     )
     rollback: bool = Field(
         True, description="Go back by itself to the last complete revision when the update has failed."
@@ -327,7 +329,15 @@ class Deadlines(_Frozen):
         900.0,
         gt=0,
         le=86_400,
-        description="Seconds for a replica to come up, until its first generation; then it is `start-deadline`.",
+        description="Seconds for a replica to come up, until its first generation, without the time that it compiles; "
+        "then it is `start-deadline`.",
+    )
+    compile_s: float = Field(
+        14_400.0,
+        gt=0,
+        le=604_800,
+        description="Seconds that it may compile, or wait for another replica that compiles the same, beside "
+        "`start_s`; then it is `compile-deadline`.",
     )
     step_s: float = Field(
         120.0, gt=0, le=86_400, description="Seconds for one step of the engine; then it is `step-stuck`."
@@ -380,134 +390,150 @@ class HostsSpec(_Frozen):
     reserve: Reserve = Field(Reserve(), description="What replicas may not use, on each host.")
 
 
+class Reach(Enum):
+    """How far a change of a model's field reaches."""
+
+    LIVE = "live"  # what runs goes on: the planner, the controller or the gateway takes notice
+    PROCESS = "process"  # a replica is told of it at its start, or finds it in its environment
+    SHAPE = "shape"  # as that, and a compiled graph depends on it
+
+
+_T = TypeVar("_T")
+Live = Annotated[_T, Reach.LIVE]
+Process = Annotated[_T, Reach.PROCESS]
+Shape = Annotated[_T, Reach.SHAPE]
+
+
 class ModelSpec(_Frozen):
-    """One model of the fleet."""
+    """One model of the fleet. Each field but its name is `Live`, `Process` or `Shape`."""
 
     name: Name
-    source: Annotated[str, AfterValidator(_source)] = Field(
+    source: Shape[Annotated[str, AfterValidator(_source)]] = Field(
         description="Where the checkpoint is. A path begins with `/`, `./`, `../` or `~` and is relative to the spec "
         "file; `s3://bucket/prefix`; anything else is an id of the Hugging Face hub. `up` starts only from a path. The "
         "echo engine needs none."
     )
-    engine: Engine = Field(
+    engine: Shape[Engine] = Field(
         "auto",
         description="What runs the model. `auto` is `cpu` on an emulated host; on a real one it is the Neuron engine "
         "that the host has and that serves the model. `up` starts no `optimum-neuron` and no `torch-neuronx`. See "
         "Engines.",
     )
-    dtype: Dtype | None = Field(
+    dtype: Shape[Dtype | None] = Field(
         None,
         description="The type of the weights and of the KV cache. Unset: `fp32` for `cpu` and `echo`, else `bf16`.",
     )
-    tp_degree: int = Field(
+    tp_degree: Shape[int] = Field(
         1, ge=1, le=128, description="The tensor-parallel degree: the cores of one replica. See Degrees."
     )
-    max_batch: int = Field(
+    max_batch: Shape[int] = Field(
         4,
         ge=1,
         le=1024,
         description="Slots: the requests that one replica works on at once. The KV cache of every slot is allocated at "
         "the start.",
     )
-    max_len: int | None = Field(
+    max_len: Shape[int | None] = Field(
         None,
         ge=2,
         le=1 << 24,
         description="Tokens of one slot, prompt and answer together. Unset: 2048, or the checkpoint's positions if "
         "these are fewer.",
     )
-    cores: tuple[PinField, ...] = Field(
+    cores: Live[tuple[PinField, ...]] = Field(
         (),
         strict=False,
         description='Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that '
         "one. Replicas beyond the pins lie wherever there is room.",
         json_schema_extra=_words("list of core ranges"),
     )
-    replicas: Replicas = Field(
+    replicas: Live[Replicas] = Field(
         Replicas(),
         description="`2` means `{min: 2, max: 2}`.",
         json_schema_extra=_words("whole number, 1 to 1000, or a mapping"),
     )
-    neff_cache: Annotated[str, AfterValidator(_location)] | None = Field(
+    neff_cache: Process[Annotated[str, AfterValidator(_location)] | None] = Field(
         None,
         description="Where the Neuron compiler keeps what it compiled, for `NEURON_COMPILE_CACHE_URL`. Unset: the "
         "compiler's own folder. See Compiler.",
         json_schema_extra=_words("a path or `s3://...`"),
     )
-    priority: int = Field(
+    priority: Live[int] = Field(
         0,
         ge=-1_000_000,
         le=1_000_000,
         description="When cores are short, a model of lower priority never costs one of higher priority a core.",
     )
-    max_queue: int = Field(256, ge=0, le=1_000_000, description="Requests that may wait for a slot. One more gets 429.")
-    threads: Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)] = Field(
+    max_queue: Live[int] = Field(
+        256, ge=0, le=1_000_000, description="Requests that may wait for a slot. One more gets 429."
+    )
+    threads: Process[Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)]] = Field(
         "share", description="CPU threads of a replica. See Threads."
     )
-    allow_head_padding: bool = Field(
+    allow_head_padding: Live[bool] = Field(
         False,
         description="Accept a `tp_degree` that does not divide the attention heads, for an engine that pads them with "
         "zeros.",
     )
-    allow_degrees: tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...] = Field(
+    allow_degrees: Live[tuple[Annotated[StrictInt, Field(ge=1, le=128)], ...]] = Field(
         (), strict=False, description="Accept these tensor-parallel degrees beside the known ones."
     )
-    hbm_overhead_gib: float | None = Field(
+    hbm_overhead_gib: Live[float | None] = Field(
         None,
         ge=0,
         le=1024,
         description="HBM in GiB that a replica needs on each core beside weights and KV cache. Unset: an estimate. See "
         "Memory.",
     )
-    allow_pickle: bool = Field(
+    allow_pickle: Process[bool] = Field(
         False,
         description="Read `pytorch_model.bin` where a checkpoint has no safetensors; the draft's too. A pickle can "
         "hold code: it is read with torch's `weights_only`, which calls none, but take it from nobody whom you do not "
         "trust. On the engines `cpu` and `transformers-neuronx`.",
     )
-    draft: Draft | None = Field(
+    draft: Shape[Draft | None] = Field(
         None,
         description="Speculative decoding. Greedy answers stay token for token what they are without it. On `cpu` and "
         "the Neuron engines; not in `defaults`.",
     )
-    update: Update = Field(Update(), description="How replicas are replaced when the spec changes. See Updates.")
-    deadlines: Deadlines = Field(
+    update: Live[Update] = Field(Update(), description="How replicas are replaced when the spec changes. See Updates.")
+    deadlines: Live[Deadlines] = Field(
         Deadlines(), description="How long a replica may take. A change holds at once for what runs."
     )
-    spread: Spread | None = Field(
+    spread: Live[Spread | None] = Field(
         None,
         description="Keeps the replicas of the model apart: `host` puts each on a host of its own, `{host: 2}` at most "
         "two on one. Unset: as many as there is room for.",
         json_schema_extra=_words("`host`, or a mapping"),
     )
-    host_memory_gib: float | None = Field(
+    host_memory_gib: Live[float | None] = Field(
         None,
         ge=0,
         le=1 << 20,
         description="Host memory in GiB that one replica needs while it loads. Unset: an estimate. See Memory.",
     )
-    quantize: Quantization | None = Field(
+    quantize: Shape[Quantization | None] = Field(
         None, description="Weights of one byte on the cores. On the Neuron engines. Unset: weights of the `dtype`."
     )
-    quantize_kv: Quantization | None = Field(
+    quantize_kv: Shape[Quantization | None] = Field(
         None, description="A KV cache of one byte a number. On the Neuron engines. Unset: of the `dtype`."
     )
-    buckets: Buckets = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
-    sampling: Sampling = Field(
+    buckets: Shape[Buckets] = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
+    sampling: Shape[Sampling] = Field(
         "host",
         description="Where tokens are chosen. `device` is faster, and takes `temperature`, `top_p` and `top_k` only. "
         "On the Neuron engines.",
     )
-    fuse_qkv: bool | None = Field(
+    fuse_qkv: Shape[bool | None] = Field(
         None, description="One matrix for query, key and value. On the Neuron engines. Unset: the engine's own choice."
     )
-    compiler: Compiler = Field(Compiler(), description="How the model is compiled. On the Neuron engines.")
-    group_query_attention: GroupQueryAttention | None = Field(
+    compiler: Shape[Compiler] = Field(Compiler(), description="How the model is compiled. On the Neuron engines.")
+    group_query_attention: Shape[GroupQueryAttention | None] = Field(
         None,
         description="How the KV heads are dealt out to the cores. On the engine `transformers-neuronx`. Unset: the "
         "engine chooses. See Memory.",
     )
-    engine_options: dict[str, Any] = Field(
+    engine_options: Shape[dict[str, Any]] = Field(
         {},
         description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
         "prompt go through the model together (unset: all). `echo`: `step_ms`, the milliseconds that each step takes. "
@@ -550,12 +576,15 @@ class ModelSpec(_Frozen):
     @property
     def started_with(self) -> tuple[object, ...]:
         """What a replica is told at its start: another value means another process."""
-        options = tuple((name, repr(_ordered(value))) for name, value in sorted(self.engine_options.items()))
-        source = self.source_path or self.source
-        draft = None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k)
-        engine = (self.engine, self.dtype, self.tp_degree, self.max_batch, self.max_len, self.threads)
-        shapes = (self.quantize, self.quantize_kv, self.group_query_attention, self.fuse_qkv, self.sampling)
-        return (source, *engine, options, draft, self.allow_pickle, *shapes, self.buckets, self.compiler)
+        told = {
+            "source": self.source_path or self.source,
+            "neff_cache": self.neff_cache_location,
+            "draft": None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k),
+            "engine_options": tuple(
+                (name, repr(_ordered(value))) for name, value in sorted(self.engine_options.items())
+            ),
+        }
+        return tuple(told[name] if name in told else getattr(self, name) for name in _STARTED_WITH)
 
     def dtype_on(self, engine: Engine) -> Dtype:
         """The weights' and the KV cache's type under a resolved engine (`engines.resolve`)."""
@@ -567,6 +596,19 @@ class ModelSpec(_Frozen):
             return self.max_len
         positions = checkpoint.max_positions if checkpoint else None
         return DEFAULT_MAX_LEN if positions is None else min(DEFAULT_MAX_LEN, positions)
+
+
+REACHES: Mapping[str, Reach] = MappingProxyType(
+    {
+        name: reach
+        for name, field in ModelSpec.model_fields.items()
+        for reach in field.metadata
+        if isinstance(reach, Reach)
+    }
+)
+"""How far each field of `ModelSpec` reaches that a spec may give."""
+
+_STARTED_WITH = tuple(name for name, reach in REACHES.items() if reach is not Reach.LIVE)
 
 
 def _ordered(value: object) -> object:

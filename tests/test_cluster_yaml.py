@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.cluster import core_resources
+from orchestrator.ray_nodes import core_resources
 from placements.topology import TOPOLOGIES
 
 FILE = Path(__file__).parent.parent / "cluster.yaml"

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -29,7 +30,8 @@ from orchestrator.cli.client import AdminClient
 from orchestrator.fleet import ADMIN_PATH
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
-from orchestrator.home import FleetRecord
+from orchestrator.home import FleetRecord, Home
+from orchestrator.journal import Journal
 from orchestrator.lifecycle import ModelState, State, diagram
 from orchestrator.settings import SETTINGS
 from orchestrator.specfile import SpecFile, examine, load, start_problems
@@ -61,6 +63,8 @@ from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
+from workers.claims import CoreClaim
+from workers.compiled import entry
 from workers.facts.machine import ONLOOKERS
 from workers.requests import GenerateRequest
 
@@ -68,7 +72,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "placements" / "examples"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs" / f"{n}.md" for n in ("cli", "errors", "glossary"))]
 PAGES.append(ROOT / "docs" / "spec.md")
-PAGES.append(ROOT / "docs" / "ray-dashboard.md")
+PAGES += [ROOT / "docs" / f"{name}.md" for name in ("ray-dashboard", "on-inf2", "engines", "from-vllm-and-lmi")]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 LAPTOP = Machine(cpus=(0, 1))
@@ -602,7 +606,8 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
     """Each `corewright ...` in a block or in backticks parses, and each make target exists."""
     targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     shell = [line for b in blocks(page) if b.language in ("sh", "console") for line in b.text.splitlines()]
-    lines = [line.removeprefix("$ ").split("  #")[0].split() for line in shell]
+    given = [line.removeprefix("$ ").split("  #")[0] for line in shell]
+    lines = [shlex.split(line) if line.startswith("corewright ") else line.split() for line in given]
     lines += [
         text.split() for text in words(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
     ]
@@ -610,12 +615,12 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
         if line[:1] == ["make"] and len(line) > 1:
             assert line[1] in targets
         elif line[:1] == ["corewright"] and len(line) > 1 and not set("[]|") & set("".join(line)):
-            given = [word for word in line[1:] if word != "\\"]
-            name = next((name for name in (" ".join(given[:2]), given[0]) if name in COMMANDS), None)
-            rest = given[len(name.split()) :] if name else given[1:]
+            told = [word for word in line[1:] if word != "\\"]
+            name = next((name for name in (" ".join(told[:2]), told[0]) if name in COMMANDS), None)
+            rest = told[len(name.split()) :] if name else told[1:]
             if name and rest:
                 COMMANDS[name].make_context(name, rest)
-            assert name or given[0] in {name.split()[0] for name in COMMANDS}
+            assert name or told[0] in {name.split()[0] for name in COMMANDS}
 
 
 def first_line(value: object) -> str:
@@ -806,6 +811,39 @@ def test_the_shown_record_has_the_keys_of_fleet_json() -> None:
     shown = example(CLI, "Files")
     assert list(shown) == [field.name for field in msgspec.structs.fields(FleetRecord)]
     msgspec.convert(shown, FleetRecord)
+
+
+def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is made there: at the top by what makes it, under logs/ by its name in the sources."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that what is set below goes with this test
+        monkeypatch.delenv(name)
+    home = Home(tmp_path / "home")
+    home.prepare()
+    lock = home.lock()
+    home.secure_ray()
+    home.write_record(msgspec.convert(example(CLI, "Files"), FleetRecord))
+    home.journal.write_text("{}\n{")
+    Journal(home.journal).close()
+    CoreClaim(home.claims(0), [0]).release()
+    with entry(home.compiled, {}):
+        pass
+    made = {path.name for path in home.path.iterdir()}
+    parts = [path.read_text() for path in SOURCES if path.is_relative_to(ROOT / "orchestrator")]
+    used = {name for text in parts for name in re.findall(r'"([a-z]+\.log)"', text)}
+    assert lock is not None
+    os.close(lock)
+
+    told = [word for row in rows(section(CLI, "Files")) for word in words(row[0]) if not word.startswith("$")]
+
+    assert {word.partition("/")[0] for word in told} == made | {"config.yaml"}
+    logs = {word.removeprefix("logs/") for word in told if word.startswith("logs/")}
+    assert logs == {home.log("MODEL", 0).name.replace("0", "N"), "generate-MODEL.log"} | used
+
+
+def test_every_file_says_when_it_may_be_deleted() -> None:
+    """None is left open."""
+    assert all(len(row) == 3 and row[2] for row in rows(section(CLI, "Files")))
 
 
 @pytest.fixture(scope="module")

@@ -144,13 +144,13 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_a_ray_or_a_gateway_that_does_not_start_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, with the log to look at."""
-    from orchestrator import actors, cluster
+    from orchestrator import actors, ray_nodes
 
     monkeypatch.setattr(daemon, "_listen_to_signals", lambda: None)
-    monkeypatch.setattr(cluster, "start_ray", raising(RuntimeError("no room\nand pages of text")))
+    monkeypatch.setattr(ray_nodes, "start_ray", raising(RuntimeError("no room\nand pages of text")))
     assert failed(daemon._start) == "ray-not-started"
 
-    monkeypatch.setattr(cluster, "start_ray", lambda *_, **__: {"gcs_address": "127.0.0.1:1"})
+    monkeypatch.setattr(ray_nodes, "start_ray", lambda *_, **__: {"gcs_address": "127.0.0.1:1"})
     monkeypatch.setattr(actors, "start_controller", lambda settings: None)
     monkeypatch.setattr(daemon, "_in_background", lambda work: None)
     monkeypatch.setattr(actors, "start_gateway", raising(RuntimeError("the port was taken")))

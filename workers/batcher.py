@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from workers import sampling
 from workers.buckets import smallest_bucket
 from workers.engine import DraftingEngine, GenerateEngine, RunEngine, SamplingEngine
@@ -196,6 +198,8 @@ class Batcher:
 
     def submit(self, request: GenerateRequest) -> None:
         """Accept a request; its events follow. Raises ValueError for one that can never run, and ``BatcherClosed``."""
+        if self._spec.run_k and request.temperature_is_default:
+            request = msgspec.structs.replace(request, temperature=0.0)
         self._check(request)
         sequence = self._start(request)
         with self._changed:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from placements.cores import runs
+
 LOOK_S = 0.1  # whoever only looks (`held_cores`) has a lock for microseconds
 
 
@@ -25,6 +27,15 @@ class CoresTaken(Exception):
             f"Requested:nc{requested[0]}-nc{requested[-1]} Available:{len(requested) - len(owners)}"
         )
         self.owners = owners
+
+    @property
+    def held(self) -> str:
+        """Who holds which cores: `nc0-nc7 by pid 71, nc9 by pid 80`."""
+        told = []
+        for cores, pid in runs(self.owners):
+            last = f"-nc{cores.last}" if len(cores) > 1 else ""
+            told.append(f"nc{cores.first}{last} by pid {pid or 'unknown'}")
+        return ", ".join(told)
 
 
 class CoreClaim:

@@ -6,6 +6,17 @@ from typing import Any, Literal
 
 import msgspec
 
+# Of the environment, what no replica has. The first would narrow the cores of some engines; the others are for models
+# over several hosts, and transformers-neuronx reads them when its NeuronConfig is made (`config`, `decoder`).
+NEVER_SET = (
+    "NEURON_RT_NUM_CORES",
+    "NEURON_RANK_ID",
+    "NEURON_LOCAL_TP",
+    "NEURON_PP_STAGES",
+    "CPU_COMM_ID",
+    "NEURON_VOCAB_PAD_DIVISOR",
+)
+
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a replica is told at its start."""

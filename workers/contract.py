@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import logging
 import re
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SURFACES = Path(__file__).parent / "surfaces"
+# As in placements.engines, which another interpreter need not have.
 PACKAGES: Mapping[str, str] = {
     "transformers-neuronx": "transformers_neuronx",
     "nxd-inference": "neuronx_distributed_inference",
@@ -101,6 +103,12 @@ def drift(engine: str) -> Drift:
         return Drift(engine, package, installed, problem=f"{type(error).__name__}: {error}")
     best = min(found, key=lambda one: len(one.removed) + len(one.changed) + len(one.added))
     return best if nearest == _series(installed) else Drift(**{**vars(best), "known": False})
+
+
+def log_drift(engine: str, log: logging.Logger) -> None:
+    """Say how the installed package differs from what the adapter was written against."""
+    for line in drift(engine).lines():
+        log.warning("%s: %s", engine, line)
 
 
 def installed_version(package: str) -> str | None:

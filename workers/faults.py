@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec.structs
 
+from workers.nrt_status import STATUS_NAMES
 from workers.status import Failure, Reaction
 
 MOST_TEXT = 64 * 1024  # of an exception, and of the log; a compiler's output may be megabytes
@@ -156,6 +157,16 @@ def _cores_taken(found: re.Match[str]) -> Failure:
     )
 
 
+@_says(r"NRT_EXEC_NC_BUSY")
+def _cores_busy(found: re.Match[str] | None = None) -> Failure:
+    return Failure(
+        "cores-taken",
+        "another model or process uses a core of the replica (status 1005)",
+        "end the process that holds them; neuron-ls shows who has the devices open",
+        Reaction.ELSEWHERE,
+    )
+
+
 @_says(r"Neuron cores are not contiguous")
 def _visible_cores_refused(found: re.Match[str]) -> Failure:
     return Failure(
@@ -255,9 +266,13 @@ def _cached_failure(found: re.Match[str]) -> Failure:
     r"\[F137\]|neuronx-cc was forcibly killed"
     r"|(?:neuronx-cc|neuron compiler|compil\w+)[^\n]{0,200}(?:failed with|exit(?:ed)?(?: code| status| with)*|"
     r"return(?:ed)?(?: code| non-zero exit status)*|died with|killed by)[ :=<]*(?:signal )?"
-    r"(?:-9\b|137\b|Signals\.SIGKILL|SIGKILL|9\b)"
+    r"(?:-9\b|137\b|(?:Signals\.)?SIGKILL|(?<=signal )9\b|(?P<ended>-(?:1|2|15)\b|(?:Signals\.)?SIG(?:TERM|INT|HUP)))"
 )
 def _compiler_killed(found: re.Match[str]) -> Failure:
+    if found["ended"]:  # the graph is not to blame here either
+        return Failure(
+            "compiler-killed", f"neuronx-cc was ended from outside ({found['ended']})", "nothing is to be done"
+        )
     return Failure(
         "compiler-killed",
         "neuronx-cc was killed, most likely by the kernel, for want of host memory",
@@ -283,7 +298,7 @@ def _compiler_failed(found: re.Match[str]) -> Failure:
 @_says(
     r"Failed to allocate (?P<size>[\d.]+ ?[KMG]?B)[^\n]{0,120} on ND \d+:NC \d+"
     r"|mc_alloc[^\n]{0,60}mempool[^\n]*needed (?P<needed>\d+) available (?P<available>\d+)"
-    r"|nrt_(?:tensor_allocate|load_collectives)[^\n]{0,200}status(?:_code)?[ =:]*4\b"
+    r"|nrt_tensor_allocate[^\n]{0,200}status(?:_code)?[ =:]*4\b"
     r"|Failed to allocate DEVICE memory \((?P<bytes>\d+) bytes\)|device mempool[^\n]{0,100}"
 )
 def _hbm_exhausted(found: re.Match[str]) -> Failure:
@@ -295,6 +310,17 @@ def _hbm_exhausted(found: re.Match[str]) -> Failure:
         "hbm-exhausted",
         "the cores' memory is full" + (f": the runtime asked for {told}" if told else f": {found[0].strip()}"),
         "lower max_batch or max_len, raise tp_degree, or quantize; hbm_overhead_gib makes the planner more careful",
+        Reaction.STOP,
+    )
+
+
+@_says(r"nrt_load_collectives[^\n]{0,200}status(?:_code)?[ =:]*4\b")
+def _group_refused(found: re.Match[str]) -> Failure:
+    # Users report it of full memory, and of degrees that a machine does not join: only the lines around it tell.
+    return Failure(
+        "hbm-exhausted",
+        f"the runtime had no resources to join the cores into one group, most often memory: {_line(found)}",
+        "lower max_batch or max_len, or quantize; is the tp_degree one that the machine's documents name?",
         Reaction.STOP,
     )
 
@@ -358,39 +384,6 @@ def _host_memory(found: re.Match[str] | None = None) -> Failure:
 
 # Statuses
 
-STATUS_NAMES: Mapping[int, str] = MappingProxyType(
-    {
-        1: "failure",
-        2: "invalid NEFF, instruction or input",
-        3: "invalid handle",
-        4: "a resource could not be had",
-        5: "timeout",
-        6: "hardware error",
-        7: "queue full",
-        9: "not enough cores",
-        10: "unsupported NEFF version",
-        11: "no host memory",
-        13: "not initialized",
-        14: "closed",
-        15: "queue empty",
-        101: "execution unit unrecoverable",
-        1002: "bad input",
-        1003: "numerical error",
-        1004: "completed with an error",
-        1005: "core busy",
-        1006: "out of bounds",
-        1100: "collectives pending",
-        1200: "hardware error in collectives",
-        1201: "uncorrectable error in HBM",
-        1202: "uncorrectable error in a core",
-        1203: "DMA aborted",
-        1204: "notification queue overflow",
-        1205: "repairable error in HBM",
-        1206: "network proxy failed",
-    }
-)
-"""NRT_STATUS of AWS's nrt_status.h, in words."""
-
 # "nrt_execute status=5", "status_code: 1201", "Inference completed with err: 1006", "Failed to ..., err: 2",
 # "NRT_EXEC_HW_ERR_HBM_UE (1201)": only in a line of the runtime's, since "status" is a common word.
 _STATUS = re.compile(
@@ -425,6 +418,7 @@ _STATUSES: Mapping[int, Callable[[int], Failure]] = MappingProxyType(
         1200: lambda code: _numbered(_collectives_hung(), code),
         10: lambda code: _neff_unsupported(),
         9: lambda code: _neff_wants_cores(),
+        1005: lambda code: _cores_busy(),
         4: _resource,
         11: lambda code: _host_memory(),
         1204: lambda code: _notifications_lost(),

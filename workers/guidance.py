@@ -39,7 +39,7 @@ class Guides:
         except ImportError as error:
             raise ValueError(
                 "JSON mode and JSON schemas need llguidance, which is not installed on this replica: "
-                "pip install 'corewright[json]'"
+                "pip install 'llguidance>=1.0' in its Python"
             ) from error
         vocabulary = self._loaded()
         try:

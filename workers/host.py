@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from pathlib import Path
 
 import psutil
+
+from workers.facts.cpulist import parse_cpulist
+from workers.offspring import end_marked
+
+log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 64 * 1024
 MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray writes for its own log reader
@@ -15,6 +22,7 @@ ROOT_VARIABLE = "COREWRIGHT_HOST_ROOT"
 START_MARK = ":corewright_start:"  # a line that a replica writes when it starts, and when it is ready
 HIDDEN = (*MARKS, START_MARK)
 LAST_WORDS = 400  # lines
+LOOK_S = 0.01  # between two looks at processes that were killed
 
 
 def host_root() -> Path:
@@ -31,6 +39,21 @@ def usable_cpus() -> tuple[int, ...]:
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()
     return tuple(cpus[: max(1, quota)] if quota is not None else cpus)
+
+
+def pin_to(cpus: str | None) -> None:
+    """Set the CPU mask of this process (a list as in "0-7,16"), for all threads that exist and are to come.
+
+    A plan for an instance type is for all of its CPUs; a container may have fewer. With none of them the mask stays.
+    """
+    if cpus is None:
+        return
+    mask = set(parse_cpulist(cpus) or ()) & os.sched_getaffinity(0)
+    if not mask:
+        log.warning("this process may use none of the CPUs that were planned for it (%s): it keeps what it has", cpus)
+        return
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), mask)
 
 
 def _cgroup_cpu_quota() -> int | None:
@@ -69,18 +92,29 @@ def is_alive(pid: int, started: float) -> bool:
 
 
 def confirm_death(pid: int, started: float, deadline_s: float) -> bool:
-    """Kill that very process if it lives, and wait until it is gone. False when it is still there at the deadline."""
-    if not is_alive(pid, started):
-        return True
+    """Kill that very process if it lives, with all that it has started, and wait until they are gone.
+
+    Compilers too that it left behind when it died. False when some of them are still there at the deadline.
+    """
+    deadline = time.monotonic() + deadline_s
+    left: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        if is_alive(pid, started):
+            process = psutil.Process(pid)
+            left = [process, *process.children(recursive=True)]
+    for one in left:  # the root first: it would start others
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    while any(map(_lives, left)) and time.monotonic() < deadline:  # a zombie is dead, though nobody may ask for it
+        time.sleep(LOOK_S)
+    return end_marked(pid, started, max(0.0, deadline - time.monotonic())) and not any(map(_lives, left))
+
+
+def _lives(process: psutil.Process) -> bool:
     try:
-        process = psutil.Process(pid)
-        process.kill()
-        process.wait(deadline_s)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
-    except psutil.TimeoutExpired:
-        return not is_alive(pid, started)
-    return True
+        return False
 
 
 def mark_log(descriptor: int) -> None:

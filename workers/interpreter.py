@@ -21,14 +21,14 @@ from typing import Literal
 
 import msgspec
 
+from placements import engines
 from workers.status import Failure
 
 PROBE_S = 10.0  # an interpreter on a network disk may need seconds; below the deadline of a call to a host
 FOLDERS = ("placements", "workers", "orchestrator")
 NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"  # PyPI holds placeholders of these names
-PACKAGES: Mapping[str, str] = MappingProxyType(  # what must be there, by engine
-    {"transformers-neuronx": "transformers-neuronx", "nxd-inference": "neuronx-distributed-inference"}
-)
+# What must be there, by engine.
+PACKAGES: Mapping[str, str] = MappingProxyType({engine: engines.distribution(engine) for engine in engines.PACKAGES})
 PROVIDED_BY: Mapping[str, str] = MappingProxyType(
     {
         "transformers-neuronx": "AWS's images of Neuron SDK 2.25 and before hold it; else pip install "
@@ -41,8 +41,7 @@ _ASKED = (
     "transformers",
     "torch",
     "torch-neuronx",
-    "transformers-neuronx",
-    "neuronx-distributed-inference",
+    *PACKAGES.values(),
     "neuronx-cc",
     "libneuronxla",
 )
@@ -198,7 +197,9 @@ def refusal(
         lost = sorted(name for name, folder in found.folders.items() if folder is None)
         more = f" (not found: {', '.join(lost)})" if found.corewright and lost else ""
         what = f"{path} has {has}{more}, and the fleet runs corewright {corewright}"
-        return Failure("interpreter-corewright-differs", what, f"{path} -m pip install corewright=={corewright}")
+        wheel = f"corewright-{corewright}-py3-none-any.whl"
+        hint = f"install the fleet's wheel there too, no index has it: {path} -m pip install {wheel}"
+        return Failure("interpreter-corewright-differs", what, hint)
     if engine is not None and engine in PACKAGES and PACKAGES[engine] not in found.packages:
         what = f"{path} has no {PACKAGES[engine]}, which the engine {engine} needs"
         return Failure("engine-not-installed", what, PROVIDED_BY[engine])

@@ -7,11 +7,8 @@ set the whole environment. The process ends with its parent, so that no core sta
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +22,9 @@ from workers.claims import CoreClaim, CoresTaken
 from workers.config import ReplicaConfig
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
-from workers.facts.cpulist import parse_cpulist
 from workers.faults import VAGUE, fault_of
 from workers.memory import is_out_of_memory, out_of_memory
+from workers.offspring import end_with
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.status import Failure
 from workers.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer, load_tokenizer
@@ -35,7 +32,6 @@ from workers.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer, load
 log = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 128  # of an answer, where the slot has room for as many
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     config: ReplicaConfig
     prompt: str
-    chat: bool = False  # the prompt is what a user says, in the model's chat template
+    raw: bool = False  # the prompt is continued as it is; else it is what a user says, where there is a chat template
     max_tokens: int | None = None  # None: DEFAULT_TOKENS, or what the slot has room for
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -91,9 +87,8 @@ def run(job: Job, tell: Tell) -> None:
         told = Failure(error.id, error.what, error.hint)
         tell(Trouble(_explained(told, error, config.log) if error.id in VAGUE else told))
     except CoresTaken as error:
-        owners = ", ".join(f"nc{core} by pid {pid or 'unknown'}" for core, pid in sorted(error.owners.items()))
         hint = "does a fleet serve on them? corewright unload MODEL frees those of a model"
-        tell(Trouble(Failure("cores-taken", f"{error} (held: {owners})", hint)))
+        tell(Trouble(Failure("cores-taken", f"{error} (held: {error.held})", hint)))
     except _Refused as error:
         tell(Trouble(Failure("generate-refused", str(error), "see `corewright generate --help`")))
     except Exception as error:
@@ -121,14 +116,7 @@ def _explained(told: Failure, error: Exception, log_file: str) -> Failure:
 
 
 def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
-    try:
-        ids = (
-            tokenizer.apply_chat_template([{"role": "user", "content": job.prompt}])
-            if job.chat
-            else tokenizer.encode(job.prompt)
-        )
-    except (NoChatTemplate, ChatTemplateError) as error:
-        raise _Refused(str(error)) from error
+    ids = _prompt_ids(job, tokenizer)
     return GenerateRequest(
         id="one-off",
         prompt_ids=ids,
@@ -137,6 +125,21 @@ def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
         top_k=job.top_k,
         top_p=job.top_p,
     )
+
+
+def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
+    """In the model's chat template, unless it has none or ``raw`` says otherwise: a model that was trained to chat
+    often ends at once after a bare question. Raises _Refused."""
+    if not job.prompt:
+        raise _Refused("the prompt is empty")
+    if not job.raw:
+        try:
+            return tokenizer.apply_chat_template([{"role": "user", "content": job.prompt}])
+        except NoChatTemplate:
+            pass
+        except ChatTemplateError as error:
+            raise _Refused(f"the chat template refuses the prompt: {error}; --raw goes without it") from error
+    return tokenizer.encode(job.prompt)
 
 
 def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, tell: Tell) -> End:
@@ -194,24 +197,15 @@ def _by_its_own(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, tel
     return End(len(seen), "stop" if seen and seen[-1] in ends else "length")
 
 
-def _end_with(parent: int) -> None:
-    """Be killed when ``parent`` ends, however it ends: the kernel sees to it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-
-
 def main() -> None:
     """Read the job, answer it."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    _end_with(job.parent)
+    end_with(job.parent)
     told = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print belongs to the log
     host.mark_log(2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    cpus = parse_cpulist(os.environ.get("COREWRIGHT_CPUS", ""))
-    with contextlib.suppress(OSError, ValueError):  # a container may have none of them: then it keeps what it has
-        os.sched_setaffinity(0, cpus or os.sched_getaffinity(0))
+    host.pin_to(os.environ.get("COREWRIGHT_CPUS"))
 
     def tell(what: Told) -> None:
         told.write(msgspec.json.encode(what) + b"\n")

@@ -22,10 +22,10 @@ import ray
 from ray.util.metrics import Counter, Gauge
 
 import workers
-from workers import host
+from workers import compiled, host
 from workers.batcher import Batcher
 from workers.claims import CoreClaim, CoresTaken
-from workers.config import ReplicaConfig
+from workers.config import NEVER_SET, ReplicaConfig
 from workers.dataplane import DataPlane
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
@@ -119,7 +119,7 @@ class Replica:
 
     def _reading(self) -> ReplicaStatus:
         if self._batcher is None:
-            return self._status
+            return msgspec.structs.replace(self._status, compile_s=compiled.SPENT.seconds)
         stats, now = self._batcher.stats, time.monotonic()
         idle_since = stats.last_step_at or self._began
         return msgspec.structs.replace(
@@ -138,8 +138,7 @@ class Replica:
         except EngineLoadError as error:
             self._fail(self._explained(Failure(error.id, error.what, error.hint), error))
         except CoresTaken as error:
-            owners = ", ".join(f"nc{core} by pid {pid or 'unknown'}" for core, pid in sorted(error.owners.items()))
-            self._fail(Failure("cores-taken", f"{error} (held: {owners})", "end the process that holds the cores"))
+            self._fail(Failure("cores-taken", f"{error} (held: {error.held})", "end the process that holds the cores"))
         except Exception as error:
             log.exception("the load failed")
             self._fail(self._explained(failure_of("load-failed", error, "the load", self._config.log), error))
@@ -147,7 +146,7 @@ class Replica:
     def _load(self) -> None:
         config = self._config
         check_environment(config.env)
-        _pin_to(config.env.get("COREWRIGHT_CPUS"))
+        host.pin_to(config.env.get("COREWRIGHT_CPUS"))
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
         self._engine = open_engine(config)
@@ -262,8 +261,8 @@ def check_environment(expected: dict[str, str]) -> None:
 
     An engine reads these variables at import; a wrong one would take another model's cores, or all of them.
     """
-    # Ray cannot unset a variable for an actor; nothing has read it yet.
-    os.environ.pop("NEURON_RT_NUM_CORES", None)
+    for name in NEVER_SET:  # Ray cannot unset a variable for an actor; nothing has read it yet
+        os.environ.pop(name, None)
     for name, value in expected.items():
         found = os.environ.get(name)
         if found != value:
@@ -273,25 +272,6 @@ def check_environment(expected: dict[str, str]) -> None:
     early = sorted(NEURON_MODULES & set(sys.modules))
     if early:
         raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
-
-
-def _pin_to(cpus: str | None) -> None:
-    """Set the CPU mask of this process (a list as in "0-7,16"), for all threads that exist and are to come.
-
-    A plan for an instance type is for all of its CPUs; a container may have fewer. With none of them the mask stays.
-    """
-    if cpus is None:
-        return
-    planned: set[int] = set()
-    for part in cpus.split(","):
-        first, _, last = part.partition("-")
-        planned.update(range(int(first), int(last or first) + 1))
-    mask = planned & os.sched_getaffinity(0)
-    if not mask:
-        log.warning("this process may use none of the CPUs that were planned for it (%s): it keeps what it has", cpus)
-        return
-    for task in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(task.name), mask)
 
 
 def _show_log(path: Path, name: str) -> None:

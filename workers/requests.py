@@ -28,6 +28,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_ids: list[int]
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
+    temperature_is_default: bool = False  # the client named none, so an engine that is only greedy may take 0
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0

@@ -50,6 +50,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0  # requests accepted and not in a slot yet
     idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 while there is one
     step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
+    compile_s: float = 0.0  # how long this process has compiled, or waited for another that compiles the same
     drafted: int = 0  # tokens by the draft model, as of this reading
     accepted: int = 0  # of these, what the model agreed with
     load_s: float | None = None  # from the actor's start to its first real generation

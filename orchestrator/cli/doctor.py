@@ -13,10 +13,11 @@ from typing import Any
 import orchestrator
 from orchestrator.cli.client import find_fleet
 from orchestrator.cli.output import columns
-from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, held_ranges, report
+from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, report
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile, start_problems
 from orchestrator.version import corewright_version
+from placements.cores import runs
 from placements.engines import AUTO_ENGINES, NAMED_ENGINES, needs_neuron, resolve
 from placements.problems import Problem
 from workers import contract
@@ -145,7 +146,7 @@ def text(found: Report) -> str:
     ]
     if found.held:
         ours = {replica.pid: replica.id for replica in (seen.fleet.replicas if seen.fleet else ())}
-        rows = [(cores, owner.pid, ours.get(owner.pid), owner.command) for cores, owner in held_ranges(found.held)]
+        rows = [(cores, owner.pid, ours.get(owner.pid), owner.command) for cores, owner in runs(found.held)]
         lines += ["", columns(("CORES", "PID", "REPLICA", "COMMAND"), rows)]
     count = len(found.problems)
     return "\n".join([*lines, "", "nothing is wrong" if not count else f"{count} finding{'s' if count > 1 else ''}"])

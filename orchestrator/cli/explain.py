@@ -12,6 +12,7 @@ from orchestrator.failure import Failed
 from orchestrator.operations import Refused
 from orchestrator.specfile import SpecFile
 from placements.explain import explain
+from placements.remedies import Question
 
 MOST = 8  # replicas whose places are told
 WIDTH = 80  # columns
@@ -37,10 +38,11 @@ def explanation(file: SpecFile | None, fleet: AdminClient | None, model: str) ->
         raise Failed("no-fleet", "no fleet runs that could be asked", "corewright explain MODEL SPEC")
     if file.spec is None:
         raise Refused("spec-invalid", f"{file.name} is no spec", "corewright validate SPEC", problems=file.problems)
-    if file.spec.model(model) is None:
+    one = file.spec.model(model)
+    if one is None:
         known = ", ".join(one.name for one in file.spec.models)
         raise Refused("model-unknown", f"{file.name} has no model {model}", f"it has {known}", problems=file.problems)
-    found = explain(file.spec, file.hosts, model, file.checkpoints, drafts=file.drafts, problems=file.problems)
+    found = explain(Question(one, file.spec, file.hosts, file.checkpoints, file.drafts), file.problems)
     return {"index": None, "revision": None, **found.as_dict()}
 
 

@@ -17,7 +17,6 @@ import msgspec
 
 from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.output import complain, say, stdout
-from orchestrator.effects import Cluster
 from orchestrator.failure import Failed
 from orchestrator.generation import Generation
 from orchestrator.home import Home
@@ -27,7 +26,7 @@ from orchestrator.specfile import SpecFile, start_problems
 from orchestrator.starting import prepared
 from placements.plan import Placement, plan
 from placements.problems import has_errors
-from workers.config import ReplicaConfig
+from workers.config import NEVER_SET, ReplicaConfig
 from workers.interpreter import Interpreter, Interpreters
 from workers.oneoff import End, Job, Piece, Told, Trouble
 from workers.status import Failure
@@ -88,7 +87,7 @@ def _config(file: SpecFile, placement: Placement, home: Home) -> ReplicaConfig:
     generation = Generation(revision, file.spec, file.hosts, file.checkpoints, tokenizers)
     config = replica_config(generation, placement, home)
     config = msgspec.structs.replace(config, log=str(home.logs / f"generate-{placement.model}.log"))
-    found = asyncio.run(prepared(config, generation, cast(Cluster, _ThisMachine())))
+    found = asyncio.run(prepared(config, generation, _ThisMachine()))
     if isinstance(found, Failure):
         raise Failed(found.id, found.what, found.hint)
     return found
@@ -110,7 +109,7 @@ def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
 
     A session of its own: Ctrl-C on the terminal reaches this process alone, which then ends the child.
     """
-    env = {name: value for name, value in os.environ.items() if name != "NEURON_RT_NUM_CORES"} | config.env
+    env = {name: value for name, value in os.environ.items() if name not in NEVER_SET} | config.env
     descriptor = os.open(config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(

@@ -157,10 +157,8 @@ def schema() -> None:
 def generate(
     spec: SpecArgument,
     model: ModelArgument,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What is to be continued.")],
-    chat: Annotated[
-        bool, typer.Option("--chat", help="TEXT is what a user says, in the model's chat template.")
-    ] = False,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What a user says; of a model without chats: the text.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue TEXT as it is, without the chat template.")] = False,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Tokens of the answer at most.", show_default="128")
     ] = None,
@@ -174,7 +172,7 @@ def generate(
     from orchestrator.cli.generate import generate as answer
     from orchestrator.specfile import load
 
-    how = {"chat": chat, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    how = {"raw": raw, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     raise typer.Exit(answer(load(spec), model, prompt, how))
 
 
@@ -275,6 +273,8 @@ def run(arguments: list[str]) -> int:
         # Typer carries click inside from 0.16 on, under another name: known by what it can do.
         if not hasattr(error, "format_message") or not hasattr(error, "show"):
             raise
+        if isinstance(told := getattr(error, "message", None), str):
+            error.message = told.removeprefix("Value error, ")  # type: ignore[attr-defined]  # how newer Typers begin
         error.show()
         return USAGE
 

@@ -36,6 +36,7 @@ def requests_for(
         GenerateRequest,
         min_tokens=asked.min_tokens or 0,
         temperature=_or(asked.temperature, 1.0),
+        temperature_is_default=asked.temperature is None,
         top_p=_or(asked.top_p, 1.0),
         top_k=max(0, asked.top_k or 0),  # vLLM's -1 means off, as 0 does
         min_p=_or(asked.min_p, 0.0),

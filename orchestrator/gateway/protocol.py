@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -166,6 +168,24 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
 
 
+_INSTEAD: Mapping[str, str] = MappingProxyType(  # what vLLM, LMI and older clients send, and the field for it here
+    {
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format"),
+            'response_format: {"type": "json_schema", ...} asks for a JSON schema',
+        ),
+        "max_new_tokens": "max_tokens",
+        "do_sample": "temperature: 0 is greedy",
+        "return_full_text": "echo, of /v1/completions",
+        "prompt_logprobs": "logprobs tells of the answer; the prompt's are not computed",
+        "stop_sequences": "stop",
+        "use_beam_search": "n, for several answers; beams are not searched",
+        "inputs": "prompt, of /v1/completions",
+        "parameters": "its fields stand beside model, not inside parameters",
+    }
+)
+
+
 def read_chat(body: bytes) -> ChatRequest:
     """Raises ApiError 400 with the parameter at fault."""
     request = _decode(_chat_decoder, body)
@@ -222,7 +242,9 @@ def _explained(text: str) -> ApiError:
         field = missing["field"] if not path else f"{path}.{missing['field']}"
         return invalid(f"you must provide {field!r}", param=field)
     if unknown is not None:
-        return invalid(f"Unrecognized request argument supplied: {unknown['field']}", param=unknown["field"])
+        name = unknown["field"]
+        instead = f"; here: {_INSTEAD[name]}" if name in _INSTEAD else ""
+        return invalid(f"Unrecognized request argument supplied: {name}{instead}", param=name)
     return invalid(f"{path or 'the body'}: {what.replace('`', '')}", param=path or None)
 
 

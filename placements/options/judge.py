@@ -5,18 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from placements.engines import NXD_VERSIONS, Engine, reaches
+from placements.engines import NXD_VERSIONS, PACKAGES, Engine, reaches
 from placements.options.option import Option
 from placements.options.owned import FIELDS, UNSERVED
 from placements.options.tables import TABLES
-
-PACKAGES: Mapping[Engine, str] = MappingProxyType(
-    {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}
-)
-"""The engines whose options are known, and the package of each."""
 
 EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
 """Those whose NxD Inference class takes a MoENeuronConfig, of the families that `checkpoints` may know."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 _BATCH, _LENGTH = "max_batch", "max_len"
 _ROW = "a slot is one line of the KV cache"
 _TREE = "a token tree is verified only by the package's own generate loop"
+_EAGLE = "its draft reads the model's hidden states, and no test here could show that it works"
 _ONE = "one process drives all cores of a replica"
 _STEPS = "each step is chosen by the tokens of the one before it"
 _CHUNKS = "forward raises NotImplementedError for it"
@@ -54,7 +55,6 @@ FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "kv_cache_quant": "quantize_kv",
                 "speculation_length": "draft.k",
                 "enable_fused_speculation": "draft",
-                "is_eagle_draft": "draft",
                 "logical_nc_config": "hosts.lnc",
                 "logical_neuron_cores": "hosts.lnc",
             }
@@ -94,6 +94,10 @@ UNSERVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 **dict.fromkeys(("is_chunked_prefill", "chunked_prefill_config"), _CHUNKS),
                 **dict.fromkeys(("is_medusa", "medusa_speculation_length", "num_medusa_heads"), _TREE),
                 **dict.fromkeys(("medusa_tree", "token_tree_config"), _TREE),
+                **dict.fromkeys(("enable_eagle_speculation", "enable_eagle_draft_input_norm"), _EAGLE),
+                **dict.fromkeys(("is_eagle_draft", "is_eagle3", "eagle_rolling_buffer_kernel_enabled"), _EAGLE),
+                "attention_dp_degree": "the slots would be dealt to groups of cores, each with a batch of its own",
+                "flash_decoding_enabled": "a slot's positions would be dealt to the cores; it was tested nowhere here",
                 "lora_config": "requests name no adapter",
                 **dict.fromkeys(("pp_degree", "start_rank_id", "local_ranks_size"), _ONE),
                 "skip_sharding": "the compiled folder holds the sharded weights",

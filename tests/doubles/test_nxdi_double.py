@@ -580,6 +580,32 @@ def test_a_fused_step_needs_room_for_all_its_tokens(machine: Neuron, source: Pat
         decode(model, [0], [5], [61])
 
 
+@pytest.mark.parametrize(("version", "inferred"), [("0.1", 32), ("0.2", 64), ("0.4", 32), ("0.8", 32)])
+def test_a_step_takes_its_graph_by_the_width_of_the_mask(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, inferred: int
+) -> None:
+    """Given or inferred: before 0.4 an inferred one is as wide as a slot, and 0.1 looks at the positions."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    model = loaded(source, tmp_path / "out", enable_bucketing=True, token_generation_buckets=[16, 32, 64])
+    prefill(model, [0], [[44] * 20])
+    model.taken.clear()
+    right = decode(model, [0], [5], [20]).logits
+    decode(model, [0], [5], [20], attention_mask=torch.ones(1, 20, dtype=torch.long))
+    wide = decode(model, [0], [5], [20], attention_mask=torch.ones(1, 40, dtype=torch.long)).logits
+    assert [bucket for _, bucket in model.taken] == [inferred, 32, 32 if version == "0.1" else 64]
+    assert not torch.equal(wide, right)
+
+
+def test_the_mask_of_a_step_does_not_count_its_own_token(machine: Neuron, source: Path, tmp_path: Path) -> None:
+    """Its place in the cache would be read before it is written."""
+    model = loaded(source, tmp_path / "out")
+    prefill(model, [0], [PROMPT])
+    right = decode(model, [0], [5], [len(PROMPT)]).logits
+    for count, same in ((len(PROMPT), True), (len(PROMPT) + 1, False), (len(PROMPT) - 1, False)):
+        mask = torch.ones(1, count, dtype=torch.long)
+        assert torch.equal(decode(model, [0], [5], [len(PROMPT)], attention_mask=mask).logits, right) is same
+
+
 def test_speculation_without_fusion_gives_logits_of_every_token(machine: Neuron, source: Path, tmp_path: Path) -> None:
     """As many tokens as speculation_length, from a position that is not 0."""
     model = loaded(source, tmp_path / "out", speculation_length=3)

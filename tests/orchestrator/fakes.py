@@ -271,7 +271,8 @@ class Played:
         """As a SIGKILL: nothing more is said or done."""
         assert self._running is not None
         self._running.cancel()
-        self.controller.abandon()
+        for task in self.controller._tasks:  # a dead process has none
+            task.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
     async def until(self, condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:

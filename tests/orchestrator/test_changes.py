@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import msgspec.structs
 import pytest
 
-from orchestrator.changes import Tag, difference, interpreters, version_of
+from orchestrator.changes import Tag, difference, interpreters, tag_of, version_of
+from orchestrator.generation import Generation
+from orchestrator.home import Home
+from orchestrator.journal import Revision
+from orchestrator.replica_config import replica_config
 from placements.engines import Engine
 from placements.parse import parse
-from placements.spec import Spec
+from placements.plan import plan
+from placements.spec import REACHES, ModelSpec, Reach, Spec
+from placements.topology import TOPOLOGIES, Host
+from workers.config import ReplicaConfig
 
 MODEL = "models: {a: {source: ./a, engine: ENGINE}}\n"
 
@@ -62,3 +73,73 @@ def test_another_shape_is_compiled_anew_where_something_is_compiled(engine: Engi
     specs = [read(f"models: {{a: {{source: ./a, max_batch: {n}}}}}\n") for n in (2, 4)]
     (change,) = difference(*specs, {"a": engine})
     assert change.tag is tag
+
+
+OTHERWISE: dict[str, object] = {  # for each field another value than the default
+    "source": "./b",
+    "engine": "transformers-neuronx",
+    "dtype": "fp16",
+    "tp_degree": 2,
+    "max_batch": 8,
+    "max_len": 64,
+    "cores": ["0"],
+    "replicas": 2,
+    "neff_cache": "./cache",
+    "priority": 1,
+    "max_queue": 1,
+    "threads": 3,
+    "allow_head_padding": True,
+    "allow_degrees": [3],
+    "hbm_overhead_gib": 1.0,
+    "allow_pickle": True,
+    "draft": {"source": "./d"},
+    "update": {"hold_s": 1.0},
+    "deadlines": {"start_s": 1.0},
+    "spread": "host",
+    "host_memory_gib": 1.0,
+    "quantize": "int8",
+    "quantize_kv": "fp8",
+    "buckets": {"prefill": [128, 256]},
+    "sampling": "device",
+    "fuse_qkv": True,
+    "compiler": {"workers": 2},
+    "group_query_attention": "shard-over-heads",
+    "engine_options": {"unroll": 1},
+}
+HOST = Host("inf2.48xlarge/0", TOPOLOGIES["inf2.48xlarge"], cpus=tuple(range(64)))
+
+
+def configured(fields: dict[str, object]) -> tuple[ModelSpec, ReplicaConfig]:
+    """One model of the engine NxD Inference, and what its first replica is told, but for the version's name."""
+    given = {"source": "./a", "engine": "nxd-inference", **fields}
+    spec = read(json.dumps({"models": {"a": given}}))
+    revision = Revision(number=1, cause="up", by="", text="", file="f", base_dir="/", of=None, plan={})
+    generation = Generation(revision, spec, (HOST,), {}, {"a": ""})
+    (first, *_) = plan(spec, (HOST,)).placements
+    return spec.models[0], msgspec.structs.replace(replica_config(generation, first, Home(Path("/h"))), version="")
+
+
+def test_every_field_of_a_model_has_a_reach() -> None:
+    """A new field without one would be taken for nothing that changes."""
+    assert REACHES.keys() == ModelSpec.model_fields.keys() - {"name", "base_dir", "broken"}
+    assert REACHES.keys() == OTHERWISE.keys()
+    assert all(sum(isinstance(one, Reach) for one in ModelSpec.model_fields[name].metadata) == 1 for name in REACHES)
+
+
+@pytest.mark.parametrize("field", OTHERWISE)
+def test_a_replica_is_told_of_each_field_that_means_a_new_process(field: str) -> None:
+    """And the version changes with it; what only reaches the planner or the gateway changes neither."""
+    (before, told_before), (after, told_after) = configured({}), configured({field: OTHERWISE[field]})
+    live = REACHES[field] is Reach.LIVE
+
+    assert (before.started_with == after.started_with) == live
+    assert (told_before == told_after) == live
+    assert (
+        tag_of(field, "nxd-inference")
+        is {
+            Reach.LIVE: Tag.RECONFIGURE,
+            Reach.PROCESS: Tag.RESTART,
+            Reach.SHAPE: Tag.RECOMPILE,
+        }[REACHES[field]]
+    )
+    assert tag_of(field, "cpu") is (Tag.RECONFIGURE if live else Tag.RESTART)

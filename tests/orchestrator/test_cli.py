@@ -283,6 +283,15 @@ def test_wrong_usage_exits_64(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "Error" in capsys.readouterr().err
 
 
+def test_a_wrong_choice_is_told_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    """In plain words, whatever reads the command line."""
+    assert run(["get", "placements"]) == 64
+
+    said = capsys.readouterr().err
+    assert "'placements' is not one of 'models', 'replicas'" in said
+    assert "Value error" not in said
+
+
 ABOUT_A_FLEET = [
     "status",
     "down",
@@ -511,7 +520,7 @@ def test_a_fleet_of_another_version_is_shown_too(fleet: LiveAdmin, capsys: pytes
     for model in status["models"]:
         del model["conditions"], model["version"]
         for replica in model["replicas"]:
-            del replica["version"], replica["load_s"], replica["live"], replica["waiting"]
+            del replica["version"], replica["load_s"], replica["compile_s"], replica["live"], replica["waiting"]
     for host in status["hosts"]:
         del host["cordoned"], host["lost"], host["quarantine"]
     for command in ("status", "get models", "get replicas", "get hosts", "describe chat", "describe inf2.48xlarge/0"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrator.lifecycle import Signal
 from tests.orchestrator.fakes import DEADLINE_S, FakeCluster, Played
-from workers.status import Failure, Phase
+from workers.status import Failure, Phase, Reaction
 
 SPEC = """\
 version: 1
@@ -103,6 +103,19 @@ async def test_a_replica_that_cannot_start_shows_its_cause_and_its_last_log_line
         assert failed["log"] == ["the end of a-0.log"]
         assert [model["state"] for model in fleet.controller.status()["models"]] == ["failed", "ready", "unloaded"]
         assert not fleet.controller.status()["ready"]
+
+
+async def test_a_failed_replica_has_no_requests(tmp_path: Path) -> None:
+    """What it last told of its slots and its queue is not true of it any more."""
+    async with running(tmp_path) as fleet:
+        await fleet.until(lambda: fleet.controller.status()["ready"], "ready")
+        await fleet.cluster.find("a/0").tell(live=3, waiting=1, version=5)
+        await fleet.until(lambda: fleet.replica("a/0")["live"] == 3, "it works")
+        failure = Failure("device-failed", "it is broken", reaction=Reaction.STOP)
+        await fleet.cluster.find("a/0").tell(phase=Phase.FAILED, failure=failure)
+        await fleet.until(lambda: fleet.replica("a/0")["state"] == "failed", "it fails")
+
+        assert (fleet.replica("a/0")["live"], fleet.replica("a/0")["waiting"]) == (0, 0)
 
 
 async def test_a_start_that_ray_refuses_is_a_failure_with_its_cause(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ import psutil
 import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-from orchestrator.cluster import NAMESPACE
 from orchestrator.home import Home
+from orchestrator.ray_nodes import NAMESPACE
 from tests.demo_check import DEMO
 from tests.fleet import LiveFleet, until
 from workers.metrics import METRICS, Kind

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main as cli
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, save_tokenizer
 from tests.doubles.machine import Machine, build_machine
 from workers import oneoff
 from workers.claims import CoreClaim, held_cores
@@ -66,7 +66,7 @@ def test_the_answer_is_the_engines(spec: str, tmp_path: Path, capfd: pytest.Capt
         position += 1
     expected += stream.flush()
 
-    code = cli.run(["generate", spec, "real", "--prompt", "A slot is one row", "--max-tokens", "8"])
+    code = cli.run(["generate", spec, "real", "--raw", "--prompt", "A slot is one row", "--max-tokens", "8"])
 
     assert (code, capfd.readouterr().out) == (0, expected + "\n")
 
@@ -105,7 +105,7 @@ def test_a_neuron_engine_answers_as_the_cpu_engine(
 def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
     """What the command is given reaches the request, and the chat template the prompt."""
     tokenizer = load_tokenizer("echo", None)
-    job = Job(config=config(), prompt="Hi", chat=True, max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
+    job = Job(config=config(), prompt="Hi", max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
 
     request = oneoff._request(job, tokenizer, 64)
 
@@ -113,10 +113,33 @@ def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
     assert request.prompt_ids == tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
 
 
+@pytest.mark.parametrize(("template", "raw"), [(CHAT_TEMPLATE, False), (CHAT_TEMPLATE, True), (None, False)])
+def test_a_prompt_is_a_chat_where_there_is_a_template(template: str | None, raw: bool, tmp_path: Path) -> None:
+    """Unless it is asked for as it is: a bare question may end a chat model's answer before it begins."""
+    save_tokenizer(tmp_path, template)
+    tokenizer = load_tokenizer("cpu", str(tmp_path))
+
+    ids = oneoff._request(Job(config=config(), prompt="Hi", raw=raw), tokenizer, 64).prompt_ids
+
+    chat = template is not None and not raw
+    assert ids == (
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) if chat else tokenizer.encode("Hi")
+    )
+
+
+def test_a_template_that_refuses_a_prompt_is_told_of(tmp_path: Path) -> None:
+    """With the way around it."""
+    save_tokenizer(tmp_path, "{{ raise_exception('a system message is needed') }}")
+    job = Job(config=config(), prompt="Hi")
+
+    with pytest.raises(oneoff._Refused, match="a system message is needed; --raw"):
+        oneoff._request(job, load_tokenizer("cpu", str(tmp_path)), 64)
+
+
 def test_an_answer_ends_where_the_slot_does() -> None:
     """Without --max-tokens: 128 tokens, or as many as there is room for."""
     tokenizer = load_tokenizer("echo", None)
-    job = Job(config=config(), prompt="Hi")
+    job = Job(config=config(), prompt="Hi", raw=True)
 
     assert [oneoff._request(job, tokenizer, length).max_tokens for length in (2048, 64)] == [128, 62]
 
@@ -168,7 +191,7 @@ def test_a_killed_command_leaves_no_process(answering: subprocess.Popen[bytes], 
 
 def test_cores_of_a_fleet_are_not_taken_from_it(spec: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The command says which process holds them."""
-    claim = CoreClaim(claims(tmp_path), [1])
+    claim = CoreClaim(claims(tmp_path), [0, 1])
     try:
         code = cli.run(["generate", spec, "parrot", "--prompt", "Hello"])
     finally:
@@ -177,7 +200,7 @@ def test_cores_of_a_fleet_are_not_taken_from_it(spec: str, tmp_path: Path, capfd
     told = capfd.readouterr()
     assert (code, told.out) == (1, "")
     assert "error: cores-taken: " in told.err
-    assert f"(held: nc1 by pid {os.getpid()})" in told.err
+    assert f"(held: nc0-nc1 by pid {os.getpid()})" in told.err
 
 
 @pytest.mark.parametrize(
@@ -186,7 +209,7 @@ def test_cores_of_a_fleet_are_not_taken_from_it(spec: str, tmp_path: Path, capfd
         (["nobody", "--prompt", "x"], "error: model-unknown: "),
         (["parrot", "--prompt", ""], "error: generate-refused: the prompt is empty"),
         (
-            ["parrot", "--prompt", "x", "--max-tokens", "9999"],
+            ["parrot", "--raw", "--prompt", "x", "--max-tokens", "9999"],
             "error: generate-refused: 1 prompt tokens and",
         ),
         (["real", "--prompt", "x"], "error: model-not-found: "),
@@ -290,7 +313,7 @@ def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[To
     """All that the process tells when it opens that engine."""
     told: list[Told] = []
     monkeypatch.setattr(oneoff, "open_engine", lambda config: engine)
-    oneoff.run(Job(config=config(), prompt="Hi", **job), told.append)
+    oneoff.run(Job(config=config(), prompt="Hi", raw=True, **job), told.append)
     return told
 
 

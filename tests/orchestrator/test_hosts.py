@@ -41,7 +41,8 @@ os.dup2(2, 1)  # Ray prints too
 import asyncio, json
 from pathlib import Path
 import ray
-from orchestrator.cluster import NAMESPACE, RayCluster, host_labels
+from orchestrator.cluster import RayCluster
+from orchestrator.ray_nodes import NAMESPACE, host_labels
 from workers import host
 
 address, pid, claims, log = sys.argv[1:]

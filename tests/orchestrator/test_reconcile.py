@@ -108,6 +108,18 @@ def test_the_start_deadline_counts_from_the_start_and_not_from_the_last_state() 
     assert decide([target()], loading, now=110.1) == [Fail(loading, "start-deadline: not ready after 100 s")]
 
 
+def test_compiling_has_a_deadline_of_its_own() -> None:
+    """It does not count as starting, and what compiles for ever is ended too."""
+    loading = view(State.LOADING, compile_s=500.0)
+
+    assert decide([target()], loading, now=610.0) == []
+    late = "start-deadline: not ready after 100 s, 500 s of compiling not counted"
+    assert decide([target()], loading, now=610.1) == [Fail(loading, late)]
+    endless = view(State.LOADING, compile_s=14_400.1)
+    ended = "compile-deadline: it has compiled for more than 14400 s"
+    assert decide([target()], endless, now=14_410.0) == [Fail(endless, ended)]
+
+
 def test_cores_of_another_replica_are_waited_for() -> None:
     """A placement starts only when no replica that may still live holds one of its cores."""
     old = view(State.DRAINING, model="old", cores=CoreRange(6, 7))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.changes import Situation
 from orchestrator.lifecycle import State
-from orchestrator.rollout import Wish
+from orchestrator.rollout import Situation, Wish, aim
 from orchestrator.room import room_for
 from orchestrator.snapshot import ReplicaView
 from placements.cores import CoreRange
@@ -96,5 +95,5 @@ def test_no_one_goes_where_another_must_go_first() -> None:
     )
     wishes = {model.name: Wish(model, model.replicas.min, "v") for model in models}
     situation = Situation(Spec(models=models), (host,), {}, wishes, views)
-    assert len(situation.aim(moves=4).plan.moves) == 2
-    assert room_for(situation, situation.aim()) is None
+    assert len(aim(situation, moves=4).plan.moves) == 2
+    assert room_for(situation, aim(situation)) is None

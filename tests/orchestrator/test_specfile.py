@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.specfile import examine, load, start_problems
 from placements.hosts import Machine
+from placements.problems import Problem
 
 LAPTOP = Machine(cpus=(0, 1))
 MODELS = "models: {a: {engine: echo}}\n"
@@ -85,3 +86,20 @@ def test_a_huge_file_is_refused_without_being_read(megabytes: int, tmp_path: Pat
     (problem,) = load(str(path)).problems
     assert time.process_time() - begun < 2
     assert (problem.id, "is larger than" in problem.what) == ("spec-unreadable", True)
+
+
+def unread(source: str, folder: Path) -> Problem:
+    text = f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{a: {{source: {source}}}}}\n"
+    (problem,) = [one for one in examine(text, "f.yaml", str(folder), LAPTOP).problems if one.severity == "warning"]
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("source", "begins"), [("./m", True), ("../m", True), ("/no-such/m", False), ("~/no-m", False)]
+)
+def test_where_a_path_begins_is_told_for_relative_ones_only(source: str, begins: bool, tmp_path: Path) -> None:
+    """And of each, that its config.json alone would do."""
+    problem = unread(source, tmp_path)
+    assert problem.id == "checkpoint-unreadable"
+    assert ("a relative path begins at the spec file" in problem.hint) == begins
+    assert "config.json alone is enough" in problem.hint

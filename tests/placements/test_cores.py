@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from placements.cores import CoreRange
+from placements.cores import CoreRange, runs
 
 
 @pytest.mark.parametrize("text", ["0", "5", "4-7", "0-23", "0-127"])
@@ -72,3 +72,10 @@ def test_ranges_order_by_first_core() -> None:
         CoreRange(0, 7),
         CoreRange(8, 9),
     ]
+
+
+def test_runs_are_cut_where_the_value_changes_or_a_core_is_missing() -> None:
+    """One for each stretch of cores with one value, ascending."""
+    held = {9: "b", 0: "a", 1: "a", 2: "b", 4: "b", 5: "b"}
+    found = [(str(cores), value) for cores, value in runs(held)]
+    assert found == [("0-1", "a"), ("2", "b"), ("4-5", "b"), ("9", "b")]

@@ -17,6 +17,13 @@ from tests.placements.fleets import LAPTOP, brief
 
 INF2, TRN1, TRN2 = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")
 TNX, NXD = "transformers-neuronx", "nxd-inference"
+BSH = "engine_options: {cache_layout: BSH}"
+
+
+def topk(most: int) -> str:
+    """The most that is sampled from on the device, at 6:50."""
+    options = f"engine_options: {{on_device_sampling_config: {{global_topk: {most}}}}}"
+    return f"sampling: device\n    max_batch: 2\n    {options}"
 
 
 def shaped(family: str, heads: int = 16, vocab: int = 1000) -> Checkpoint:
@@ -185,6 +192,18 @@ def test_what_is_for_neuron_devices_is_refused_on_the_host(engine: str, fields: 
         (TNX, "llama", "compiler: {workers: 2}", []),
         ("auto", "llama", "compiler: {workers: 2}", []),
         (NXD, "llama", "engine_options: {on_device_sampling_config: {}}", ["setting-unsupported 4:22"]),
+        (NXD, "llama", topk(100_000), ["out-of-range 6:50"]),
+        (NXD, "llama", topk(0), ["out-of-range 6:50"]),
+        (NXD, "llama", topk(256), []),
+        (NXD, "llama", "engine_options: {enable_eagle_speculation: true}", ["unknown-engine-option 4:22"]),
+        (NXD, "llama", "engine_options: {attention_dp_degree: 2}", ["unknown-engine-option 4:22"]),
+        (NXD, "llama", "engine_options: {flash_decoding_enabled: true}", ["unknown-engine-option 4:22"]),
+        (TNX, "llama", f"{BSH}\n    max_len: 512\n    buckets: {{prefill: [512]}}", []),
+        (TNX, "llama", f"{BSH}\n    max_len: 128", []),
+        (TNX, "llama", BSH, ["setting-unsupported 4:22"]),  # 128, 256 and so on
+        (TNX, "llama", f"{BSH}\n    max_len: 512\n    buckets: {{prefill: [64, 512]}}", ["setting-unsupported 4:22"]),
+        (TNX, "llama", f"{BSH}\n    max_batch: 1", ["setting-unsupported 4:22"]),
+        (TNX, "gpt2", BSH, ["setting-unsupported 4:22"]),
         (TNX, "gpt2", "engine_options: {prompt_batch_size: 4}", []),
         (TNX, "gpt2", "engine_options: {prompt_batch_size: 2}", ["out-of-range 4:22"]),
         (TNX, "llama", "engine_options: {prompt_batch_size: 4}", ["unknown-engine-option 4:22"]),
@@ -244,11 +263,15 @@ def test_compiled_lengths_make_sense(fields: str, family: str | None, told: list
         (NXD, "buckets: {prefill: [1, 128]}", ["bad-buckets 4:25"]),
         (NXD, "buckets: {prefill: [5, 128]}", []),
         (NXD, "buckets: {prefill: [5, 128]}\n    draft: {source: ./d}", ["bad-buckets 4:25"]),  # k is 4
-        (TNX, "buckets: {prefill: [1, 128]}", []),
+        (TNX, "buckets: {prefill: [1, 128]}", ["bad-buckets 4:25"]),
+        (TNX, "buckets: {prefill: [5, 128]}\n    draft: {source: ./d}", []),
+        ("auto", "buckets: {prefill: [1]}", ["bad-buckets 4:25"]),
+        ("auto", "buckets: {prefill: [5, 128]}\n    draft: {source: ./d}", ["bad-buckets 4:25"]),
+        ("cpu", "buckets: {prefill: [1]}", ["setting-unsupported 4:5"]),
     ],
 )
 def test_a_compiled_prompt_is_no_step(engine: str, fields: str, told: list[str]) -> None:
-    """NxD Inference tells them apart by their width alone."""
+    """Both packages tell them apart by their width alone."""
     assert brief(found(f"{fields}\n    engine: {engine}")) == told
 
 

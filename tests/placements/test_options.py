@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from placements.engines import Engine
-from placements.options.judge import PACKAGES, Finding, Scope, judged, known
+from placements.engines import PACKAGES, Engine
+from placements.options.judge import Finding, Scope, judged, known
 from placements.options.option import Option
 from placements.options.owned import FIELDS, UNSERVED
 from placements.options.tables import TABLES

@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
@@ -20,6 +20,7 @@ from placements.cores import CoreRange
 from placements.explain import Explanation, explain
 from placements.hosts import Machine, hosts_for
 from placements.plan import Placement, Plan, Running, plan
+from placements.remedies import Question
 from placements.spec import HostsSpec, ModelSpec, Pin, Replicas, Reserve, Spec, Spread
 from placements.topology import TOPOLOGIES, Host
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
@@ -50,9 +51,8 @@ class Case:
         return {name: cordoned.get(name, frozenset()) | quarantined.get(name, frozenset()) for name in names}
 
     def explain(self) -> Explanation:
-        name = self.spec.models[0].name
-        more = {"blocked": self.blocked, "cordoned": dict(self.cordoned)}
-        return explain(self.spec, self.hosts, name, self.checkpoints, self.running, **more)  # type: ignore[arg-type]
+        asked = Question(self.spec.models[0], self.spec, self.hosts, self.checkpoints, running=self.running)
+        return explain(replace(asked, blocked=self.blocked, cordoned=dict(self.cordoned)))
 
 
 @st.composite

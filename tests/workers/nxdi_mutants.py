@@ -25,7 +25,7 @@ class PositionsOffByOne(NxdEngine):
     """A step writes one position further on, but for the slot's end, where that would be noticed."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
-        if mask is None:
+        if len(ids[0]) == 1:
             positions = [[min(position + 1, MAX_LEN - 1) for position in row] for row in positions]
         return super()._call(slots, ids, mask, positions)
 
@@ -34,7 +34,7 @@ class PromptOffByOne(NxdEngine):
     """A prompt is counted from 1, its first token apart, by which a prompt is told from a step."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
-        if mask is not None:
+        if len(ids[0]) > 1:
             positions = [[position + 1 if position else 0 for position in row] for row in positions]
         return super()._call(slots, ids, mask, positions)
 
@@ -97,13 +97,34 @@ class PaddingOnTheLeft(NxdEngine):
     """Shorter prompts of a call are moved to its right end."""
 
     def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
-        if mask is not None:
+        if len(ids[0]) > 1:
             lengths = [sum(row) for row in mask]
 
             def moved(rows: Rows) -> list[list[int]]:
                 return [[*row[length:], *row[:length]] for row, length in zip(rows, lengths, strict=True)]
 
             ids, mask, positions = moved(ids), moved(mask), moved(positions)
+        return super()._call(slots, ids, mask, positions)
+
+
+class MaskWithTheNewToken(NxdEngine):
+    """The mask of a step counts the step's own token, whose place in the cache holds what was there before."""
+
+    def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
+        if len(ids[0]) == 1:
+            mask = [[1, *row][: len(row)] if row[-1] == 0 else [*row, 1][: MAX_LEN - 1] for row in mask]
+            width = max(map(len, mask))
+            mask = [[*row, *[0] * (width - len(row))] for row in mask]
+        return super()._call(slots, ids, mask, positions)
+
+
+class WideMask(NxdEngine):
+    """The mask of every step is as wide as a slot, as early versions of the package infer it."""
+
+    def _call(self, slots: Sequence[int], ids: Rows, mask: Any, positions: Rows) -> Any:
+        if len(ids[0]) == 1:
+            width = self._model.config.neuron_config.n_positions
+            mask = [[*row, *[0] * (width - len(row))] for row in mask]
         return super()._call(slots, ids, mask, positions)
 
 
@@ -125,5 +146,6 @@ HOST: tuple[Callable[..., NxdEngine], ...] = (
     UnsortedSlots,
     IdleSlotAtPosition0,
     PaddingOnTheLeft,
+    MaskWithTheNewToken,
 )
 DEVICE: tuple[Callable[..., NxdEngine], ...] = (SwappedRows, TopKOff)

@@ -147,6 +147,14 @@ def test_an_engine_that_speculates_by_itself_is_greedy() -> None:
         batcher.submit(request("a", temperature=0.5))
 
 
+def test_without_a_temperature_such_an_engine_answers_greedily() -> None:
+    """OpenAI's default of 1 would have every plain request refused."""
+    batcher, received = with_engine(Runner(2, 0))
+    batcher.submit(request("a", [5], 4, temperature=1.0, temperature_is_default=True))
+    run_out(batcher)
+    assert received.ids("a") == echo_tokens([5], 4)
+
+
 class Drafter(RecordingEngine):
     """Remembers which slots were drafted for, and fails then."""
 

@@ -47,6 +47,12 @@ def test_a_core_that_another_process_holds_gives_the_runtimes_message_and_the_ow
     assert refused.value.owners == {6: other.pid, 7: other.pid}
 
 
+def test_who_holds_cores_is_told_by_runs() -> None:
+    """Each process once for each run of its cores."""
+    taken = CoresTaken([0, 7], {0: 71, 1: 71, 2: 71, 4: 71, 5: 80, 7: None})
+    assert taken.held == "nc0-nc2 by pid 71, nc4 by pid 71, nc5 by pid 80, nc7 by pid unknown"
+
+
 def test_a_refused_claim_leaves_nothing_held(tmp_path: Path) -> None:
     """A claim takes all of its cores or none."""
     other = hold(tmp_path, 4, 5)

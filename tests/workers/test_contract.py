@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from placements import engines
 from tests.contracts import PACKAGES, contract, surfaces
 from workers import contract as workers_contract
 from workers.contract import Drift
@@ -19,6 +20,11 @@ CONTRACT = Path(workers_contract.__file__)
 RUN = f"import runpy; runpy.run_path({str(CONTRACT)!r}, run_name='__main__')"
 ENGINES = list(PACKAGES)
 COMPILE = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.compile"
+
+
+def test_the_packages_are_the_planners() -> None:
+    """The module stands alone, so that any interpreter can run it, and has a copy of their names."""
+    assert dict(workers_contract.PACKAGES) == dict(engines.PACKAGES)
 
 
 def install(

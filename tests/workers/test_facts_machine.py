@@ -69,19 +69,6 @@ def test_facts_cross_processes_unchanged() -> None:
     assert msgspec.json.decode(msgspec.json.encode(host), type=HostFacts) == host
 
 
-def test_cpus_are_ordered_by_numa_node() -> None:
-    """Those of no known node come last."""
-    host = combine(
-        Readings(
-            cpus=(0, 1, 2, 3, 4),
-            memory_bytes=1,
-            numa=(NumaNode(node=0, cpus=(0, 2)), NumaNode(node=1, cpus=(1, 3))),
-        )
-    )
-
-    assert host.cpus_by_node == (0, 2, 1, 3, 4)
-
-
 def test_ecc_counters_of_both_sources_are_joined() -> None:
     """The driver tells repairable events, neuron-monitor corrected ones."""
     host = facts(neuron_ls=listed("inf2.48xlarge"), monitor=monitored("inf2.48xlarge"), sysfs=driver())

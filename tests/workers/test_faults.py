@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from workers import host
-from workers.faults import STATUS_NAMES, after_serving, fault_of
+from workers.faults import after_serving, fault_of
+from workers.nrt_status import STATUS_NAMES
 from workers.status import Failure, Reaction
 
 STAMP = "2023-Jan-09 20:27:41.0593 15042:15042 ERROR  "
@@ -51,6 +52,20 @@ LINES = [
     ("RuntimeError: neuronx-cc failed with -9", "compiler-killed", "retry", "memory"),
     ("[F137] neuronx-cc was forcibly killed - This most commonly occurs due to ...", "compiler-killed", "retry", ""),
     ("Compilation of neuronx-cc died with <Signals.SIGKILL: 9>", "compiler-killed", "retry", ""),
+    ("INFO:Neuron:Compile command returned: -9", "compiler-killed", "retry", "memory"),
+    ("neuronx-cc was killed by signal 9", "compiler-killed", "retry", "memory"),
+    ("RuntimeError: neuronx-cc failed with -15", "compiler-killed", "retry", "from outside (-15)"),
+    ("Compilation of neuronx-cc died with <Signals.SIGINT: 2>", "compiler-killed", "retry", "from outside"),
+    ("RuntimeError: neuronx-cc failed with 9", "compiler-failed", "stop", "(9)"),
+    ("RuntimeError: neuronx-cc failed with -11", "compiler-failed", "stop", "(-11)"),
+    (
+        f"[ERROR]: Got a cached failed neff at {MODULE}/model.neff.\nWill skip compilation, please set "
+        "--retry_failed_compilation\n[F137] neuronx-cc was forcibly killed",
+        "compile-cached-failure",
+        "stop",
+        MODULE,
+    ),
+    (STAMP + "NRT:nrt_infodump   Failure: NRT_EXEC_NC_BUSY in nrt_execute()", "cores-taken", "elsewhere", "1005"),
     ("RuntimeError: neuronx-cc failed with 70", "compiler-failed", "stop", "70"),
     ("[ERROR] [NCC_EVRF029] Operation sort is not supported", "compiler-failed", "stop", "NCC_EVRF029"),
     (
@@ -66,6 +81,13 @@ LINES = [
         "1272 bytes, 768 are free",
     ),
     ("nrt_tensor_allocate status=4", "hbm-exhausted", "stop", ""),
+    ("nrt_load_collectives status=4", "hbm-exhausted", "stop", "join the cores into one group"),
+    (
+        "nrt_load_collectives status=4\nneuron:mc_alloc: device mempool [0:0] total 10 needed 1272 available 768",
+        "hbm-exhausted",
+        "stop",
+        "1272 bytes, 768 are free",
+    ),
     (
         "(FATAL-RT-UNDEFINED-STATE) [ND 3][NC 1] Uncorrectable memory error is detected, metadata: 0x16. Please "
         "terminate or stop/start this instance to prevent future impact from the hardware error.",
@@ -126,6 +148,7 @@ STATUSES = {
     11: "out-of-memory",
     101: "device-failed",
     1003: "numerical-error",
+    1005: "cores-taken",
     1100: "collectives-failed",
     1200: "collectives-hung",
     1201: "memory-uncorrectable",

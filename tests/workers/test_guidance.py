@@ -189,7 +189,7 @@ def test_without_llguidance_the_answer_names_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", without)
     batcher = Batcher(engine(), tokenizer, Answers())
-    with pytest.raises(ValueError, match=r"pip install 'corewright\[json\]'"):
+    with pytest.raises(ValueError, match="pip install 'llguidance>="):
         batcher.submit(request(schema="{}"))
     batcher.submit(request("free"))
 

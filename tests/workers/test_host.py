@@ -56,6 +56,21 @@ def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
     assert host.usable_cpus()
 
 
+def test_cpus_that_are_not_there_are_left_out() -> None:
+    """A plan for an instance type is for all of its CPUs; with none of them the process keeps what it has."""
+    before = os.sched_getaffinity(0)
+    try:
+        host.pin_to(None)
+        host.pin_to("9000-9007")
+        host.pin_to("no list")
+        assert os.sched_getaffinity(0) == before
+        host.pin_to(f"{min(before)},9000-9007")
+        assert os.sched_getaffinity(0) == {min(before)}
+    finally:
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), before)
+
+
 def test_log_part_goes_on_where_it_ended_and_gives_whole_lines(tmp_path: Path) -> None:
     """Ray's marks are left out, a line under way waits, and a log begun anew is read from its start."""
     log = tmp_path / "replica.log"

@@ -112,6 +112,13 @@ def test_each_difference_from_the_fleet_is_refused_by_its_id(
     assert refused.hint
 
 
+def test_a_missing_corewright_is_installed_from_the_fleets_wheel() -> None:
+    """No package index has it."""
+    refused = refusal(changed(corewright=None), **FLEET)
+    assert refused is not None
+    assert refused.hint.endswith(f"{SOUND.python} -m pip install corewright-{FLEET['corewright']}-py3-none-any.whl")
+
+
 @pytest.mark.parametrize("engine", [None, "cpu", "nxd-inference"])
 def test_an_interpreter_like_the_fleets_is_taken(engine: str | None) -> None:
     """Patch versions of Python may differ."""

@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import VOCAB_SIZE, WINDOW, make_checkpoint
+from placements.engines import nxd_release
+from placements.environ import compiling
+from tests.checkpoints import WINDOW, make_checkpoint
 from tests.contracts import contract
 from tests.doubles import PACKAGES, Neuron
+from tests.placements.fleets import model
 from tests.workers import nxdi_mutants, nxdi_traffic
 from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, Arrival, arrivals, cpu, opened, replica_config, served
 from workers.contract import Drift
 from workers.engine import DeviceSampling, EngineLoadError
 from workers.engines import nxd_artifacts, open_engine
 from workers.engines.neuronx_distributed import NxdEngine
-from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
-from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, OPTIONS, RELEASES, UNSERVED, lacks, release_of
+from workers.engines.nxd_config import Settings
 from workers.faults import fault_of
 
 Checkpoints = Callable[[str], Path]
@@ -83,9 +84,9 @@ def edit(folder: Path, **settings: object) -> None:
 def families(version: str) -> list[str]:
     """Of ours, those that a version computes."""
     found = ["llama", "mixtral", "mistral"]
-    if release_of(version) >= (0, 7):
+    if nxd_release(version) >= (0, 7):
         found += ["qwen2", FULL]
-    return found + (["mistral-window"] if release_of(version) >= (0, 9) else [])
+    return found + (["mistral-window"] if nxd_release(version) >= (0, 9) else [])
 
 
 def refused(work: Callable[[], object]) -> EngineLoadError:
@@ -289,6 +290,41 @@ def test_the_last_token_of_a_slot_is_decoded_with_a_draft_too(
     assert len(found["full"]) == MAX_LEN - 3
 
 
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version != "0.1"])
+def test_a_step_takes_the_smallest_graph_that_holds_it(
+    version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the longest of its rows; the warm-up has run each of them."""
+    play(monkeypatch, version)
+    engine = opened(sources("llama"), tmp_path)
+    assert {bucket for tag, bucket in engine._model.taken if tag.startswith("token")} == set(DECODE)
+    engine._model.taken.clear()
+    places = [1, DECODE[0] - 1, DECODE[0], DECODE[1] - 1, DECODE[1], MAX_LEN - 1]
+    for place in places:
+        engine.decode([0, 2], [7, 8], [1, place])
+    assert [bucket for _, bucket in engine._model.taken] == [
+        next(one for one in DECODE if place < one) for place in places
+    ]
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version != "0.1"])
+def test_a_speculative_step_finds_a_graph_at_every_length(
+    version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest that holds its guesses too; with a mask as wide as a slot it would find none at all."""
+    play(monkeypatch, version)
+    source = sources("llama")
+    with pytest.raises(ValueError, match="exceeds largest bucket"):
+        opened(source, tmp_path, nxdi_mutants.WideMask, slots=1, draft_source=str(source), draft_k=3)
+    engine = opened(source, tmp_path, slots=1, draft_source=str(source), draft_k=3)
+    engine._model.taken.clear()
+    for position in range(1, MAX_LEN):
+        engine.decode_runs([0], [10], [position])
+    graphs = [*DECODE[:-1], MAX_LEN + 4]
+    wanted = [next((one for one in graphs if place + 4 < one), graphs[-1]) for place in range(1, MAX_LEN)]
+    assert [bucket for _, bucket in engine._model.taken] == wanted
+
+
 def test_the_first_version_tells_guesses_and_own_tokens_apart(sources: Checkpoints) -> None:
     """0.1 leaves it to the caller to compare them; the last guess was never looked at."""
     engine = NxdEngine(Settings.of(replica_config(sources("llama"), None, slots=1)), None)
@@ -304,9 +340,14 @@ def test_the_first_version_tells_guesses_and_own_tokens_apart(sources: Checkpoin
 
 
 def test_a_model_is_compiled_once_in_a_process_of_its_own(
-    neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    neuron: Neuron,
+    sources: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Which holds no core; a second start loads what is there, and the sharded weights are with it."""
+    """Which holds no core, and is told in the log; a second start loads what is there, the sharded weights with it."""
+    caplog.set_level("INFO", "workers.compiled")
     from neuron_double.compiler import compiles
 
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{Path(__file__).parents[2]}")
@@ -322,6 +363,8 @@ def test_a_model_is_compiled_once_in_a_process_of_its_own(
     assert compiles() == made
     assert torch.equal(again.prefill([0], [[7, 8, 9]]), engine.prefill([0], [[7, 8, 9]]))
     assert not list((tmp_path / "compiled").glob("*/work"))
+    assert [message.split()[0] for message in caplog.messages] == ["compiling", "compiled"]
+    assert "compile.log" in caplog.messages[0]
 
 
 def test_a_compile_that_is_killed_is_told_by_its_cause(
@@ -366,6 +409,26 @@ def test_what_the_artifacts_depend_on_makes_new_ones(
     assert entries() == 3
     shutil.copy(make_checkpoint(tmp_path / "trained", "llama", seed=4, eos=None) / "model.safetensors", source)
     assert entries() == 4
+
+
+def test_every_compile_works_in_a_folder_of_its_own(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default the package has one for all compiles of a host, which two at once would overwrite."""
+    from neuronx_distributed_inference.models.application_base import NeuronApplicationBase
+
+    seen: list[Path] = []
+    compiles = NeuronApplicationBase.compile
+
+    def watched(self: Any, path: str, *more: Any) -> None:
+        seen.append(Path(os.environ["BASE_COMPILE_WORK_DIR"]))
+        compiles(self, path, *more)
+
+    monkeypatch.setattr(NeuronApplicationBase, "compile", watched)
+    opened(sources("llama"), tmp_path)
+    opened(sources("llama"), tmp_path, decode_buckets=[MAX_LEN])
+    assert len(set(seen)) == 2
+    assert {work.parent for work in seen} == {mark.parent for mark in tmp_path.glob("*/corewright.json")}
 
 
 def test_without_a_folder_the_artifacts_go_with_the_engine(nxd: Neuron, sources: Checkpoints) -> None:
@@ -432,10 +495,12 @@ def test_drift_of_the_installed_package_is_logged(
 
 @pytest.mark.parametrize("fields", [{"quantize": "int8"}, {"quantize": "fp8"}, {"quantize_kv": "fp8"}])
 def test_quantized_models_answer_nearly_the_same(
-    fields: dict[str, Any], nxd: Neuron, sources: Checkpoints, tmp_path: Path
+    fields: dict[str, Any], nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The quantized checkpoint is part of the artifacts; fp8 wants two variables before the package is imported."""
+    """The quantized checkpoint is part of the artifacts; what fp8 wants besides is in the placement's environment."""
     source = sources("llama")
+    for name, value in compiling(model("m", **fields), "nxd-inference").items():
+        monkeypatch.setenv(name, value)
     engine = opened(source, tmp_path, **fields)
     exact = cpu(source)
     exact.prefill([0], [[7, 8, 9]])
@@ -443,7 +508,6 @@ def test_quantized_models_answer_nearly_the_same(
     found, wanted = engine.decode([0], [10], [3])[0], exact.decode([0], [10], [3])[0]
     assert 0 < float((found - wanted).abs().max() / wanted.abs().max()) < 0.35
     assert bool(list(tmp_path.glob("*/quantized/*"))) is ("quantize" in fields)
-    assert os.environ.get("XLA_HANDLE_SPECIAL_SCALAR") == (None if fields == {"quantize": "int8"} else "1")
 
 
 # one answer by the package's own means
@@ -508,6 +572,7 @@ def replace_source(source: Path) -> Any:
         ({"max_len": 1024, "decode_buckets": [1024]}, "max-len-too-long"),
         ({"dtype": "int8"}, "bad-dtype"),
         ({"prefill_buckets": [32, 16]}, "bad-buckets"),
+        ({"prefill_buckets": [1, 64]}, "bad-buckets"),
         ({"decode_buckets": [32]}, "bad-buckets"),
         ({"draft_source": "SELF", "draft_k": 15}, "bad-buckets"),  # a prefill bucket of 16 would look like a step
         ({"draft_source": "SELF", "draft_k": 0}, "bad-draft"),
@@ -517,6 +582,13 @@ def replace_source(source: Path) -> Any:
         ({"engine_options": {"is_prefix_caching": True}}, "bad-engine-option"),
         ({"engine_options": {"glu_mlp": True}}, "bad-engine-option"),  # llama has no experts
         ({"engine_options": {"on_device_sampling_config": {"global_topk": 8}}}, "bad-engine-option"),
+        (
+            {"sampling": "device", "engine_options": {"on_device_sampling_config": {"global_topk": 100_000}}},
+            "bad-engine-option",
+        ),
+        ({"engine_options": {"enable_eagle_speculation": True}}, "bad-engine-option"),
+        ({"engine_options": {"attention_dp_degree": 2}}, "bad-engine-option"),
+        ({"engine_options": {"flash_decoding_enabled": True}}, "bad-engine-option"),
         ({"engine_options": {"fused_qvk": True}}, "option-not-in-version"),
         ({"engine_options": {"is_paged_attention": False}}, "option-not-in-version"),
         ({"engine_options": {"enable_ve_data_parallel": True}}, "option-not-in-version"),
@@ -538,6 +610,22 @@ def test_an_option_names_the_version_that_has_it(nxd: Neuron, sources: Checkpoin
     assert "versions from 0.9 on have it" in newer.what
     gone = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"is_paged_attention": False}))
     assert "versions up to 0.1 have it" in gone.what
+
+
+def test_what_the_package_refuses_is_told_in_its_words(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constructors raise whatever comes; before a compile, and before a core is claimed."""
+    from neuronx_distributed_inference.models import config
+
+    def refuse(self: Any, **_: Any) -> None:
+        raise ValueError("no such kernel on this platform")
+
+    monkeypatch.setattr(config.NeuronConfig, "__init__", refuse)
+    error = refused(lambda: opened(sources("llama"), tmp_path))
+    assert error.id == "bad-engine-option"
+    assert "ValueError: no such kernel on this platform" in error.what
+    assert nxd.held() == {}
 
 
 def test_options_of_the_package_go_through(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
@@ -596,65 +684,3 @@ def forget_package() -> None:
     from tests.doubles import _forget_packages
 
     _forget_packages()
-
-
-# the options by version
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_table_of_options_is_the_recorded_one(version: str) -> None:
-    """Of NeuronConfig in each version, and of MoENeuronConfig in those that were recorded."""
-    recorded = set(CONTRACT.options(f"{CONFIG}NeuronConfig", version))
-    assert {option for option in OPTIONS if lacks(option, release_of(version)) is None} == recorded
-    if version in CONTRACT.data["snapshots"]:
-        module = CONTRACT.data["snapshots"][version]["modules"][CONFIG.rstrip(".")]
-        record = module["classes"]["MoENeuronConfig"]
-        names = {one["name"] for one in record["kwargs_options"]}
-        init = CONTRACT.signature(f"{CONFIG}MoENeuronConfig.__init__", version).parameters
-        assert names | {"capacity_factor", "glu_mlp"} == MOE_OPTIONS
-        assert {"capacity_factor", "glu_mlp"} <= set(init)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("fields", [{}, {"sampling": "device"}, {"draft_source": "d", "draft_k": 2, "slots": 1}])
-def test_no_option_is_used_that_a_version_lacks(
-    version: str, fields: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The package would only log it. With LNC, fused QKV and an fp8 cache named as well."""
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    settings = replace(Settings.of(replica_config(Path("m"), None, **fields)), fuse_qkv=True, quantize_kv="fp8")
-    options = neuron_options(settings, lengths(settings), release_of(version), "q")
-    for used in (options, draft_options(options)):
-        assert set(used) <= set(CONTRACT.options(f"{CONFIG}NeuronConfig", version)) | {"torch_dtype"}
-    device = set(options.get("on_device_sampling_config", {}))
-    assert device <= set(CONTRACT.options(f"{CONFIG}OnDeviceSamplingConfig", version))
-
-
-def test_an_eagle_draft_keeps_the_length_of_the_steps() -> None:
-    """Another draft has no speculation of its own."""
-    settings = Settings.of(replica_config(Path("m"), None, draft_source="d", draft_k=2, slots=1))
-    plain = draft_options(neuron_options(settings, lengths(settings), (0, 8), "q"))
-    assert (plain["speculation_length"], plain["is_eagle_draft"], plain["enable_fused_speculation"]) == (
-        0,
-        False,
-        False,
-    )
-    eagle = replace(settings, engine_options={"enable_eagle_speculation": True})
-    told = draft_options(neuron_options(eagle, lengths(eagle), (0, 8), "q"))
-    assert (told["speculation_length"], told["is_eagle_draft"], told["enable_fused_speculation"]) == (3, True, False)
-
-
-def test_versions_between_two_known_ones_have_the_options_of_the_earlier() -> None:
-    """And unreadable ones those of the newest."""
-    assert release_of("0.8.16251+f3ca5575") == (0, 8)
-    assert release_of("0.6.1") == (0, 4)
-    assert release_of("0.10.0") == (0, 9)
-    assert release_of("0.0.1") == RELEASES[0]
-    assert release_of("dev") == (0, 9)
-
-
-def test_options_that_are_kept_from_the_user_exist() -> None:
-    """A misspelt one would let the real one through."""
-    assert set(FIELDS) | set(UNSERVED) <= set(OPTIONS)
-    assert not set(FIELDS) & set(UNSERVED)
-    assert VOCAB_SIZE > 256

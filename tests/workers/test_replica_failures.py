@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import pytest
 from tests.workers.test_facts_reading import tool
 from workers import host
 from workers.engine import EngineLoadError
-from workers.replica import Replica, _pin_to
+from workers.replica import Replica
 from workers.status import Failure, Phase, Reaction, ReplicaStatus
 
 TAKEN = "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc2-nc3 Available:1"
@@ -82,18 +82,22 @@ def test_taken_cores_are_told_with_their_owner(
     assert f"held: nc3 by pid {holder.pid} (python)" in told.what
 
 
+def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
+    """Where an engine is opened, in a replica or for one answer, transformers draws none from then on."""
+    program = "import sys\n"
+    program += "from workers.engines import open_engine\n"
+    program += "from types import SimpleNamespace as Of\n"
+    program += "told = {'dtype': 'fp32', 'allow_pickle': False, 'engine_options': {}, 'draft_source': None}\n"
+    program += "open_engine(Of(engine='cpu', source=sys.argv[1], slots=1, max_len=16, **told)).load()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(checkpoint("llama"))], capture_output=True, text=True, check=True
+    )
+    assert "Loading" not in done.stdout + done.stderr
+
+
 def test_the_first_cause_stays_the_cause(tmp_path: Path) -> None:
     """A failed step ends the first generation too, which then fails for that reason."""
     failing = replica(tmp_path / "m-0.log", Phase.FAILED)
     failing._status = ReplicaStatus(version=2, phase=Phase.FAILED, pid=1, started=0.0, failure=VAGUE)
     failing._fail(Failure("probe-failed", "no answer"))
     assert failing._status.failure == VAGUE
-
-
-def test_cpus_that_are_not_there_are_left_out() -> None:
-    """A plan for an instance type is for all of its CPUs; with none of them the process keeps what it has."""
-    before = os.sched_getaffinity(0)
-    _pin_to("100000-100007")
-    assert os.sched_getaffinity(0) == before
-    _pin_to(f"{min(before)}-100000")
-    assert os.sched_getaffinity(0) == before

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ import msgspec
 import pytest
 import torch
 
+from placements.engines import TNX_SAMPLING
+from placements.tnx_families import FAMILIES as ALL_FAMILIES
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
@@ -34,12 +38,13 @@ from tests.workers.tnx_runs import (
     requests_for,
 )
 from workers.engine import DeviceSampling, EngineLoadError
+from workers.engines.tnx_options import FIELDS, UNSERVED, Shapes, options_for
 from workers.engines.transformers_neuronx import TransformersNeuronxEngine, open_transformers_neuronx
 
 Checkpoints = Callable[[str], Path]
 VERSIONS = contract("transformers-neuronx").versions
 FAMILIES = (*CONTINUOUS, *STATIC)
-SAMPLING = [(family, "host") for family in FAMILIES] + [(f, "device") for f in FAMILIES if f not in SERIAL]
+SAMPLING = [(family, "host") for family in FAMILIES] + [(f, "device") for f in FAMILIES if f in TNX_SAMPLING]
 
 
 @pytest.fixture(autouse=True)
@@ -214,9 +219,40 @@ def test_a_mutant_that_verifies_is_found(checkpoint: Checkpoints, kind: type[Any
     engine.prefill([1, 2], [prompt] * 2)
     try:
         found = torch.allclose(engine.verify([1, 2], [[5, 6, 7]] * 2, [4, 4])[0, -1], wished, atol=1e-4)
-    except AssertionError:  # of the package
+    except (AssertionError, RuntimeError):  # of the package, or of what it gave
         found = False
     assert found is (kind is None)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_run_that_begins_at_position_0_goes_token_by_token(checkpoint: Checkpoints, mutant: bool) -> None:
+    """The package would take it for prompts, and give the logits of their last token alone."""
+    source, prompt = checkpoint("llama"), [9, 90, 200]
+    made = tnx_mutants.VerifiesAtPosition0 if mutant else TransformersNeuronxEngine
+    engine = made(config(source, **BUCKETS), source, speculates=3)
+    engine.load()
+    wished = engine.prefill([1], [prompt])[0]
+    try:
+        found = torch.allclose(engine.verify([0, 1, 2], [prompt] * 3, [0] * 3)[1, -1], wished, atol=1e-4)
+    except RuntimeError:
+        found = False
+    assert found is not mutant
+
+
+@pytest.mark.parametrize(
+    ("family", "mutant"),
+    [("bloom", False), ("gpt_neox", False), ("gptj", False), ("opt", False), ("opt", True)],
+)
+def test_a_static_batch_begins_with_a_reset(checkpoint: Checkpoints, family: str, mutant: bool) -> None:
+    """As the package's own generate does; gpt2's wants a length, and is not needed by positions that are all given."""
+    source = checkpoint(family)
+    made = tnx_mutants.with_rows(tnx_mutants.NoReset) if mutant else TransformersNeuronxEngine
+    engine = made(config(source), source)
+    engine.load()
+    before = getattr(engine._model, "resets", 0)
+    engine.prefill([0], [[7, 8]])
+    engine.prefill([0, 1], [[7, 8], [9]])
+    assert (getattr(engine._model, "resets", 0) - before == 2) is not mutant
 
 
 # -- Speculation
@@ -359,6 +395,7 @@ def test_no_two_models_share_a_neuron_config(checkpoint: Checkpoints) -> None:
         ("llama", {"max_len": 513}, "max-len-too-long"),
         ("gptj", {"max_len": 513}, "max-len-too-long"),
         ("llama", {"prefill_buckets": [16, 8]}, "bad-buckets"),
+        ("llama", {"prefill_buckets": [1]}, "bad-buckets"),
         ("llama", {"decode_buckets": [32]}, "bad-buckets"),
         ("gptj", {"prefill_buckets": [16]}, "bad-buckets"),
         ("llama", {"engine_options": {"batch_size": 2}}, "bad-engine-option"),
@@ -369,6 +406,10 @@ def test_no_two_models_share_a_neuron_config(checkpoint: Checkpoints) -> None:
         ("gptj", {"quantize": "int8"}, "bad-engine-option"),
         ("llama", {"quantize": "int4"}, "bad-engine-option"),
         ("gpt_neox", {"sampling": "device"}, "bad-engine-option"),
+        ("mixtral", {"sampling": "device"}, "bad-engine-option"),
+        ("llama", {"engine_options": {"fuse_qkv": True}}, "bad-engine-option"),
+        ("llama", {"engine_options": {"padding_side": "left"}}, "bad-engine-option"),
+        ("llama", {"engine_options": {"self": 1}}, "bad-engine-option"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_core_is_claimed(
@@ -379,6 +420,21 @@ def test_what_cannot_be_is_refused_before_a_core_is_claimed(
         opened(checkpoint(family), **fields)
     assert caught.value.id == id
     assert machine.held() == {}
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+@pytest.mark.parametrize("sampling", ["host", "device"])
+def test_what_the_adapter_sets_itself_is_kept_from_the_user(name: str, sampling: str) -> None:
+    """By the planner's table: else an option of the spec would stand beside the adapter's own, and one of them win."""
+    family = ALL_FAMILIES[name]
+    if sampling == "device" and not family.samples:
+        return
+    most = {"quantize": "int8", "quantize_kv": "fp8"} if not family.serial else {}
+    told = config(Path("m"), sampling=sampling, fuse_qkv=True, compile_workers=2, group_query_attention="x", **most)
+    shapes = Shapes.of(told, family, family.continuous)
+    options = options_for(told, family, shapes, family.continuous, type("Class", (), {"__init__": lambda self: None}))
+    own = {*options.constructor, *options.neuron} - {"prompt_batch_size"}  # which may be given as what it is
+    assert own <= {*FIELDS, *UNSERVED}
 
 
 def test_an_engine_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -534,6 +590,35 @@ def test_artifacts_that_are_not_whole_are_compiled_anew(checkpoint: Checkpoints,
         found.append(opened(checkpoint("llama"), **fields).compiled)
     assert found == [True, False, True, True, False]
     assert opened(checkpoint("llama"), **fields | {"slots": 2}).compiled
+
+
+def test_replicas_of_one_shape_load_at_the_same_time(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """What is complete is held with others: here one of them has it, and does not let go."""
+    fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
+    assert opened(checkpoint("llama"), **fields).compiled
+    lock = os.open(next((tmp_path / "compiled").glob("*.lock")), os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    importlib.import_module("neuron_double.runtime").reset_for_tests()
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(opened(checkpoint("llama"), **fields).compiled), daemon=True)
+    thread.start()
+    thread.join(60)
+    os.close(lock)
+    assert found == [False]
+
+
+def test_a_compile_is_told_in_the_log(
+    checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it begins and ends, so that `corewright logs` tells why a start takes an hour; a load of NEFFs is none."""
+    caplog.set_level("INFO", "workers.compiled")
+    fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
+    opened(checkpoint("llama"), **fields)
+    assert [message.split()[0] for message in caplog.messages] == ["compiling", "compiled"]
+    caplog.clear()
+    importlib.import_module("neuron_double.runtime").reset_for_tests()
+    opened(checkpoint("llama"), **fields)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("change", ["flags", "compiler", "model"])

@@ -108,6 +108,32 @@ class VerifiedOneAhead(ContinuousRows):
         return super().verify(slots, tokens, [position + 1 for position in positions], length)
 
 
+class IdleSlotsAtPosition0(ContinuousRows):
+    """Idle slots of a verification write from position 0 on, as in a decode: the package takes them for prompts."""
+
+    def verify(self, slots: Ints, tokens: Sequence[Ints], positions: Ints, length: int) -> torch.Tensor:
+        forward = self._model.speculative_forward
+        idle = [slot for slot in range(self._slots) if slot not in slots]
+
+        def moved(**call: Any) -> torch.Tensor:
+            call["cache_ids"][idle] -= 1
+            found: torch.Tensor = forward(**call)
+            return found
+
+        self._model.speculative_forward = moved
+        try:
+            return super().verify(slots, tokens, positions, length)
+        finally:
+            del self._model.speculative_forward
+
+
+class NoReset(LockStepRows):
+    """A new batch begins without a word to the package."""
+
+    def __init__(self, model: Any, slots: int, resets: bool) -> None:
+        super().__init__(model, slots, False)
+
+
 class LeftPadded(ContinuousRows):
     """Prompts are padded on the left, their positions with them."""
 
@@ -152,6 +178,13 @@ class TopKZero(TransformersNeuronxEngine):
         self._sampling = kept
 
 
+class VerifiesAtPosition0(TransformersNeuronxEngine):
+    """Runs that begin at position 0 go into the graph for verifying as well."""
+
+    def verify(self, slots: Ints, tokens: Sequence[Ints], positions: Ints) -> torch.Tensor:
+        return self._loaded.verify(slots, tokens, positions, self._length)
+
+
 def with_rows(kind: type[Any]) -> type[TransformersNeuronxEngine]:
     """The engine with other rows."""
 
@@ -177,5 +210,5 @@ CONTINUOUS_ROWS = (
     LeftPadded,
     PositionsInThePadding,
 )
-VERIFYING_ROWS = (LiveRowsAlone, VerifiedOneAhead)
+VERIFYING_ROWS = (LiveRowsAlone, VerifiedOneAhead, IdleSlotsAtPosition0)
 LOCK_STEP_ROWS = (SwappedLockStepRows, LockStepOneAhead, RightPaddedLockStep, AbsentRowsLeftOut)

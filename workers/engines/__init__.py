@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -9,6 +11,8 @@ from workers.engine import EngineLoadError
 
 if TYPE_CHECKING:
     from workers.engine import GenerateEngine
+
+CPU_PACKAGES = "python -m pip install torch safetensors numpy, in the Python of the replica"
 
 
 class EngineConfig(Protocol):
@@ -54,8 +58,23 @@ class EngineConfig(Protocol):
     def compiled(self) -> str | None: ...
 
 
+def hide_progress_bars() -> None:
+    """Of loading and downloading: in a log each of their states is a line, or one line of a thousand states.
+
+    The variable is for the processes that compile, and for whatever is imported later; the call is for transformers
+    before 4.51, which reads none.
+    """
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    with contextlib.suppress(ImportError):  # which the engine tells in its own words
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def open_engine(config: EngineConfig) -> GenerateEngine:
     """The engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
+    if config.engine != "echo":
+        hide_progress_bars()
     if config.engine == "echo":
         from workers.engines.echo import EchoEngine
 
@@ -67,9 +86,7 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
         try:
             from workers.engines.cpu import CpuEngine
         except ImportError as error:
-            raise EngineLoadError(
-                "engine-not-installed", f"the cpu engine needs {error.name}", "pip install 'corewright[cpu]'"
-            ) from error
+            raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
         chunk = config.engine_options.get("prefill_chunk")
         prefill_chunk = None if chunk is None else int(chunk)
 

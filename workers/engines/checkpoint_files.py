@@ -49,3 +49,17 @@ def eos_token_ids(path: Path, settings: Mapping[str, Any]) -> frozenset[int]:
             "config-unreadable", f"eos_token_id of {path} is neither an id nor a list of ids: {found!r}"
         )
     return frozenset(ids)
+
+
+def positions_of(settings: Mapping[str, Any]) -> int | None:
+    """The positions that the model was made for. Bloom names no limit, and GPT-2 and GPT-J call theirs otherwise."""
+    limit = settings.get("max_position_embeddings", settings.get("n_positions"))
+    return None if limit is None else int(limit)
+
+
+def check_length(max_len: int, limit: int | None, positions: str = "positions of the model") -> None:
+    """Raises ``EngineLoadError`` where a slot would be longer than ``limit``, if there is one."""
+    if limit is not None and max_len > limit:
+        raise EngineLoadError(
+            "max-len-too-long", f"max_len {max_len} exceeds the {limit} {positions}", f"at most {limit}"
+        )

@@ -20,7 +20,8 @@ from zipfile import is_zipfile
 
 from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
 from workers.engine import EngineLoadError, EngineSpec
-from workers.engines.checkpoint_files import eos_token_ids, read_config, read_json
+from workers.engines import CPU_PACKAGES
+from workers.engines.checkpoint_files import check_length, eos_token_ids, read_config, read_json
 from workers.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ class CpuEngine:
             from safetensors import SafetensorError
             from transformers import AutoModelForCausalLM  # noqa: F401 - the import is what is tried
         except ImportError as error:
-            raise EngineLoadError(
-                "engine-not-installed", f"the cpu engine needs {error.name}", "pip install 'corewright[cpu]'"
-            ) from error
+            raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         if pickled:
@@ -536,18 +535,10 @@ def _load_model(path: Path, dtype: torch.dtype, pickled: bool) -> Any:
 
 
 def _check_positions(config: Any, max_len: int) -> None:
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and max_len > limit:
-        raise EngineLoadError(
-            "max-len-too-long", f"max_len {max_len} exceeds the {limit} positions of the model", f"at most {limit}"
-        )
+    check_length(max_len, getattr(config, "max_position_embeddings", None))
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type"))
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    if kind == "longrope" and original is not None and max_len > original:
+    if kind == "longrope":
         # transformers turns all rows of a batch by the longest of them, so neighbours would change an answer.
-        raise EngineLoadError(
-            "max-len-too-long",
-            f"max_len {max_len} exceeds the {original} positions before longrope",
-            f"at most {original}",
-        )
+        check_length(max_len, original, "positions before longrope")

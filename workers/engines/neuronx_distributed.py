@@ -8,6 +8,11 @@ A slot is a line of the device's KV cache, named by ``seq_ids``. What the packag
 3. The rows of a step are sorted by slot, and every live slot is among them: the lines of the others are written at the
    first row's position (``models/model_wrapper._forward_with_pad``).
 4. Each row has its sampling parameters, top_k from 1 on: 0 and -1 draw any id of the vocabulary.
+5. A step says with a mask what its slots hold, its own token not among it, and the mask is as wide as the longest: by
+   that width, and by what a speculative step takes ahead, the package chooses the graph
+   (``model_wrapper.ModelWrapper.get_target_bucket``: the first bucket that is longer). A mask that the package has to
+   infer is as wide as a whole slot in early versions (``model_base._infer_attention_mask``), so that every step would
+   run the largest graph, and find none where it speculates.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from workers import contract
 from workers.compiled import entry
 from workers.engine import DeviceSampling, EngineLoadError, EngineSpec
 from workers.engines import nxd_artifacts
-from workers.engines.checkpoint_files import eos_token_ids, read_config
+from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.nxd_config import GLOBAL_TOPK, Lengths, Settings, lengths
 from workers.engines.nxd_package import Package, build_config, import_package, require_package
 
@@ -69,16 +74,17 @@ class NxdEngine:
         sizes = lengths(settings)
         source = read_config(Path(settings.source))
         eos = eos_token_ids(Path(settings.source), source)
-        limit = source.get("max_position_embeddings")
-        if limit is not None and settings.max_len > limit:
-            what = f"max_len {settings.max_len} exceeds the {limit} positions of the model"
-            raise EngineLoadError("max-len-too-long", what, f"at most {limit}")
-        package = self._package = import_package(settings)
-        for line in contract.drift("nxd-inference").lines():
-            log.warning("nxd-inference: %s", line)
+        check_length(settings.max_len, positions_of(source))
+        package = self._package = import_package()
+        contract.log_drift("nxd-inference", log)
         # Made here only to find what is wrong with it: in the compiling process it would be one failure like any other.
-        kind, _ = build_config(package, settings, nxd_artifacts.QUANTIZED)
-        told = nxd_artifacts.manifest(settings, package)
+        try:
+            kind, _ = build_config(package, settings, nxd_artifacts.QUANTIZED)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # as its constructors refuse
+            what = f"NxD Inference {package.version} refuses the options of {settings.source}: "
+            what += f"{type(error).__name__}: {error}"
+            raise EngineLoadError("bad-engine-option", what, "see `engine_options`") from error
+        told = nxd_artifacts.manifest(settings, package, None if self._compiled is None else Path(self._compiled))
         with entry(self._root(), told) as artifacts:
             if not artifacts.complete:
                 nxd_artifacts.compile_apart(settings, artifacts)
@@ -97,7 +103,7 @@ class NxdEngine:
             eos_token_ids=eos,
             returns="tokens" if on_device or settings.speculation_length else "logits",
             keeps_idle_slots=False,
-            device_top_k=_device_top_k(settings) if on_device else 0,
+            device_top_k=min(_global_topk(settings), int(source["vocab_size"])) if on_device else 0,
             run_k=settings.draft_k if settings.speculation_length else 0,
         )
         self._warm_up(sizes)
@@ -120,13 +126,11 @@ class NxdEngine:
         """See ``GenerateEngine.decode``. With a draft it is a step that keeps the first token only."""
         if self.spec.run_k:
             return [run[0] for run in self.decode_runs(slots, tokens, positions)]
-        output = self._call(slots, [[token] for token in tokens], None, [[position] for position in positions])
-        return self._answers(output, len(slots))
+        return self._answers(self._step(slots, tokens, positions), len(slots))
 
     def decode_runs(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
         """See ``RunEngine.decode_runs``."""
-        output = self._call(slots, [[token] for token in tokens], None, [[position] for position in positions])
-        fused = output.fused_outputs
+        fused = self._step(slots, tokens, positions).fused_outputs
         if len(fused) == 2:  # 0.1: the draft's guesses and the target's own tokens
             drafts, own = (part.reshape(len(slots), -1).tolist() for part in fused)
             return [_agreed(guesses, chosen) for guesses, chosen in zip(drafts, own, strict=True)]
@@ -232,23 +236,26 @@ class NxdEngine:
         first = fused[1] if len(fused) == 2 else fused[0]
         return first.reshape(len(slots), -1)[:, 0].tolist()
 
+    def _step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        """One token of each slot. ``positions`` are from 1 on: at 0 there is a prompt."""
+        width = max(positions)
+        mask = [[1] * position + [0] * (width - position) for position in positions]
+        return self._call(slots, [[token] for token in tokens], mask, [[position] for position in positions])
+
     def _call(
         self,
         slots: Sequence[int],
         ids: Sequence[Sequence[int]],
-        mask: Sequence[Sequence[int]] | None,
+        mask: Sequence[Sequence[int]],
         positions: Sequence[Sequence[int]],
     ) -> Any:
-        """One call of the model: ``ids``, ``mask`` and ``positions`` are ``[len(slots), width]``.
-
-        Without a mask the package lets a row attend to all that stands before its position.
-        """
+        """One call of the model: ``ids`` and ``positions`` are ``[len(slots), width]``; ``mask`` too, of a prompt."""
         import torch
 
         with torch.inference_mode():
             return self._model.forward(
                 input_ids=torch.tensor(ids),
-                attention_mask=None if mask is None else torch.tensor(mask),
+                attention_mask=torch.tensor(mask),
                 position_ids=torch.tensor(positions),
                 seq_ids=torch.tensor(slots),
                 sampling_params=self._sampling_params([self._how[slot] for slot in slots]),
@@ -281,7 +288,7 @@ class NxdEngine:
         ahead = self._settings.speculation_length
         for bucket in sizes.token_buckets:
             position = bucket - 1 - ahead
-            if position > 0:
+            if position > 0:  # a shorter graph holds no step
                 self.decode(every, [0] * len(every), [position] * len(every))
 
 
@@ -293,7 +300,8 @@ def _agreed(guesses: Sequence[int], own: Sequence[int]) -> list[int]:
     return list(own[: count + 1])
 
 
-def _device_top_k(settings: Settings) -> int:
+def _global_topk(settings: Settings) -> int:
+    """At most GLOBAL_TOPK (``nxd_config``)."""
     given = settings.engine_options.get("on_device_sampling_config")
     return int(given.get("global_topk", GLOBAL_TOPK)) if isinstance(given, dict) else GLOBAL_TOPK
 

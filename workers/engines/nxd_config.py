@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from placements.engines import Release
 from workers.buckets import checked_buckets, ladder
 from workers.engine import EngineLoadError
-from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, UNSERVED, Release, lacks
+from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
 
 if TYPE_CHECKING:
     from workers.engines import EngineConfig
@@ -89,9 +90,9 @@ def lengths(settings: Settings) -> Lengths:
         what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {settings.max_len} tokens"
         raise EngineLoadError("bad-buckets", what, f"add {settings.max_len}")
     ahead = settings.speculation_length
-    if context[-1] < 2 or ahead in context:
+    if 1 in context or ahead in context:
         # The graph tells prompts from steps by their width (``model_base``: "1" or "speculation_length" is a step).
-        what = f"a prefill bucket of {1 if context[-1] < 2 else ahead} tokens would be taken for a decoding step"
+        what = f"a prefill bucket of {1 if 1 in context else ahead} tokens would be taken for a decoding step"
         raise EngineLoadError("bad-buckets", what, "take a longer one")
     token = decode if not ahead else (*decode[:-1], settings.max_len + ahead)
     return Lengths(context, token, decode)
@@ -136,11 +137,7 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
 
 def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """NeuronConfig's keywords for the draft model: the target's, without the speculation that is the target's."""
-    eagle = bool(options.get("enable_eagle_speculation"))
-    own = dict(options) | {"enable_fused_speculation": False, "is_eagle_draft": eagle}
-    if not eagle:
-        own["speculation_length"] = 0
-    return own
+    return dict(options) | {"enable_fused_speculation": False, "speculation_length": 0}
 
 
 def _given(given: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
@@ -164,6 +161,10 @@ def _given(given: Mapping[str, Any], own: Mapping[str, Any], release: Release) -
     if isinstance(given.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
             _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")
+        most = given["on_device_sampling_config"].get("global_topk", GLOBAL_TOPK)
+        if not 1 <= most <= GLOBAL_TOPK:
+            what = f"its global_topk is {most}, and a request's top_k is from 1 to {GLOBAL_TOPK} on the device"
+            _refuse("on_device_sampling_config", what, f"at most {GLOBAL_TOPK}")
         merged["on_device_sampling_config"] = {
             **given["on_device_sampling_config"],
             # what the engine relies on

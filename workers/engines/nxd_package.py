@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from placements.checkpoints import CheckpointError, sliding_window
+from placements.engines import PACKAGES, Release, distribution, nxd_release
 from workers.engine import EngineLoadError
 from workers.engines.checkpoint_files import eos_token_ids, read_config
 from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
-from workers.engines.nxd_options import MOE_OPTIONS, Release, release_of
+from workers.engines.nxd_options import MOE_OPTIONS
 
-NAME = "neuronx_distributed_inference"
-DISTRIBUTION = "neuronx-distributed-inference"
+NAME = PACKAGES["nxd-inference"]
+DISTRIBUTION = distribution("nxd-inference")
 WHERE = (
     "it comes with AWS's Neuron images (inf2 and trn1: up to SDK 2.28; trn2: later ones too), or: pip install "
     "neuronx-distributed-inference --extra-index-url https://pip.repos.neuron.amazonaws.com"
 )
-# What the guides of quantization ask for, read by torch-xla and the compiler when they are imported.
-FP8_ENVIRONMENT = {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}
 CONFIG_CLASSES = {  # options that are objects
     "on_device_sampling_config": "OnDeviceSamplingConfig",
     "hybrid_sharding_config": "HybridShardingConfig",
@@ -41,7 +40,7 @@ class Package:
 
     @property
     def release(self) -> Release:
-        return release_of(self.version)
+        return nxd_release(self.version)
 
 
 def require_package() -> None:
@@ -50,11 +49,8 @@ def require_package() -> None:
         raise _missing(NAME)
 
 
-def import_package(settings: Settings) -> Package:
-    """Import it, with the environment that ``settings`` need. Raises EngineLoadError."""
-    if settings.quantize == "fp8" or settings.quantize_kv is not None:
-        for name, value in FP8_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+def import_package() -> Package:
+    """Import it; the environment is complete (``placements.environ``). Raises EngineLoadError."""
     require_package()
     try:
         names = ("models.config", "utils.constants", "utils.hf_adapter", "modules.generation.sampling")
@@ -107,11 +103,11 @@ def model_class(package: Package, source: Path, max_len: int) -> Any:
 
 
 def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
-    """The length of the sliding window, where the model has one."""
-    if model_type.startswith("qwen") and not settings.get("use_sliding_window"):
-        return None
-    window = settings.get("sliding_window", 4096 if model_type == "mistral" else None)  # transformers' default
-    return None if window is None else int(window)
+    """The length of the sliding window, where the model has one. Raises EngineLoadError."""
+    try:
+        return sliding_window(model_type, settings)
+    except CheckpointError as error:
+        raise EngineLoadError("config-unreadable", error.what, error.hint) from error
 
 
 def build_config(package: Package, settings: Settings, quantized: str) -> tuple[Any, Any]:

@@ -1,35 +1,9 @@
-"""What the classes of transformers-neuronx can do, by config.json's model_type."""
+"""The family of a checkpoint, of those that transformers-neuronx has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from placements.tnx_families import FAMILIES, Family
 from workers.engine import EngineLoadError
-
-
-@dataclass(frozen=True)
-class Family:
-    """One class of the package, and where its constructor and its ``forward`` differ from the others."""
-
-    continuous: bool = False  # defines ``context_batch_sizes``: prompts join a running batch, each row at its position
-    speculates: bool = False  # defines ``speculative_forward``
-    serial: bool = False  # GPT-J and GPT-NeoX: no context graphs, one token a step, no NEFF files, no quantization
-    broadcasts: bool = False  # has ``prompt_batch_size``, which is 1 unless told, and then one prompt fills all rows
-    resets: bool = False  # ``reset()`` takes nothing; GPT-2's wants the length of a context graph
-
-
-# The package's own registry, `modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`, has these and no more.
-FAMILIES = {
-    "bloom": Family(resets=True),
-    "code_llama": Family(continuous=True, speculates=True, resets=True),
-    "gpt2": Family(speculates=True, broadcasts=True),
-    "gpt_neox": Family(serial=True, resets=True),
-    "gptj": Family(serial=True, resets=True),
-    "llama": Family(continuous=True, speculates=True, resets=True),
-    "mistral": Family(continuous=True, resets=True),
-    "mixtral": Family(continuous=True, resets=True),
-    "opt": Family(resets=True),
-}
 
 
 def family_of(model_type: object, where: object) -> Family:

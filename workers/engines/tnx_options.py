@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from placements.options import owned
+from placements.tnx_families import Family
 from workers.buckets import checked_buckets, ladder
 from workers.engine import DeviceSampling, EngineLoadError
-from workers.engines.tnx_families import Family
 
 if TYPE_CHECKING:
     from workers.engines import EngineConfig
@@ -20,26 +21,9 @@ QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}
 SHORTEST = 128  # tokens; the package's own bucket lists begin here
 MAX_TOP_K = 256  # of sampling on the device; the cap that vLLM's back-end for this package used
 
-# Set by what every model says (slots, max_len, tp_degree, dtype, buckets, sampling), so never by engine_options.
-_OWN = frozenset(
-    {
-        "amp",
-        "batch_size",
-        "cast_logits_dtype",
-        "config",
-        "context_length_estimate",
-        "continuous_batching",
-        "lhs_aligned",
-        "n_positions",
-        "neuron_config",
-        "on_device_generation",
-        "output_all_logits",
-        "padding_side",
-        "self",
-        "tp_degree",
-        "use_2d_cache_ids",
-    }
-)
+_TABLES = ("transformers_neuronx.NeuronConfig", "transformers_neuronx")  # of options, and of constructors' keywords
+FIELDS = {name: field for table in _TABLES for name, field in owned.FIELDS[table].items()}
+UNSERVED = {name: why for table in _TABLES for name, why in owned.UNSERVED[table].items()}
 
 
 @dataclass(frozen=True)
@@ -66,6 +50,10 @@ class Shapes:
             decode = checked_buckets("decode", config.decode_buckets or usual, longest)
         except ValueError as error:
             raise EngineLoadError("bad-buckets", str(error)) from error
+        if 1 in prefill and not family.serial:
+            raise EngineLoadError(
+                "bad-buckets", "a prompt of 1 token is a decoding step", "take a longer prefill bucket"
+            )
         if decode[-1] != longest:
             what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {longest} tokens"
             raise EngineLoadError("bad-buckets", what, f"add {longest}")
@@ -99,14 +87,16 @@ def options_for(config: EngineConfig, family: Family, shapes: Shapes, continuous
         raise EngineLoadError("bad-dtype", what, f"use {', '.join(AMP)}")
     constructor = _constructor(config, family, shapes, amp)
     neuron = _neuron(config, family, amp, continuous)
-    takes = set(inspect.signature(model_class.__init__).parameters)
+    takes = set(inspect.signature(model_class.__init__).parameters) - {"self", "config"}
     for name, value in config.engine_options.items():
-        if name in _OWN:
-            raise EngineLoadError(
-                "bad-engine-option",
-                f"engine_options: {name} is set from the model's own fields",
-                "see docs/engines.md for the field",
-            )
+        if name in FIELDS:
+            what = f"`engine_options.{name}` cannot be set: it follows from the field `{FIELDS[name]}`"
+            raise EngineLoadError("bad-engine-option", what, f"say `{FIELDS[name]}`")
+        if name in UNSERVED and value not in (None, False):
+            what = f"`engine_options.{name}` cannot be set: {UNSERVED[name]}"
+            raise EngineLoadError("bad-engine-option", what, "leave it out")
+        if name in UNSERVED:  # to say nothing of it, or no, is how it is
+            continue
         if name == "prompt_batch_size" and value != config.slots:
             what = f"with prompt_batch_size {value} one prompt would be broadcast to all {config.slots} slots"
             raise EngineLoadError("bad-engine-size", what, f"leave it out, or say {config.slots}")
@@ -145,8 +135,8 @@ def _neuron(config: EngineConfig, family: Family, amp: str, continuous: bool) ->
             )
         found[name] = {"quant_dtype": QUANTIZED[what], "dequant_dtype": amp}  # another dtype than amp does not work
     if config.sampling == "device":
-        if family.serial:
-            what = "GPT-J and GPT-NeoX do not sample on the device"
+        if not family.samples:
+            what = "this class of transformers-neuronx does not sample on the device"
             raise EngineLoadError("bad-engine-option", what, "sampling: host")
         found["on_device_generation"] = device_generation([DeviceSampling()] * config.slots)
     return found
@@ -195,11 +185,11 @@ def neuron_config(plain: Mapping[str, Any]) -> Any:
             made[name] = value
     try:
         return package.NeuronConfig(**made)
-    except AssertionError as error:
+    except (AssertionError, TypeError) as error:  # unknown names, and "self"
         raise EngineLoadError(
             "bad-engine-option",
             f"the installed transformers-neuronx refuses an option: {error}",
-            "`corewright check` names those of the recorded versions",
+            "`corewright validate` names those of the recorded versions",
         ) from error
 
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from placements.tnx_families import Family
+from workers import contract
 from workers.engine import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
-from workers.engines.checkpoint_files import eos_token_ids, read_config
-from workers.engines.tnx_artifacts import manifest, start_from
-from workers.engines.tnx_families import Family, family_of
+from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.tnx_artifacts import compile_now, manifest, start_from
+from workers.engines.tnx_families import family_of
 from workers.engines.tnx_options import MAX_TOP_K, Shapes, device_generation, neuron_config, options_for
 from workers.engines.tnx_rows import ContinuousRows, LockStepRows, Rows, SerialRows
 from workers.engines.tnx_weights import check_weights
@@ -77,27 +79,29 @@ class TransformersNeuronxEngine:
         continuous = family.continuous and self._config.slots > 1
         shapes = Shapes.of(self._config, family, continuous)
         self._check_speculation(family, continuous)
-        _check_positions(settings, self._config.max_len)
+        check_length(self._config.max_len, positions_of(settings))
+        _check_variant(settings, self._path)
         check_weights(self._path, self._config.allow_pickle)
         registry = _registry()
         model_class = registry[settings["model_type"]]
         options = options_for(self._config, family, shapes, continuous, model_class)
         config = neuron_config(options.neuron)
-        log_drift("transformers-neuronx")
+        contract.log_drift("transformers-neuronx", log)
 
         try:
             model = model_class.from_pretrained(str(self._path), neuron_config=config, **options.constructor)
-        except AssertionError as error:  # how the package says that options do not go together
-            what = f"transformers-neuronx refuses the options of {self._path}: {error}"
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            # how the package says that options do not go together
+            what = f"transformers-neuronx refuses the options of {self._path}: {type(error).__name__}: {error}"
             raise EngineLoadError("bad-engine-option", what, "see `engine_options` and `buckets`") from error
         if self._length:
             model.enable_speculative_decoder(self._length)
         if self._config.compiled is None or family.serial:
-            model.to_neuron()
+            compile_now(self._path, model)
             self.compiled = True
         else:
             wanted = manifest(self._path, options.described(), [self._length] if self._length else [])
-            self.compiled = not start_from(Path(self._config.compiled), wanted, model, model.to_neuron)
+            self.compiled = not start_from(Path(self._config.compiled), wanted, self._path, model)
         self._model = model
         self._is_serial = family.serial
         self._rows = self._make_rows(model, family, continuous)
@@ -269,18 +273,16 @@ def _registry() -> Any:
     return modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _check_positions(settings: Mapping[str, Any], max_len: int) -> None:
-    """Bloom names no limit, and GPT-2 and GPT-J call theirs ``n_positions``."""
-    limit = settings.get("max_position_embeddings", settings.get("n_positions"))
-    if limit is not None and max_len > limit:
-        raise EngineLoadError(
-            "max-len-too-long", f"max_len {max_len} exceeds the {limit} positions of the model", f"at most {limit}"
-        )
-
-
-def log_drift(engine: str) -> None:
-    """Say how the installed package differs from what this adapter was written against."""
-    from workers import contract
-
-    for line in contract.drift(engine).lines():
-        log.warning("%s: %s", engine, line)
+def _check_variant(settings: Mapping[str, Any], path: Path) -> None:
+    """Of two families the package computes one shape of block only. Raises EngineLoadError for the others."""
+    family, wide = settings.get("model_type"), 4 * int(settings.get("hidden_size") or 0)
+    lacks = ""
+    if family == "opt" and not settings.get("do_layer_norm_before", True):
+        lacks = "do_layer_norm_before: false"
+    elif family == "opt" and settings.get("ffn_dim", wide) != wide:
+        lacks = f"an ffn_dim of {settings['ffn_dim']}, which is not 4 times the hidden_size"
+    elif family == "gpt_neox" and not settings.get("use_parallel_residual", True):
+        lacks = "use_parallel_residual: false"
+    if lacks:
+        what = f"transformers-neuronx computes no {family} with {lacks}, as {path / 'config.json'} has it"
+        raise EngineLoadError("unknown-family", what, "take the cpu engine, or another model")

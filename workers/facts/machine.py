@@ -78,12 +78,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted(core for device in self.devices for core in device.cores))
 
     @property
-    def cpus_by_node(self) -> tuple[int, ...]:
-        """The usable CPUs ordered by NUMA node; those of no known node last."""
-        placed = [cpu for node in self.numa for cpu in node.cpus]
-        return tuple(dict.fromkeys((*placed, *self.cpus)))
-
-    @property
     def ecc(self) -> tuple[Ecc, ...]:
         """ECC events of each device: the driver's own counters, and neuron-monitor's where the driver has none."""
         merged = {ecc.device: ecc for ecc in (self.monitor.ecc if self.monitor else ())}

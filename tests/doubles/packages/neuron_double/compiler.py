@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from neuron_double import faults
@@ -31,6 +36,10 @@ def compile_graph(hlo_text: str, flags: str, cores: int = 1) -> bytes:
     with (state() / "compiles.jsonl").open("a") as log:
         log.write(json.dumps(line) + "\n")
     fault = faults.due("compile")
+    if fault is not None and fault.get("hangs"):
+        _hang()
+    if fault is not None and fault.get("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault is not None:
         code = fault.get("exit", 1)
         command = ["neuronx-cc", "compile", *flags.split()]
@@ -52,6 +61,16 @@ def compile_graph(hlo_text: str, flags: str, cores: int = 1) -> bytes:
     return json.dumps(neff, sort_keys=True).encode()
 
 
+def _hang() -> None:
+    """neuronx-cc is a process with processes below it, one here in a session of its own. They are told in
+    $NEURON_DOUBLE_STATE/compilers, a pid a line, and never end by themselves."""
+    below = "import os, subprocess, sys; told = open(sys.argv[1], 'a')\n"
+    below += "print(os.getpid(), file=told, flush=True)\n"
+    below += "again = subprocess.Popen(['sleep', '3600'], start_new_session=True)\n"
+    below += "print(again.pid, file=told, flush=True); again.wait()"
+    subprocess.run([sys.executable, "-c", below, str(state() / "compilers")], check=True)
+
+
 def compiles() -> list[dict[str, object]]:
     """What was compiled since the state folder was made, in order."""
     try:
@@ -63,8 +82,8 @@ def compiles() -> list[dict[str, object]]:
 def cached_compile(hlo_text: str, flags: str, cores: int = 1) -> bytes:
     """Through the persistent cache: NEURON_COMPILE_CACHE_URL, or --cache_dir in NEURON_CC_FLAGS, or AWS's default.
 
-    An entry that failed once fails again, until it is deleted or --retry_failed_compilation is given. The wrapper's own
-    flags do not reach the compiler.
+    An entry that failed once fails again, until it is deleted or --retry_failed_compilation is given. One that is
+    locked is waited for. The wrapper's own flags do not reach the compiler.
     """
     wrapper, plain = [], []
     for flag in flags.split():
@@ -79,16 +98,46 @@ def cached_compile(hlo_text: str, flags: str, cores: int = 1) -> bytes:
     entry = root / f"neuronxcc-{compiler_version()}" / f"MODULE_{key}+{half}"
     if (entry / "model.done").exists() and (entry / "model.neff").exists():
         return (entry / "model.neff").read_bytes()
-    if (entry / "model.log").exists() and "--retry_failed_compilation" not in wrapper:
-        raise CompilerFailed(f"Got a cached failed neff at {entry}/model.neff. Will skip compilation")
     entry.mkdir(parents=True, exist_ok=True)
-    (entry / "model.hlo_module.pb").write_text(hlo_text)
-    (entry / "compile_flags.json").write_text(json.dumps(plain))
-    try:
-        neff = compile_graph(hlo_text, " ".join(plain), cores)
-    except CompilerFailed as error:
-        (entry / "model.log").write_text(str(error))
-        raise
-    (entry / "model.neff").write_bytes(neff)
-    (entry / "model.done").touch()
+    with _locked(entry / "model.hlo_module.pb.lock"):
+        if (entry / "model.done").exists() and (entry / "model.neff").exists():  # by whom it has waited for
+            return (entry / "model.neff").read_bytes()
+        if (entry / "model.log").exists() and "--retry_failed_compilation" not in wrapper:
+            told = f"Got a cached failed neff at {entry}/model.neff. Will skip compilation, please set "
+            told += f"--retry_failed_compilation for recompilation.\n{(entry / 'model.log').read_text()}"
+            sys.stderr.write(f"ERROR ||NEURON_CC_WRAPPER||: {told}\n")
+            raise CompilerFailed(told)
+        (entry / "model.hlo_module.pb").write_text(hlo_text)
+        (entry / "compile_flags.json").write_text(json.dumps(plain))
+        try:
+            neff = compile_graph(hlo_text, " ".join(plain), cores)
+        except CompilerFailed as error:
+            (entry / "model.log").write_text(str(error))
+            raise
+        (entry / "model.neff").write_bytes(neff)
+        (entry / "model.done").touch()
+        (entry / "model.log").unlink(missing_ok=True)
     return neff
+
+
+@contextlib.contextmanager
+def _locked(lock: Path) -> Iterator[None]:
+    """A file that is there while somebody compiles. Whoever is killed leaves it, and the others wait: without end in
+    the real one, here $NEURON_DOUBLE_LOCK_WAIT_S seconds."""
+    began = time.monotonic()
+    while True:
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            break
+        except FileExistsError:
+            waited = time.monotonic() - began
+            if waited > float(os.environ.get("NEURON_DOUBLE_LOCK_WAIT_S", "60")):
+                raise TimeoutError(f"endless waiting on lock {lock}") from None
+            sys.stderr.write(
+                f"[INFO]: Another process must be compiling {lock}, been waiting for: {waited / 60} minutes\n"
+            )
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)

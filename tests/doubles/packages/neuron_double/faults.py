@@ -3,7 +3,9 @@
 at       claim | load_collectives | allocate | load_neff | execute | compile
 status   the runtime's status code; or
 exit     the exit code of the compiler; or
-text     the whole message
+text     the whole message; or
+hangs    the compiler starts processes and never ends; or
+die      the whole process is killed, in the midst of a compile
 count    it comes with the n-th such operation of a process since the file was written; 1 when left out
 core     only in a process that holds that core (its number on the host)
 tag      only in a process whose NEURON_PROCESS_TAG begins with that

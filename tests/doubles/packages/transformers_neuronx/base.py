@@ -188,7 +188,8 @@ class NeuronModelBase(PretrainedModel):
 
     @bound(NAME + "reset")
     def reset(self) -> None:
-        """Positions are always given here, so there is nothing to go back to."""
+        """Positions are always given here, so there is nothing to go back to; it is counted, for tests."""
+        self.resets = getattr(self, "resets", 0) + 1
 
     @bound(NAME + "update_generation_config")
     def update_generation_config(self, generation_config: GenerationConfig) -> None:

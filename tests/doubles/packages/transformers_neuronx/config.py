@@ -81,6 +81,7 @@ class GenerationConfig:
 class NeuronConfig:
     """Keyword-only, with the options and defaults that were recorded. An unknown name is an AssertionError."""
 
+    @bound(NAME + "NeuronConfig.__init__")
     def __init__(self, **kwargs: Any) -> None:
         played = version("transformers_neuronx")
         known = recorded("transformers_neuronx", NAME + "NeuronConfig.__init__", played).parameters

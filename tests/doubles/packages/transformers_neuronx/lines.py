@@ -96,4 +96,6 @@ class LinesModel(NeuronModelBase):
             lines = list(range(rows))
         else:
             lines = [int(line) for line in start_ids.flatten()]
+            if width > 1 and int(cache_ids[0, 0]) == 0:  # of a prompt, whoever calls
+                return self._prompts(input_ids, cache_ids, lines).to(torch.float32)
         return self._speculate(input_ids, cache_ids, lines, length).to(torch.float32)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from neuronx_distributed_inference._played import played, trimmed
 from neuronx_distributed_inference.models.application_base import NeuronApplicationBase
-from neuronx_distributed_inference.models.model_wrapper import Lines, lines_of, target_bucket
+from neuronx_distributed_inference.models.model_wrapper import Lines, lines_of, mask_width, target_bucket
 from neuronx_distributed_inference.modules.generation.sampling import (
     Sampler,
     check,
@@ -33,6 +33,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         super().__init__(*args, **kwargs)
         self.vocab_size = int(self.config.vocab_size)
         self.kv_cache_populated = False
+        self.taken: list[tuple[str, int]] = []  # tag and bucket of every graph that ran, for tests
         self.on_device_sampling = self.neuron_config.on_device_sampling_config is not None
         self.sampler = Sampler(self.neuron_config) if self.on_device_sampling else None
         if getattr(self.neuron_config, "is_medusa", False):
@@ -126,7 +127,8 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         """Each row's length is its largest position and one; what is padding is told by nothing else."""
         neuron = self.neuron_config
         tag = "context_encoding_model"
-        bucket = target_bucket(self.buckets(tag), call.ids.shape[1], 0, self._truncates, tag)
+        width = call.ids.shape[1] if call.mask is None else call.mask.shape[1]
+        bucket = self._bucket(tag, width, 0)
         if not neuron.is_continuous_batching and len(call.order) > neuron.ctx_batch_size:
             raise ValueError(f"batch size {len(call.order)} exceeds the compiled batch size {neuron.ctx_batch_size}")
         logits = []
@@ -146,15 +148,14 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
         return self._output(torch.stack(logits), call, call.positions.max(dim=1).values)
 
     def _decode(self, call: _Call) -> CausalLMOutputWithPast:
-        ahead = call.ids.shape[1] - 1
-        tag = "speculation_model" if ahead else "token_generation_model"
-        self._check_end(call, ahead, tag)
+        tag = "speculation_model" if call.ids.shape[1] > 1 else "token_generation_model"
+        self._step_bucket(call, tag)
         lines = self._lines(call.order, self.neuron_config.tkg_batch_size)
         runtime().execute()
         logits = []
         for row, line in enumerate(lines.rows):
             position = int(call.positions[row, 0])
-            logits.append(call.masked(self.target.run(line, call.ids[row].tolist(), position), row, position + 1))
+            logits.append(call.masked(self.target.run(line, call.ids[row].tolist(), position), row, position))
         for line in lines.overwritten:
             self.target.run(line, call.ids[0].tolist(), int(call.positions[0, 0]))
         return self._output(torch.stack(logits), call, call.positions[:, -1])
@@ -162,7 +163,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
     def _fused_step(self, call: _Call) -> CausalLMOutputWithPast:
         """The draft guesses, the target takes what it would have said itself and one more token."""
         length = self.neuron_config.speculation_length
-        self._check_end(call, length - 1, "fused_speculation_model")
+        self._step_bucket(call, "fused_speculation_model")
         lines = self._lines(call.order, self.neuron_config.tkg_batch_size)
         runtime().execute()
         accepted, counts, ends = [], [], []
@@ -170,6 +171,7 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
             position = int(call.positions[row, -1])
             guesses = self._drafted(line, int(call.ids[row, -1]), position, length)
             logits = self.target.run(line, [int(call.ids[row, -1]), *guesses], position)
+            logits = call.masked(logits, row, position)
             own = self._chosen(logits, call.params[row : row + 1].expand(length, 3)).tolist()
             agreed = next((i for i, guess in enumerate(guesses) if guess != own[i]), length - 1)
             accepted.append(own[: agreed + 1] + [0] * (length - agreed - 1))
@@ -192,9 +194,15 @@ class NeuronBaseForCausalLM(NeuronApplicationBase):
     def _lines(self, order: list[int], batch: int, scatters: bool = False) -> Lines:
         return lines_of(order, batch, scatters, getattr(self.neuron_config, "apply_seq_ids_mask", False))
 
-    def _check_end(self, call: _Call, ahead: int, tag: str) -> None:
-        longest = int(call.positions[:, 0].max()) + 1
-        target_bucket(self.buckets(tag), longest, ahead, self._truncates, tag)
+    def _step_bucket(self, call: _Call, tag: str) -> None:
+        """By the width of the mask, given or inferred, and the tokens of a step that speculates."""
+        ahead = 0 if tag == "token_generation_model" else self.neuron_config.speculation_length
+        self._bucket(tag, mask_width(call.mask, int(call.positions[:, 0].max()), self.neuron_config), ahead)
+
+    def _bucket(self, tag: str, width: int, ahead: int) -> int:
+        bucket = target_bucket(self.buckets(tag), width, ahead, self._truncates, tag)
+        self.taken.append((tag, bucket))
+        return bucket
 
     def _chosen(self, logits: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         if self.sampler is None:
@@ -241,7 +249,11 @@ class _Call:
         self.ids, self.positions, self.order, self.params, self.mask = ids, positions, order, params, mask
 
     def masked(self, logits: torch.Tensor, row: int, length: int) -> torch.Tensor:
-        """Other logits, where the attention mask says of another number of tokens that they are there."""
-        if self.mask is None or int((self.mask[row] != 0).sum()) in (length, length - 1):
+        """Other logits, where the attention mask says of another number of tokens that they are there.
+
+        ``length`` is what is in the cache before the call: in a step not the token that is its input, whose place in
+        the cache would be read before it is written.
+        """
+        if self.mask is None or self.mask[row].nonzero().flatten().tolist() == list(range(length)):
             return logits
         return logits.roll(1, dims=-1)

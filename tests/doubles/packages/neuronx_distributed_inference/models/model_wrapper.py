@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from neuronx_distributed_inference._played import has, version
+
+MODULE = "models.model_wrapper.ModelWrapper"
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,16 @@ def target_bucket(buckets: Sequence[int], length: int, ahead: int, truncates: bo
     if length + ahead > buckets[-1] and not truncates:
         raise ValueError(f"Input len {length} exceeds largest bucket ({buckets[-1]}) for {tag}")
     return buckets[-1]
+
+
+def mask_width(mask: Any, position: int, neuron_config: Any) -> int:
+    """By what a step's bucket is chosen: the width of ``mask``, or of the one that the package infers.
+
+    An inferred mask ends before the highest position; in 0.2, which is the first to choose by it, it is as long as the
+    slots. 0.1 takes all masks to that length and lets the graphs look at the positions.
+    """
+    if not has(f"{MODULE}.get_target_bucket"):
+        return position
+    if mask is not None:
+        return int(mask.shape[1])
+    return int(neuron_config.n_positions) if version() == "0.2" else position

@@ -88,7 +88,8 @@ class HuggingFaceGenerationAdapter:
                         asked.streamer.end()
                     return torch.cat([ids, answer], dim=1)
             step = (lengths + answer.shape[1] - 1)[:, None]
-            output = model.forward(input_ids=answer[:, -1:], position_ids=step, **call)
+            there = torch.arange(int(step.max()))[None] < step  # the mask grows by a token with every step
+            output = model.forward(input_ids=answer[:, -1:], position_ids=step, attention_mask=there.long(), **call)
 
     def _tokens(self, output: Any, params: torch.Tensor, samples: bool) -> torch.Tensor:
         """[batch, how many are new]; several only of one row that speculates."""

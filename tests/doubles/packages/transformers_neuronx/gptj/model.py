@@ -46,7 +46,8 @@ class GPTJForSampling(UnserializedModel):
 
     @bound(NAME + "reset")
     def reset(self) -> None:
-        """Positions are always given here, so there is nothing to go back to."""
+        """Positions are always given here, so there is nothing to go back to; it is counted, for tests."""
+        self.resets = getattr(self, "resets", 0) + 1
 
     @bound(NAME + "forward")
     def forward(self, input_ids: torch.Tensor, cache_offset: Any, start_ids: Any = None) -> torch.Tensor:

@@ -1,0 +1,161 @@
+"""Ray's nodes on one machine: starting and ending them, and what Ray tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+NAMESPACE = "corewright"
+NODES_STOP_S = 2.5  # for all further nodes together: a second to end in order, then they are killed
+OBJECT_STORE_BYTES = 100 * 2**20  # tokens go over sockets: Ray's store stays all but empty
+HOST_LABEL = "corewright-host"  # of a Ray node: which of our hosts it stands for
+
+# Health checks that find a dead host in seconds; at Ray's defaults it takes 13 s, and 65 s for a frozen one.
+_HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+def host_label(index: int) -> str:
+    """The label of the Ray node of the planner's host ``index``."""
+    return f"emu-{index}"
+
+
+def host_labels(names: Iterable[str]) -> dict[str, str]:
+    """The label of each of the planner's hosts, given their names in the planner's order."""
+    return {name: host_label(index) for index, name in enumerate(names)}
+
+
+def core_resources(cores: int) -> dict[str, float]:
+    """The custom resources that a node with that many NeuronCores declares: one a core, so that Ray itself refuses a
+    second actor on the same core."""
+    return {f"nc{core}": 1.0 for core in range(cores)}
+
+
+def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[str, Any]:
+    """Start a Ray of our own, whose processes die with this thread's process. Gives Ray's addresses.
+
+    Raises RuntimeError when Ray does not come up.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the monitor kills replicas while they load
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.pop("NEURON_RT_VISIBLE_CORES", None)  # the raylet misreads a range as one accelerator
+    os.environ.pop("NEURON_RT_NUM_CORES", None)
+    os.environ.pop("RAY_ADDRESS", None)
+    with _agent_on_a_free_port():
+        context = ray.init(
+            num_cpus=cpus,
+            resources=core_resources(cores),
+            labels={HOST_LABEL: host_label(0)},
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            object_store_memory=OBJECT_STORE_BYTES,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(folder),
+            _node_ip_address="127.0.0.1",
+            _system_config=_HEALTH_CHECKS,
+        )
+    return dict(context.address_info)
+
+
+@contextlib.contextmanager
+def _agent_on_a_free_port() -> Iterator[None]:
+    """Have ``ray.init``, which has no argument for it, start the node's dashboard agent on a port that is free.
+
+    At the fixed default, 52365, the agent of a machine's second Ray goes without its port and is never made known: the
+    dashboard then shows no log, "Agent for node id ... doesn't exist" (Ray 2.60).
+    """
+    parameters = ray._private.parameter
+    plain = parameters.RayParams
+    parameters.RayParams = functools.partial(plain, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameters.RayParams = plain
+
+
+def add_node(index: int, *, cores: int, cpus: int) -> Any:
+    """Start the Ray node of a further emulated host, and wait until Ray knows it. Give it to ``stop_ray``.
+
+    Must run on the main thread: the raylet dies with the thread that made it. It inherits the environment (token,
+    fleet's mark) and uses the first node's session folder. Raises RuntimeError or another of Ray's when it does not
+    come up.
+
+    Ray's own class, in this process, and not `ray start --address --block`. Measured with Ray 2.60 on 2 shared cores:
+    1.1 to 2.1 s and 139 MB (proportional; raylet 15, dashboard agent 76, runtime env agent 48) for each node, against
+    3.9 s and 282 MB with `ray start`, which keeps two Python processes more and of which two at once took one socket
+    name and killed each other.
+    """
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    head = ray._private.worker.global_worker.node
+    parameters = RayParams(
+        gcs_address=head.gcs_address,
+        node_ip_address=head.node_ip_address,
+        num_cpus=cpus,
+        resources=core_resources(cores),
+        labels={HOST_LABEL: host_label(index)},
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_log_monitor=False,  # one for each machine
+        dashboard_agent_listen_port=0,  # at its default the agent tries the first node's port for 4 s
+        min_worker_port=0,
+        max_worker_port=0,
+    )
+    # no exit hook: it would take our signal handlers. The "reaper" is the kernel's parent-death signal.
+    return Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def stop_ray(further: Sequence[Any] = ()) -> None:
+    """End the Ray that ``start_ray`` started, and before it the ``further`` nodes, all at once."""
+    stopping = [
+        threading.Thread(
+            target=node.kill_all_processes, kwargs={"check_alive": False, "allow_graceful": True}, daemon=True
+        )
+        for node in further
+    ]
+    for thread in stopping:
+        thread.start()
+    deadline = time.monotonic() + NODES_STOP_S
+    for thread in stopping:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    ray.shutdown()
+
+
+def here() -> NodeAffinitySchedulingStrategy:
+    """On the Ray node of this process, and on no other."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A Ray node as Ray last told it."""
+
+    id: str
+    alive: bool
+    address: str  # of the machine: emulated hosts share one
+    label: str | None
+
+
+def ray_nodes() -> list[RayNode]:
+    """Every node that Ray knows, the dead ones too. 2 ms."""
+    return [
+        RayNode(node["NodeID"], node["Alive"], node["NodeManagerAddress"], node["Labels"].get(HOST_LABEL))
+        for node in ray.nodes()
+    ]

@@ -1,0 +1,134 @@
+"""When an update that does not go on has failed, and how one ends that has nothing to go back to."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from orchestrator.lifecycle import State
+from orchestrator.rollout import Situation, Wish, aim
+from orchestrator.snapshot import ReplicaView
+from placements.cores import CoreRange
+from placements.spec import ModelSpec, Spec
+from placements.topology import TOPOLOGIES, Host
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.test_rollout import play, spec
+
+
+def test_a_rollout_without_progress_fails_at_its_deadline(tmp_path: Path) -> None:
+    """A new replica that finds no place: the rollout goes back after progress_deadline_s."""
+    quick = ", update: {strategy: surge, progress_deadline_s: 60}"
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(a_batch=8, a=quick))
+        await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
+        await played.operator.cordon("inf2.48xlarge/0", None, True, "tester")
+        await played.cluster.find("a/1").die("killed")
+        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 120)
+        await played.settled()
+        assert len(played.ready("a")) == 1
+        assert "no progress for 6" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
+
+    play(tmp_path, spec(a=quick), story, load_s=5.0)
+
+
+def test_a_start_that_compiles_for_long_is_not_rolled_back(tmp_path: Path) -> None:
+    """A start has its whole start_s: the deadline for progress, 900 s, does not end one of 3000 s."""
+    patient = ", deadlines: {start_s: 3600}"
+
+    async def story(played: Played) -> None:
+        played.cluster.load_s = 3000.0
+        await played.apply(spec(a_batch=8, a=patient))
+        await played.settled(3100.0)
+        assert played.controller.status()["revision"] == 2
+        assert played.replica("a/1")["load_s"] == 3000.0
+
+    play(tmp_path, spec(a=patient), story, load_s=5.0)
+
+
+def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> None:
+    """A start that hangs is a failure at start_s, and max_failures of them end the update."""
+    patient = ", deadlines: {start_s: 3600}, update: {max_failures: 1}"
+
+    async def story(played: Played) -> None:
+        played.cluster.loads = False
+        began = asyncio.get_running_loop().time()
+        await played.apply(spec(a_batch=8, a=patient))
+        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 3700)
+        assert 3600.0 < asyncio.get_running_loop().time() - began < 3610.0
+        await played.settled()
+        assert len(played.ready("a")) == 1
+        assert "start-deadline" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
+
+    play(tmp_path, spec(a=patient), story, load_s=5.0)
+
+
+def test_the_start_of_an_unchanged_model_does_not_hold_up_the_deadline(tmp_path: Path) -> None:
+    """Only what the update starts has time to start: that of a replica beside it does not count."""
+    quick = ", update: {strategy: surge, progress_deadline_s: 60}"
+
+    async def story(played: Played) -> None:
+        await played.apply(spec(a_batch=8, a=quick))
+        await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
+        await played.operator.cordon("inf2.48xlarge/0", "12-23", True, "tester")
+        await played.cluster.find("a/1").die("killed")
+        played.cluster.load_s = 800.0
+        await played.cluster.find("b/0").die("killed")
+        await played.until(lambda: played.controller.status()["revision"] == 3, "rolled back", 120)
+        assert played.replica("b/0")["state"] == "loading"
+
+    play(tmp_path, spec(a=quick), story, load_s=5.0)
+
+
+def test_what_is_replaced_goes_though_more_is_wished_than_fits(tmp_path: Path) -> None:
+    """Three are wished and two fit: a drain and a restart keep as many as can be, and do not wait for the third."""
+
+    async def story(played: Played) -> None:
+        def pids() -> set[int]:
+            return {replica["pid"] for replica in played.ready("a")}
+
+        await played.operator.scale("a", 3, "tester")
+        await played.until(lambda: len(pids()) == 2, "two find a place", 100)
+        first = pids()
+        await played.operator.drain("a/0", "tester")
+        await played.until(lambda: len(pids()) == 2 and len(pids() & first) == 1, "drained", 100)
+        second = pids()
+        await played.operator.restart("a", "tester")
+        await played.until(lambda: len(pids()) == 2 and not pids() & second, "restarted", 100)
+
+    play(tmp_path, spec(a=", replicas: {min: 1, max: 3}", b_replicas=4), story, load_s=5.0)
+
+
+def test_old_replicas_do_not_wait_for_ever_for_more_new_ones_than_fit(tmp_path: Path) -> None:
+    """Nothing to go back to, and three wished where two fit: after progress_deadline_s the old one goes."""
+    wide = "version: 1\nname: test\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
+    wide += "  a: {tp_degree: DEGREE, replicas: {min: 1, max: 3}}\n  b: {tp_degree: 8}\n"
+
+    async def main() -> None:
+        fake = FakeCluster()
+        fake.load_s = 5.0
+        async with Played(tmp_path, fake, wide.replace("DEGREE", "4")) as played:
+            await played.operator.scale("a", 3, "tester")
+            await played.until(lambda: len(played.controller.state.views) == 4, "all start", 10)
+            await played.apply(wide.replace("DEGREE", "8"))
+            await played.until(lambda: "UpdateStuck" in played.happened(), "it is stuck", 1000)
+            new = played.controller.state.current.versions["a"]
+            await played.until(lambda: [r["version"] for r in played.model("a")["replicas"]] == [new, new], "over", 60)
+            assert fake.violations == []
+
+    virtually(main)
+
+
+def test_old_replicas_that_nothing_can_follow_stay() -> None:
+    """With no core for any new one the old ones are all that serves: the promise of what is wished stands."""
+    model = ModelSpec(name="a", source="./none", tp_degree=8)
+    host = Host("inf2.48xlarge/0", TOPOLOGIES["inf2.48xlarge"], cpus=(0,))
+    views = tuple(
+        ReplicaView("a", n, 1, host.name, CoreRange(8 * n, 8 * n + 7), State.READY, 0.0, version="old") for n in (0, 1)
+    )
+    wish = Wish(model, 3, "new", strategy="in_place", reachable=True)
+    free = Situation(Spec(models=(model,)), (host,), {}, {"a": wish}, views)
+    cordoned = Situation(free.spec, free.hosts, {}, free.wishes, views, {host.name: frozenset(range(24))})
+
+    assert [view.replica for view in aim(cordoned).steps["a"].keep] == [0, 1]
+    assert aim(free).plan.unplaced == ()

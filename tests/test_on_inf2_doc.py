@@ -1,0 +1,71 @@
+"""docs/on-inf2.md and what it points to: the example, the systemd unit, the ids of its last table."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from configparser import ConfigParser
+from pathlib import Path
+
+from typer.main import get_command
+
+from orchestrator.cli import main as cli
+from orchestrator.fleet import DRAIN_S
+from placements.parse import parse
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "on-inf2.md"
+EXAMPLE = ROOT / "placements" / "examples" / "on-inf2.yaml"
+UNIT = ROOT / "deploy" / "corewright.service"
+END_S = 10.0  # of a fleet after its drain: "all within 30 s", docs/architecture.md
+
+
+def unit() -> ConfigParser:
+    """The sections of the unit; Environment, which may be given twice, is the last one."""
+    found = ConfigParser(strict=False, interpolation=None)
+    found.optionxform = str  # type: ignore[assignment,method-assign]
+    found.read_string(UNIT.read_text())
+    return found
+
+
+def test_the_page_prints_the_example_whole() -> None:
+    """The wheel has none: it is copied from the page."""
+    shown = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert shown == [EXAMPLE.read_text()]
+
+
+def test_a_first_start_has_the_hours_that_the_page_says() -> None:
+    """Each model of the example may compile for as long as the page says."""
+    spec = parse(EXAMPLE.read_bytes(), EXAMPLE.name, str(EXAMPLE.parent)).spec
+    assert spec is not None
+    assert {model.deadlines.compile_s for model in spec.models} == {4 * 3600}
+    assert "`deadlines.compile_s`, four\nhours" in PAGE.read_text()
+
+
+def test_the_causes_of_the_last_table_are_ids_that_exist() -> None:
+    """With an entry in docs/errors.md."""
+    table = PAGE.read_text().partition("## When it does not start")[2]
+    ids = re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)
+    entries = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert len(ids) > 3
+    assert set(ids) <= set(entries)
+
+
+def test_the_unit_gives_a_fleet_the_time_to_end() -> None:
+    """SIGTERM to `up` alone, and no kill before the drain and the end are over."""
+    service = unit()["Service"]
+    assert (service["KillSignal"], service["KillMode"]) == ("SIGTERM", "mixed")
+    assert float(service["TimeoutStopSec"]) >= DRAIN_S + END_S
+
+
+def test_the_unit_starts_up_in_a_home_that_systemd_makes() -> None:
+    """By a command that parses, with the engine's Python first on the PATH."""
+    service = unit()["Service"]
+    command = shlex.split(service["ExecStart"])
+    up = get_command(cli.app).commands["up"]  # type: ignore[attr-defined]
+
+    assert f"Environment=COREWRIGHT_HOME=/var/lib/{service['StateDirectory']}\n" in UNIT.read_text()
+    assert (Path(command[0]).name, command[1]) == ("corewright", "up")
+    assert up.make_context("up", command[2:]).params["spec"] == "/etc/corewright/fleet.yaml"
+    assert service["Environment"].startswith(f"PATH={Path(command[0]).parent}:")
+    assert "](../deploy/corewright.service)" in PAGE.read_text()

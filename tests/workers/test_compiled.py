@@ -1,0 +1,290 @@
+"""Compiled artifacts are made once on a host, and what is not whole is never taken for it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.workers.tnx_runs import BUCKETS, config
+from workers import compiled
+from workers.compiled import MANIFEST, entry
+from workers.engine import EngineLoadError
+from workers.engines.file_digests import digest_of
+from workers.engines.transformers_neuronx import open_transformers_neuronx
+
+Checkpoints = Callable[[str], Path]
+DEADLINE_S = 60
+WANTED = {"engine": "e", "shapes": [1, 2], "flags": {"a": None}}
+# Says when it holds the entry and when it waits; compiles when it is told to, and then says whether it had to.
+PROCESS = """
+import json, logging, sys
+from pathlib import Path
+from workers import compiled
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+with compiled.entry(Path(sys.argv[1]), json.loads(sys.argv[2])) as found:
+    had_to = not found.complete
+    print("holds", had_to, flush=True)
+    sys.stdin.readline()
+    if had_to:
+        with (found.path / "artifact").open("a") as file:
+            file.write("compiled\\n")
+        found.finish()
+"""
+
+
+def process(root: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(root), json.dumps(WANTED)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def line(of: subprocess.Popen[str]) -> str:
+    assert of.stdout is not None
+    return of.stdout.readline().strip()
+
+
+def make(root: Path) -> Path:
+    """A complete entry."""
+    with entry(root, WANTED) as found:
+        (found.path / "artifact").write_text("compiled\n")
+        found.finish()
+    return found.path
+
+
+def test_two_processes_compile_a_manifest_once(tmp_path: Path) -> None:
+    """The second waits, says for whom, and finds it complete."""
+    first = process(tmp_path)
+    assert line(first) == "holds True"
+    second = process(tmp_path)
+    waiting = line(second)
+    assert waiting.startswith("waiting for another process that holds")
+    assert f"pid {first.pid} compiles since" in waiting
+    first.communicate("\n", DEADLINE_S)
+    assert line(second).startswith("waited ")
+    assert line(second) == "holds False"
+    second.communicate("\n", DEADLINE_S)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert [path.read_text() for path in tmp_path.glob("*/artifact")] == ["compiled\n"]
+
+
+def test_many_processes_hold_a_complete_entry_at_once(tmp_path: Path) -> None:
+    """Loading takes minutes, and nobody waits for another's."""
+    make(tmp_path)
+    several = [process(tmp_path) for _ in range(2)]
+    assert [line(one) for one in several] == ["holds False"] * 2
+    for one in several:
+        one.communicate("\n", DEADLINE_S)
+
+
+def test_a_process_that_was_killed_in_a_compile_leaves_an_entry_to_be_made(tmp_path: Path) -> None:
+    """It leaves no lock, and what it wrote is gone."""
+    first = process(tmp_path)
+    assert line(first) == "holds True"
+    (stray,) = (path / "stray" for path in tmp_path.iterdir() if path.is_dir())
+    stray.write_text("half of a NEFF")
+    first.kill()
+    first.communicate(timeout=DEADLINE_S)
+    with entry(tmp_path, WANTED) as found:
+        assert not found.complete
+        assert found.path == stray.parent
+        assert list(found.path.iterdir()) == []
+
+
+@pytest.mark.parametrize("manifest", ["", "{}", '{"engine": "e", "shapes": [1'])
+def test_a_manifest_that_is_not_the_wanted_one_makes_no_entry_complete(tmp_path: Path, manifest: str) -> None:
+    """A disk that was full, or a hand that was in it."""
+    (make(tmp_path) / MANIFEST).write_text(manifest)
+    with entry(tmp_path, WANTED) as found:
+        assert not found.complete
+        assert list(found.path.iterdir()) == []
+
+
+def test_an_entry_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
+    """The manifest is there, and files are missing."""
+    (make(tmp_path) / "artifact").unlink()
+    with entry(tmp_path, WANTED, lambda path: (path / "artifact").exists()) as found:
+        assert not found.complete
+        assert not (found.path / MANIFEST).exists()
+
+
+def test_a_forgotten_entry_stays_for_those_who_hold_it(tmp_path: Path) -> None:
+    """Its files go when the next one makes it anew."""
+    made = make(tmp_path)
+    with entry(tmp_path, WANTED) as found:
+        found.forget()
+        assert (made / "artifact").exists()
+    with entry(tmp_path, WANTED) as found:
+        assert not found.complete
+        assert list(found.path.iterdir()) == []
+
+
+# A root that is not to be written to
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes a folder one of a file system that is mounted to be read: for root as well, who minds no permission."""
+
+    def make_so(root: Path) -> None:
+        opening, making = os.open, os.mkdir
+
+        def refuse(path: Any) -> None:
+            if Path(os.fspath(path)).is_relative_to(root):
+                raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+        def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                refuse(path)
+            return opening(path, flags, *args, **kwargs)
+
+        def made(path: Any, *args: Any, **kwargs: Any) -> None:
+            if not Path(os.fspath(path)).exists():
+                refuse(path)
+            making(path, *args, **kwargs)
+
+        def wrote(path: Path, *args: Any, **kwargs: Any) -> int:
+            refuse(path)
+            raise AssertionError(f"{path} is written to by a test that shall only read")
+
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(os, "mkdir", made)
+        monkeypatch.setattr(Path, "write_text", wrote)
+        monkeypatch.setattr(Path, "write_bytes", wrote)
+
+    return make_so
+
+
+def test_a_complete_entry_on_a_read_only_root_is_taken(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
+    """Compiled on another host, and given to this one."""
+    make(tmp_path)
+    read_only(tmp_path)
+    with entry(tmp_path, WANTED) as found:
+        assert found.complete
+        assert (found.path / "artifact").read_text() == "compiled\n"
+
+
+def test_what_is_missing_on_a_read_only_root_is_told(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
+    """By an id, with the folder and what the system says."""
+    make(tmp_path)
+    read_only(tmp_path)
+    with pytest.raises(EngineLoadError) as caught, entry(tmp_path, WANTED | {"flags": {}}):
+        pass
+    assert caught.value.id == "compiled-unwritable"
+    assert caught.value.what.startswith(f"compiled artifacts cannot be kept in {tmp_path}: ")
+    assert "Read-only file system" in caught.value.what
+
+
+def test_a_root_that_is_no_folder_is_told(tmp_path: Path) -> None:
+    """A file is in the way."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineLoadError, match="compiled-unwritable"), entry(tmp_path / "file" / "compiled", WANTED):
+        pass
+
+
+def test_a_folder_that_cannot_be_emptied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to somebody else."""
+    (make(tmp_path) / MANIFEST).unlink()
+    monkeypatch.setattr(compiled.shutil, "rmtree", lambda path, ignore_errors: None)
+    with pytest.raises(EngineLoadError, match="compiled-unwritable"), entry(tmp_path, WANTED):
+        pass
+
+
+def test_digests_that_cannot_be_kept_are_computed_each_time(
+    tmp_path: Path, read_only: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Artifacts that hold weights load from a read-only root too."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "model.safetensors").write_text("weights")
+    (tmp_path / "root").mkdir()
+    known = digest_of(source, tmp_path / "other")
+    read_only(tmp_path / "root")
+    with caplog.at_level(logging.INFO):
+        assert digest_of(source, tmp_path / "root") == known
+    assert "Read-only file system" in caplog.text
+
+
+# NEFFs that do not fit
+
+
+@pytest.fixture
+def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    return neuron
+
+
+def test_neffs_of_other_graphs_are_given_up(
+    machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package makes other graphs of what the manifest names: that start fails and says so, the next compiles."""
+    runtime = importlib.import_module("neuron_double.runtime")
+    graphs = importlib.import_module("transformers_neuronx.graphs")
+    fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
+
+    def start() -> bool:
+        runtime.reset_for_tests()
+        engine: Any = open_transformers_neuronx(config(checkpoint("llama"), **fields))
+        engine.load()
+        return bool(engine.compiled)
+
+    assert start()
+    monkeypatch.setattr(graphs, "package_version", lambda name: "of a build that has the same version")
+    with pytest.raises(EngineLoadError) as caught:
+        start()
+    assert caught.value.id == "artifacts-stale"
+    assert str(tmp_path / "compiled") in caught.value.what
+    assert "the next start compiles anew" in caught.value.hint
+    assert [start(), start()] == [True, False]
+
+
+def test_another_file_that_is_missing_is_not_taken_for_neffs_that_do_not_fit(
+    machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The artifacts stay."""
+    models = importlib.import_module("transformers_neuronx.llama.model")
+    runtime = importlib.import_module("neuron_double.runtime")
+    told = config(checkpoint("llama"), compiled=str(tmp_path / "compiled"), **BUCKETS)
+    open_transformers_neuronx(told).load()
+
+    def to_neuron(self: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/model/model.safetensors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models.LlamaForSampling, "to_neuron", to_neuron)
+        with pytest.raises(FileNotFoundError):
+            open_transformers_neuronx(told).load()
+    runtime.reset_for_tests()
+    engine: Any = open_transformers_neuronx(told)
+    engine.load()
+    assert not engine.compiled
+
+
+def test_the_stopwatch_runs_inside_only() -> None:
+    """What a replica tells of its compiling: so far, while it runs, and the sum of all times."""
+    now = 10.0
+    watch = compiled.Stopwatch(clock=lambda: now)
+    with watch.running():
+        now = 13.0
+        assert watch.seconds == 3.0
+    now = 20.0
+    with contextlib.suppress(KeyError), watch.running():
+        now = 21.0
+        raise KeyError
+    now = 30.0
+    assert watch.seconds == 4.0

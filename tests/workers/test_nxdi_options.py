@@ -1,0 +1,85 @@
+"""Which options NxD Inference is given, in each recorded version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placements.engines import NXD_RELEASES, nxd_release
+from tests.checkpoints import VOCAB_SIZE
+from tests.contracts import contract
+from tests.workers.nxdi_traffic import replica_config
+from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
+from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED, lacks
+
+CONTRACT = contract("nxd-inference")
+VERSIONS = sorted(CONTRACT.versions)
+CONFIG = "neuronx_distributed_inference.models.config."
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_table_of_options_is_the_recorded_one(version: str) -> None:
+    """Of NeuronConfig in each version, and of MoENeuronConfig in those that were recorded."""
+    recorded = set(CONTRACT.options(f"{CONFIG}NeuronConfig", version))
+    assert {option for option in OPTIONS if lacks(option, nxd_release(version)) is None} == recorded
+    if version in CONTRACT.data["snapshots"]:
+        module = CONTRACT.data["snapshots"][version]["modules"][CONFIG.rstrip(".")]
+        record = module["classes"]["MoENeuronConfig"]
+        names = {one["name"] for one in record["kwargs_options"]}
+        init = CONTRACT.signature(f"{CONFIG}MoENeuronConfig.__init__", version).parameters
+        assert names | {"capacity_factor", "glu_mlp"} == MOE_OPTIONS
+        assert {"capacity_factor", "glu_mlp"} <= set(init)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("fields", [{}, {"sampling": "device"}, {"draft_source": "d", "draft_k": 2, "slots": 1}])
+def test_no_option_is_used_that_a_version_lacks(
+    version: str, fields: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package would only log it. With LNC, fused QKV and an fp8 cache named as well."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    settings = replace(Settings.of(replica_config(Path("m"), None, **fields)), fuse_qkv=True, quantize_kv="fp8")
+    options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
+    for used in (options, draft_options(options)):
+        assert set(used) <= set(CONTRACT.options(f"{CONFIG}NeuronConfig", version)) | {"torch_dtype"}
+    device = set(options.get("on_device_sampling_config", {}))
+    assert device <= set(CONTRACT.options(f"{CONFIG}OnDeviceSamplingConfig", version))
+
+
+def test_a_draft_has_no_speculation_of_its_own() -> None:
+    """It has all other options of its model."""
+    settings = Settings.of(replica_config(Path("m"), None, draft_source="d", draft_k=2, slots=1))
+    options = neuron_options(settings, lengths(settings), (0, 8), "q")
+    assert draft_options(options) == options | {"speculation_length": 0, "enable_fused_speculation": False}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logical_cores_are_the_runtimes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is told the LNC by which the runtime numbers the cores; 0.1 has another name for it."""
+    settings = Settings.of(replica_config(Path("m"), None))
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
+    named = "logical_neuron_cores" if version == "0.1" else "logical_nc_config"
+    assert {name: options.get(name) for name in ("logical_neuron_cores", "logical_nc_config") if name in options} == {
+        named: 2
+    }
+
+
+def test_versions_between_two_known_ones_have_the_options_of_the_earlier() -> None:
+    """And unreadable ones those of the newest."""
+    assert nxd_release("0.8.16251+f3ca5575") == (0, 8)
+    assert nxd_release("0.6.1") == (0, 4)
+    assert nxd_release("0.10.0") == (0, 9)
+    assert nxd_release("0.0.1") == NXD_RELEASES[0]
+    assert nxd_release("dev") == (0, 9)
+
+
+def test_options_that_are_kept_from_the_user_exist() -> None:
+    """A misspelt one would let the real one through."""
+    assert set(FIELDS) | set(UNSERVED) <= set(OPTIONS)
+    assert not set(FIELDS) & set(UNSERVED)
+    assert VOCAB_SIZE > 256
