@@ -39,6 +39,7 @@ class Change:
     name: str
     recorded: str  # "(self, directory)"
     installed: str
+    how: str = "is called otherwise"  # the difference in words
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Drift:
         if not self.known:
             found.append(f"{self.package} {self.installed} was not recorded; compared with {self.recorded}")
         found += [f"{name} is gone (recorded in {self.recorded})" for name in self.removed]
-        found += [f"{one.name} was {one.recorded}, is {one.installed}" for one in self.changed]
+        found += [f"{one.name} {one.how} (recorded in {self.recorded})" for one in self.changed]
         return [*found, *(f"{name} is new (not in {self.recorded})" for name in self.added)]
 
 
@@ -147,7 +148,8 @@ def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, A
         with contextlib.suppress(ValueError, TypeError):  # builtins and some wrappers have no signature
             there = parameters(inspect.signature(found))
             if not _alike(wished, there):
-                changed.append(Change(name, f"({', '.join(wished)})", f"({', '.join(there)})"))
+                how = _difference(wished, there)
+                changed.append(Change(name, f"({', '.join(wished)})", f"({', '.join(there)})", how))
     removed += [name for name in recorded["classes"] if _attribute(name) is None]
     for name, options in recorded["options"].items():
         there_too = _options(_attribute(name))
@@ -164,6 +166,30 @@ def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, A
         added=tuple(added),
         changed=tuple(changed),
     )
+
+
+def _difference(wished: Sequence[str], there: Sequence[str]) -> str:
+    """In words, how two lists of parameters that are not alike differ."""
+    before, after = (dict(text.partition("=")[::2] for text in texts) for texts in (wished, there))
+    kept = [name for name in before if name in after]
+    told = {
+        "takes no": [name for name in before if name not in after and name != "*"],
+        "takes besides": [name for name in after if name not in before and name != "*"],
+        "has another default of": [name for name in kept if not _same(name, before, after)],
+    }
+    words = [f"{what} {_few(names)}" for what, names in told.items() if names]
+    return "; ".join(words) or "takes its arguments in another way"
+
+
+def _same(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    """Whether a parameter of both has the same default, or none in both."""
+    one, other = (f"{name}={defaults[name]}" if defaults[name] else name for defaults in (before, after))
+    return _alike([one], [other])
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _alike(wished: Sequence[str], there: Sequence[str]) -> bool:

@@ -110,22 +110,23 @@ def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("was", "now"),
+    ("was", "now", "how"),
     [
-        ("debug=False", "verbose=False"),
-        ("debug=False", "debug=True"),
-        ("debug=False", "*, debug=False"),
-        ("compiled_model_path, debug=False", "compiled_model_path, where, debug=False"),
+        ("debug=False", "verbose=False", "takes no debug; takes besides verbose"),
+        ("debug=False", "debug=True", "has another default of debug"),
+        ("debug=False", "*, debug=False", "takes its arguments in another way"),
+        ("compiled_model_path, debug=False", "compiled_model_path, where, debug=False", "takes besides where"),
     ],
     ids=["name", "default", "kind", "more"],
 )
-def test_a_function_that_is_called_otherwise_is_named(tmp_path: Path, was: str, now: str) -> None:
-    """With both signatures: another name, default or kind of a parameter, or one more."""
+def test_a_function_that_is_called_otherwise_is_named(tmp_path: Path, was: str, now: str, how: str) -> None:
+    """With both signatures and in words: another name, default or kind of a parameter, or one more."""
     install(tmp_path, "nxd-inference", "0.8", "0.8.1", lambda text: text.replace(was, now))
 
-    (change,) = seen(tmp_path, "nxd-inference").changed
+    found = seen(tmp_path, "nxd-inference")
 
-    assert change.name == COMPILE
+    (change,) = found.changed
+    assert found.lines() == [f"{COMPILE} {how} (recorded in 0.8)"]
     assert (was in change.recorded, now in change.installed) == (True, True)
 
 
