@@ -109,7 +109,8 @@ class ByteTextStream:
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(bytes(token_id for token_id in prompt_ids if token_id < 256))
-        self._prompt_is_incomplete = bool(self._decoder.getstate()[0])
+        # As it is decoded where nothing completes it: one U+FFFD, or two of what begins like a surrogate (ED A0).
+        self._rest_of_prompt = bytes(self._decoder.getstate()[0]).decode(errors="replace")
 
     def push(self, token_id: int) -> str:
         if token_id >= 256:
@@ -120,9 +121,9 @@ class ByteTextStream:
         return self._without_prompt(self._decoder.decode(b"", final=True))
 
     def _without_prompt(self, chunk: str) -> str:
-        if chunk and self._prompt_is_incomplete:
-            self._prompt_is_incomplete = False
-            return chunk.removeprefix(INCOMPLETE)
+        if chunk and self._rest_of_prompt:
+            rest, self._rest_of_prompt = self._rest_of_prompt, ""
+            return chunk.removeprefix(rest)
         return chunk
 
 

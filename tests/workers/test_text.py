@@ -105,6 +105,7 @@ def test_a_tokenizer_that_takes_characters_back_does_not_stop_the_answer() -> No
 @given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(0, 256), max_size=20))
 @example([0xE2], [0x41])
 @example([0xF0, 0x9F], [0x99, 0x82])
+@example([0xED, 0xA0], [0x43])
 def test_bytes_are_decoded_as_one_text(prompt: list[int], output: list[int]) -> None:
     """The byte tokenizer's stream is the decoded whole without the prompt, for any bytes."""
     decode = lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")  # noqa: E731
