@@ -76,6 +76,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     return build_machine(tmp_path_factory.mktemp("machine") / "inf2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference"])
 def test_a_neuron_engine_answers_as_the_cpu_engine(
     engine: str, spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -542,6 +542,7 @@ def test_a_checkpoint_without_weights_is_refused(checkpoint: Checkpoints, tmp_pa
 # -- Compiled artifacts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "version"), list(zip(["llama", "opt"], VERSIONS, strict=True)))
 def test_a_second_process_compiles_nothing(
     checkpoint: Checkpoints,
