@@ -118,12 +118,13 @@ class Replica:
         return drained
 
     def _reading(self) -> ReplicaStatus:
+        told = msgspec.structs.replace(self._status, compile_s=compiled.SPENT.seconds)
         if self._batcher is None:
-            return msgspec.structs.replace(self._status, compile_s=compiled.SPENT.seconds)
+            return told
         stats, now = self._batcher.stats, time.monotonic()
         idle_since = stats.last_step_at or self._began
         return msgspec.structs.replace(
-            self._status,
+            told,
             live=stats.live,
             waiting=stats.waiting,
             idle_s=0.0 if stats.live or stats.waiting else now - idle_since,

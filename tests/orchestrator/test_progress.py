@@ -46,6 +46,21 @@ def test_a_start_that_compiles_for_long_is_not_rolled_back(tmp_path: Path) -> No
     play(tmp_path, spec(a=patient), story, load_s=5.0)
 
 
+def test_what_a_replica_compiles_is_not_its_start(tmp_path: Path) -> None:
+    """It tells for how long it has compiled, and neither start_s nor the update ends meanwhile."""
+
+    async def story(played: Played) -> None:
+        played.cluster.load_s = 3300.0
+        await played.apply(spec(a_batch=8))
+        await played.until(lambda: played.replica("a/1").get("state") == "loading", "it starts")
+        await played.cluster.find("a/1").tell(compile_s=3000.0)
+        await played.settled(3400.0)
+        assert played.controller.status()["revision"] == 2
+        assert played.replica("a/1")["failures"] == 0
+
+    play(tmp_path, spec(), story, load_s=5.0)
+
+
 def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> None:
     """A start that hangs is a failure at start_s, and max_failures of them end the update."""
     patient = ", deadlines: {start_s: 3600}, update: {max_failures: 1}"

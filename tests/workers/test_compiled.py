@@ -41,6 +41,7 @@ with compiled.entry(Path(sys.argv[1]), json.loads(sys.argv[2])) as found:
         with (found.path / "artifact").open("a") as file:
             file.write("compiled\\n")
         found.finish()
+print("waited", compiled.SPENT.seconds > 0)
 """
 
 
@@ -75,10 +76,10 @@ def test_two_processes_compile_a_manifest_once(tmp_path: Path) -> None:
     waiting = line(second)
     assert waiting.startswith("waiting for another process that holds")
     assert f"pid {first.pid} compiles since" in waiting
-    first.communicate("\n", DEADLINE_S)
+    assert first.communicate("\n", DEADLINE_S)[0] == "waited False\n"
     assert line(second).startswith("waited ")
     assert line(second) == "holds False"
-    second.communicate("\n", DEADLINE_S)
+    assert second.communicate("\n", DEADLINE_S)[0] == "waited True\n"  # which is no fault of its start
     assert (first.returncode, second.returncode) == (0, 0)
     assert [path.read_text() for path in tmp_path.glob("*/artifact")] == ["compiled\n"]
 
@@ -273,6 +274,18 @@ def test_another_file_that_is_missing_is_not_taken_for_neffs_that_do_not_fit(
     engine: Any = open_transformers_neuronx(told)
     engine.load()
     assert not engine.compiled
+
+
+def test_a_compile_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails too."""
+    times = iter([0.0, 5.0, 10.0, 17.0])
+    monkeypatch.setattr(compiled, "SPENT", compiled.Stopwatch(clock=times.__next__))
+    with compiled.compiling("a model", "its log is here"):
+        pass
+    assert compiled.SPENT.seconds == 5.0
+    with contextlib.suppress(KeyError), compiled.compiling("a model", "its log is here"):
+        raise KeyError
+    assert compiled.SPENT.seconds == 12.0
 
 
 def test_the_stopwatch_runs_inside_only() -> None:

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.workers.test_facts_reading import tool
-from workers import host
+from workers import compiled, host
+from workers.batcher import BatcherStats
 from workers.engine import EngineLoadError
 from workers.replica import Replica
 from workers.status import Failure, Phase, Reaction, ReplicaStatus
@@ -42,6 +43,21 @@ def test_the_log_says_what_the_error_does_not(tmp_path: Path) -> None:
     told = replica(log)._explained(VAGUE, RuntimeError("boom"))
     assert (told.id, told.reaction) == ("neff-unsupported", Reaction.STOP)
     assert replica(log, Phase.READY)._explained(VAGUE, RuntimeError("boom")).reaction is Reaction.RETRY
+
+
+@pytest.mark.parametrize(
+    "batcher", [None, SimpleNamespace(stats=BatcherStats(4, 0, 0, 0, 9, 9, None, 1.0, False, None))]
+)
+def test_it_tells_for_how_long_it_has_compiled(
+    batcher: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it loads, where the deadline of its start waits for it, and ever after."""
+    spent = compiled.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
+    monkeypatch.setattr(compiled, "SPENT", spent)
+    made = replica(tmp_path / "m-0.log")
+    made._batcher = batcher  # type: ignore[assignment]
+    with compiled.SPENT.running():
+        assert made._reading().compile_s == 60.0
 
 
 def test_what_an_engine_has_found_out_itself_stands(tmp_path: Path) -> None:
