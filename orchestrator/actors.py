@@ -16,6 +16,7 @@ from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
 from orchestrator.fleet import FleetSettings
 from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.journal import Journal
 from orchestrator.operations import Refused
@@ -133,9 +134,9 @@ class RemoteController:
 class GatewayDeployment:
     """Serve keeps it alive and shows it in the dashboard; requests come over its own port, not through Serve."""
 
-    def __init__(self, host: str, port: int, logs: str) -> None:
-        _log_to(Path(logs) / "gateway.log")
-        self._server = GatewayServer(RemoteController(), host, port)
+    def __init__(self, settings: GatewaySettings) -> None:
+        _log_to(Home(Path(settings.home)).logs / "gateway.log")
+        self._server = GatewayServer(RemoteController(), settings)
         self._server.start()
 
     def check_health(self) -> None:
@@ -147,7 +148,6 @@ class GatewayDeployment:
 
 _gateway: Any = serve.deployment(
     name=GATEWAY,
-    num_replicas=1,
     health_check_period_s=1,  # a dead gateway is replaced after 0.9 s; after 9.4 s at Serve's default of 10
     health_check_timeout_s=5,
     graceful_shutdown_timeout_s=3,
@@ -167,11 +167,12 @@ def _log_to(path: Path) -> None:
         ours.addHandler(handler)
 
 
-def start_gateway(host: str, port: int, logs: str) -> None:
-    """Deploy the gateway and wait until it listens. Raises RuntimeError when it does not come up."""
+def start_gateway(settings: GatewaySettings) -> None:
+    """Deploy the gateways and wait until they listen. Raises RuntimeError when that does not come about."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
-    serve.run(_gateway.bind(host, port, logs), name=GATEWAY, route_prefix=None)
+    deployment = _gateway.options(num_replicas=settings.gateways)
+    serve.run(deployment.bind(settings), name=GATEWAY, route_prefix=None)
 
 
 def stop_gateway() -> None:

@@ -75,6 +75,16 @@ class Home:
         return self.path / "journal"
 
     @property
+    def keys(self) -> Path:
+        """The API keys: only their digests."""
+        return self.path / "keys.json"
+
+    @property
+    def audit(self) -> Path:
+        """What was asked of the fleets of this home, and by whom."""
+        return self.path / "audit.log"
+
+    @property
     def ray_token_file(self) -> Path:
         """Ray's own token: its ports are not bound to loopback, and its dashboard asks for it."""
         return self.path / "ray-token"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.lifecycle import ModelState
+from workers.credentials import Credentials
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -12,7 +13,7 @@ class Route(msgspec.Struct, frozen=True):
 
     id: str
     epoch: int
-    socket: str
+    socket: str  # the path of a unix socket, or `tls://host:port`
 
 
 class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int
     loads_on_request: bool  # `min: 0`: a request is what loads it, and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
+    aliases: list[str] = []  # other names of the model
     canary: float | None = None  # share of the requests that goes to the version that is being tried
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]
@@ -40,3 +42,4 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True):
     stopping: bool  # the fleet is going down: nothing new is begun
     token: str
     models: list[ModelRoutes]
+    credentials: Credentials | None = None  # of the gateways, for replicas on other hosts

@@ -1,4 +1,5 @@
-"""The replica's end of the data plane: a unix socket server in front of a batcher.
+"""The replica's end of the data plane: a server in front of a batcher, on a unix socket for gateways of the same host,
+on TCP with TLS for those of another one.
 
 Its event loop runs on a thread of its own, so that neither an engine step nor a Ray call delays a frame.
 """
@@ -13,18 +14,23 @@ import logging
 import os
 import threading
 from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from workers.batcher import BatcherClosed
+from workers.credentials import Credentials, server_context
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Submit, Welcome, WireError, encode
+from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Submit, Welcome, WireError, encode
 
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 16 * 2**20  # a gateway that leaves this much unread is hung; it is disconnected
 FLUSH_S = 5.0  # for the last tokens of a drained replica to be on their way
 FLUSH_POLL_S = 0.005
+TLS_SCHEME = "tls"
+HANDSHAKE_S = 5.0  # of TLS; a peer that takes longer is disconnected
 
 
 class Requests(Protocol):
@@ -38,24 +44,41 @@ class Requests(Protocol):
 
 
 class DataPlane:
-    """Serves ``batcher`` on the socket at ``path`` to whoever knows the token and the epoch."""
+    """Serves ``batcher`` at ``address`` to whoever knows the token and the epoch."""
 
-    def __init__(self, path: Path, *, welcome: Welcome, token: str, epoch: int, batcher: Requests) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        welcome: Welcome,
+        token: str,
+        epoch: int,
+        batcher: Requests,
+        listen: str = "",
+        credentials: Credentials | None = None,
+    ) -> None:
+        """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP there instead,
+        where port 0 is any free one, and a peer must be a gateway by ``credentials`` before it may say a word."""
+        self.address = str(path)  # where it listens; of a free port once it is known
+        self._path = None if listen else path
+        self._listen_on = listen
+        self._credentials = credentials
         self._welcome = welcome
         self._token = token
         self._epoch = epoch
         self._batcher = batcher
-        self._owners: dict[str, _Connection] = {}  # request id -> who asked; the loop's thread only
+        self._asked: dict[str, _Asked] = {}  # by request id; the loop's thread only
+        self._told_busy: set[_Connection] = set()
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
-        self._server: asyncio.AbstractServer | None = None
+        self._server: asyncio.Server | None = None
 
     def start(self) -> None:
         """Listen; returns when connections are accepted. Raises OSError when the socket cannot be made."""
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._path.unlink(missing_ok=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
@@ -84,7 +107,8 @@ class DataPlane:
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -92,11 +116,28 @@ class DataPlane:
         self._loop.close()
 
     async def _listen(self) -> None:
+        if self._path is None:
+            await self._listen_on_tcp()
+            return
         previous = os.umask(0o177)
         try:
             self._server = await self._loop.create_unix_server(lambda: _Connection(self), str(self._path))
         finally:
             os.umask(previous)
+
+    async def _listen_on_tcp(self) -> None:
+        parts = urlsplit(self._listen_on)
+        if parts.scheme != TLS_SCHEME or self._credentials is None:
+            raise OSError(f"{self._listen_on} is no address to listen on with TLS, or there are no credentials")
+        self._server = await self._loop.create_server(
+            lambda: _Connection(self),
+            parts.hostname,
+            parts.port,
+            ssl=server_context(self._credentials),
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{TLS_SCHEME}://[{host}]:{port}" if ":" in host else f"{TLS_SCHEME}://{host}:{port}"
 
     async def _shut(self) -> None:
         if self._server is not None:
@@ -106,14 +147,27 @@ class DataPlane:
 
     def _send(self, events: list[TokenEvent]) -> None:
         by_connection: dict[_Connection, list[TokenEvent]] = defaultdict(list)
+        ended = False
         for event in events:
-            connection = self._owners.get(event.id)
-            if connection is not None:
-                by_connection[connection].append(event)
-                if event.finish is not None:
-                    del self._owners[event.id]
+            asked = self._asked.get(event.id)
+            if asked is None:
+                continue
+            if event.finish is not None:
+                ended = True
+                del self._asked[event.id]
+            if (ready := asked.ready(event)) is not None:
+                by_connection[asked.connection].append(ready)
         for connection, own in by_connection.items():
             connection.write(Step(own))
+        if ended and self._told_busy:
+            self._tell_room()
+
+    def _tell_room(self) -> None:
+        free = self._welcome.slots - len(self._asked)
+        if free > 0:
+            told, self._told_busy = self._told_busy, set()
+            for connection in told:
+                connection.write(Room(free))
 
     # What a connection calls, on the loop's thread.
 
@@ -125,10 +179,14 @@ class DataPlane:
         return self._welcome
 
     def _submit(self, connection: _Connection, request: GenerateRequest) -> None:
-        if request.id in self._owners:  # its stream is somebody's already
+        if request.id in self._asked:  # its stream is somebody's already
             connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.ERROR, error="duplicate request id")]))
             return
-        self._owners[request.id] = connection  # before the submit: its first event may come at once
+        if len(self._asked) >= self._welcome.slots:
+            self._told_busy.add(connection)
+            connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.BUSY)]))
+            return
+        self._asked[request.id] = _Asked(connection, request.whole)  # before the submit: an event may come at once
         try:
             self._batcher.submit(request)
         except BatcherClosed as error:
@@ -142,9 +200,42 @@ class DataPlane:
 
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
-        for id in [id for id, owner in self._owners.items() if owner is connection]:
-            del self._owners[id]
+        self._told_busy.discard(connection)
+        for id in [id for id, asked in self._asked.items() if asked.connection is connection]:
+            del self._asked[id]
             self._batcher.cancel(id)
+        if self._told_busy:
+            self._tell_room()
+
+
+@dataclass
+class _Asked:
+    """A request that is on its way."""
+
+    connection: _Connection
+    whole: bool  # its events are held back, but for the first and the last
+    begun: bool = False
+    held: list[TokenEvent] = field(default_factory=list)
+
+    def ready(self, event: TokenEvent) -> TokenEvent | None:
+        """What is to be sent now that ``event`` has come."""
+        if not self.whole or (event.finish is not None and not self.held):
+            return event
+        if event.finish is None and self.begun:
+            self.held.append(event)
+            return None
+        self.begun = True
+        if not self.held:
+            return event
+        parts = [*self.held, event]
+        return TokenEvent(
+            id=event.id,
+            text="".join([part.text for part in parts]),
+            token_ids=[id for part in parts for id in part.token_ids],
+            logprobs=[item for part in parts for item in part.logprobs],
+            finish=event.finish,
+            error=event.error,
+        )
 
 
 class _Connection(asyncio.Protocol):

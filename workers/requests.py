@@ -15,6 +15,7 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"  # the client went away
     INVALID = "invalid"  # the replica cannot serve such a request; TokenEvent.error says why
     REFUSED = "refused"  # the replica takes nothing new; another one may
+    BUSY = "busy"  # other gateways have filled its slots; it says when one is free again
     ERROR = "error"  # the engine failed; TokenEvent.error says how
 
 
@@ -45,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     seed: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    whole: bool = False  # the client reads nothing before the end: after the first token all come in one event
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

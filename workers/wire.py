@@ -2,7 +2,8 @@
 
 One connection carries all requests of a gateway to a replica. The gateway speaks first (``Hello``); the replica
 answers ``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step``
-for each engine step. End of file means that the other side is gone.
+for each engine step. Where several gateways share a replica, it is the replica that grants its slots: a request too
+many comes back as BUSY, and ``Room`` follows when it may be sent again. End of file means that the other side is gone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     events: list[TokenEvent]
 
 
-Message = Hello | Welcome | Refused | Submit | Cancel | Step
+class Room(msgspec.Struct, frozen=True, tag=True):
+    """Slots are free again; for a gateway that was told BUSY."""
+
+    free: int
+
+
+Message = Hello | Welcome | Refused | Submit | Cancel | Step | Room
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

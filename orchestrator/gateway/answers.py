@@ -24,6 +24,7 @@ class Choice:
     echo: str = ""  # the prompt's text, where it is to be repeated
     tokens: int = 0  # generated so far
     offset: int = 0  # characters of token text so far, for the completions' text_offset
+    plain: tuple[bytes, bytes] = (b"", b"")  # what stands around the text of an event that holds nothing else
 
 
 class Answer:
@@ -41,6 +42,11 @@ class Answer:
             "created": created,
             "model": model,
         }
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts: ``n`` choices of one share it."""
+        return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in self._choices}.values())
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes:
         """The JSON body of an answer. The last event of each choice says why it ended."""
@@ -62,16 +68,23 @@ class Answer:
     def opening(self, choice: Choice) -> bytes:
         """The event that begins a choice of a stream: a chat names its role, a completion its echoed prompt."""
         self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
+        around = self._chunk(choice, {"content": ""} if self._chat else "", None, None)
+        before, _, behind = around.rpartition(b'""')
+        choice.plain = before, behind
         if self._chat:
             return self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
         return self._chunk(choice, choice.echo, None, None) if choice.echo else b""
 
     def events(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
-        """Server-sent events for what came since the last call; nothing for tokens that gave no text yet."""
-        lines = []
+        """Server-sent events for what came since the last call, after ``opening``; nothing for tokens that gave no text
+        yet."""
+        lines: list[bytes] = []
         for event in events:
             choice.tokens += len(event.token_ids)
-            if event.text or event.logprobs or (self._with_ids and event.token_ids):
+            if event.text and not event.logprobs and not self._with_ids:
+                before, behind = choice.plain
+                lines += (before, _encode(event.text), behind)
+            elif event.text or event.logprobs or (self._with_ids and event.token_ids):
                 delta = {"content": event.text} if self._chat else event.text
                 lines.append(self._chunk(choice, delta, None, event))
             if event.finish is not None:
@@ -121,8 +134,7 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        prompts = {id(choice.prompt_ids): len(choice.prompt_ids) for choice in self._choices}  # one prompt, n choices
-        prompt, completion = sum(prompts.values()), sum(choice.tokens for choice in self._choices)
+        prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

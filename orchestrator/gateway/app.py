@@ -1,4 +1,4 @@
-"""The HTTP side of a fleet: OpenAI's routes and the probes, as one ASGI application."""
+"""What the gateway answers: OpenAI's routes, the probes, and who may ask."""
 
 from __future__ import annotations
 
@@ -7,35 +7,41 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import msgspec.structs
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import Receive, Send
 
 from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
-from orchestrator.gateway.asgi import ClientGone, JsonEndpoint, respond, unless_gone
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import requests_for
+from orchestrator.gateway.http import Exchange, Handler
+from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics
 from orchestrator.gateway.queue import ModelQueue
-from orchestrator.gateway.streaming import raise_if_failed, write_stream
+from orchestrator.gateway.reply import Note, Reply
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.ticket import Ticket
 from orchestrator.gateway.tokenizers import TokenizerShelf
+from orchestrator.home import Home
+from orchestrator.keys import KeyFile
 from orchestrator.routes import RouteTable
-from workers.requests import TokenEvent
+from orchestrator.version import corewright_version
 from workers.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 2**20
 CONTROLLER_SILENT_S = 10.0  # the controller answers a long poll every few seconds
+INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
+OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
+TEXT = b"text/plain; charset=utf-8"
+MODELS = "/v1/models/"
+
+Asked = protocol.ChatRequest | protocol.CompletionRequest
+Read = Callable[[Tokenizer], tuple[list[list[int]], list[str]]]  # token ids of each prompt, and what of it is echoed
 
 
 class Controller(Protocol):
@@ -48,29 +54,30 @@ class Controller(Protocol):
 class Gateway:
     """State of one gateway: a queue for each model, kept true by the controller's route table. One event loop."""
 
-    def __init__(self, controller: Controller, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, controller: Controller, settings: GatewaySettings) -> None:
         self._controller = controller
-        self._max_body_bytes = max_body_bytes
+        self._settings = settings
         self._id = uuid.uuid4().hex[:8]
         self._created = int(time.time())
         self._numbers = itertools.count()
         self.queues: dict[str, ModelQueue] = {}
+        self._names: dict[str, ModelQueue] = {}  # aliases among them
         self._tokenizers = TokenizerShelf()
         self._table: RouteTable | None = None
         self._heard_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self.app = Starlette(
-            routes=[
-                Route("/v1/chat/completions", JsonEndpoint(self.chat, self._max_body_bytes), methods=["POST"]),
-                Route("/v1/completions", JsonEndpoint(self.complete, self._max_body_bytes), methods=["POST"]),
-                Route("/v1/models", self.models, methods=["GET"]),
-                Route("/v1/models/{model:path}", self.model, methods=["GET"]),
-                Route("/livez", self.livez, methods=["GET"]),
-                Route("/readyz", self.readyz, methods=["GET"]),
-                Route("/health", self.readyz, methods=["GET"]),
-            ],
-            exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _our_error},
-        )
+        self.gate = Gate(settings, KeyFile(Home(Path(settings.home)).keys))
+        self.metrics = GatewayMetrics()
+        self._routes: Mapping[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self.chat),
+            "/v1/completions": ("POST", self.complete),
+            "/v1/models": ("GET", self.models),
+            "/version": ("GET", self.version),
+            "/livez": ("GET", self.livez),
+            "/readyz": ("GET", self.readyz),
+            "/health": ("GET", self.readyz),
+            "/ping": ("GET", self.readyz),
+        }
 
     # Keeping up with the controller
 
@@ -98,7 +105,13 @@ class Gateway:
         for routes in table.models:
             queue = self.queues.get(routes.name)
             if queue is None:
-                queue = ModelQueue(routes, gateway=self._id, token=table.token, wake=self._wake)
+                queue = ModelQueue(
+                    routes,
+                    gateway=self._id,
+                    token=table.token,
+                    credentials=table.credentials,
+                    wake=self._wake,
+                )
                 self.queues[routes.name] = queue
             if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
                 self._tokenizers.fetch(routes.engine, routes.source, routes.tokenizer)
@@ -107,131 +120,204 @@ class Gateway:
                 queue.close()
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
+        self._names = {name: queue for queue in self.queues.values() for name in queue.names}
         self._tokenizers.keep({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
+
+    async def stop(self) -> None:
+        """The gateway ends; every exchange is over."""
+        await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    # Every request
+
+    def handle(self, exchange: Exchange) -> Awaitable[None] | None:
+        """Answer it, or give what will. Raises ApiError."""
+        request = exchange.request
+        if b"origin" in request.headers:
+            self.gate.admit_origin(exchange)
+        path = request.path
+        if path in OPEN:
+            pass
+        elif request.method == "OPTIONS" and b"access-control-request-method" in request.headers:
+            exchange.respond(204, b"", headers=PREFLIGHT)  # which a browser sends without the key
+            return None
+        else:
+            self.gate.admit(exchange)
+        method, handler = self._route(path)
+        if request.method == method or (request.method == "HEAD" and method == "GET"):
+            return handler(exchange)
+        raise errors.method_not_allowed(request.method, path, method)
+
+    def _route(self, path: str) -> tuple[str, Handler]:
+        found = self._routes.get(path)
+        if found is not None:
+            return found
+        if path.startswith(MODELS):
+            return "GET", self.model
+        raise errors.route_not_found(path)
+
+    def ended(self, exchange: Exchange) -> None:
+        """The exchange is over: count and log it."""
+        note: Note | None = exchange.note
+        if exchange.code is not None:
+            self.metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
+        if note is not None and note.overhead_s is not None:
+            self.metrics.overhead(note.overhead_s)
+
     # Routes
 
-    async def livez(self, _: Request) -> Response:
-        return Response("ok\n", media_type="text/plain")
+    def livez(self, exchange: Exchange) -> None:
+        exchange.respond(200, b"ok\n", content_type=TEXT)
 
-    async def readyz(self, _: Request) -> Response:
+    def readyz(self, exchange: Exchange) -> None:
+        late = self._not_ready()
+        exchange.respond(503 if late else 200, f"{late or 'ok'}\n".encode(), content_type=TEXT)
+
+    def _not_ready(self) -> str | None:
         if self._table is None or time.monotonic() - self._heard_at > CONTROLLER_SILENT_S:
-            return Response("the controller does not answer\n", 503, media_type="text/plain")
+            return "the controller does not answer"
         if self._table.stopping:
-            return Response("the fleet is stopping\n", 503, media_type="text/plain")
+            return "the fleet is stopping"
         if not self._table.ready:
             late = [f"{model.name}: {model.state.value}" for model in self._table.models if not model.replicas]
-            return Response("\n".join(["not ready", *late, ""]), 503, media_type="text/plain")
-        return Response("ok\n", media_type="text/plain")
+            return "\n".join(["not ready", *late])
+        return None
 
-    async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._card(queue) for queue in self.queues.values()]})
+    def version(self, exchange: Exchange) -> None:
+        exchange.respond(200, _encode({"version": corewright_version()}))
 
-    async def model(self, request: Request) -> Response:
-        return _json(self._card(self._queue(request.path_params["model"])))
+    def models(self, exchange: Exchange) -> None:
+        allow_scope(exchange.key, "inference")
+        key = exchange.key
+        shown = [
+            self._card(name, queue)
+            for name, queue in self._names.items()
+            if key is None or not key.models or set(key.models) & set(queue.names)
+        ]
+        exchange.respond(200, _encode({"object": "list", "data": shown}))
 
-    def _card(self, queue: ModelQueue) -> dict[str, Any]:
+    def model(self, exchange: Exchange) -> None:
+        name = _unquoted(exchange.request.path[len(MODELS) :])
+        exchange.respond(200, _encode(self._card(name, self._queue(exchange, name))))
+
+    def _card(self, name: str, queue: ModelQueue) -> dict[str, Any]:
         return {
-            "id": queue.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "corewright",
+            "root": queue.name,
+            "parent": None if name == queue.name else queue.name,
             "max_model_len": queue.routes.max_len,
         }
 
-    async def chat(self, body: bytes, receive: Receive, send: Send) -> None:
-        asked = protocol.read_chat(body)
-        queue = self._queue(asked.model)
-        key = queue.routes.tokenizer
-        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
+    def chat(self, exchange: Exchange) -> Awaitable[None] | None:
+        asked = protocol.read_chat(_json_of(exchange))
+        if len(asked.messages) > self._settings.max_messages:
+            raise errors.too_many_messages(len(asked.messages), self._settings.max_messages)
+        queue = self._queue(exchange, asked.model)
         messages = [{"role": message.role, "content": message.text()} for message in asked.messages]
-        try:
-            prompt = await asyncio.to_thread(tokenizer.apply_chat_template, messages)
-        except NoChatTemplate as error:
-            raise errors.invalid(f"{queue.name}: {error}", param="messages", code="no_chat_template") from None
-        except (ChatTemplateError, ValueError) as error:
-            raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
-        await self._answer(asked, queue, key, [prompt], [""], None, receive, send)
 
-    async def complete(self, body: bytes, receive: Receive, send: Send) -> None:
-        asked = protocol.read_completion(body)
+        def read(tokenizer: Tokenizer) -> tuple[list[list[int]], list[str]]:
+            try:
+                return [tokenizer.apply_chat_template(messages)], [""]
+            except NoChatTemplate as error:
+                raise errors.invalid(f"{queue.name}: {error}", param="messages", code="no_chat_template") from None
+            except (ChatTemplateError, ValueError) as error:
+                raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
+
+        return self._with_tokenizer(exchange, asked, queue, read)
+
+    def complete(self, exchange: Exchange) -> Awaitable[None] | None:
+        asked = protocol.read_completion(_json_of(exchange))
         given = asked.prompts()
-        queue = self._queue(asked.model)
-        key = queue.routes.tokenizer
-        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
-        try:
-            prompts = await asyncio.to_thread(_tokenized, tokenizer, given)
-        except ValueError as error:
-            raise errors.invalid(f"prompt: {error}", param="prompt") from None
-        echoes = [_echo(tokenizer, part) for part in given] if asked.echo else [""] * len(prompts)
-        await self._answer(asked, queue, key, prompts, echoes, protocol.DEFAULT_COMPLETION_TOKENS, receive, send)
 
-    def _queue(self, model: str) -> ModelQueue:
+        def read(tokenizer: Tokenizer) -> tuple[list[list[int]], list[str]]:
+            try:
+                prompts = [tokenizer.encode(part) if isinstance(part, str) else part for part in given]
+            except ValueError as error:
+                raise errors.invalid(f"prompt: {error}", param="prompt") from None
+            return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given]
+
+        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), read)
+
+    def _queue(self, exchange: Exchange, model: str) -> ModelQueue:
+        """Of the model that goes by that name, for whom it is. Raises ApiError."""
+        allow_scope(exchange.key, "inference")
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
-        if model not in self.queues:
-            raise errors.model_not_found(model, list(self.queues))
+        queue = self._names.get(model)
+        allow_model(exchange.key, (model,) if queue is None else queue.names, model)
+        if queue is None:
+            raise errors.model_not_found(model, [] if exchange.key is not None else list(self.queues))
         if self._table.stopping:
             raise errors.model_unavailable(model, "stopping", None)
-        return self.queues[model]
+        return queue
 
-    async def _answer(
+    def _with_tokenizer(
+        self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Read
+    ) -> Awaitable[None] | None:
+        routes = queue.routes
+        tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
+        if tokenizer is None or len(exchange.request.body) > INLINE_BYTES:
+            return self._start_later(exchange, asked, queue, read)
+        self._start(exchange, asked, queue, routes.tokenizer, *read(tokenizer))
+        return None
+
+    async def _start_later(self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Read) -> None:
+        """Where the tokenizer must be loaded first, or has long work."""
+        key = queue.routes.tokenizer
+        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
+        prompts, echoes = await asyncio.to_thread(read, tokenizer)
+        self._start(exchange, asked, queue, key, prompts, echoes)
+
+    def _start(
         self,
-        asked: protocol.ChatRequest | protocol.CompletionRequest,
+        exchange: Exchange,
+        asked: Asked,
         queue: ModelQueue,
         tokenizer: str,
         prompts: list[list[int]],
         echoes: list[str],
-        default_tokens: int | None,
-        receive: Receive,
-        send: Send,
     ) -> None:
-        """Queue the request's choices and write its answer."""
+        """Put the request's choices into the queue; its Reply does the rest. Raises ApiError."""
+        if exchange.ended:
+            return  # its client has gone meanwhile
         chat = isinstance(asked, protocol.ChatRequest)
-        id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        names = (f"{self._id}-{number}" for number in self._numbers)
-        requests = requests_for(asked, prompts, queue.limits, default_tokens, names)
+        numbers = self._numbers
+        names = (f"{self._id}-{number}" for number in numbers)
+        default = None if chat else protocol.DEFAULT_COMPLETION_TOKENS
+        limits = queue.limits.within(self._settings.max_prompt_tokens)
+        requests = requests_for(asked, prompts, limits, default, names)
         copies = asked.n or 1
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer = Answer(
-            id=id,
-            model=queue.name,
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{self._id}{next(numbers):x}",
+            model=asked.model,
             created=int(time.time()),
             chat=chat,
             choices=choices,
             with_ids=bool(asked.return_token_ids),
         )
-        tickets: list[Ticket] = []
+        usage = asked.stream_options is not None and asked.stream_options.include_usage
+        note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
+        reply = Reply(exchange, answer, note, self._metrics_of(queue.name), include_usage=usage)
         try:
-            tickets.extend(queue.submit(request, tokenizer) for request in requests)  # those before a refusal are kept
-            if asked.stream:
-                usage = asked.stream_options is not None and asked.stream_options.include_usage
-                writing = write_stream(list(zip(choices, tickets, strict=True)), queue.name, answer, send, usage)
-                await unless_gone(receive, writing)
-            else:
-                events = await unless_gone(receive, _take_all(tickets, queue.name))
-                await respond(send, 200, answer.whole(list(zip(choices, events, strict=True))))
-        except ClientGone:
-            log.info("%s: its client is gone", id)
-        finally:
-            for ticket in tickets:
-                ticket.leave()
+            for request, choice in zip(requests, choices, strict=True):
+                reply.add(queue.submit(request, reply, tokenizer), choice)
+        except BaseException:
+            reply.leave()
+            raise
 
+    def _metrics_of(self, model: str) -> Callable[[Ticket], ModelMetrics]:
+        def of(ticket: Ticket) -> ModelMetrics:
+            return self.metrics.model(model, "" if ticket.link is None else ticket.link.replica)
 
-async def _take_all(tickets: list[Ticket], model: str) -> list[list[TokenEvent]]:
-    found = [await ticket.take_all() for ticket in tickets]
-    for events in found:
-        raise_if_failed(events, model)
-    return found
-
-
-def _tokenized(tokenizer: Tokenizer, prompts: list[str | list[int]]) -> list[list[int]]:
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return of
 
 
 def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
@@ -241,27 +327,21 @@ def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
     return "".join([*(stream.push(id) for id in prompt), stream.flush()])
 
 
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+_encode = msgspec.json.encode
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _json(error.body(), error.status, error.headers())
+def _json_of(exchange: Exchange) -> bytes:
+    """The body, said to be JSON or nothing. A form is a client's mistake, such as `curl -d` without a header."""
+    given = exchange.request.headers.get(b"content-type")
+    if given and given.partition(b";")[0].strip().lower() != b"application/json":
+        raise errors.wrong_content_type(given.decode("latin-1"))
+    return exchange.request.body
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        found = errors.ApiError(404, f"There is no route {request.url.path}.", code="route_not_found")
-    elif error.status_code == 405:
-        found = errors.ApiError(405, f"{request.method} is not for {request.url.path}.", code="method_not_allowed")
-    else:
-        found = errors.ApiError(error.status_code, error.detail)
-    return _json(found.body(), found.status, dict(error.headers or {}))
+def _unquoted(path: str) -> str:
+    from urllib.parse import unquote
+
+    return unquote(path)
 
 
-async def _our_error(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    found = errors.ApiError(500, "The gateway failed; its log says how.", type="internal_error", code="internal_error")
-    return _json(found.body(), 500)
+__all__ = ["ApiError", "Controller", "Gateway"]

@@ -17,6 +17,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -25,13 +26,19 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = allow  # the methods that the route has
 
     def body(self) -> dict[str, Any]:
         """`{"error": {...}}`."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.allow is not None:
+            found["Allow"] = self.allow
+        if self.status == 401:
+            found["WWW-Authenticate"] = "Bearer"
+        return found
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -60,6 +67,67 @@ def too_long(param: str, prompt: int, max_tokens: int | None, max_len: int, max_
 
 def body_too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request's body is over the limit of {limit} bytes.", code="body_too_large")
+
+
+def too_many_messages(given: int, limit: int) -> ApiError:
+    message = f"messages: {given} are more than the limit of {limit}."
+    return ApiError(400, message, param="messages", code="too_many_messages")
+
+
+def headers_too_large(limit: int) -> ApiError:
+    message = f"The request line and headers are over the limit of {limit} bytes, or more than a hundred."
+    return ApiError(431, message, code="headers_too_large")
+
+
+def not_http(what: str) -> ApiError:
+    return ApiError(400, f"This is no HTTP request: {what}.", code="malformed_http")
+
+
+def unknown_encoding(header: str, given: bytes) -> ApiError:
+    message = f"The {header} {given.decode('latin-1')!r} is not understood; send the body as it is."
+    return ApiError(415 if header == "content-encoding" else 400, message, code="unsupported_encoding")
+
+
+def request_timeout(limit_s: float) -> ApiError:
+    message = f"The request was not complete after {limit_s:g} s."
+    return ApiError(408, message, code="request_timeout")
+
+
+def route_not_found(path: str) -> ApiError:
+    return ApiError(404, f"There is no route {path}.", code="route_not_found")
+
+
+def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
+    return ApiError(405, f"{method} is not for {path}; {allowed} is.", code="method_not_allowed", allow=allowed)
+
+
+def invalid_api_key(given: bool) -> ApiError:
+    how = "send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+    message = "The API key is not valid here, or it has expired." if given else f"An API key is needed: {how}."
+    return ApiError(401, message, type="authentication_error", code="invalid_api_key")
+
+
+def key_not_for(what: str) -> ApiError:
+    """The key is good, but not for this. ``what`` such as "the model 'x'"."""
+    return ApiError(403, f"This API key is not for {what}.", type="permission_error", code="key_not_allowed")
+
+
+def origin_not_allowed(origin: str) -> ApiError:
+    message = (
+        f"Scripts of {origin} may not use this address; cors_origins of the gateway's settings names those that may."
+    )
+    return ApiError(403, message, type="permission_error", code="origin_not_allowed")
+
+
+def too_many_connections(limit: int, of_key: bool = False) -> ApiError:
+    whose = "with this API key" if of_key else "to this gateway"
+    message = f"There are more than {limit} connections {whose}. Try again in 1 s."
+    kind = "rate_limit_error" if of_key else "service_unavailable"
+    return ApiError(429 if of_key else 503, message, type=kind, code="too_many_connections", retry_after_s=1)
+
+
+def our_fault() -> ApiError:
+    return ApiError(500, "The gateway failed; its log says how.", type="internal_error", code="internal_error")
 
 
 def wrong_content_type(given: str) -> ApiError:

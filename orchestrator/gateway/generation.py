@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.gateway import errors
 from orchestrator.gateway.protocol import MOST, ChatRequest, CompletionRequest
@@ -18,6 +18,10 @@ class Limits:
     max_len: int  # tokens of a slot: prompt + generated
     max_prompt: int  # tokens of the largest prefill bucket
     vocab_size: int | None  # None while no replica has told it
+
+    def within(self, max_prompt: int | None) -> Limits:
+        """No longer prompts than that, which the gateway's settings allow."""
+        return self if max_prompt is None else replace(self, max_prompt=min(max_prompt, self.max_prompt))
 
 
 def requests_for(
@@ -51,6 +55,7 @@ def requests_for(
         skip_special_tokens=asked.skip_special_tokens is not False,
         logprobs=asked.wanted_logprobs(),
         guide=guide,
+        whole=not asked.stream,
     )
     rooms = [_room(asked, prompt, limits) for prompt in prompts]
     return [

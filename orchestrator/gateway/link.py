@@ -14,7 +14,7 @@ from orchestrator.gateway.ticket import Ticket
 from orchestrator.routes import Route
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason
-from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Welcome, WireError, encode
+from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Welcome, WireError, encode
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +30,24 @@ class ReplicaLink(asyncio.Protocol):
         token: str,
         on_change: Callable[[float | None], None],
         on_lost: Callable[[ReplicaLink, list[Ticket]], None],
+        on_busy: Callable[[Ticket], None],
     ) -> None:
         """``on_change`` is called when a slot may be free: with the seconds that its request held it, or None at the
         Welcome. ``on_lost`` gets back the requests that the replica will not answer: at the end of the connection,
-        and one that it refuses because it is draining."""
+        and one that it refuses because it is draining. ``on_busy`` gets back one for which another gateway has taken
+        the slot."""
         self.route = route
+        self.replica = route.id.rpartition("/")[2].partition(".")[0]  # its number, for metrics
         self.welcome: Welcome | None = None
         self._hello = Hello(gateway, token, route.epoch)
         self._on_change = on_change
         self._on_lost = on_lost
+        self._on_busy = on_busy
+        self._full = False  # other gateways have its slots; it will say when one is free
         self._reader = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
         self._live: dict[str, Ticket] = {}
+        self._touched: list[Ticket] = []  # those with news, in the order in which it came
         self._retired = False
         self._drains = False  # it has refused a request: to send it there again would use up its retries
         self.closed = asyncio.Event()
@@ -49,7 +55,7 @@ class ReplicaLink(asyncio.Protocol):
 
     @property
     def free_slots(self) -> int:
-        if self.welcome is None or self._transport is None or self._retired or self._drains:
+        if self.welcome is None or self._transport is None or self._retired or self._drains or self._full:
             return 0
         return self.welcome.slots - len(self._live)
 
@@ -61,6 +67,11 @@ class ReplicaLink(asyncio.Protocol):
     @property
     def live(self) -> int:
         return len(self._live)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV caches of the slots that this gateway fills."""
+        return sum(len(ticket.request.prompt_ids) + ticket.produced for ticket in self._live.values())
 
     def send(self, ticket: Ticket) -> None:
         """Give the request a slot. The caller has seen that one is free."""
@@ -101,6 +112,7 @@ class ReplicaLink(asyncio.Protocol):
         except WireError as error:
             log.error("%s is disconnected: %s", self.route.id, error)
             self.close()
+        self._tell()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -111,6 +123,9 @@ class ReplicaLink(asyncio.Protocol):
     def _receive(self, message: Message) -> None:
         if isinstance(message, Step):
             self._deliver(message)
+        elif isinstance(message, Room):
+            self._full = False
+            self._on_change(None)
         elif isinstance(message, Welcome):
             self._receive_welcome(message)
         elif isinstance(message, Refused):
@@ -141,6 +156,11 @@ class ReplicaLink(asyncio.Protocol):
             ticket = self._live.get(event.id)
             if ticket is None:
                 continue
+            if event.finish is FinishReason.BUSY:
+                del self._live[event.id]
+                self._full = True
+                self._on_busy(ticket)
+                continue
             if event.finish is FinishReason.REFUSED:
                 del self._live[event.id]
                 self._drains = True
@@ -148,10 +168,25 @@ class ReplicaLink(asyncio.Protocol):
                 continue
             if event.finish is not FinishReason.CANCELLED:
                 ticket.deliver(event)
+                if not ticket.touched:
+                    ticket.touched = True
+                    self._touched.append(ticket)
             if event.finish is not None:
                 del self._live[event.id]
+                self._full = False  # the slot that it had
                 self._on_change(time.monotonic() - ticket.sent_at)
         self._hang_up_when_idle()
+
+    def _tell(self) -> None:
+        """Tell the sinks, once for all steps that came in one read."""
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, []
+        now = time.monotonic()
+        for ticket in touched:
+            ticket.touched = False
+            if not ticket.left and ticket.events:
+                ticket.sink.came(ticket, now)
 
     def _hang_up_when_idle(self) -> None:
         if self._retired and not self._live:

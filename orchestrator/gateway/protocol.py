@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,8 +18,38 @@ MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
 MAX_TOP_LOGPROBS = 20  # as OpenAI's
 MAX_PROMPTS = 2048
+MAX_TOOLS = 128  # as OpenAI's
 MOST = 2**31 - 1  # of any count or token id
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a number may be; ``above``: the lowest itself is excluded."""
+
+    lowest: float
+    highest: float
+    above: bool = False
+
+
+BOUNDS: Mapping[str, Bound] = MappingProxyType(  # of the fields of requests; the OpenAPI document tells the same
+    {
+        "max_tokens": Bound(1, MOST),
+        "max_completion_tokens": Bound(1, MOST),
+        "min_tokens": Bound(0, MOST),
+        "temperature": Bound(0, 2),
+        "top_p": Bound(0, 1, above=True),
+        "top_k": Bound(-1, MOST),
+        "min_p": Bound(0, 1),
+        "repetition_penalty": Bound(0, 10, above=True),
+        "presence_penalty": Bound(-2, 2),
+        "frequency_penalty": Bound(-2, 2),
+        "no_repeat_ngram_size": Bound(0, MOST),
+        "n": Bound(1, MAX_CHOICES),
+        "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
+        "logprobs": Bound(0, MAX_TOP_LOGPROBS),  # of completions; a chat's is true or false
+    }
+)
 
 
 class TextPart(msgspec.Struct):
@@ -28,11 +59,30 @@ class TextPart(msgspec.Struct):
     text: str = ""
 
 
+class FunctionCall(msgspec.Struct):
+    """What the model called: ``arguments`` are the text of a JSON object."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an earlier answer held, sent back as a part of the chat."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    """One message. Fields that only other models need (a name, an audio) are ignored."""
+    """One message. Fields that only other models need (an audio) are ignored."""
 
     role: str
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of the assistant
+    tool_call_id: str | None = None  # of a tool's answer
+    function_call: Any = None  # refused
 
     def text(self) -> str:
         """Raises ApiError for a part that is not text."""
@@ -43,6 +93,78 @@ class ChatMessage(msgspec.Struct):
                 what = f"messages: a part of type {part.type!r} is not understood; only text is"
                 raise invalid(what, param="messages")
         return "".join(part.text for part in self.content)
+
+    def for_template(self, place: int) -> dict[str, Any]:
+        """As chat templates expect it: the text in one piece, the arguments of calls as objects and not as their JSON.
+
+        Raises ApiError, which names the message by its ``place``.
+        """
+        where = f"messages[{place}]"
+        if self.function_call is not None or self.role == "function":
+            what = f"{where}: function_call and the role 'function' are not served; send tool_calls and the role 'tool'"
+            raise invalid(what, param="messages", code="unsupported_parameter")
+        told: dict[str, Any] = {"role": self.role, "content": self.text()}
+        if self.name is not None:
+            told["name"] = self.name
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            if self.role != "assistant":
+                raise invalid(f"{where}: only the assistant has tool_calls", param="messages")
+            told["tool_calls"] = [
+                _call_for_template(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)
+            ]
+        return told
+
+
+def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments.strip() or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        what = f"{where}.function.arguments: it is not the text of a JSON object: {error}"
+        raise invalid(what, param="messages") from None
+    told: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return told if call.id is None else {"id": call.id, **told}
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function that the model may call. ``parameters`` is the JSON schema of its arguments; None: it has none."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments of a forced call always keep the schema
+
+
+class Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """In OpenAI's shape, without what was not given."""
+        told: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            told["description"] = self.function.description
+        told["parameters"] = self.schema()
+        return {"type": "function", "function": told}
+
+    def schema(self) -> dict[str, Any]:
+        """Of the arguments, which are always an object."""
+        if self.function.parameters:
+            return self.function.parameters
+        return {"type": "object", "properties": {}}
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class StreamOptions(msgspec.Struct):
@@ -109,7 +231,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if wanted.type == "json_schema":
             if wanted.json_schema is None or wanted.json_schema.schema is None:
                 raise invalid("response_format: json_schema needs a schema", param="response_format")
-            return msgspec.json.encode(wanted.json_schema.schema).decode()
+            return _json_text(wanted.json_schema.schema)
         what = f"response_format: {wanted.type!r} is none of text, json_object and json_schema"
         raise invalid(what, param="response_format")
 
@@ -118,19 +240,71 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None  # vLLM's: end where the assistant begins to speak; default true
+    continue_final_message: bool | None = None  # vLLM's: end in the last message, which the answer continues
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: further variables of the chat template
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # false: at most one call in an answer
+    functions: list[Any] | None = None  # refused
+    function_call: Any = None  # refused
     # Ignored, as above.
-    parallel_tool_calls: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def calling(self) -> Literal["none", "auto", "required"] | NamedTool:
+        """Whether the answer may hold calls, must, or is the arguments of one."""
+        if not self.tools:
+            return "none"
+        return self.tool_choice or "auto"
+
+    def guide(self) -> str | None:
+        """As SamplingFields'; the schema of the calls where one is forced, so that it surely comes and can be read."""
+        calling = self.calling
+        if isinstance(calling, NamedTool):
+            return _json_text(self.tool(calling.function.name).schema())
+        if calling == "required":
+            return _json_text(_calls_schema(self.tools or [], only_one=self.parallel_tool_calls is False))
+        return super().guide()
+
+    def tool(self, name: str) -> Tool:
+        """The tool of that name. Raises ApiError."""
+        for tool in self.tools or ():
+            if tool.function.name == name:
+                return tool
+        raise invalid(f"tool_choice: {name!r} is none of the tools", param="tool_choice")
+
+
+def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
+    """An array of calls, as vLLM asks for it: each has the name of a tool and arguments for that tool.
+
+    What the tools define under ``$defs`` moves to the top, where their references look for it.
+    """
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        schema = dict(tool.schema())
+        for key, definition in (schema.pop("$defs", None) or {}).items():
+            if definitions.setdefault(key, definition) != definition:
+                what = f"tools: two of them define {key!r} under $defs, each in another way; give them other names"
+                raise invalid(what, param="tools")
+        properties = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
+        calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
+    found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if only_one:
+        found["maxItems"] = 1
+    return {**found, "$defs": definitions} if definitions else found
+
+
+def _json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -161,8 +335,51 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         return self.prompt
 
 
+class TokenizeTextRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize of a prompt."""
+
+    model: str
+    prompt: str
+    add_special_tokens: bool | None = None  # default true
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize of a chat. What makes the prompt is as in ``ChatRequest``."""
+
+    model: str
+    messages: list[ChatMessage]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None  # default false: the chat template writes them
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=MOST)]]
+
+
+Chat = ChatRequest | TokenizeChatRequest  # what holds a chat
+
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
+_tokenize_text_decoder = msgspec.json.Decoder(TokenizeTextRequest)
+_tokenize_chat_decoder = msgspec.json.Decoder(TokenizeChatRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class _Shape(msgspec.Struct):
+    """Which of the two a body for /tokenize is."""
+
+    messages: msgspec.Raw | None = None
+
+
+_shape_decoder = msgspec.json.Decoder(_Shape)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
@@ -182,6 +399,10 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(  # what vLLM, LMI and older clie
         "use_beam_search": "n, for several answers; beams are not searched",
         "inputs": "prompt, of /v1/completions",
         "parameters": "its fields stand beside model, not inside parameters",
+        "chat_template": "chat_template_kwargs, for the tokenizer's own template; a template is a program, and is not "
+        "taken from a client",
+        "documents": "chat_template_kwargs",
+        "include_stop_str_in_output": "stop; what stops an answer is not part of it",
     }
 )
 
@@ -189,21 +410,67 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(  # what vLLM, LMI and older clie
 def read_chat(body: bytes) -> ChatRequest:
     """Raises ApiError 400 with the parameter at fault."""
     request = _decode(_chat_decoder, body)
-    if not request.messages:
-        raise invalid("messages: at least one message is needed", param="messages")
+    _check_chat(request)
     if request.max_completion_tokens is not None:
-        _within("max_completion_tokens", request.max_completion_tokens, 1, MOST)
+        _bounded("max_completion_tokens", request.max_completion_tokens)
         if request.max_tokens not in (None, request.max_completion_tokens):
             both = f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens})"
             raise invalid(f"{both} differ; send one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
-    _within("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    _bounded("top_logprobs", request.top_logprobs)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs is only for logprobs: true", param="top_logprobs")
-    if request.tools or request.functions:
-        raise _not_served("tools" if request.tools else "functions")
+    _check_calling(request)
     _check(request)
     return request
+
+
+def _check_chat(request: Chat) -> None:
+    if not request.messages:
+        raise invalid("messages: at least one message is needed", param="messages")
+    if request.add_generation_prompt and request.continue_final_message:
+        what = "continue_final_message goes on in the last message, add_generation_prompt begins a new one; send one"
+        raise invalid(what, param="continue_final_message")
+    tools = request.tools or []
+    if len(tools) > MAX_TOOLS:
+        raise invalid(f"tools: {len(tools)} are more than {MAX_TOOLS}", param="tools")
+    names = [tool.function.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise invalid(f"tools: {name!r} is there twice", param="tools")
+
+
+def _check_calling(request: ChatRequest) -> None:
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, old):
+            raise invalid(f"{old}: it is not served; send {new}", param=old, code="unsupported_parameter")
+    if request.tool_choice not in (None, "none") and not request.tools:
+        raise invalid("tool_choice is only for a request with tools", param="tool_choice")
+    if request.calling == "none":
+        return
+    if isinstance(request.calling, NamedTool):
+        request.tool(request.calling.function.name)
+    if SamplingFields.guide(request) is not None:
+        what = "response_format: an answer is JSON, or it may hold tool calls; send tool_choice: none, or no tools"
+        raise invalid(what, param="response_format")
+    if request.calling == "auto":
+        # What marks a call is a special token with some models, such as Mistral's [TOOL_CALLS], and must not be left
+        # out of the text. What ends an answer never is in it.
+        request.skip_special_tokens = False
+
+
+def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
+    """Raises ApiError 400 with the parameter at fault."""
+    if _decode(_shape_decoder, body).messages is None:
+        return _decode(_tokenize_text_decoder, body)
+    request = _decode(_tokenize_chat_decoder, body)
+    _check_chat(request)
+    return request
+
+
+def read_detokenize(body: bytes) -> DetokenizeRequest:
+    """Raises ApiError 400 with the parameter at fault."""
+    return _decode(_detokenize_decoder, body)
 
 
 def read_completion(body: bytes) -> CompletionRequest:
@@ -213,7 +480,7 @@ def read_completion(body: bytes) -> CompletionRequest:
         raise invalid("prompt: it is empty", param="prompt")
     if isinstance(request.prompt, list) and not isinstance(request.prompt[0], int):
         _within("the number of prompts", len(request.prompt), 1, MAX_PROMPTS, param="prompt")
-    _within("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
+    _bounded("logprobs", request.logprobs)
     if request.suffix:
         raise _not_served("suffix")
     if request.best_of not in (None, request.n or 1):
@@ -248,18 +515,14 @@ def _explained(text: str) -> ApiError:
     return invalid(f"{path or 'the body'}: {what.replace('`', '')}", param=path or None)
 
 
+_OF_ALL = tuple(name for name in BOUNDS if name in SamplingFields.__struct_fields__)
+
+
 def _check(request: SamplingFields) -> None:
-    _within("max_tokens", request.max_tokens, 1, MOST)
-    _within("min_tokens", request.min_tokens, 0, request.max_tokens or MOST)
-    _within("temperature", request.temperature, 0, 2)
-    _within("top_p", request.top_p, 0, 1, above=True)
-    _within("top_k", request.top_k, -1, MOST)
-    _within("min_p", request.min_p, 0, 1)
-    _within("repetition_penalty", request.repetition_penalty, 0, 10, above=True)
-    _within("presence_penalty", request.presence_penalty, -2, 2)
-    _within("frequency_penalty", request.frequency_penalty, -2, 2)
-    _within("no_repeat_ngram_size", request.no_repeat_ngram_size, 0, MOST)
-    _within("n", request.n, 1, MAX_CHOICES)
+    for name in _OF_ALL:
+        _bounded(name, getattr(request, name))
+    if request.max_tokens is not None:
+        _within("min_tokens", request.min_tokens, 0, request.max_tokens)
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise invalid(f"seed: {request.seed} does not fit in 64 bits", param="seed")
     for id, bias in (request.logit_bias or {}).items():
@@ -275,6 +538,11 @@ def _check(request: SamplingFields) -> None:
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only for stream: true", param="stream_options")
     request.guide()
+
+
+def _bounded(name: str, value: float | None) -> None:
+    bound = BOUNDS[name]
+    _within(name, value, bound.lowest, bound.highest, above=bound.above)
 
 
 def _within(

@@ -7,18 +7,20 @@ import functools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec.structs
 
 from orchestrator.gateway import errors
+from orchestrator.gateway.dial import open_link
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.generation import Limits
 from orchestrator.gateway.link import ReplicaLink
-from orchestrator.gateway.ticket import Ticket
+from orchestrator.gateway.ticket import Sink, Ticket
 from orchestrator.lifecycle import ModelState
 from orchestrator.routes import ModelRoutes, Route
 from orchestrator.routing import choose
+from workers.credentials import Credentials
 from workers.requests import GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -32,12 +34,22 @@ RETRY_AFTER_S = (1, 60)  # the bounds of what a refused client is told
 class ModelQueue:
     """The requests of one model and the links to its replicas. Owned by the gateway's event loop."""
 
-    def __init__(self, routes: ModelRoutes, *, gateway: str, token: str, wake: Callable[[str], None]) -> None:
-        """``wake`` asks the controller for a first replica of a model that has none."""
+    def __init__(
+        self,
+        routes: ModelRoutes,
+        *,
+        gateway: str,
+        token: str,
+        credentials: Credentials | None,
+        wake: Callable[[str], None],
+    ) -> None:
+        """``credentials`` are for replicas on other hosts; ``wake`` asks the controller for a first replica of a model
+        that has none."""
         self.name = routes.name
         self.routes = routes
         self._gateway = gateway
         self._token = token
+        self._credentials = credentials
         self._wake = wake
         self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
         self._closed = False
@@ -48,12 +60,22 @@ class ModelQueue:
         self._mean_service_s = 1.0  # of one request in a slot; an exponential average
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """That requests may call the model by, its own first."""
+        return (self.name, *self.routes.aliases)
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
     def live(self) -> int:
         return sum(link.live for link in self._links.values())
+
+    @property
+    def links(self) -> Iterable[ReplicaLink]:
+        """Those that are open."""
+        return self._links.values()
 
     @property
     def slots(self) -> int:
@@ -76,7 +98,7 @@ class ModelQueue:
         """Of a request of this model, as far as a replica has told them."""
         return Limits(self.routes.max_len, self.longest_prompt or self.routes.max_len, self.vocab_size)
 
-    def submit(self, request: GenerateRequest, tokenizer: str | None = None) -> Ticket:
+    def submit(self, request: GenerateRequest, sink: Sink, tokenizer: str | None = None) -> Ticket:
         """Queue a request, whose prompt was read with the routes' ``tokenizer`` of that time (None: today's).
 
         Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes, or when the tokenizer
@@ -91,7 +113,7 @@ class ModelQueue:
         usable = any(route not in self._refused for route in routes.replicas)
         if self._closed or not (usable or comes or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
-        ticket = Ticket(request, self._left)
+        ticket = Ticket(request, sink, self._left)
         if tokenizer not in (None, routes.tokenizer):
             raise errors.model_unavailable(self.name, "updated", NEW_TOKENIZER)
         ticket.tokenizer = routes.tokenizer
@@ -130,6 +152,15 @@ class ModelQueue:
         for link in self._links.values():
             link.retire()
 
+    async def stop(self) -> None:
+        """Let go of the replicas: the gateway ends."""
+        tasks = list(self._keeping.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in list(self._links.values()):
+            link.close()
+
     # Inside
 
     def _keep_link(self, route: Route) -> None:
@@ -149,9 +180,10 @@ class ModelQueue:
                 token=self._token,
                 on_change=self._changed,
                 on_lost=self._lost,
+                on_busy=self._back,
             )
             try:
-                connecting = loop.create_unix_connection(make, route.socket)
+                connecting = open_link(loop, make, route.socket, self._credentials)
                 _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
             except (OSError, asyncio.TimeoutError) as error:
                 log.warning("%s cannot be reached on %s: %s", route.id, route.socket, error)
@@ -179,6 +211,15 @@ class ModelQueue:
             else:
                 ticket.fail(errors.replica_lost(self.name))
         self._pump()
+
+    def _back(self, ticket: Ticket) -> None:
+        """Another gateway was faster: it waits on, before all others, and nothing is lost."""
+        if self._closed or ticket.tokenizer != self.routes.tokenizer:
+            ticket.fail(errors.replica_lost(self.name))
+        elif not ticket.left:
+            ticket.link = None
+            self._waiting.appendleft(ticket)
+            self._pump()
 
     def _left(self, ticket: Ticket) -> None:
         if ticket.link is None:

@@ -1,22 +1,31 @@
-"""The gateway's web server: uvicorn on a thread and an event loop of its own, beside whatever hosts it."""
+"""The gateway's listener and event loop, on a thread of their own beside whatever hosts them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import socket
+import ssl
 import threading
+import time
 
-import uvicorn
 import uvloop
 
 from orchestrator.gateway.app import Controller, Gateway
+from orchestrator.gateway.http import HttpConnection, HttpServer
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.tls import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
+BACKLOG = 4096
 START_DEADLINE_S = 20.0
 CHECK_DEADLINE_S = 2.0
+STOP_GRACE_S = 2.0  # for answers that are under way
+SWEEP_S = 0.25
+HANDSHAKE_S = 10.0
 
 
 def listen(host: str, port: int, *, shared: bool) -> socket.socket:
@@ -38,12 +47,16 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
 class GatewayServer:
     """Serves one Gateway until ``stop``."""
 
-    def __init__(self, controller: Controller, host: str, port: int) -> None:
-        self._controller = controller
-        self._listener = listen(host, port, shared=True)
+    def __init__(self, controller: Controller, settings: GatewaySettings) -> None:
+        """Raises OSError when the port cannot be had, Failed when certificates or keys cannot be read."""
+        self._settings = settings
+        self._certificates = _certificates(settings)
+        self.gateway = Gateway(controller, settings)
+        self._http = HttpServer(settings, self.gateway.handle, self.gateway.ended)
+        self._listener = listen(settings.host, settings.port, shared=True)
         self._started = threading.Event()
+        self._stopping: asyncio.Event | None = None
         self._failure: BaseException | None = None
-        self._server: uvicorn.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
@@ -64,9 +77,11 @@ class GatewayServer:
 
     def stop(self) -> None:
         """Accept nothing more; the open connections may end their answers."""
-        if self._server is not None:
-            self._server.should_exit = True
-        self._thread.join(timeout=CHECK_DEADLINE_S)
+        if self._loop is not None and self._stopping is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=STOP_GRACE_S + CHECK_DEADLINE_S)
 
     def _run(self) -> None:
         try:
@@ -77,26 +92,69 @@ class GatewayServer:
             self._failure = error
             log.exception("the gateway has ended")
             raise
+        finally:
+            self._listener.close()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        self.gateway = gateway = Gateway(self._controller)
-        config = uvicorn.Config(
-            gateway.app,
-            http="httptools",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = uvicorn.Server(config)
-        following = loop.create_task(gateway.follow())
-        loop.call_soon(self._started.set)
+        _raise_file_limit()
+        self._stopping = asyncio.Event()
+        tasks = [loop.create_task(self.gateway.follow()), loop.create_task(self._listen_and_sweep())]
         try:
-            await self._server.serve(sockets=[self._listener])
+            await asyncio.wait([*tasks, loop.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+            await self._end()
         finally:
-            following.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen_and_sweep(self) -> None:
+        """Accept connections, and a few times a second see to deadlines, keys and certificates."""
+        server = await self._accept(None if self._certificates is None else self._certificates.context)
+        self._started.set()
+        try:
+            while True:
+                await asyncio.sleep(SWEEP_S)
+                self._http.sweep(time.monotonic())
+                self.gateway.gate.refresh()
+                renewed = None if self._certificates is None else self._certificates.renewed()
+                if renewed is not None:  # both listen for a moment, so that no connection is refused
+                    before, server = server, await self._accept(renewed)
+                    before.close()
+        finally:
+            server.close()
+
+    async def _accept(self, context: ssl.SSLContext | None) -> asyncio.AbstractServer:
+        """Accept what comes on the listener. On a copy of it, since the end of a server closes its socket."""
+        return await asyncio.get_running_loop().create_server(
+            lambda: HttpConnection(self._http),
+            sock=self._listener.dup(),
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else HANDSHAKE_S,
+        )
+
+    async def _end(self) -> None:
+        self._http.close()
+        deadline = time.monotonic() + STOP_GRACE_S
+        while self._http.connections and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        self._http.abort()
+        await self.gateway.stop()
+
+
+def _certificates(settings: GatewaySettings) -> CertificateFiles | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def _raise_file_limit() -> None:
+    """Every connection is a file descriptor, and many systems begin at 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and (hard == resource.RLIM_INFINITY or soft < hard):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

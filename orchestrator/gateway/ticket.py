@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from orchestrator.gateway.errors import ApiError, invalid
 from workers.requests import GenerateRequest, TokenEvent
@@ -13,32 +12,73 @@ from workers.wire import Submit, WireError, encode
 
 if TYPE_CHECKING:
     from orchestrator.gateway.link import ReplicaLink
+    from orchestrator.gateway.metrics import ModelMetrics
 
 MAX_RETRIES = 2
 
 
-class Ticket:
-    """What its handler waits on. Events that the handler has not taken may still be thrown away, and the request sent
-    to another replica; once one is taken, the request stands or falls with its replica."""
+class Sink(Protocol):
+    """Whoever waits for a ticket's tokens. Called on the gateway's event loop; must not raise."""
 
-    def __init__(self, request: GenerateRequest, leave: Callable[[Ticket], None]) -> None:
+    def came(self, ticket: Ticket, now: float) -> None:
+        """There are events that nobody has taken; ``now`` (monotonic) is when they arrived."""
+        ...
+
+    def failed(self, ticket: Ticket, error: ApiError) -> None:
+        """No more events will come."""
+        ...
+
+
+class Ticket:
+    """Events that its sink has not taken may still be thrown away, and the request sent to another replica; once one
+    is taken, the request stands or falls with its replica. All times are monotonic seconds, 0 before they have come."""
+
+    __slots__ = (
+        "_leave",
+        "_taken",
+        "canary",
+        "counted",
+        "events",
+        "first_at",
+        "frame",
+        "last_at",
+        "left",
+        "link",
+        "metrics",
+        "produced",
+        "queued_at",
+        "request",
+        "retries",
+        "sent_at",
+        "sink",
+        "tokenizer",
+        "touched",
+    )
+
+    def __init__(self, request: GenerateRequest, sink: Sink, leave: Callable[[Ticket], None]) -> None:
         """``leave`` takes the ticket out of wherever it is. Raises ApiError for a request that no frame can hold."""
         self.request = request
+        self.sink = sink
         try:
             self.frame = encode(Submit(request))
         except (OverflowError, WireError) as error:
             raise invalid(f"the request cannot be sent to a replica: {error}") from None
+        self.queued_at = time.monotonic()
         self.sent_at = 0.0
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.produced = 0  # tokens that have come
+        self.counted = 0  # of these, those that the metrics know of
+        self.metrics: ModelMetrics | None = None  # from the first token on
         self.retries = 0
         self.link: ReplicaLink | None = None
         self.tokenizer = ""  # that its prompt was read with
         self.canary = False  # it goes to the version that is being tried
+        self.left = False  # nobody waits for it any more
+        self.events: list[TokenEvent] = []
+        self.touched = False  # its sink is to be told of events
         self._leave = leave
-        self._events: list[TokenEvent] = []
-        self._error: ApiError | None = None
         self._taken = False
-        self._left = False
-        self._news = asyncio.Event()
 
     @property
     def id(self) -> str:
@@ -47,55 +87,43 @@ class Ticket:
     @property
     def started(self) -> bool:
         """Whether a token has come."""
-        return self._taken or bool(self._events)
+        return self.produced > 0
 
     @property
     def can_retry(self) -> bool:
-        return not self._taken and not self._left and self.retries < MAX_RETRIES
+        return not self._taken and not self.left and self.retries < MAX_RETRIES
 
     def sent_to(self, link: ReplicaLink) -> None:
         self.link = link
         self.sent_at = time.monotonic()
 
     def deliver(self, event: TokenEvent) -> None:
-        self._events.append(event)
-        self._news.set()
+        self.events.append(event)
+        self.produced += len(event.token_ids)
 
     def fail(self, error: ApiError) -> None:
         """No more events will come; it is in no queue and on no replica."""
-        self._error = error
-        self._left = True
-        self._news.set()
+        if not self.left:
+            self.left = True
+            self.sink.failed(self, error)
 
     def restart(self) -> None:
         """Its replica is gone and nothing was taken: as if it had just come."""
         self.retries += 1
         self.link = None
-        self._events.clear()
-        self._news.clear()
+        self.events.clear()
+        self.produced = self.counted = 0
+        self.metrics = None
+        self.first_at = self.last_at = 0.0
 
     def leave(self) -> None:
         """Its client is gone, or has all that it wanted."""
-        if not self._left:
-            self._left = True
+        if not self.left:
+            self.left = True
             self._leave(self)
 
-    async def take(self) -> list[TokenEvent]:
-        """The events since the last call, at least one. Raises ApiError when the request has failed."""
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            await self._news.wait()
-            self._news.clear()
+    def take(self) -> list[TokenEvent]:
+        """The events since the last call."""
         self._taken = True
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
-
-    async def take_all(self) -> list[TokenEvent]:
-        """Every event, once the last one is there. Until then the request may still be retried."""
-        while not (self._events and self._events[-1].finish is not None):
-            if self._error is not None:
-                raise self._error
-            await self._news.wait()
-            self._news.clear()
-        return await self.take()

@@ -30,6 +30,13 @@ class TokenizerShelf:
             self._loading[shelf] = task
         return task
 
+    def loaded(self, engine: str, source: str | None, key: str = "") -> Tokenizer | None:
+        """The tokenizer, if it is there."""
+        task = self._loading.get((engine == "echo", source, key))
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
+
     async def get(self, engine: str, source: str | None, key: str = "") -> Tokenizer:
         """The tokenizer, once it is loaded. Raises ApiError 503 with the cause when it cannot be."""
         try:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
+from pathlib import Path
+from typing import Any
 
 import httpx
 
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.lifecycle import ModelState
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from tests.fleet import free_port, until
@@ -73,11 +77,15 @@ def routes(
 class LiveGateway:
     """One gateway, and a client of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        """``settings`` are fields of GatewaySettings."""
         self.controller = PlayedController()
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._server = GatewayServer(self.controller, "127.0.0.1", self.port)
+        self.url = f"http{'s' if 'tls_cert' in settings else ''}://127.0.0.1:{self.port}"
+        self._home = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
+        self.home = Path(settings.pop("home", self._home.name))
+        self.settings = GatewaySettings(host="127.0.0.1", port=self.port, home=str(self.home), **settings)
+        self._server = GatewayServer(self.controller, self.settings)
         self._server.start()
         self.http = httpx.Client(base_url=self.url, timeout=20)
 
@@ -107,3 +115,4 @@ class LiveGateway:
     def close(self) -> None:
         self.http.close()
         self._server.stop()
+        self._home.cleanup()

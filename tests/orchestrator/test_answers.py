@@ -113,7 +113,9 @@ def test_every_sampling_parameter_reaches_the_replica() -> None:
 
     assert {name: getattr(whole, name) for name in fields} == fields
     assert (whole.stop, whole.logit_bias, whole.guide) == (["x"], {5: -100.0}, '{"type": "object"}')
-    assert asked({})[1] == GenerateRequest(id="b", prompt_ids=[3], max_tokens=16, temperature_is_default=True)
+    assert asked({})[1] == GenerateRequest(
+        id="b", prompt_ids=[3], max_tokens=16, temperature_is_default=True, whole=True
+    )
 
 
 def test_a_json_schema_is_handed_on_as_text() -> None:

@@ -1,0 +1,104 @@
+"""Who may use the gateway: keys, and the origins of browsers' scripts."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from orchestrator.gateway import errors
+from orchestrator.gateway.http import Exchange
+from orchestrator.keys import ApiKey, KeyFile, KeyRing
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.settings import GatewaySettings
+
+
+class Gate:
+    """The keys of one gateway, and what it asks of everyone who comes."""
+
+    def __init__(self, settings: GatewaySettings, file: KeyFile) -> None:
+        """Raises Failed when the file of keys cannot be read."""
+        self._file = file
+        self._origins = frozenset(settings.cors_origins)
+        self._limit = settings.max_connections_per_key
+        file.read()
+        self._ring = file.current()
+
+    @property
+    def keys(self) -> KeyRing:
+        return self._ring
+
+    def refresh(self) -> None:
+        """Take over what has changed in the file."""
+        self._ring = self._file.current()
+
+    def admit(self, exchange: Exchange) -> None:
+        """Raises ApiError 401 without a good key, 429 where it has too many connections. Sets the exchange's key."""
+        if not self._ring.demanded:
+            return
+        headers = exchange.request.headers
+        given = headers.get(b"authorization", b"")
+        presented = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        key = self._ring.authenticate(presented.strip().decode("latin-1"), time.time())
+        if key is None:
+            raise errors.invalid_api_key(bool(presented))
+        exchange.key = key
+        if exchange.count_for(key.id) > self._limit:
+            exchange.request.keep_alive = False
+            raise errors.too_many_connections(self._limit, of_key=True)
+
+    def admit_origin(self, exchange: Exchange) -> None:
+        """A browser says whose script asks. One of another origin may ask nothing unless the settings name it: without
+        this any page could use what listens on its reader's loopback. Raises ApiError 403."""
+        request = exchange.request
+        origin = request.headers.get(b"origin", b"").decode("latin-1")
+        if not origin or (origin in self._origins or "*" in self._origins):
+            if origin:
+                exchange.allow_origin(_cors(origin))
+            return
+        host = request.headers.get(b"host", b"").decode("latin-1")
+        same = origin.partition("://")[2] == host and (self._ring.demanded or _is_local(host))
+        if not same and request.method != "GET":
+            raise errors.origin_not_allowed(origin)
+
+
+def allow_model(key: ApiKey | None, names: Collection[str], asked: str) -> None:
+    """Raises ApiError 403 when the key is for other models. ``names`` are all that the model goes by."""
+    if key is not None and key.models and not set(key.models) & set(names):
+        raise errors.key_not_for(f"the model {asked!r}")
+
+
+def allow_scope(key: ApiKey | None, *scopes: str) -> None:
+    """Raises ApiError 403 when the key has none of the scopes."""
+    if key is not None and not set(scopes) & set(key.scopes):
+        raise errors.key_not_for(" or ".join(scopes))
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
+    return (
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (
+            b"access-control-expose-headers",
+            b"x-request-id, x-corewright-replica, retry-after",
+        ),
+        (b"vary", b"origin"),
+    )
+
+
+PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+    (b"access-control-max-age", b"600"),
+)

@@ -1,0 +1,559 @@
+"""HTTP/1.1 for the gateway: one protocol object for each connection, parsed by httptools, and no task for a request.
+
+Why not a web framework stands in docs/decisions/0001-http-server.md: a token must cost no task switch, and every read
+and write needs a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import http
+import itertools
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import httptools
+import msgspec
+
+from orchestrator.gateway import errors
+from orchestrator.gateway.errors import ApiError
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.settings import GatewaySettings
+    from orchestrator.keys import ApiKey
+
+log = logging.getLogger(__name__)
+
+Headers = Sequence[tuple[bytes, bytes]]
+JSON = b"application/json"
+MAX_PIPELINED = 64  # requests that wait for their turn on one connection
+MAX_HEADERS = 100
+MAX_UNSENT_BYTES = 4 * 2**20  # of one connection; one answer is smaller, so that only a hung reader gets here
+LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
+LONGEST_ID = 128
+_STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
+_NEVER = math.inf
+_encode = msgspec.json.encode
+
+
+class Request:
+    """What a client sent, whole."""
+
+    __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "received_at", "version")
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        query: str,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        version: str,
+        keep_alive: bool,
+        received_at: float,
+    ) -> None:
+        self.method = method
+        self.path = path  # percent signs and all, without the query
+        self.query = query
+        self.headers = headers  # names in lower case; of one that is given twice, the last
+        self.body = body
+        self.version = version  # "1.1" or "1.0"
+        self.keep_alive = keep_alive
+        self.received_at = received_at  # monotonic, of its last byte
+
+
+class Exchange:
+    """One request and its answer: ``respond`` once, or ``begin``, ``write`` and ``end``."""
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_extra",
+        "began",
+        "code",
+        "ended",
+        "id",
+        "key",
+        "note",
+        "on_gone",
+        "request",
+        "status",
+    )
+
+    def __init__(self, request: Request, connection: HttpConnection, id: str) -> None:
+        self.request = request
+        self.id = id  # of the request, as the client named it
+        self.key: ApiKey | None = None
+        self.status = 0
+        self.began = False  # the head is written
+        self.ended = False
+        self.on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
+        self.note: Any = None  # what its handler has to tell of it
+        self.code: str | None = None  # of the error that it ended with
+        self._connection = connection
+        self._extra: Headers = ()
+        self._chunked = False
+
+    def respond(self, status: int, body: bytes, *, headers: Headers = (), content_type: bytes = JSON) -> None:
+        """The whole answer. Nothing happens when the client is gone."""
+        if self.ended:
+            return
+        self.status = status
+        request = self.request
+        parts = [_STATUS[status], self._connection.server.date]
+        if body or status not in (204, 304):
+            parts.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)))
+        self._head(parts, headers)
+        if request.method != "HEAD":
+            parts.append(body)
+        self._connection.write(b"".join(parts))
+        self._finish()
+
+    def fail(self, error: ApiError) -> None:
+        """Answer with an error."""
+        headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+        self.code = error.code or str(error.status)
+        self.respond(error.status, _encode(error.body()), headers=headers)
+
+    def begin(self, status: int, headers: Headers, first: bytes = b"") -> None:
+        """The head of a streamed answer, and its first piece."""
+        if self.ended:
+            return
+        self.began = True
+        self.status = status
+        self._chunked = self.request.version == "1.1"
+        parts = [_STATUS[status], self._connection.server.date]
+        if self._chunked:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self.request.keep_alive = False  # the end of the connection is the end of the answer
+        self._head(parts, headers)
+        if first:
+            parts.append(b"%x\r\n%b\r\n" % (len(first), first) if self._chunked else first)
+        self._connection.write(b"".join(parts))
+
+    def write(self, piece: bytes) -> None:
+        """A further piece of a streamed answer, not empty."""
+        if not self.ended:
+            self._connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+
+    def end(self, last: bytes = b"") -> None:
+        """The end of a streamed answer."""
+        if self.ended:
+            return
+        if self._chunked:
+            last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
+        if last:
+            self._connection.write(last)
+        self._finish()
+
+    def allow_origin(self, headers: Headers) -> None:
+        """Send these with the answer, whatever it will be."""
+        self._extra = headers
+
+    def count_for(self, key: str) -> int:
+        """Count the connection as one of the key's; gives how many it has."""
+        return self._connection.count_for(key)
+
+    def gone(self) -> None:
+        """The connection is lost; told to whoever works on the answer."""
+        if not self.ended:
+            self.ended = True
+            if self.on_gone is not None:
+                self.on_gone()
+
+    def _head(self, parts: list[bytes], headers: Headers) -> None:
+        parts.append(b"x-request-id: %b\r\n" % self.id.encode())
+        for name, value in (*headers, *self._extra):
+            parts.append(b"%b: %b\r\n" % (name, value))
+        if not self.request.keep_alive:
+            parts.append(b"connection: close\r\n")
+        elif self.request.version == "1.0":
+            parts.append(b"connection: keep-alive\r\n")
+        parts.append(b"\r\n")
+
+    def _finish(self) -> None:
+        self.ended = True
+        self._connection.finished(self)
+
+
+Handler = Callable[[Exchange], Awaitable[None] | None]
+
+
+class HttpServer:
+    """The connections of one listener, their limits and their deadlines. One event loop."""
+
+    def __init__(
+        self, settings: GatewaySettings, handle: Handler, ended: Callable[[Exchange], None] = lambda exchange: None
+    ) -> None:
+        """``handle`` answers a request, at once or by what it returns; it raises ApiError for a refusal. ``ended`` is
+        told of every exchange that is over, answered or not."""
+        self.settings = settings
+        self.handle = handle
+        self.ended = ended
+        self.connections: set[HttpConnection] = set()
+        self.per_key: Counter[str] = Counter()
+        self.date = b""
+        self.closing = False
+        self._numbers = itertools.count(1)
+        self._prefix = f"{time.time_ns():x}"[-10:]
+        self.sweep(time.monotonic())
+
+    def new_id(self) -> str:
+        return f"{self._prefix}-{next(self._numbers):x}"
+
+    def sweep(self, now: float) -> None:
+        """End what is past its deadline. To be called a few times a second."""
+        self.date = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
+        for connection in [found for found in self.connections if found.deadline <= now]:
+            connection.expire(now)
+
+    def close(self) -> None:
+        """End the connections without a request; the others end with their answer."""
+        self.closing = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        for connection in list(self.connections):
+            connection.abort()
+
+
+class HttpConnection(asyncio.Protocol):
+    """One client's connection: requests are answered one after the other, in their order."""
+
+    __slots__ = (
+        "_body",
+        "_body_bytes",
+        "_broken",
+        "_current",
+        "_head_bytes",
+        "_headers",
+        "_in_head",
+        "_key",
+        "_lingers",
+        "_parser",
+        "_paused",
+        "_queued",
+        "_reading",
+        "_starting",
+        "_task",
+        "_transport",
+        "_url",
+        "deadline",
+        "server",
+    )
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        self.deadline = _NEVER  # monotonic
+        self._parser: Any = None
+        self._transport: asyncio.Transport | None = None
+        self._current: Exchange | None = None
+        self._queued: deque[Request | ApiError] = deque()
+        self._task: asyncio.Future[None] | None = None
+        self._key: str | None = None
+        self._paused = False
+        self._reading = False  # a request has begun and is not complete
+        self._in_head = True
+        self._broken = False  # nothing more is read
+        self._lingers = False  # the last answer is written
+        self._starting = False
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpRequestParser(self)
+        self.deadline = time.monotonic() + self.server.settings.read_s
+        full = len(self.server.connections) >= self.server.settings.max_connections
+        self.server.connections.add(self)
+        if full or self.server.closing:
+            self._refuse(errors.too_many_connections(self.server.settings.max_connections))
+
+    def data_received(self, data: bytes) -> None:
+        if self._broken:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._broken = True  # its request is complete, and answered as if it had not asked for another protocol
+            self._end_after_this()
+        except httptools.HttpParserError as error:
+            self._refuse(errors.not_http(str(error)))
+        if not self._broken and self._in_head and self._head_bytes > self.server.settings.max_header_bytes:
+            self._refuse(errors.headers_too_large(self.server.settings.max_header_bytes))
+
+    def eof_received(self) -> None:
+        """A client that will send nothing more is taken to be gone, as by other servers: the connection is closed."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server.connections.discard(self)
+        self._transport = None
+        self._parser = None
+        self._broken = True
+        self._queued.clear()
+        self.count_for(None)
+        if self._task is not None:
+            self._task.cancel()
+        if self._current is not None:
+            exchange, self._current = self._current, None
+            exchange.gone()
+            self.server.ended(exchange)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self.deadline = time.monotonic() + self.server.settings.write_s
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._set_deadline(time.monotonic())
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._reading = True
+        self._in_head = True
+        self._url = b""
+        self._headers = {}
+        self._body = []
+        self._body_bytes = 0
+        if self._current is None:
+            self.deadline = time.monotonic() + self.server.settings.read_s
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._broken:
+            return
+        settings, headers = self.server.settings, self._headers
+        self._in_head = False
+        self._head_bytes = 0
+        size = len(self._url) + sum(map(len, headers)) + sum(map(len, headers.values()))
+        if size > settings.max_header_bytes or len(headers) > MAX_HEADERS:
+            self._refuse(errors.headers_too_large(settings.max_header_bytes))
+            return
+        encoding = headers.get(b"transfer-encoding", b"chunked").lower()
+        if encoding != b"chunked":
+            self._refuse(errors.unknown_encoding("transfer-encoding", encoding))
+        elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            self._refuse(errors.unknown_encoding("content-encoding", headers[b"content-encoding"]))
+        elif int(headers.get(b"content-length") or 0) > settings.max_body_bytes:
+            self._refuse(errors.body_too_large(settings.max_body_bytes))
+        elif headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        if self._broken:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self.server.settings.max_body_bytes:
+            self._refuse(errors.body_too_large(self.server.settings.max_body_bytes))
+        else:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._reading = False
+        self._in_head = True
+        if self._broken:
+            return
+        parser = self._parser
+        path, _, query = self._url.partition(b"?")
+        if not path.startswith(b"/") and path != b"*":
+            path = _path_of(path)
+        try:
+            request = Request(
+                parser.get_method().decode("ascii"),
+                path.decode("ascii"),
+                query.decode("ascii"),
+                self._headers,
+                self._body[0] if len(self._body) == 1 else b"".join(self._body),
+                parser.get_http_version(),
+                parser.should_keep_alive(),
+                time.monotonic(),
+            )
+        except UnicodeDecodeError:
+            self._refuse(errors.not_http("the target is not ASCII"))
+            return
+        self._headers, self._body = {}, []
+        if len(self._queued) >= MAX_PIPELINED:
+            self.abort()
+            return
+        self._queued.append(request)
+        self._start_next()
+
+    # For Exchange and the server
+
+    def write(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        transport.write(data)
+        if self._paused and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.abort()
+
+    def finished(self, exchange: Exchange) -> None:
+        """The answer is written: go on with the next request."""
+        if exchange is not self._current:
+            return
+        self._current = None
+        self._task = None
+        self.server.ended(exchange)
+        if not exchange.request.keep_alive or self.server.closing:
+            self._say_goodbye()
+        elif self._queued:
+            self._start_next()
+        else:
+            self._set_deadline(time.monotonic())
+
+    def count_for(self, key: str | None) -> int:
+        """Count this connection as one of the key's; gives how many the key has."""
+        counts = self.server.per_key
+        if key != self._key:
+            if self._key is not None:
+                counts[self._key] -= 1
+                if counts[self._key] <= 0:
+                    del counts[self._key]
+            if key is not None:
+                counts[key] += 1
+            self._key = key
+        return counts[key] if key is not None else 0
+
+    def expire(self, now: float) -> None:
+        """Its deadline has passed."""
+        if self._paused or self._lingers or self._transport is None or self._transport.get_write_buffer_size():
+            self.abort()
+        elif self._reading and self._current is None:
+            self._refuse(errors.request_timeout(self.server.settings.read_s))
+        elif self._current is None:
+            self._transport.close()
+        self.deadline = now + self.server.settings.write_s if self._transport is not None else _NEVER
+
+    def close_if_idle(self) -> None:
+        if self._current is None and not self._queued and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Inside
+
+    def _start_next(self) -> None:
+        if self._starting:
+            return  # it is below us on the stack: requests that are answered at once must not pile up there
+        self._starting = True
+        try:
+            while self._queued and self._current is None and self._transport is not None and not self._lingers:
+                item = self._queued.popleft()
+                if isinstance(item, ApiError):
+                    self._answer_and_close(item)
+                else:
+                    self._start(item)
+        finally:
+            self._starting = False
+
+    def _start(self, request: Request) -> None:
+        self.deadline = self.deadline if self._paused else _NEVER
+        given = request.headers.get(b"x-request-id")
+        exchange = Exchange(request, self, _id_of(given) or self.server.new_id())
+        self._current = exchange
+        try:
+            later = self.server.handle(exchange)
+        except ApiError as error:
+            exchange.fail(error)
+        except Exception:  # noqa: BLE001 - logged there
+            self._failed(exchange)
+        else:
+            if later is not None:
+                self._task = asyncio.ensure_future(self._finish_later(exchange, later))
+
+    async def _finish_later(self, exchange: Exchange, later: Awaitable[None]) -> None:
+        try:
+            await later
+        except ApiError as error:
+            exchange.fail(error)
+        except Exception:  # noqa: BLE001 - logged there
+            self._failed(exchange)
+
+    def _failed(self, exchange: Exchange) -> None:
+        log.exception("%s %s failed, request %s", exchange.request.method, exchange.request.path, exchange.id)
+        if exchange.began:
+            self.abort()  # a half-written answer must not look like a whole one
+        else:
+            exchange.fail(errors.our_fault())
+
+    def _refuse(self, error: ApiError) -> None:
+        """What comes is no request that we read. Answers that are under way go first."""
+        if self._broken:
+            return
+        self._broken = True
+        self._reading = False
+        self._queued.append(error)
+        self._start_next()
+
+    def _answer_and_close(self, error: ApiError) -> None:
+        request = Request("GET", "", "", {}, b"", "1.1", False, time.monotonic())
+        self._current = exchange = Exchange(request, self, self.server.new_id())
+        exchange.fail(error)
+
+    def _end_after_this(self) -> None:
+        if self._current is not None:
+            self._current.request.keep_alive = False
+
+    def _say_goodbye(self) -> None:
+        """Close after a while, in which what the client still sends is thrown away: a close at once would reset the
+        connection, and the client might never read the answer."""
+        transport = self._transport
+        if transport is None:
+            return
+        self._broken = True
+        self._lingers = True
+        self._queued.clear()
+        unsent = transport.get_write_buffer_size() > 0
+        self.deadline = time.monotonic() + (self.server.settings.write_s if unsent else LINGER_S)
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:
+            transport.close()
+
+    def _set_deadline(self, now: float) -> None:
+        if self._paused or self._lingers:
+            return
+        settings = self.server.settings
+        if self._current is not None:
+            self.deadline = _NEVER
+        else:
+            self.deadline = now + (settings.read_s if self._reading else settings.idle_s)
+
+
+def _id_of(given: bytes | None) -> str | None:
+    """A client's name for its request, if it is one that a header and a log can hold."""
+    if not given or len(given) > LONGEST_ID:
+        return None
+    text = given.decode("latin-1")
+    return text if text.isascii() and text.isprintable() else None
+
+
+def _path_of(target: bytes) -> bytes:
+    """The path of a target in absolute form, as to a proxy."""
+    try:
+        return httptools.parse_url(target).path or b"/"
+    except httptools.HttpParserInvalidURLError:
+        return target

@@ -1,0 +1,96 @@
+"""The gateways that share one port, as they find each other: a scrape reaches one of them and must tell of all.
+
+Each takes a number and listens on a unix socket of that name. Whoever connects gets the gateway's families, and that
+is all that is ever said there. The number outlives the process that has it: a gateway that is started again takes up
+the series of the one that died, from zero, which Prometheus takes for the reset that it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from workers.metric_family import MetricFamily
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 0.5  # for another gateway to tell; one that is hung or dying is left out
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[MetricFamily])
+
+
+class Peers:
+    """One gateway among those of its fleet."""
+
+    def __init__(self, folder: Path, families: Callable[[], Sequence[MetricFamily]]) -> None:
+        """``families`` are this gateway's own, asked for whenever another gateway is scraped."""
+        self._folder = folder
+        self._families = families
+        self._lock: int | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self.name = ""
+
+    async def join(self) -> None:
+        """Take the lowest free number and listen. Raises OSError when the folder cannot be written."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number = 0
+        while (lock := _locked(self._folder / f"{number}.lock")) is None:
+            number += 1
+        self._lock, self.name = lock, str(number)
+        path = self._folder / self.name
+        path.unlink(missing_ok=True)  # of the one that died
+        self._server = await asyncio.start_unix_server(self._answer, str(path))
+
+    async def ask(self) -> dict[str, Sequence[MetricFamily]]:
+        """The families of all others that answer in time, by their names."""
+        others = [path for path in self._folder.iterdir() if path.name.isdigit() and path.name != self.name]
+        told = await asyncio.gather(*(_ask(path) for path in others))
+        return {path.name: families for path, families in zip(others, told, strict=True) if families is not None}
+
+    async def leave(self) -> None:
+        """Stop listening and give the number back."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._lock is not None:
+            (self._folder / self.name).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(_encoder.encode(list(self._families())))
+            await asyncio.wait_for(writer.drain(), ANSWER_S)
+        except (OSError, asyncio.TimeoutError):
+            log.debug("another gateway did not take what this one counts", exc_info=True)
+        finally:
+            writer.close()
+
+
+async def _ask(path: Path) -> list[MetricFamily] | None:
+    writer: asyncio.StreamWriter | None = None
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(path)), ANSWER_S)
+        return _decoder.decode(await asyncio.wait_for(reader.read(), ANSWER_S))
+    except (OSError, asyncio.TimeoutError, msgspec.MsgspecError):
+        return None
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of a lock that ends with this process; None when another holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    os.close(descriptor)
+    return None

@@ -1,0 +1,172 @@
+"""The reply to one client's request, written as its tokens come: without a task, and of a few joined bytes a token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.gateway import errors
+from orchestrator.gateway.answers import Answer, Choice, error_event
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.http import Exchange
+from orchestrator.gateway.ticket import Ticket
+from workers.requests import FinishReason, TokenEvent
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.metrics import ModelMetrics
+
+_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_REFUSED = (FinishReason.INVALID, FinishReason.ERROR)
+
+
+@dataclass
+class Note:
+    """What log and metrics tell of a request that reached a model."""
+
+    model: str
+    stream: bool
+    replica: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    overhead_s: float | None = None  # that the gateway itself has added to the first byte
+
+
+class Reply:
+    """``Sink`` of the tickets of one request, one for each choice."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        note: Note,
+        metrics: Callable[[Ticket], ModelMetrics],
+        *,
+        include_usage: bool,
+    ) -> None:
+        """``metrics`` gives the counters of the replica that a ticket is on."""
+        self._exchange = exchange
+        self._answer = answer
+        self._note = note
+        self._metrics = metrics
+        self._include_usage = include_usage
+        self._choices: dict[Ticket, Choice] = {}
+        self._open: set[Ticket] = set()
+        exchange.note = note
+        exchange.on_gone = self._gone
+
+    def add(self, ticket: Ticket, choice: Choice) -> None:
+        """One more choice; none has a token before all are added."""
+        self._choices[ticket] = choice
+        self._open.add(ticket)
+
+    def leave(self) -> None:
+        """Nobody waits for what is still open."""
+        for ticket in list(self._open):
+            ticket.leave()
+        self._open.clear()
+
+    # Sink
+
+    def came(self, ticket: Ticket, now: float) -> None:
+        last = ticket.events[-1]
+        self._measure(ticket, now)
+        if last.finish in _REFUSED:
+            self._end(ticket, now, "error")
+            self._fail(_failure(last, self._note.model))
+            return
+        if last.finish is not None:
+            self._end(ticket, now, last.finish.value)
+        if self._note.stream:
+            self._write(ticket, now)
+        elif not self._open:
+            self._write_whole(ticket, now)
+
+    def failed(self, ticket: Ticket, error: ApiError) -> None:
+        self._end(ticket, time.monotonic(), "error")
+        self._fail(error)
+
+    # Inside
+
+    def _write(self, ticket: Ticket, now: float) -> None:
+        exchange, answer = self._exchange, self._answer
+        began = exchange.began
+        opening = b"" if began else b"".join([answer.opening(choice) for choice in self._choices.values()])
+        piece = opening + answer.events(self._choices[ticket], ticket.take())
+        if not self._open:
+            piece += answer.closing(include_usage=self._include_usage)
+        if not began:
+            exchange.begin(200, (*_STREAM, *self._told(ticket, now)), piece)
+            piece = b""
+        if not self._open:
+            exchange.end(piece)
+        elif piece:
+            exchange.write(piece)
+
+    def _write_whole(self, ticket: Ticket, now: float) -> None:
+        body = self._answer.whole([(choice, found.take()) for found, choice in self._choices.items()])
+        self._exchange.respond(200, body, headers=self._told(ticket, now))
+
+    def _told(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
+        """The headers that say who answered, and what the gateway has added."""
+        note = self._note
+        note.replica = ticket.link.route.id if ticket.link is not None else None
+        note.queue_s = ticket.sent_at - ticket.queued_at
+        note.overhead_s = (ticket.queued_at - self._exchange.request.received_at) + (time.monotonic() - now)
+        return [
+            (b"x-corewright-replica", (note.replica or "").encode()),
+            (b"x-corewright-overhead-ms", b"%.3f" % (note.overhead_s * 1000)),
+        ]
+
+    def _measure(self, ticket: Ticket, now: float) -> None:
+        new = ticket.produced - ticket.counted
+        if new <= 0:
+            return
+        metrics = ticket.metrics
+        if metrics is None:
+            ticket.metrics = metrics = self._metrics(ticket)
+            ticket.first_at = ticket.last_at = now
+            received_at = self._exchange.request.received_at
+            metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at)
+            new -= 1
+        if new:
+            metrics.token((now - ticket.last_at) / new, new)
+        ticket.counted = ticket.produced
+        ticket.last_at = now
+
+    def _end(self, ticket: Ticket, now: float, reason: str) -> None:
+        """The ticket is over; counted once."""
+        if ticket not in self._open:
+            return
+        self._open.discard(ticket)
+        self._note.completion_tokens += ticket.produced
+        metrics = ticket.metrics or self._metrics(ticket)
+        decode_s = ticket.last_at - ticket.first_at
+        e2e_s = now - self._exchange.request.received_at
+        metrics.ended(reason, len(ticket.request.prompt_ids), ticket.produced, e2e_s, decode_s)
+
+    def _fail(self, error: ApiError) -> None:
+        self._end_all("abort")
+        if self._exchange.began:
+            self._exchange.code = error.code
+            self._exchange.end(error_event(error))
+        else:
+            self._exchange.fail(error)
+
+    def _gone(self) -> None:
+        self._end_all("abort")
+
+    def _end_all(self, reason: str) -> None:
+        now = time.monotonic()
+        for ticket in list(self._open):
+            ticket.leave()
+            self._end(ticket, now, reason)
+
+
+def _failure(event: TokenEvent, model: str) -> ApiError:
+    """Of a request that the replica cannot serve, or that its engine has failed."""
+    if event.finish is FinishReason.INVALID:
+        return errors.invalid(event.error or "the replica cannot serve this request")
+    return errors.engine_failed(model, event.error or "no cause was given")

@@ -1,0 +1,300 @@
+"""The API keys of a home: who may ask for answers, and who may change the fleet. Of a key only a digest is kept.
+
+A key reads `cw-ID-SECRET`. The id is public: it is what lists, logs and metrics show. The secret has 256 random bits,
+so that one round of SHA-256 is enough: a slow hash protects what people choose, and would cost each request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import hmac
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from orchestrator.failure import Failed
+
+log = logging.getLogger(__name__)
+
+Scope = Literal["inference", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+PREFIX = "cw"
+ID_LENGTH = 8
+SECRET_LENGTH = 43  # of 32 random bytes, in urlsafe base64
+TEXT_LENGTH = len(PREFIX) + 1 + ID_LENGTH + 1 + SECRET_LENGTH
+LONGEST_LIFE_S = 100 * 365.25 * 86400.0
+MAX_BYTES = 16 * 2**20  # of the file: some 50,000 keys
+
+_ID = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}", re.ASCII)
+_NAME_RULE = "letters, digits and . _ @ -, at most 63 of them, beginning with a letter or digit; 8 hex digits are an id"
+_SPAN = re.compile(r"([0-9]{1,9})([smhdw])", re.ASCII)
+_SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+EXPIRY_RULE = "a span like 90m, 12h, 30d or 8w, or a time like 2027-01-31 or 2027-01-31T18:00+01:00 (UTC without one)"
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key, without its secret."""
+
+    id: str
+    name: str
+    digest: str  # SHA-256 of the secret, in hex
+    scopes: tuple[Scope, ...]
+    models: tuple[str, ...]  # that it may ask; empty: all
+    created: float  # seconds since the epoch
+    expires: float | None  # None: never
+
+    def expired(self, now: float) -> bool:
+        return self.expires is not None and now >= self.expires
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes
+
+    def may_ask(self, model: str) -> bool:
+        """Whether answers of that model are its business."""
+        return "inference" in self.scopes and (not self.models or model in self.models)
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: Literal[1]
+    keys: list[ApiKey]
+
+
+_NOBODY = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # what an unknown id is compared with
+
+
+class KeyRing:
+    """The keys as they were read at one time."""
+
+    def __init__(self, keys: Iterable[ApiKey] = (), *, demanded: bool | None = None) -> None:
+        """``demanded``: a home that has ever had a key demands one, the revoked last one too."""
+        self.keys = tuple(keys)
+        self.demanded = bool(self.keys) if demanded is None else demanded
+        self._by_id = {key.id: key for key in self.keys}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def usable(self, now: float, scope: Scope) -> int:
+        """How many keys with that scope have not expired."""
+        return sum(key.may(scope) and not key.expired(now) for key in self.keys)
+
+    def authenticate(self, presented: str, now: float) -> ApiKey | None:
+        """The key that was presented, or None; which part of it was wrong cannot be told from the time that it takes.
+
+        ``now`` in seconds since the epoch. Scopes and models are the caller's to judge.
+        """
+        if len(presented) != TEXT_LENGTH or not presented.startswith(f"{PREFIX}-"):
+            return None
+        id, dash, secret = presented[3:].partition("-")
+        key = self._by_id.get(id)
+        expected = _NOBODY if key is None else key.digest
+        same = hmac.compare_digest(_digest(secret), expected)
+        if not same or not dash or key is None or key.expired(now):
+            return None
+        return key
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class KeyFile:
+    """The file of keys. Any number of processes may read and write it; each finds it whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[int, ...] | None = None
+        self._ring = KeyRing()
+        self._complained = False
+
+    def read(self) -> KeyRing:
+        """The keys of the file; without a file none, and none is demanded. Raises Failed for a file that is broken,
+        cannot be read, or could have been written by someone else."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                data = file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return KeyRing()
+        except OSError as error:
+            raise Failed("keys-unreadable", f"{self.path} cannot be read: {error.strerror}", "as its owner?") from None
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            what = f"{self.path} can be written by others than its user"
+            raise Failed("keys-unreadable", what, f"look at what it holds; then chmod 600 {self.path}")
+        return KeyRing(self._parsed(data), demanded=True)
+
+    def _parsed(self, data: bytes) -> list[ApiKey]:
+        hint = "restore it, or remove it and create the keys anew; gateways that run keep the keys that they know"
+        try:
+            if len(data) > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES} bytes")
+            keys = msgspec.json.decode(data, type=_Kept).keys
+            _check(keys)
+        except (ValueError, RecursionError) as error:  # of which msgspec's are some
+            raise Failed("keys-broken", f"{self.path} holds no keys: {error}", hint) from None
+        return keys
+
+    def current(self) -> KeyRing:
+        """The keys as the file has them by now: one `stat` where nothing has changed. Never raises: when the file is
+        broken or gone, the last good keys stay, and that is logged once."""
+        seen = self._stat()
+        if seen == self._seen:
+            return self._ring
+        try:
+            ring = self.read()
+            if self._ring.demanded and not ring.demanded:
+                raise Failed("keys-broken", f"{self.path} is gone", "")
+            self._ring = ring
+            self._complained = False
+        except Failed as failed:
+            if not self._complained:
+                log.error("%s; the keys that were known before stay", failed)
+            self._complained = True
+        self._seen = seen  # as it was before the reading: a change in the midst of it is seen the next time
+        return self._ring
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return ()
+        return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_uid)
+
+    def create(
+        self,
+        name: str,
+        *,
+        scopes: Sequence[Scope] = ("inference",),
+        models: Sequence[str] = (),
+        expires: float | None = None,
+        now: float | None = None,
+    ) -> tuple[ApiKey, str]:
+        """A new key, and its text, which is nowhere else. Raises Failed for a name that is taken or none."""
+        if not _NAME.fullmatch(name) or _ID.fullmatch(name):
+            raise Failed("key-name-wrong", f"{name!r} is no name of a key", _NAME_RULE)
+        for model in models:
+            if not _NAME.fullmatch(model):
+                raise Failed("key-name-wrong", f"{model!r} is no name of a model", "--model takes a model of the spec")
+        now = time.time() if now is None else now
+        with self._locked():
+            keys = list(self.read().keys)
+            if any(key.name == name for key in keys):
+                hint = f"another name, or first: corewright keys revoke {name}"
+                raise Failed("key-name-taken", f"there is a key {name} already", hint)
+            taken = {key.id for key in keys}
+            id = next(id for id in iter(lambda: secrets.token_hex(ID_LENGTH // 2), "") if id not in taken)
+            secret = secrets.token_urlsafe(32)
+            key = ApiKey(
+                id=id,
+                name=name,
+                digest=_digest(secret),
+                scopes=tuple(scope for scope in SCOPES if scope in scopes),
+                models=tuple(dict.fromkeys(models)),
+                created=now,
+                expires=expires,
+            )
+            self._write([*keys, key])
+        return key, f"{PREFIX}-{id}-{secret}"
+
+    def revoke(self, id_or_name: str) -> ApiKey:
+        """Take a key away. Raises Failed when there is none of that id or name."""
+        with self._locked():
+            keys = self.read().keys
+            found = [key for key in keys if id_or_name in (key.id, key.name)]
+            if not found:
+                known = ", ".join(key.name for key in keys)
+                hint = f"there are {known}" if known else "there is none; corewright keys create NAME makes one"
+                raise Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
+            self._write([key for key in keys if key is not found[0]])
+        return found[0]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def _write(self, keys: Sequence[ApiKey]) -> None:
+        draft = self.path.with_suffix(".new")
+        data = msgspec.json.format(msgspec.json.encode(_Kept(version=1, keys=list(keys))), indent=2)
+        try:
+            draft.unlink(missing_ok=True)  # one that somebody left might be open to others
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.rename(self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise _unwritable(self.path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> Failed:
+    return Failed("keys-unwritable", f"{path} cannot be written: {error.strerror}", "nothing was changed")
+
+
+def shown(text: str) -> str:
+    """What was typed, without the secret if it was a whole key."""
+    return f"{text[: len(PREFIX) + 1 + ID_LENGTH]}..." if text.startswith(f"{PREFIX}-") else text
+
+
+def _check(keys: Sequence[ApiKey]) -> None:
+    """Raises ValueError for what no `create` writes."""
+    for key in keys:
+        if not _ID.fullmatch(key.id) or not _DIGEST.fullmatch(key.digest):
+            raise ValueError(f"the id or the digest of {key.name!r} is none")
+        if not _NAME.fullmatch(key.name):
+            raise ValueError(f"{key.name!r} is no name of a key")
+        if not key.scopes or len({*key.scopes}) != len(key.scopes):
+            raise ValueError(f"{key.name!r} has no scope, or one twice")
+        if not all(math.isfinite(at) for at in (key.created, key.expires or 0.0)):
+            raise ValueError(f"the times of {key.name!r} are none")
+    for what in ("id", "name"):
+        values = [getattr(key, what) for key in keys]
+        if len({*values}) != len(values):
+            raise ValueError(f"two keys have one {what}")
+
+
+def read_expiry(text: str, now: float) -> float:
+    """When a key ends, in seconds since the epoch. Raises Failed for what is no time, or has passed."""
+    told = text.strip()
+    span = _SPAN.fullmatch(told)
+    if span:
+        at = now + int(span[1]) * _SPAN_S[span[2]]
+    else:
+        try:
+            when = datetime.datetime.fromisoformat(told[:-1] + "+00:00" if told.endswith("Z") else told)
+            at = (when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)).timestamp()
+        except (ValueError, OverflowError):
+            raise Failed("key-expiry-wrong", f"--expires {text!r} is no time", EXPIRY_RULE) from None
+    if not now < at <= now + LONGEST_LIFE_S:
+        when_ = "has passed" if at <= now else "is more than 100 years away"
+        raise Failed("key-expiry-wrong", f"--expires {text!r} {when_}", EXPIRY_RULE)
+    return at
