@@ -24,6 +24,7 @@ from orchestrator.operator import Operator
 from orchestrator.ray_nodes import NAMESPACE, here
 from orchestrator.routes import RouteTable
 from placements.problems import Problem
+from workers.metric_family import MetricFamily
 from workers.metrics import REFRESH_S
 
 CONTROLLER = "controller"
@@ -73,6 +74,9 @@ class ControllerActor:
     async def wake(self, model: str) -> None:
         await self._controller.wake(model)
 
+    async def metrics(self) -> list[MetricFamily]:
+        return await self._controller.metrics()
+
     async def apply(self, text: str, file: str, base_dir: str, by: str, cause: str) -> dict[str, Any]:
         """As the admin API's; what is refused comes back under `error`, with its `problems`."""
         try:
@@ -117,18 +121,23 @@ class RemoteController:
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         try:
-            if self._actor is None:
-                self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
-            answer: tuple[int, RouteTable] = await self._actor.routes.remote(seen, timeout_s)
+            answer: tuple[int, RouteTable] = await (await self._found()).routes.remote(seen, timeout_s)
         except Exception:
             self._actor = None
             raise
         return answer
 
     async def wake(self, model: str) -> None:
+        await (await self._found()).wake.remote(model)
+
+    async def metrics(self) -> list[MetricFamily]:
+        told: list[MetricFamily] = await (await self._found()).metrics.remote()
+        return told
+
+    async def _found(self) -> Any:
         if self._actor is None:
             self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
-        await self._actor.wake.remote(model)
+        return self._actor
 
 
 class GatewayDeployment:

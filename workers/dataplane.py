@@ -127,7 +127,7 @@ class DataPlane:
 
     async def _listen_on_tcp(self) -> None:
         parts = urlsplit(self._listen_on)
-        if parts.scheme != TLS_SCHEME or self._credentials is None:
+        if parts.scheme != TLS_SCHEME or parts.port is None or self._credentials is None:
             raise OSError(f"{self._listen_on} is no address to listen on with TLS, or there are no credentials")
         self._server = await self._loop.create_server(
             lambda: _Connection(self),

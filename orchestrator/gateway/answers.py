@@ -35,6 +35,7 @@ class Answer:
     ) -> None:
         self._chat = chat
         self._choices = choices
+        self.prompt_tokens = _prompt_tokens(choices)
         self._with_ids = with_ids
         self._head: dict[str, Any] = {
             "id": id,
@@ -42,11 +43,6 @@ class Answer:
             "created": created,
             "model": model,
         }
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts: ``n`` choices of one share it."""
-        return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in self._choices}.values())
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes:
         """The JSON body of an answer. The last event of each choice says why it ended."""
@@ -136,6 +132,13 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _prompt_tokens(choices: Sequence[Choice]) -> int:
+    """Of all prompts: ``n`` choices of one share it."""
+    if len(choices) == 1:
+        return len(choices[0].prompt_ids)
+    return sum({id(choice.prompt_ids): len(choice.prompt_ids) for choice in choices}.values())
 
 
 def error_event(error: ApiError) -> bytes:

@@ -19,8 +19,9 @@ from orchestrator.gateway.answers import Answer, Choice
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import requests_for
-from orchestrator.gateway.http import Exchange, Handler
-from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics
+from orchestrator.gateway.http import Exchange, Handler, HttpServer
+from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.gateway.peers import Peers
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.reply import Note, Reply
 from orchestrator.gateway.settings import GatewaySettings
@@ -30,11 +31,14 @@ from orchestrator.home import Home
 from orchestrator.keys import KeyFile
 from orchestrator.routes import RouteTable
 from orchestrator.version import corewright_version
+from workers.metric_family import MetricFamily
 from workers.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer
 
 log = logging.getLogger(__name__)
 
 CONTROLLER_SILENT_S = 10.0  # the controller answers a long poll every few seconds
+CONTROLLER_METRICS_S = 1.0
+KEY_IN_USE_S = 300.0
 INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
 TEXT = b"text/plain; charset=utf-8"
@@ -49,6 +53,7 @@ class Controller(Protocol):
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
+    async def metrics(self) -> list[MetricFamily]: ...
 
 
 class Gateway:
@@ -66,12 +71,19 @@ class Gateway:
         self._table: RouteTable | None = None
         self._heard_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self.gate = Gate(settings, KeyFile(Home(Path(settings.home)).keys))
+        home = Home(Path(settings.home))
+        self.gate = Gate(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
+        self.server = HttpServer(settings, self.handle, self.ended)
+        self.certificate_expires: float | None = None  # seconds since the epoch
+        self._peers = Peers(home.sockets / "gateways", lambda: self.metrics.families(*self._numbers_now()))
+        self._controllers: list[MetricFamily] = []  # what the controller has last told that it counts
+        self._controllers_at: float | None = None
         self._routes: Mapping[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self.chat),
             "/v1/completions": ("POST", self.complete),
             "/v1/models": ("GET", self.models),
+            "/metrics": ("GET", self.metrics_page),
             "/version": ("GET", self.version),
             "/livez": ("GET", self.livez),
             "/readyz": ("GET", self.readyz),
@@ -111,6 +123,7 @@ class Gateway:
                     token=table.token,
                     credentials=table.credentials,
                     wake=self._wake,
+                    retried=self.metrics.retried,
                 )
                 self.queues[routes.name] = queue
             if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
@@ -123,8 +136,16 @@ class Gateway:
         self._names = {name: queue for queue in self.queues.values() for name in queue.names}
         self._tokenizers.keep({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
 
+    async def join(self) -> None:
+        """Become known to the other gateways of the fleet."""
+        try:
+            await self._peers.join()
+        except OSError as error:  # it serves all the same
+            log.error("the other gateways cannot tell of this one's metrics: %s", error)
+
     async def stop(self) -> None:
         """The gateway ends; every exchange is over."""
+        await self._peers.leave()
         await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
 
     def _wake(self, model: str) -> None:
@@ -186,6 +207,43 @@ class Gateway:
             late = [f"{model.name}: {model.state.value}" for model in self._table.models if not model.replicas]
             return "\n".join(["not ready", *late])
         return None
+
+    async def metrics_page(self, exchange: Exchange) -> None:
+        """What this gateway counts, the other ones, and the controller."""
+        try:
+            self._controllers = await asyncio.wait_for(self._controller.metrics(), CONTROLLER_METRICS_S)
+            self._controllers_at = time.monotonic()
+        except Exception as error:  # noqa: BLE001 - of many kinds, while the controller starts again
+            log.warning("the controller does not tell what it counts: %s", error)
+        snapshot, vitals = self._numbers_now()
+        accept = exchange.request.headers.get(b"accept", b"").decode("latin-1")
+        page, kind = await self.metrics.scrape(
+            snapshot, self._controllers, accept=accept, vitals=vitals, peers=self._peers
+        )
+        exchange.respond(200, page, content_type=kind.encode())
+
+    def _numbers_now(self) -> tuple[list[ModelSnapshot], Vitals]:
+        snapshot = [
+            ModelSnapshot(
+                queue.name,
+                queue.waiting,
+                [
+                    ReplicaSnapshot(link.replica, link.live, slots, link.kv_tokens, slots * queue.routes.max_len)
+                    for link in queue.links
+                    if link.welcome is not None and (slots := link.welcome.slots)
+                ],
+            )
+            for queue in self.queues.values()
+        ]
+        heard_at = self._controllers_at
+        vitals = Vitals(
+            connections=len(self.server.connections),
+            keys=self.gate.keys.usable(time.time(), "inference"),
+            keys_in_use=self.gate.in_use(KEY_IN_USE_S),
+            certificate_expires=self.certificate_expires,
+            controller_age_s=None if heard_at is None else time.monotonic() - heard_at,
+        )
+        return snapshot, vitals
 
     def version(self, exchange: Exchange) -> None:
         exchange.respond(200, _encode({"version": corewright_version()}))
@@ -315,7 +373,7 @@ class Gateway:
 
     def _metrics_of(self, model: str) -> Callable[[Ticket], ModelMetrics]:
         def of(ticket: Ticket) -> ModelMetrics:
-            return self.metrics.model(model, "" if ticket.link is None else ticket.link.replica)
+            return self.metrics.model(model, None if ticket.link is None else ticket.link.replica)
 
         return of
 

@@ -25,10 +25,17 @@ class Gate:
         self._limit = settings.max_connections_per_key
         file.read()
         self._ring = file.current()
+        self._used: dict[str, float] = {}  # when a key was last presented, by id; seconds since the epoch
 
     @property
     def keys(self) -> KeyRing:
         return self._ring
+
+    def in_use(self, within_s: float) -> int:
+        """How many keys have been presented within so many seconds."""
+        since = time.time() - within_s
+        self._used = {id: at for id, at in self._used.items() if at >= since}
+        return len(self._used)
 
     def refresh(self) -> None:
         """Take over what has changed in the file."""
@@ -41,10 +48,12 @@ class Gate:
         headers = exchange.request.headers
         given = headers.get(b"authorization", b"")
         presented = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        key = self._ring.authenticate(presented.strip().decode("latin-1"), time.time())
+        now = time.time()
+        key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
         if key is None:
             raise errors.invalid_api_key(bool(presented))
         exchange.key = key
+        self._used[key.id] = now
         if exchange.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)

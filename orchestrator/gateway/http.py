@@ -179,6 +179,7 @@ class Exchange:
 
     def _finish(self) -> None:
         self.ended = True
+        self.on_gone = None
         self._connection.finished(self)
 
 

@@ -31,22 +31,26 @@ class ReplicaLink(asyncio.Protocol):
         on_change: Callable[[float | None], None],
         on_lost: Callable[[ReplicaLink, list[Ticket]], None],
         on_busy: Callable[[Ticket], None],
+        later: Callable[[Callable[[], None]], object],
     ) -> None:
         """``on_change`` is called when a slot may be free: with the seconds that its request held it, or None at the
         Welcome. ``on_lost`` gets back the requests that the replica will not answer: at the end of the connection,
         and one that it refuses because it is draining. ``on_busy`` gets back one for which another gateway has taken
-        the slot."""
+        the slot. ``later`` calls at the end of the event loop's turn."""
         self.route = route
-        self.replica = route.id.rpartition("/")[2].partition(".")[0]  # its number, for metrics
+        self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
         self._hello = Hello(gateway, token, route.epoch)
         self._on_change = on_change
         self._on_lost = on_lost
         self._on_busy = on_busy
+        self._later = later
         self._full = False  # other gateways have its slots; it will say when one is free
         self._reader = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
         self._live: dict[str, Ticket] = {}
+        self._unstarted: set[str] = set()  # of these, those without a token
+        self._outgoing: list[bytes] = []  # frames of this turn of the event loop
         self._touched: list[Ticket] = []  # those with news, in the order in which it came
         self._retired = False
         self._drains = False  # it has refused a request: to send it there again would use up its retries
@@ -62,7 +66,7 @@ class ReplicaLink(asyncio.Protocol):
     @property
     def prefilling(self) -> int:
         """Requests that were sent and have not had a token."""
-        return sum(not ticket.started for ticket in self._live.values())
+        return len(self._unstarted)
 
     @property
     def live(self) -> int:
@@ -78,13 +82,22 @@ class ReplicaLink(asyncio.Protocol):
         assert self._transport is not None
         assert self.free_slots > 0
         self._live[ticket.id] = ticket
+        self._unstarted.add(ticket.id)
         ticket.sent_to(self)
-        self._transport.write(ticket.frame)
+        self._outgoing.append(ticket.frame)
+        if len(self._outgoing) == 1:  # all that is sent in one turn of the loop is one write
+            self._later(self._flush)
 
     def cancel(self, ticket: Ticket) -> None:
         """Tell the replica that nobody reads the answer; the slot counts as taken until the replica says otherwise."""
         if self._transport is not None and ticket.id in self._live:
+            self._flush()  # it may be among these
             self._transport.write(encode(Cancel(ticket.id)))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and self._transport is not None:
+            self._transport.write(b"".join(outgoing))
 
     def resume(self) -> None:
         """The replica is in the routes again."""
@@ -117,6 +130,7 @@ class ReplicaLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         lost, self._live = list(self._live.values()), {}
+        self._unstarted.clear()
         self.closed.set()
         self._on_lost(self, lost)
 
@@ -156,6 +170,7 @@ class ReplicaLink(asyncio.Protocol):
             ticket = self._live.get(event.id)
             if ticket is None:
                 continue
+            self._unstarted.discard(event.id)
             if event.finish is FinishReason.BUSY:
                 del self._live[event.id]
                 self._full = True

@@ -42,15 +42,17 @@ class ModelQueue:
         token: str,
         credentials: Credentials | None,
         wake: Callable[[str], None],
+        retried: Callable[[str, str], None] = lambda model, kind: None,
     ) -> None:
         """``credentials`` are for replicas on other hosts; ``wake`` asks the controller for a first replica of a model
-        that has none."""
+        that has none; ``retried`` is told of the model and why, when a request goes to another replica."""
         self.name = routes.name
         self.routes = routes
         self._gateway = gateway
         self._token = token
         self._credentials = credentials
         self._wake = wake
+        self._retried = retried
         self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
         self._closed = False
         self._waiting: deque[Ticket] = deque()
@@ -181,6 +183,7 @@ class ModelQueue:
                 on_change=self._changed,
                 on_lost=self._lost,
                 on_busy=self._back,
+                later=loop.call_soon,
             )
             try:
                 connecting = open_link(loop, make, route.socket, self._credentials)
@@ -207,6 +210,7 @@ class ModelQueue:
         for ticket in reversed(tickets):
             if ticket.can_retry and not self._closed and ticket.tokenizer == self.routes.tokenizer:
                 ticket.restart()
+                self._retried(self.name, "lost" if link.closed.is_set() else "draining")
                 self._waiting.appendleft(ticket)
             else:
                 ticket.fail(errors.replica_lost(self.name))

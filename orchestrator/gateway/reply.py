@@ -52,7 +52,7 @@ class Reply:
         self._note = note
         self._metrics = metrics
         self._include_usage = include_usage
-        self._choices: dict[Ticket, Choice] = {}
+        self._choices: dict[Ticket, Choice] = {}  # none once it is over: they know us, and we need not be collected
         self._open: set[Ticket] = set()
         exchange.note = note
         exchange.on_gone = self._gone
@@ -102,12 +102,14 @@ class Reply:
             piece = b""
         if not self._open:
             exchange.end(piece)
+            self._choices = {}
         elif piece:
             exchange.write(piece)
 
     def _write_whole(self, ticket: Ticket, now: float) -> None:
         body = self._answer.whole([(choice, found.take()) for found, choice in self._choices.items()])
         self._exchange.respond(200, body, headers=self._told(ticket, now))
+        self._choices = {}
 
     def _told(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
         """The headers that say who answered, and what the gateway has added."""
@@ -129,10 +131,9 @@ class Reply:
             ticket.metrics = metrics = self._metrics(ticket)
             ticket.first_at = ticket.last_at = now
             received_at = self._exchange.request.received_at
-            metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at)
-            new -= 1
-        if new:
-            metrics.token((now - ticket.last_at) / new, new)
+            metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at, new)
+        else:
+            metrics.token(now - ticket.last_at, new)
         ticket.counted = ticket.produced
         ticket.last_at = now
 
@@ -163,6 +164,7 @@ class Reply:
         for ticket in list(self._open):
             ticket.leave()
             self._end(ticket, now, reason)
+        self._choices = {}
 
 
 def _failure(event: TokenEvent, model: str) -> ApiError:

@@ -14,7 +14,7 @@ import time
 import uvloop
 
 from orchestrator.gateway.app import Controller, Gateway
-from orchestrator.gateway.http import HttpConnection, HttpServer
+from orchestrator.gateway.http import HttpConnection
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.tls import CertificateFiles
 
@@ -52,7 +52,7 @@ class GatewayServer:
         self._settings = settings
         self._certificates = _certificates(settings)
         self.gateway = Gateway(controller, settings)
-        self._http = HttpServer(settings, self.gateway.handle, self.gateway.ended)
+        self._http = self.gateway.server
         self._listener = listen(settings.host, settings.port, shared=True)
         self._started = threading.Event()
         self._stopping: asyncio.Event | None = None
@@ -99,6 +99,7 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         _raise_file_limit()
         self._stopping = asyncio.Event()
+        await self.gateway.join()
         tasks = [loop.create_task(self.gateway.follow()), loop.create_task(self._listen_and_sweep())]
         try:
             await asyncio.wait([*tasks, loop.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED)

@@ -17,6 +17,7 @@ from orchestrator.lifecycle import ModelState
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from tests.fleet import free_port, until
 from tests.served import EPOCH, TOKEN, Served
+from workers.metric_family import MetricFamily
 
 
 class PlayedController:
@@ -27,6 +28,7 @@ class PlayedController:
         self.table = RouteTable(ready=False, stopping=False, token=TOKEN, models=[])
         self.woken: list[str] = []
         self.answers = True
+        self.families: list[MetricFamily] = []
         self._changed = threading.Condition()
 
     def set(self, *models: ModelRoutes, ready: bool = True, stopping: bool = False) -> None:
@@ -43,6 +45,9 @@ class PlayedController:
 
     async def wake(self, model: str) -> None:
         self.woken.append(model)
+
+    async def metrics(self) -> list[MetricFamily]:
+        return self.families
 
     def _wait(self, seen: int, timeout_s: float) -> None:
         with self._changed:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec.structs
 import pytest
 from openai import NotFoundError, OpenAI
 
@@ -463,3 +464,61 @@ def test_a_woken_model_is_woken_again_when_the_controller_has_forgotten_it(gatew
     until(lambda: gateway.controller.woken == ["m", "m"], 5, "woken again")
     gateway.serve(routes("m", replica(), holds=True))
     waiting.read_until("[DONE]")
+
+
+# Who answered, and what the gateway counts
+
+
+def test_an_answer_says_which_replica_gave_it_and_what_the_gateway_added(gateway: LiveGateway, replica: Make) -> None:
+    """The request's id comes back, beside the replica and the gateway's own milliseconds."""
+    gateway.serve(routes("m", replica()))
+    body = {"model": "m", "prompt": "hello", "max_tokens": 3}
+
+    for stream in (False, True):
+        answer = gateway.http.post("/v1/completions", json={**body, "stream": stream}, headers={"x-request-id": "r-17"})
+        assert answer.headers["x-request-id"] == "r-17"
+        assert answer.headers["x-corewright-replica"] == "m/0"
+        assert 0 <= float(answer.headers["x-corewright-overhead-ms"]) < 1000
+
+
+def test_a_model_answers_to_its_aliases(gateway: LiveGateway, replica: Make) -> None:
+    """An alias is listed, and asked for like the model itself."""
+    served = replica()
+    gateway.serve(msgspec.structs.replace(routes("m", served), aliases=["other"]))
+
+    cards = gateway.http.get("/v1/models").json()["data"]
+
+    assert [(card["id"], card["root"]) for card in cards] == [("m", "m"), ("other", "m")]
+    assert gateway.http.get("/v1/models/other").json()["id"] == "other"
+    answer = complete(gateway, "other").json()
+    assert answer["choices"] == complete(gateway).json()["choices"]
+    assert answer["model"] == "other"
+
+
+def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """vLLM's names, with what was really asked and answered; a refusal counts as one."""
+    fresh_gateway.serve(routes("m", replica()))
+    for stream in (False, True):
+        complete(fresh_gateway, max_tokens=7, stream=stream)
+    complete(fresh_gateway, temperature=9)
+
+    page = fresh_gateway.http.get("/metrics").text
+
+    labels = '{engine="0",gateway="0",model_name="m"}'
+    assert sample(page, "vllm:prompt_tokens_total" + labels) == 10
+    assert sample(page, "vllm:generation_tokens_total" + labels) == 14
+    assert sample(page, "vllm:time_to_first_token_seconds_count" + labels) == 2
+    assert sample(page, "vllm:inter_token_latency_seconds_count" + labels) == 12
+    assert sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",gateway="0",model_name="m"}') == 2
+    assert 'status="400"' in page
+
+
+def sample(page: str, name: str) -> float:
+    """The value of one series, whatever the order of its labels."""
+    wanted = name.partition("{")[0], set(name.partition("{")[2].rstrip("}").split(","))
+    for line in page.splitlines():
+        if not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            if (series.partition("{")[0], set(series.partition("{")[2].rstrip("}").split(","))) == wanted:
+                return float(value)
+    raise AssertionError(f"{name} is not on the page")

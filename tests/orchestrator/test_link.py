@@ -47,6 +47,7 @@ def test_a_replica_of_another_corewright_is_refused(package: str, taken: bool) -
         on_change=lambda _: None,
         on_lost=lambda *_: None,
         on_busy=lambda _: None,
+        later=lambda call: call(),
     )
     link.connection_made(SimpleNamespace(write=lambda data: None, abort=lambda: None))  # type: ignore[arg-type]
     welcome = Welcome(version=corewright_version(), package=package, slots=2, max_len=64, max_prompt=64, vocab_size=257)
@@ -64,6 +65,7 @@ def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
         on_change=lambda _: None,
         on_lost=lambda _, tickets: lost.extend(tickets),
         on_busy=lambda _: None,
+        later=lambda call: call(),
     )
     link.connection_made(Written())  # type: ignore[arg-type]
     welcome = Welcome(version=corewright_version(), package=OWN, slots=2, max_len=64, max_prompt=64, vocab_size=257)

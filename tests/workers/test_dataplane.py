@@ -11,7 +11,7 @@ import pytest
 from tests.served import EPOCH, TOKEN, Served
 from workers.engines.echo import echo_tokens
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Step, Submit, Welcome, encode
+from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Submit, Welcome, encode
 
 
 class Client:
@@ -67,6 +67,7 @@ def submit(id: str, prompt: str, max_tokens: int) -> Submit:
     return Submit(GenerateRequest(id=id, prompt_ids=list(prompt.encode()), max_tokens=max_tokens, temperature=0))
 
 
+@pytest.mark.parametrize("served", [{"slots": 9}], indirect=True)
 def test_requests_of_one_connection_share_its_frames(served: Served) -> None:
     """Each request gets exactly its own tokens, over one connection."""
     client = Client(served.path)
@@ -142,3 +143,53 @@ def test_a_request_that_the_batcher_refuses_ends_with_an_error(served: Served) -
     assert event.finish is FinishReason.INVALID
     assert event.error is not None
     assert "4096" in event.error
+
+
+@pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
+def test_the_replica_grants_its_slots_to_several_gateways(served: Served) -> None:
+    """A request beyond its slots comes back as BUSY, and Room follows when one of another gateway has ended."""
+    first, second = Client(served.path), Client(served.path)
+    assert isinstance(first.receive(), Welcome)
+    assert isinstance(second.receive(), Welcome)
+    first.send(submit("long", "x", 4000))
+    assert isinstance(first.receive(), Step)
+
+    second.send(submit("late", "y", 3))
+
+    assert [event.finish for event in second.events(1)["late"]] == [FinishReason.BUSY]
+    first.send(Cancel("long"))
+    assert second.receive() == Room(1)
+    second.send(submit("late", "y", 3))
+    ids = [token for event in second.events(1)["late"] for token in event.token_ids]
+    assert ids == echo_tokens(list(b"y"), 3)
+
+
+@pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
+def test_a_gateway_that_goes_away_makes_room_for_the_others(served: Served) -> None:
+    """Its requests are cancelled, and who was told BUSY is told of the room."""
+    first, second = Client(served.path), Client(served.path)
+    first.send(submit("long", "x", 4000))
+    assert isinstance(first.receive(), Welcome)
+    assert isinstance(first.receive(), Step)
+    assert isinstance(second.receive(), Welcome)
+    second.send(submit("late", "y", 3))
+    assert [event.finish for event in second.events(1)["late"]] == [FinishReason.BUSY]
+
+    first.socket.close()
+
+    assert second.receive() == Room(1)
+
+
+def test_an_answer_that_is_read_at_its_end_comes_in_two_events(served: Served) -> None:
+    """The first token at once, all others with the last: a gateway need not touch what nobody reads yet."""
+    client = Client(served.path)
+    client.receive()
+    prompt = list(b"hello")
+    client.send(Submit(GenerateRequest(id="r", prompt_ids=prompt, max_tokens=50, temperature=0, whole=True)))
+
+    begun, ended = client.events(1)["r"]
+
+    assert (begun.finish, len(begun.token_ids)) == (None, 1)
+    assert (ended.finish, len(ended.token_ids)) == (FinishReason.LENGTH, 49)
+    assert begun.token_ids + ended.token_ids == echo_tokens(prompt, 50)
+    assert (begun.text + ended.text).encode() == bytes(echo_tokens(prompt, 50))
