@@ -27,7 +27,11 @@ def choose(candidates: Iterable[C]) -> C | None:
     2. those with the fewest prompts still to be read: a prefill stops all decodes of its replica
     3. of these the one with the most free slots; a tie goes to the first
     """
-    free = [candidate for candidate in candidates if candidate.free_slots > 0]
-    if not free:
-        return None
-    return min(free, key=lambda candidate: (candidate.prefilling, -candidate.free_slots))
+    best, lowest = None, (0, 0)
+    for candidate in candidates:
+        free = candidate.free_slots
+        if free > 0:
+            rank = candidate.prefilling, -free
+            if best is None or rank < lowest:
+                best, lowest = candidate, rank
+    return best

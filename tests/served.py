@@ -9,6 +9,7 @@ from pathlib import Path
 import workers
 from orchestrator.version import corewright_version
 from workers.batcher import Batcher
+from workers.credentials import Credentials
 from workers.dataplane import DataPlane
 from workers.engines.echo import EchoEngine
 from workers.tokenizer import load_tokenizer
@@ -21,7 +22,16 @@ EPOCH = 3
 class Served:
     """One replica. ``kill`` ends it as kill -9 ends a process: its connections break, and nothing is said."""
 
-    def __init__(self, slots: int = 4, step_ms: float = 0.0, max_len: int = 4096, version: str | None = None) -> None:
+    def __init__(
+        self,
+        slots: int = 4,
+        step_ms: float = 0.0,
+        max_len: int = 4096,
+        version: str | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """With ``credentials`` it listens on TCP with TLS, as for gateways of another host."""
+        self._credentials = credentials
         engine = EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
         engine.load()
         self.folder = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
@@ -35,7 +45,15 @@ class Served:
 
     def restart_plane(self) -> None:
         """Listen (again) on the same socket."""
-        self.plane = DataPlane(self.path, welcome=self._welcome, token=TOKEN, epoch=EPOCH, batcher=self.batcher)
+        self.plane = DataPlane(
+            self.path,
+            welcome=self._welcome,
+            token=TOKEN,
+            epoch=EPOCH,
+            batcher=self.batcher,
+            listen="" if self._credentials is None else "tls://127.0.0.1:0",
+            credentials=self._credentials,
+        )
         self.plane.start()
 
     def kill(self) -> None:

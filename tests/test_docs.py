@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from orchestrator.admin import ROUTES
+from orchestrator.audit import Audit
 from orchestrator.changes import Tag, tag_of
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
@@ -32,6 +33,7 @@ from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
 from orchestrator.home import FleetRecord, Home
 from orchestrator.journal import Journal
+from orchestrator.keys import KeyFile
 from orchestrator.lifecycle import ModelState, State, diagram
 from orchestrator.settings import SETTINGS
 from orchestrator.specfile import SpecFile, examine, load, start_problems
@@ -72,7 +74,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "placements" / "examples"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs" / f"{n}.md" for n in ("cli", "errors", "glossary"))]
 PAGES.append(ROOT / "docs" / "spec.md")
-PAGES += [ROOT / "docs" / f"{name}.md" for name in ("ray-dashboard", "on-inf2", "engines", "from-vllm-and-lmi")]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in ("ray-dashboard", "on-inf2", "engines", "from-vllm-and-lmi", "bench")]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 LAPTOP = Machine(cpus=(0, 1))
@@ -705,7 +707,7 @@ def test_every_setting_is_described() -> None:
     """With its variable, its default and its values."""
     table = [row for row in rows(section(CLI, "Settings")) if words(row[0])]
     told = [(words(row[0])[0], words(row[1])[0], words(row[2])[0]) for row in table]
-    switches = {"True": "true", "False": "false"}
+    switches = {"True": "true", "False": "false", "None": "unset", "()": "none"}
     assert told == [(one.name, one.env, switches.get(str(one.default), str(one.default))) for one in SETTINGS]
     assert all(row[3].startswith(one.kind) for row, one in zip(table, SETTINGS, strict=True))
 
@@ -825,6 +827,8 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     home.write_record(msgspec.convert(example(CLI, "Files"), FleetRecord))
     home.journal.write_text("{}\n{")
     Journal(home.journal).close()
+    KeyFile(home.keys).create("ci")
+    Audit(home.audit).asked("command", "keys create")
     CoreClaim(home.claims(0), [0]).release()
     with entry(home.compiled, {}):
         pass
@@ -836,6 +840,7 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
 
     told = [word for row in rows(section(CLI, "Files")) for word in words(row[0]) if not word.startswith("$")]
 
+    told = [word for word in told if not re.fullmatch(r"audit\.log\.\d", word)]
     assert {word.partition("/")[0] for word in told} == made | {"config.yaml"}
     logs = {word.removeprefix("logs/") for word in told if word.startswith("logs/")}
     assert logs == {home.log("MODEL", 0).name.replace("0", "N"), "generate-MODEL.log"} | used

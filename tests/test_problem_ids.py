@@ -17,6 +17,7 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.failure import Failed
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.operator import Refused
 from tests.orchestrator.fakefleet import LiveAdmin
@@ -113,7 +114,7 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
         monkeypatch.setenv(name, "")  # so that what a start sets is taken back
     home = Home(tmp_path)
     home.prepare()
-    return Daemon(home, UpOptions("127.0.0.1", 1), (SPEC, "f.yaml", "/"), "f", (), None, lambda line: None)
+    return Daemon(home, UpOptions(GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))), (SPEC, "f.yaml", "/"), "f", (), None, lambda line: None)
 
 
 @pytest.mark.parametrize("root", ["host", "/no/such/folder"])

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MAX_UNREAD_BYTES = 16 * 2**20  # a gateway that leaves this much unread is hung; it is disconnected
 FLUSH_S = 5.0  # for the last tokens of a drained replica to be on their way
 FLUSH_POLL_S = 0.005
+PROMISE_S = 0.05  # in which a gateway that was told of room takes it
 TLS_SCHEME = "tls"
 HANDSHAKE_S = 5.0  # of TLS; a peer that takes longer is disconnected
 
@@ -68,7 +69,8 @@ class DataPlane:
         self._epoch = epoch
         self._batcher = batcher
         self._asked: dict[str, _Asked] = {}  # by request id; the loop's thread only
-        self._told_busy: set[_Connection] = set()
+        self._told_busy: dict[_Connection, None] = {}  # in their order
+        self._promised: dict[_Connection, asyncio.TimerHandle] = {}  # a slot for each, for a moment
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
@@ -163,11 +165,20 @@ class DataPlane:
             self._tell_room()
 
     def _tell_room(self) -> None:
-        free = self._welcome.slots - len(self._asked)
-        if free > 0:
-            told, self._told_busy = self._told_busy, set()
-            for connection in told:
-                connection.write(Room(free))
+        """Promise what is free to those that were told BUSY, one after the other: whoever has a slot already would
+        else be faster each time."""
+        while self._told_busy and len(self._asked) + len(self._promised) < self._welcome.slots:
+            connection = next(iter(self._told_busy))
+            del self._told_busy[connection]
+            self._promised[connection] = self._loop.call_later(PROMISE_S, self._take_back, connection)
+            connection.write(Room(1))
+
+    def _take_back(self, connection: _Connection) -> None:
+        """The slot that was promised is anyone's again."""
+        timer = self._promised.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+            self._tell_room()
 
     # What a connection calls, on the loop's thread.
 
@@ -182,8 +193,11 @@ class DataPlane:
         if request.id in self._asked:  # its stream is somebody's already
             connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.ERROR, error="duplicate request id")]))
             return
-        if len(self._asked) >= self._welcome.slots:
-            self._told_busy.add(connection)
+        promise = self._promised.pop(connection, None)
+        if promise is not None:
+            promise.cancel()
+        if len(self._asked) + len(self._promised) >= self._welcome.slots:
+            self._told_busy[connection] = None
             connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.BUSY)]))
             return
         self._asked[request.id] = _Asked(connection, request.whole)  # before the submit: an event may come at once
@@ -200,7 +214,8 @@ class DataPlane:
 
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
-        self._told_busy.discard(connection)
+        self._told_busy.pop(connection, None)
+        self._take_back(connection)
         for id in [id for id, asked in self._asked.items() if asked.connection is connection]:
             del self._asked[id]
             self._batcher.cancel(id)

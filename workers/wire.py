@@ -87,20 +87,23 @@ class FrameReader:
 
     def feed(self, data: bytes) -> list[Message]:
         """Take the bytes that arrived; give the messages that are complete. Raises WireError on anything else."""
-        self._buffer += data
+        if self._buffer:
+            self._buffer += data
+            data = self._buffer
         messages: list[Message] = []
-        start = 0
-        while len(self._buffer) - start >= _LENGTH_BYTES:
-            length = int.from_bytes(self._buffer[start : start + _LENGTH_BYTES], "big")
+        start, size = 0, len(data)
+        while size - start >= _LENGTH_BYTES:
+            length = int.from_bytes(data[start : start + _LENGTH_BYTES], "big")
             if length > MAX_FRAME_BYTES:
                 raise WireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
             end = start + _LENGTH_BYTES + length
-            if len(self._buffer) < end:
+            if size < end:
                 break
             try:
-                messages.append(_decoder.decode(self._buffer[start + _LENGTH_BYTES : end]))
+                messages.append(_decoder.decode(data[start + _LENGTH_BYTES : end]))
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 raise WireError(f"a frame that is not a message: {error}") from None
             start = end
-        del self._buffer[:start]
+        if start < size or self._buffer:  # most reads end with a frame, and nothing need be kept
+            self._buffer = bytearray(data[start:])
         return messages

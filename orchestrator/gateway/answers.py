@@ -46,6 +46,10 @@ class Answer:
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes:
         """The JSON body of an answer. The last event of each choice says why it ended."""
+        if len(answers) == 1 and not self._with_ids:
+            choice, events = answers[0]
+            if not any(event.logprobs for event in events):
+                return self._whole_of_one(choice, events)
         choices = []
         head = dict(self._head)
         for choice, events in answers:
@@ -60,6 +64,27 @@ class Answer:
             choice.tokens += sum(len(event.token_ids) for event in events)
             choices.append(written)
         return _encode({**head, "choices": choices, "usage": self._usage()})
+
+    def _whole_of_one(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
+        """As ``whole``, of one choice that is only text: written out, at a third of the time."""
+        head = self._head
+        choice.tokens += sum([len(event.token_ids) for event in events])
+        prompt, made = self.prompt_tokens, choice.tokens
+        text = _encode(choice.echo + "".join([event.text for event in events]))
+        return (
+            b'{"id":%b,"object":"%b","created":%d,"model":%b,"choices":[{"index":0,%b,"logprobs":null,'
+            b'"finish_reason":"%b"}],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}'
+        ) % (
+            _encode(head["id"]),
+            b"chat.completion" if self._chat else b"text_completion",
+            head["created"],
+            _encode(head["model"]),
+            b'"message":{"role":"assistant","content":%b}' % text if self._chat else b'"text":%b' % text,
+            _finish(events[-1]).encode(),
+            prompt,
+            made,
+            prompt + made,
+        )
 
     def opening(self, choice: Choice) -> bytes:
         """The event that begins a choice of a stream: a chat names its role, a completion its echoed prompt."""

@@ -20,12 +20,11 @@ from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import requests_for
 from orchestrator.gateway.http import Exchange, Handler, HttpServer
-from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
 from orchestrator.gateway.peers import Peers
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.reply import Note, Reply
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.gateway.ticket import Ticket
 from orchestrator.gateway.tokenizers import TokenizerShelf
 from orchestrator.home import Home
 from orchestrator.keys import KeyFile
@@ -297,9 +296,9 @@ class Gateway:
         def read(tokenizer: Tokenizer) -> tuple[list[list[int]], list[str]]:
             try:
                 prompts = [tokenizer.encode(part) if isinstance(part, str) else part for part in given]
-            except ValueError as error:
+                return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given]
+            except (ValueError, OverflowError) as error:
                 raise errors.invalid(f"prompt: {error}", param="prompt") from None
-            return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given]
 
         return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), read)
 
@@ -348,10 +347,13 @@ class Gateway:
         chat = isinstance(asked, protocol.ChatRequest)
         numbers = self._numbers
         names = (f"{self._id}-{number}" for number in numbers)
+        copies = asked.n or 1
+        room = queue.routes.max_queue + queue.slots
+        if len(prompts) * copies > room:  # asked before so many requests are made
+            raise errors.too_many_choices(len(prompts) * copies, room)
         default = None if chat else protocol.DEFAULT_COMPLETION_TOKENS
         limits = queue.limits.within(self._settings.max_prompt_tokens)
         requests = requests_for(asked, prompts, limits, default, names)
-        copies = asked.n or 1
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{self._id}{next(numbers):x}",
@@ -363,19 +365,13 @@ class Gateway:
         )
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
-        reply = Reply(exchange, answer, note, self._metrics_of(queue.name), include_usage=usage)
+        reply = Reply(exchange, answer, note, self.metrics, include_usage=usage)
         try:
             for request, choice in zip(requests, choices, strict=True):
                 reply.add(queue.submit(request, reply, tokenizer), choice)
         except BaseException:
             reply.leave()
             raise
-
-    def _metrics_of(self, model: str) -> Callable[[Ticket], ModelMetrics]:
-        def of(ticket: Ticket) -> ModelMetrics:
-            return self.metrics.model(model, None if ticket.link is None else ticket.link.replica)
-
-        return of
 
 
 def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:

@@ -27,6 +27,8 @@ async def open_link(
     if credentials is None:
         raise ConnectionError(f"{address} asks for credentials, and there are none")
     parts = urlsplit(address)
+    assert parts.hostname is not None
+    assert parts.port is not None
     try:
         made, protocol = await loop.create_connection(
             factory,

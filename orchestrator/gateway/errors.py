@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGEST_MESSAGE = 1000  # it may repeat what the client has sent, which may be megabytes
+LONGEST_PARAM = 200
+
 
 class ApiError(Exception):
     """An answer that is not a completion. The constructors below are the vocabulary; codes are part of the API."""
@@ -21,10 +24,10 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + "..."
         self.type = type
         self.code = code
-        self.param = param
+        self.param = None if param is None else param[:LONGEST_PARAM]
         self.retry_after_s = retry_after_s
         self.allow = allow  # the methods that the route has
 
@@ -46,7 +49,7 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 
 def model_not_found(name: str, known: list[str]) -> ApiError:
-    message = f"The model {name!r} does not exist here. Models: {', '.join(sorted(known)) or 'none'}."
+    message = f"The model {name[:LONGEST_PARAM]!r} does not exist here. Models: {', '.join(sorted(known)) or 'none'}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -72,6 +75,11 @@ def body_too_large(limit: int) -> ApiError:
 def too_many_messages(given: int, limit: int) -> ApiError:
     message = f"messages: {given} are more than the limit of {limit}."
     return ApiError(400, message, param="messages", code="too_many_messages")
+
+
+def too_many_choices(given: int, room: int) -> ApiError:
+    message = f"The prompts times n are {given} answers; this model has slots and places in its queue for {room}."
+    return ApiError(400, message, param="n", code="too_many_choices")
 
 
 def headers_too_large(limit: int) -> ApiError:

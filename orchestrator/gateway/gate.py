@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.gateway import errors
@@ -13,6 +14,15 @@ from orchestrator.keys import ApiKey, KeyFile, KeyRing
 
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Who has used a connection last: a client need not be looked up again that says the same as before."""
+
+    key: ApiKey
+    given: bytes
+    ring: KeyRing
 
 
 class Gate:
@@ -46,9 +56,20 @@ class Gate:
         if not self._ring.demanded:
             return
         headers = exchange.request.headers
+        connection = exchange.connection
+        known: _Known | None = connection.known
+        now = time.time()
+        if (
+            known is not None
+            and known.ring is self._ring
+            and known.given == headers.get(b"authorization")
+            and not known.key.expired(now)
+        ):
+            exchange.key = known.key
+            self._used[known.key.id] = now
+            return
         given = headers.get(b"authorization", b"")
         presented = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        now = time.time()
         key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
         if key is None:
             raise errors.invalid_api_key(bool(presented))
@@ -57,6 +78,7 @@ class Gate:
         if exchange.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)
+        connection.known = _Known(key, given, self._ring) if given else None
 
     def admit_origin(self, exchange: Exchange) -> None:
         """A browser says whose script asks. One of another origin may ask nothing unless the settings name it: without

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,39 +34,37 @@ def requests_for(
 
     Raises ApiError 400 with the numbers for a prompt that is too long, empty, or holds ids that the model has not.
     """
-    guide, biases = asked.guide(), _biases(asked, limits)
-    shared = functools.partial(
-        GenerateRequest,
-        min_tokens=asked.min_tokens or 0,
-        temperature=_or(asked.temperature, 1.0),
-        temperature_is_default=asked.temperature is None,
-        top_p=_or(asked.top_p, 1.0),
-        top_k=max(0, asked.top_k or 0),  # vLLM's -1 means off, as 0 does
-        min_p=_or(asked.min_p, 0.0),
-        repetition_penalty=_or(asked.repetition_penalty, 1.0),
-        presence_penalty=_or(asked.presence_penalty, 0.0),
-        frequency_penalty=_or(asked.frequency_penalty, 0.0),
-        no_repeat_ngram_size=asked.no_repeat_ngram_size or 0,
-        logit_bias=biases,
-        stop=asked.stops(),
-        stop_token_ids=asked.stop_token_ids or [],
-        ignore_eos=bool(asked.ignore_eos),
-        skip_special_tokens=asked.skip_special_tokens is not False,
-        logprobs=asked.wanted_logprobs(),
-        guide=guide,
-        whole=not asked.stream,
-    )
+    guide, biases = asked.guide(), _biases(asked, limits) if asked.logit_bias else {}
+    logprobs, stops, seed, copies = asked.wanted_logprobs(), asked.stops(), asked.seed, asked.n or 1
     rooms = [_room(asked, prompt, limits) for prompt in prompts]
     return [
-        shared(
+        GenerateRequest(
             id=next(ids),
-            prompt_ids=list(prompt),
+            prompt_ids=prompt if type(prompt) is list else list(prompt),
             max_tokens=asked.max_tokens or min(default_tokens or room, room),
+            min_tokens=asked.min_tokens or 0,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            temperature_is_default=asked.temperature is None,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=max(0, asked.top_k or 0),  # vLLM's -1 means off, as 0 does
+            min_p=asked.min_p or 0.0,
+            repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            no_repeat_ngram_size=asked.no_repeat_ngram_size or 0,
+            logit_bias=biases,
+            stop=stops,
+            stop_token_ids=asked.stop_token_ids or [],
+            ignore_eos=bool(asked.ignore_eos),
+            skip_special_tokens=asked.skip_special_tokens is not False,
+            logprobs=logprobs,
+            guide=guide,
+            whole=not asked.stream,
             # each of n choices has a seed of its own, so that they differ and all can be had again
-            seed=None if asked.seed is None else _wrapped(asked.seed + copy),
+            seed=None if seed is None else _wrapped(seed + copy),
         )
         for prompt, room in zip(prompts, rooms, strict=True)
-        for copy in range(asked.n or 1)
+        for copy in range(copies)
     ]
 
 
@@ -94,10 +91,6 @@ def _biases(asked: ChatRequest | CompletionRequest, limits: Limits) -> dict[int,
             what = f"logit_bias: {id} is no token id of this model (0 to {(limits.vocab_size or MOST) - 1})"
             raise errors.invalid(what, param="logit_bias")
     return biases
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _wrapped(seed: int) -> int:

@@ -33,7 +33,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 JSON = b"application/json"
 MAX_PIPELINED = 64  # requests that wait for their turn on one connection
 MAX_HEADERS = 100
-MAX_UNSENT_BYTES = 4 * 2**20  # of one connection; one answer is smaller, so that only a hung reader gets here
+MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before a further piece: only who has stopped reading gets there
 LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
 LONGEST_ID = 128
 _STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
@@ -156,6 +156,10 @@ class Exchange:
         """Send these with the answer, whatever it will be."""
         self._extra = headers
 
+    @property
+    def connection(self) -> HttpConnection:
+        return self._connection
+
     def count_for(self, key: str) -> int:
         """Count the connection as one of the key's; gives how many it has."""
         return self._connection.count_for(key)
@@ -235,6 +239,8 @@ class HttpConnection(asyncio.Protocol):
         "_current",
         "_head_bytes",
         "_headers",
+        "_heard",
+        "_headers_size",
         "_in_head",
         "_key",
         "_lingers",
@@ -247,6 +253,7 @@ class HttpConnection(asyncio.Protocol):
         "_transport",
         "_url",
         "deadline",
+        "known",
         "server",
     )
 
@@ -259,16 +266,19 @@ class HttpConnection(asyncio.Protocol):
         self._queued: deque[Request | ApiError] = deque()
         self._task: asyncio.Future[None] | None = None
         self._key: str | None = None
+        self.known: Any = None  # what the gate remembers of who it is
         self._paused = False
         self._reading = False  # a request has begun and is not complete
         self._in_head = True
         self._broken = False  # nothing more is read
         self._lingers = False  # the last answer is written
         self._starting = False
-        self._head_bytes = 0
+        self._head_bytes = 0  # since there was more than heads
+        self._heard = 0  # heads, pieces of bodies and ends
         self._body_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
+        self._headers_size = 0
         self._body: list[bytes] = []
 
     # asyncio.Protocol
@@ -285,17 +295,21 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._broken:
             return
-        if self._in_head:
-            self._head_bytes += len(data)
+        heard = self._heard
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._broken = True  # its request is complete, and answered as if it had not asked for another protocol
-            self._end_after_this()
         except httptools.HttpParserError as error:
             self._refuse(errors.not_http(str(error)))
-        if not self._broken and self._in_head and self._head_bytes > self.server.settings.max_header_bytes:
-            self._refuse(errors.headers_too_large(self.server.settings.max_header_bytes))
+        if self._broken:
+            return
+        if self._heard == heard:  # no more than a piece of a head, or of trailers
+            self._head_bytes += len(data)
+            if self._head_bytes > self.server.settings.max_header_bytes:
+                self._refuse(errors.headers_too_large(self.server.settings.max_header_bytes))
+        else:
+            self._head_bytes = 0
 
     def eof_received(self) -> None:
         """A client that will send nothing more is taken to be gone, as by other servers: the connection is closed."""
@@ -325,10 +339,13 @@ class HttpConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        if self._broken:
+            return
         self._reading = True
         self._in_head = True
         self._url = b""
         self._headers = {}
+        self._headers_size = 0
         self._body = []
         self._body_bytes = 0
         if self._current is None:
@@ -338,20 +355,25 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        if not self._in_head:
+            return  # a trailer, which must not change what the head has said
+        name = name.lower()
+        self._headers_size += len(name) + len(value)
+        if name in self._headers:  # joined, as RFC 9110 has it: two keys or two encodings are then none that is known
+            value = self._headers[name] + b", " + value
+        self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         if self._broken:
             return
         settings, headers = self.server.settings, self._headers
         self._in_head = False
-        self._head_bytes = 0
-        size = len(self._url) + sum(map(len, headers)) + sum(map(len, headers.values()))
-        if size > settings.max_header_bytes or len(headers) > MAX_HEADERS:
+        self._heard += 1
+        if self._headers_size + len(self._url) > settings.max_header_bytes or len(headers) > MAX_HEADERS:
             self._refuse(errors.headers_too_large(settings.max_header_bytes))
             return
         encoding = headers.get(b"transfer-encoding", b"chunked").lower()
-        if encoding != b"chunked":
+        if encoding != b"chunked" or (b"transfer-encoding" in headers and self._parser.get_http_version() != "1.1"):
             self._refuse(errors.unknown_encoding("transfer-encoding", encoding))
         elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse(errors.unknown_encoding("content-encoding", headers[b"content-encoding"]))
@@ -364,6 +386,7 @@ class HttpConnection(asyncio.Protocol):
         if self._broken:
             return
         self._body_bytes += len(body)
+        self._heard += 1
         if self._body_bytes > self.server.settings.max_body_bytes:
             self._refuse(errors.body_too_large(self.server.settings.max_body_bytes))
         else:
@@ -372,6 +395,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._reading = False
         self._in_head = True
+        self._heard += 1
         if self._broken:
             return
         parser = self._parser
@@ -386,14 +410,15 @@ class HttpConnection(asyncio.Protocol):
                 self._headers,
                 self._body[0] if len(self._body) == 1 else b"".join(self._body),
                 parser.get_http_version(),
-                parser.should_keep_alive(),
+                parser.should_keep_alive() and not parser.should_upgrade(),
                 time.monotonic(),
             )
         except UnicodeDecodeError:
             self._refuse(errors.not_http("the target is not ASCII"))
             return
         self._headers, self._body = {}, []
-        if len(self._queued) >= MAX_PIPELINED:
+        queued = sum(len(item.body) for item in self._queued if isinstance(item, Request))
+        if len(self._queued) >= MAX_PIPELINED or queued + len(request.body) > self.server.settings.max_body_bytes:
             self.abort()
             return
         self._queued.append(request)
@@ -405,9 +430,10 @@ class HttpConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        transport.write(data)
         if self._paused and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort()
+        else:
+            transport.write(data)
 
     def finished(self, exchange: Exchange) -> None:
         """The answer is written: go on with the next request."""
@@ -442,6 +468,7 @@ class HttpConnection(asyncio.Protocol):
             self.abort()
         elif self._reading and self._current is None:
             self._refuse(errors.request_timeout(self.server.settings.read_s))
+            return
         elif self._current is None:
             self._transport.close()
         self.deadline = now + self.server.settings.write_s if self._transport is not None else _NEVER
@@ -513,10 +540,6 @@ class HttpConnection(asyncio.Protocol):
         request = Request("GET", "", "", {}, b"", "1.1", False, time.monotonic())
         self._current = exchange = Exchange(request, self, self.server.new_id())
         exchange.fail(error)
-
-    def _end_after_this(self) -> None:
-        if self._current is not None:
-            self._current.request.keep_alive = False
 
     def _say_goodbye(self) -> None:
         """Close after a while, in which what the client still sends is thrown away: a close at once would reset the

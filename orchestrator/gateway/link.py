@@ -166,6 +166,7 @@ class ReplicaLink(asyncio.Protocol):
         self._on_change(None)
 
     def _deliver(self, step: Step) -> None:
+        busy: list[Ticket] = []
         for event in step.events:
             ticket = self._live.get(event.id)
             if ticket is None:
@@ -174,7 +175,7 @@ class ReplicaLink(asyncio.Protocol):
             if event.finish is FinishReason.BUSY:
                 del self._live[event.id]
                 self._full = True
-                self._on_busy(ticket)
+                busy.append(ticket)
                 continue
             if event.finish is FinishReason.REFUSED:
                 del self._live[event.id]
@@ -190,6 +191,8 @@ class ReplicaLink(asyncio.Protocol):
                 del self._live[event.id]
                 self._full = False  # the slot that it had
                 self._on_change(time.monotonic() - ticket.sent_at)
+        for ticket in reversed(busy):  # each goes before all others: so they keep their order
+            self._on_busy(ticket)
         self._hang_up_when_idle()
 
     def _tell(self) -> None:

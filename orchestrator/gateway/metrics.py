@@ -5,6 +5,7 @@ What is called for every token or request is plain Python; families are made onl
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from orchestrator.gateway.exposition import merge, page
+from orchestrator.gateway.peers import Peers
 from workers.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 
 QUEUE = "queue"  # the `engine` of requests that have no replica yet: vLLM's own are numbers
@@ -192,18 +194,27 @@ class GatewayMetrics:
         *,
         accept: str = "",
         vitals: Vitals | None = None,
-        peers: dict[str, Sequence[MetricFamily]] | None = None,
-        own: str | None = None,
     ) -> tuple[bytes, str]:
-        """The page of `/metrics` and its content type, as ``accept`` asks for it.
+        """The page of `/metrics` and its content type, as ``accept`` asks for it; ``families`` are the controller's.
 
-        ``families`` are the controller's. ``peers`` are the families of the other gateways, by their names, and ``own``
-        is this one's name: None where the fleet has only one gateway.
+        For a gateway that is the only one, where nobody minds that the loop stands still: 3 ms for 24 replicas.
         """
+        return page([*self.families(snapshot, vitals), *families], accept)
+
+    async def scrape(
+        self,
+        snapshot: Sequence[ModelSnapshot],
+        families: Sequence[MetricFamily] = (),
+        *,
+        accept: str = "",
+        vitals: Vitals | None = None,
+        peers: Peers | None = None,
+    ) -> tuple[bytes, str]:
+        """As ``render``, with what the other gateways count, and with the text made on another thread."""
         mine = self.families(snapshot, vitals)
-        if own is not None:
-            mine = merge({**(peers or {}), own: mine})
-        return page([*mine, *families], accept)
+        if peers is not None:
+            mine = merge({**await peers.ask(), peers.name: mine})
+        return await asyncio.to_thread(page, [*mine, *families], accept)
 
     def _vllm(self) -> Iterable[MetricFamily]:
         items = self._models.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,10 @@ import msgspec
 from orchestrator.gateway.errors import ApiError, invalid
 
 R = TypeVar("R")
+MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
+MAX_STOP_CHARACTERS = 2**14
+MAX_SCHEMA_CHARACTERS = 2**20
+LONGEST_ID = 10  # digits
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
 MAX_TOP_LOGPROBS = 20  # as OpenAI's
@@ -291,9 +294,12 @@ def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
     calls = []
     for tool in tools:
         schema = dict(tool.schema())
-        for key, definition in (schema.pop("$defs", None) or {}).items():
+        held = schema.pop("$defs", None) or {}
+        if not isinstance(held, dict):
+            raise invalid(f"tools: the $defs of {tool.function.name!r} are no object", param="tools")
+        for key, definition in held.items():
             if definitions.setdefault(key, definition) != definition:
-                what = f"tools: two of them define {key!r} under $defs, each in another way; give them other names"
+                what = f"tools: two of them define {key!r} under $defs, each in its own way; give them other names"
                 raise invalid(what, param="tools")
         properties = {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": schema}
         calls.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
@@ -442,7 +448,7 @@ def _check_chat(request: Chat) -> None:
 
 def _check_calling(request: ChatRequest) -> None:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
-        if getattr(request, old):
+        if getattr(request, old) not in (None, []):
             raise invalid(f"{old}: it is not served; send {new}", param=old, code="unsupported_parameter")
     if request.tool_choice not in (None, "none") and not request.tools:
         raise invalid("tool_choice is only for a request with tools", param="tool_choice")
@@ -520,24 +526,40 @@ _OF_ALL = tuple(name for name in BOUNDS if name in SamplingFields.__struct_field
 
 def _check(request: SamplingFields) -> None:
     for name in _OF_ALL:
-        _bounded(name, getattr(request, name))
+        if (value := getattr(request, name)) is not None:
+            _bounded(name, value)
     if request.max_tokens is not None:
         _within("min_tokens", request.min_tokens, 0, request.max_tokens)
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise invalid(f"seed: {request.seed} does not fit in 64 bits", param="seed")
+    if request.logit_bias is not None:
+        _at_most("logit_bias", len(request.logit_bias), MAX_ENTRIES)
     for id, bias in (request.logit_bias or {}).items():
-        if not id.isdecimal():
-            raise invalid(f"logit_bias: {id!r} is no token id", param="logit_bias")
+        if not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
+            raise invalid(f"logit_bias: {id[:100]!r} is no token id", param="logit_bias")
         _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
+    if request.stop_token_ids is not None:
+        _at_most("stop_token_ids", len(request.stop_token_ids), MAX_ENTRIES)
     for stop_id in request.stop_token_ids or ():
         _within("stop_token_ids", stop_id, 0, MOST)
-    if len(request.stops()) > MAX_STOPS:
-        raise invalid(f"stop: {len(request.stops())} strings are more than {MAX_STOPS}", param="stop")
-    if "" in request.stops():
+    stops = request.stops()
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"stop: {len(stops)} strings are more than {MAX_STOPS}", param="stop")
+    _at_most("the characters of stop", sum(map(len, stops)), MAX_STOP_CHARACTERS, "stop")
+    if "" in stops:
         raise invalid("stop: an empty string stops nothing", param="stop")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only for stream: true", param="stream_options")
-    request.guide()
+    guide = request.guide()
+    if guide is not None:
+        param = "response_format" if request.response_format is not None else "tools"
+        _at_most(f"the characters of {param}", len(guide), MAX_SCHEMA_CHARACTERS, param)
+
+
+def _at_most(what: str, given: int, limit: int, param: str | None = None) -> None:
+    """What is copied into each choice, and looked through at each step, must stay small."""
+    if given > limit:
+        raise invalid(f"{what}: {given} are more than {limit}", param=param or what)
 
 
 def _bounded(name: str, value: float | None) -> None:
@@ -549,7 +571,7 @@ def _within(
     name: str,
     value: float | None,
     lowest: float,
-    highest: float | None,
+    highest: float,
     *,
     above: bool = False,
     param: str | None = None,
@@ -558,10 +580,8 @@ def _within(
     if value is None:
         return
     too_low = value <= lowest if above else value < lowest
-    if too_low or not math.isfinite(value) or (highest is not None and value > highest):
-        bounds = f"{'above' if above else 'at least'} {lowest:g}" + (
-            "" if highest is None else f" and at most {highest:g}"
-        )
+    if too_low or value > highest:
+        bounds = f"{'above' if above else 'at least'} {lowest:g} and at most {highest:g}"
         raise invalid(f"{name}: {value} is out of range; it must be {bounds}", param=param or name)
 
 

@@ -59,6 +59,7 @@ class ModelQueue:
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
         self._random = random.Random()
+        self._limits: Limits | None = None  # until something changes
         self._mean_service_s = 1.0  # of one request in a slot; an exponential average
 
     @property
@@ -98,7 +99,10 @@ class ModelQueue:
     @property
     def limits(self) -> Limits:
         """Of a request of this model, as far as a replica has told them."""
-        return Limits(self.routes.max_len, self.longest_prompt or self.routes.max_len, self.vocab_size)
+        if self._limits is None:
+            longest = self.longest_prompt or self.routes.max_len
+            self._limits = Limits(self.routes.max_len, longest, self.vocab_size)
+        return self._limits
 
     def submit(self, request: GenerateRequest, sink: Sink, tokenizer: str | None = None) -> Ticket:
         """Queue a request, whose prompt was read with the routes' ``tokenizer`` of that time (None: today's).
@@ -134,6 +138,7 @@ class ModelQueue:
         if routes.tokenizer != self.routes.tokenizer:  # what waits was read with the old tokenizer
             self._fail_waiting(errors.model_unavailable(self.name, "updated", NEW_TOKENIZER))
         self.routes = routes
+        self._limits = None
         self._refused &= set(routes.replicas)
         for route, link in list(self._links.items()):
             link.resume() if route in routes.replicas else link.retire()
@@ -194,6 +199,7 @@ class ModelQueue:
                 continue
             if not link.closed.is_set():
                 self._links[route] = link
+                self._limits = None
                 self._pump()  # its Welcome may be here already
             await link.closed.wait()
             if link.refused:
@@ -207,6 +213,7 @@ class ModelQueue:
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
         if link.closed.is_set():
             self._links.pop(link.route, None)
+            self._limits = None
         for ticket in reversed(tickets):
             if ticket.can_retry and not self._closed and ticket.tokenizer == self.routes.tokenizer:
                 ticket.restart()
@@ -254,7 +261,9 @@ class ModelQueue:
 
     def _changed(self, ended_after_s: float | None) -> None:
         """A link has opened, or a request has ended after so long in its slot."""
-        if ended_after_s is not None:
+        if ended_after_s is None:
+            self._limits = None
+        else:
             self._mean_service_s += 0.1 * (ended_after_s - self._mean_service_s)
         self._pump()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,13 @@ from orchestrator.gateway.ticket import Ticket
 from workers.requests import FinishReason, TokenEvent
 
 if TYPE_CHECKING:
-    from orchestrator.gateway.metrics import ModelMetrics
+    from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics
 
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _REFUSED = (FinishReason.INVALID, FinishReason.ERROR)
 
 
-@dataclass
+@dataclass(slots=True)
 class Note:
     """What log and metrics tell of a request that reached a model."""
 
@@ -42,11 +41,10 @@ class Reply:
         exchange: Exchange,
         answer: Answer,
         note: Note,
-        metrics: Callable[[Ticket], ModelMetrics],
+        metrics: GatewayMetrics,
         *,
         include_usage: bool,
     ) -> None:
-        """``metrics`` gives the counters of the replica that a ticket is on."""
         self._exchange = exchange
         self._answer = answer
         self._note = note
@@ -128,7 +126,7 @@ class Reply:
             return
         metrics = ticket.metrics
         if metrics is None:
-            ticket.metrics = metrics = self._metrics(ticket)
+            ticket.metrics = metrics = self._metrics_of(ticket)
             ticket.first_at = ticket.last_at = now
             received_at = self._exchange.request.received_at
             metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at, new)
@@ -143,10 +141,14 @@ class Reply:
             return
         self._open.discard(ticket)
         self._note.completion_tokens += ticket.produced
-        metrics = ticket.metrics or self._metrics(ticket)
+        metrics = ticket.metrics or self._metrics_of(ticket)
         decode_s = ticket.last_at - ticket.first_at
         e2e_s = now - self._exchange.request.received_at
         metrics.ended(reason, len(ticket.request.prompt_ids), ticket.produced, e2e_s, decode_s)
+
+    def _metrics_of(self, ticket: Ticket) -> ModelMetrics:
+        """Of the replica that it is on."""
+        return self._metrics.model(self._note.model, None if ticket.link is None else ticket.link.replica)
 
     def _fail(self, error: ApiError) -> None:
         self._end_all("abort")

@@ -57,6 +57,7 @@ class GatewayServer:
         self._started = threading.Event()
         self._stopping: asyncio.Event | None = None
         self._failure: BaseException | None = None
+        self._server: asyncio.AbstractServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
@@ -114,7 +115,7 @@ class GatewayServer:
 
     async def _listen_and_sweep(self) -> None:
         """Accept connections, and a few times a second see to deadlines, keys and certificates."""
-        server = await self._accept(None if self._certificates is None else self._certificates.context)
+        self._server = await self._accept(None if self._certificates is None else self._certificates.context)
         self._started.set()
         try:
             while True:
@@ -123,10 +124,10 @@ class GatewayServer:
                 self.gateway.gate.refresh()
                 renewed = None if self._certificates is None else self._certificates.renewed()
                 if renewed is not None:  # both listen for a moment, so that no connection is refused
-                    before, server = server, await self._accept(renewed)
+                    before, self._server = self._server, await self._accept(renewed)
                     before.close()
         finally:
-            server.close()
+            self._server.close()
 
     async def _accept(self, context: ssl.SSLContext | None) -> asyncio.AbstractServer:
         """Accept what comes on the listener. On a copy of it, since the end of a server closes its socket."""
@@ -139,6 +140,9 @@ class GatewayServer:
         )
 
     async def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()  # first: whoever comes now is to find another gateway
+        self._listener.close()
         self._http.close()
         deadline = time.monotonic() + STOP_GRACE_S
         while self._http.connections and time.monotonic() < deadline:  # noqa: ASYNC110

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import shutil
+import tempfile
 import threading
 from typing import Any
 
@@ -316,10 +318,10 @@ EVENTS = [
 class FakeFleet:
     """Plays ``Operations``: answers what it is given, and keeps what it was asked in ``calls``."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: str = "/nowhere") -> None:
         self.settings = FleetSettings(
             fleet="f",
-            home="/nowhere",
+            home=home,
             spec_text=SPEC,
             spec_file="old.yaml",
             base_dir="/specs",
@@ -460,7 +462,7 @@ class LiveAdmin:
     """The API of a ``FakeFleet`` on a free port, on an event loop in a thread of its own. ``close`` it."""
 
     def __init__(self) -> None:
-        self.fleet = FakeFleet()
+        self.fleet = FakeFleet(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         self.downs = 0
         config = uvicorn.Config(
             admin_app(self.fleet, self._down), host="127.0.0.1", port=0, lifespan="off", log_config=None
@@ -493,3 +495,4 @@ class LiveAdmin:
         self._server.should_exit = True
         self._thread.join(10)
         self._loop.close()
+        shutil.rmtree(self.fleet.settings.home, ignore_errors=True)

@@ -19,6 +19,7 @@ from orchestrator.journal import Journal
 from orchestrator.operator import Operator
 from workers.config import ReplicaConfig
 from workers.interpreter import Interpreter
+from workers.metric_family import MetricFamily
 from workers.status import Failure, Phase, ReplicaStatus
 
 T = TypeVar("T")
@@ -116,6 +117,7 @@ class FakeCluster:
         self.unadoptable: dict[str, int] = {}
         self.interpreters: dict[str | None, Interpreter] = {}  # by path; any other is like the fleet's own
         self.asked: list[str | None] = []  # of which interpreters it was asked
+        self.devices: list[MetricFamily] = []  # what the devices of every real host measure
         self.last_words: dict[str, Failure] = {}  # by the name of the log
         self.late: asyncio.Event | None = None  # what has died is told only after this
         self.violations: list[str] = []
@@ -199,6 +201,9 @@ class FakeCluster:
             return {}
         self.told_held = set(self.held)
         return {core: Owner(pid, "somebody") for core, pid in self.held.items()}
+
+    async def device_metrics(self, host: str) -> list[MetricFamily]:
+        return self.devices
 
     async def lost_hosts(self) -> frozenset[str]:
         return frozenset(self.lost_now)

@@ -83,9 +83,9 @@ class LiveGateway:
     """One gateway, and a client of it."""
 
     def __init__(self, **settings: Any) -> None:
-        """``settings`` are fields of GatewaySettings."""
+        """``settings`` are fields of GatewaySettings; without ``port`` it is a free one."""
         self.controller = PlayedController()
-        self.port = free_port()
+        self.port: int = settings.pop("port", None) or free_port()
         self.url = f"http{'s' if 'tls_cert' in settings else ''}://127.0.0.1:{self.port}"
         self._home = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
         self.home = Path(settings.pop("home", self._home.name))
@@ -116,6 +116,11 @@ class LiveGateway:
 
     def queue(self, model: str) -> ModelQueue:
         return self._server.gateway.queues[model]
+
+    @property
+    def connections(self) -> int:
+        """Of clients, that are open."""
+        return len(self._server.http.connections) if hasattr(self._server, "http") else len(self._server._http.connections)
 
     def close(self) -> None:
         self.http.close()

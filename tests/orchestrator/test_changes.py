@@ -87,6 +87,8 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "neff_cache": "./cache",
     "priority": 1,
     "max_queue": 1,
+    "aliases": ["other"],
+    "tool_parser": "hermes",
     "threads": 3,
     "allow_head_padding": True,
     "allow_degrees": [3],

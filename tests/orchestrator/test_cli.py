@@ -335,7 +335,9 @@ def test_a_file_that_cannot_be_read_is_one_clear_error(capsys: pytest.CaptureFix
 def test_up_refuses_to_listen_to_the_network(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Another address than loopback waits for keys."""
     assert run(["up", good, "--host", "0.0.0.0"]) == 1
-    assert "host-not-loopback" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "host-without-keys: --host 0.0.0.0" in told
+    assert "corewright keys create" in told
 
 
 def test_up_starts_nothing_of_a_bad_spec(bad: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -836,7 +838,7 @@ def test_a_host_of_the_environment_is_loopback_too(
     """Wherever it comes from."""
     monkeypatch.setenv("COREWRIGHT_HOST", "0.0.0.0")
     assert run(["up", good]) == 1
-    assert "host-not-loopback: COREWRIGHT_HOST 0.0.0.0" in capsys.readouterr().err
+    assert "host-without-keys: COREWRIGHT_HOST 0.0.0.0" in capsys.readouterr().err
 
 
 def test_standard_input_is_not_watched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ MATRIX: list[tuple[str, Any, int, str | None, str | None, str]] = [
         "top_logprobs",
         "at most 20",
     ),
-    (CHAT, {"model": "m", "messages": HELLO, "tools": [{}]}, 400, "unsupported_parameter", "tools", "does not serve"),
+    (CHAT, {"model": "m", "messages": HELLO, "functions": [{}]}, 400, "unsupported_parameter", "functions", "send tools"),
     (
         CHAT,
         {"model": "m", "messages": [{"role": "user", "content": "x" * 80}]},

@@ -26,6 +26,10 @@ def echo_text(prompt: str, count: int) -> str:
     return bytes(echo_tokens(list(prompt.encode()), count)).decode()
 
 
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "hello", **fields}
+
+
 def complete(gateway: LiveGateway, model: str = "m", **fields: Any) -> httpx.Response:
     return gateway.http.post("/v1/completions", json={"model": model, "prompt": "hello", **fields})
 
@@ -399,14 +403,26 @@ def test_echo_repeats_the_prompt(gateway: LiveGateway, replica: Make) -> None:
 
 
 def test_a_refused_choice_takes_the_others_back(gateway: LiveGateway, replica: Make) -> None:
-    """Four choices that do not all fit in the queue are refused together, and none of them runs."""
+    """Three choices that do not all fit in the queue are refused together, and none of them runs."""
     served = replica(slots=1, step_ms=5)
     gateway.serve(routes("m", served, max_queue=2))
+    with gateway.http.stream("POST", "/v1/completions", json=body(max_tokens=4000, stream=True)):
+        until(lambda: served.batcher.stats.live == 1, 5, "the slot is taken")
 
-    refused = complete(gateway, n=4, max_tokens=1000)
+        refused = complete(gateway, n=3, max_tokens=1000)
 
-    assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
-    until(lambda: served.batcher.stats.live == 0 and gateway.queue("m").waiting == 0, 5, "nothing runs")
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+        assert gateway.queue("m").waiting == 0
+    until(lambda: served.batcher.stats.live == 0, 5, "nothing runs")
+
+
+def test_more_choices_than_there_is_room_for_are_refused_at_once(gateway: LiveGateway, replica: Make) -> None:
+    """What can never be answered, with all slots and the whole queue, is the client's mistake."""
+    gateway.serve(routes("m", replica(slots=1), max_queue=2))
+
+    refused = complete(gateway, n=4)
+
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "too_many_choices")
 
 
 @pytest.mark.parametrize(
@@ -497,7 +513,7 @@ def test_a_model_answers_to_its_aliases(gateway: LiveGateway, replica: Make) -> 
 
 def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: LiveGateway, replica: Make) -> None:
     """vLLM's names, with what was really asked and answered; a refusal counts as one."""
-    fresh_gateway.serve(routes("m", replica()))
+    fresh_gateway.serve(routes("m", replica(step_ms=5)))
     for stream in (False, True):
         complete(fresh_gateway, max_tokens=7, stream=stream)
     complete(fresh_gateway, temperature=9)
@@ -509,7 +525,9 @@ def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: L
     assert sample(page, "vllm:generation_tokens_total" + labels) == 14
     assert sample(page, "vllm:time_to_first_token_seconds_count" + labels) == 2
     assert sample(page, "vllm:inter_token_latency_seconds_count" + labels) == 12
-    assert sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",gateway="0",model_name="m"}') == 2
+    assert (
+        sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",gateway="0",model_name="m"}') == 2
+    )
     assert 'status="400"' in page
 
 

@@ -721,3 +721,27 @@ def test_degrees_that_divide_the_heads_are_named_only_where_they_have_the_memory
     text = f"{REAL}models: {{a: {{source: ./a, tp_degree: 24}}}}\n"
     (problem,) = [one for one in problems_of(text, {"a": large}) if one.id == "heads-not-divisible"]
     assert problem.hint == "add allow_head_padding: true for an engine that pads with zeros"
+
+
+@pytest.mark.parametrize(
+    ("models", "found"),
+    [
+        ("{a: {engine: echo, aliases: [gpt-4o, org/model:latest]}, b: {engine: echo, aliases: [x]}}", []),
+        ("{a: {engine: echo, aliases: [b]}, b: {engine: echo}}", ["alias-taken 1:38"]),
+        ("{a: {engine: echo, aliases: [a]}}", ["alias-taken 1:38"]),
+        ("{a: {engine: echo, aliases: [x]}, b: {engine: echo, aliases: [y, x]}}", ["alias-taken 1:74"]),
+        ("{a: {engine: echo, aliases: [x, x]}}", ["alias-taken 1:41"]),
+        ("{a: {engine: echo, aliases: [' x']}}", ["bad-name 1:38"]),
+        ("{a: {engine: echo, aliases: [3]}}", ["wrong-type 1:38"]),
+        ("{a: {engine: echo, aliases: x}}", ["wrong-type 1:28"]),
+        ("{a: {engine: echo, tool_parser: xml}}", ["unknown-value 1:28"]),
+    ],
+)
+def test_a_name_stands_for_one_model(models: str, found: list[str]) -> None:
+    """An alias is no model's name and no other's alias; the later one is told."""
+    assert ids(f"models: {models}\n") == found
+
+
+def test_aliases_are_a_models_own() -> None:
+    """In `defaults` every model would have the same."""
+    assert ids("defaults: {aliases: [x]}\nmodels: {a: {engine: echo}}\n") == ["unknown-key 1:12"]

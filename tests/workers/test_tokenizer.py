@@ -10,7 +10,14 @@ import pytest
 
 from tests.checkpoints import BOS_ID, VOCAB_SIZE, save_tokenizer
 from workers.engine import EngineLoadError
-from workers.tokenizer import ByteTokenizer, ChatTemplateError, NoChatTemplate, Tokenizer, load_tokenizer
+from workers.tokenizer import (
+    ByteTokenizer,
+    ChatTemplateError,
+    NoChatTemplate,
+    NoToolsInTemplate,
+    Tokenizer,
+    load_tokenizer,
+)
 
 CHAT = [
     {"role": "user", "content": "Grüß Gott 🙂"},
@@ -218,3 +225,96 @@ def test_other_vocabularies_are_asked_for_the_text_of_one_token(tmp_path: Path) 
     from tokenizers import decoders
 
     assert sentencepiece_like(tmp_path, decoders.BPEDecoder(suffix="▁Hi")).token_bytes(3) == b"there"
+
+
+# Tools, and further variables of the template
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+WITH_TOOLS = (
+    "{# tools #}{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.a }}){% endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}{{ extra }}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def rendered(path: Path, template: str, messages: list[dict[str, object]], *args: object, **more: object) -> str:
+    save_tokenizer(path, template)
+    tokenizer = load_tokenizer("cpu", str(path))
+    return tokenizer.decode(tokenizer.apply_chat_template(messages, *args, **more))  # type: ignore[arg-type]
+
+
+def test_the_template_is_told_of_tools_and_calls(tmp_path: Path) -> None:
+    """Of the tools as they were given, and of all that a message holds."""
+    messages: list[dict[str, object]] = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 7}}}]},
+        {"role": "tool", "content": "8", "tool_call_id": "c1"},
+    ]
+
+    text = rendered(tmp_path, WITH_TOOLS, messages, TOOLS)
+
+    assert text == f"[{json.dumps(TOOLS)}]<assistant>f(7)<tool>8c1<assistant>"
+
+
+def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
+    """The model would not hear of them. A comment that speaks of tools does not make it know them."""
+    save_tokenizer(tmp_path, "{# tools #}no tools{{ messages[0].content }}")
+    for tokenizer in (load_tokenizer("cpu", str(tmp_path)), ByteTokenizer()):
+        with pytest.raises(NoToolsInTemplate, match="knows no tools"):
+            tokenizer.apply_chat_template(CHAT, TOOLS)
+        assert tokenizer.apply_chat_template(CHAT, [])
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    """Its files name it `tool_use`; without tools the default one is taken."""
+    save_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer("cpu", str(tmp_path))
+
+    assert [tokenizer.decode(tokenizer.apply_chat_template(CHAT, tools)) for tools in (None, TOOLS)] == [
+        "plain",
+        "1 tools",
+    ]
+    assert [tokenizer.chat_template(tools) for tools in (False, True)] == list(named.values())
+
+
+def test_further_variables_reach_the_template_and_nothing_else(tmp_path: Path) -> None:
+    """What transformers itself is told by such a name (here: not to render at all) cannot be set by a client."""
+    hello: list[dict[str, object]] = [{"role": "user", "content": "x"}]
+    assert rendered(tmp_path, WITH_TOOLS, hello, template_kwargs={"extra": "!"}) == "<user>x!<assistant>"
+    for name in ("tokenize", "chat_template", "tools", "conversation", "messages", "kwargs", "self"):
+        with pytest.raises(ChatTemplateError, match=f"{name} is no variable of a chat template"):
+            rendered(tmp_path, WITH_TOOLS, hello, template_kwargs={name: "x"})
+
+
+def test_the_last_message_can_be_gone_on_with(tmp_path: Path) -> None:
+    """Instead of a new one of the assistant's; or the chat just ends."""
+    chat: list[dict[str, object]] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+    assert rendered(tmp_path, WITH_TOOLS, chat, continue_final_message=True) == "<user>Hi<assistant>Well,"
+    assert rendered(tmp_path, WITH_TOOLS, chat[:1], add_generation_prompt=False) == "<user>Hi"
+    byte = ByteTokenizer()
+    assert byte.decode(byte.apply_chat_template(chat, continue_final_message=True)) == "user: Hi\nassistant: Well,"
+    assert byte.decode(byte.apply_chat_template(chat[:1], add_generation_prompt=False)) == "user: Hi\n"
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:
+    """Most templates leave out a role that they do not know."""
+    chat: list[dict[str, object]] = [{"role": "developer", "content": "x"}]
+    assert rendered(tmp_path, WITH_TOOLS, chat) == "<system>x<assistant>"
+    knows = "{{ 'developer' if messages[0].role == 'developer' else 'system' }}"
+    assert rendered(tmp_path, knows, chat) == "developer"
+
+
+def test_tokens_are_text_and_words_of_the_vocabulary_again(hub: Tokenizer) -> None:
+    """Special tokens are told by their names; an id that stands for nothing is nothing."""
+    ids = hub.encode("Hi there 🙂")
+    assert hub.decode(ids) == "<|bos|>Hi there 🙂"
+    assert hub.tokens(ids)[0] == "<|bos|>"
+    assert "".join(hub.tokens(ids)[1:]).startswith("Hi")
+    assert hub.tokens([VOCAB_SIZE + 5]) == [""]
+    assert hub.decode([VOCAB_SIZE + 5]) == ""
+    byte = ByteTokenizer()
+    assert byte.decode([*"é".encode(), byte.EOS_ID]) == "é"
+    assert byte.tokens([65, byte.EOS_ID]) == ["A", ""]

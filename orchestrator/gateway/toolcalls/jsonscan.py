@@ -1,0 +1,112 @@
+"""A JSON value, read character by character: where it ends, and where it turns out to be none."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+
+SPACE = " \t\n\r"
+LONGEST_WORD = 400  # characters of a number; longer ones are none that a client could use
+_HEX = frozenset("0123456789abcdefABCDEF")
+_WORD_BEGINS = frozenset("-0123456789tfn")
+_WORD_GOES_ON = frozenset("+-.0123456789eEtrufalsn")
+_WORD = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+class Taken(Enum):
+    """What a character was."""
+
+    MORE = auto()  # a part of it, and not its end
+    LAST = auto()  # its end
+    BEHIND = auto()  # it ended before this character
+    BROKEN = auto()  # it is no JSON
+
+
+class _Wants(Enum):
+    VALUE = auto()
+    VALUE_OR_END = auto()  # behind [
+    KEY_OR_END = auto()  # behind {
+    KEY = auto()  # behind a comma of an object
+    COLON = auto()
+    COMMA_OR_END = auto()
+    STRING = auto()
+    ESCAPE = auto()
+    HEX = auto()
+    WORD = auto()
+
+
+class JsonScan:
+    """Reads one value, beginning with its first character, which is no space."""
+
+    __slots__ = ("_hex_left", "_key", "_stack", "_wants", "_word")
+
+    def __init__(self) -> None:
+        self._wants = _Wants.VALUE
+        self._stack: list[str] = []  # the closing characters of what is open
+        self._key = False  # the string is a key
+        self._hex_left = 0
+        self._word = ""
+
+    def take(self, char: str) -> Taken:
+        wants = self._wants
+        if wants is _Wants.STRING:
+            if char == '"':
+                if self._key:
+                    self._wants = _Wants.COLON
+                    return Taken.MORE
+                return self._ended()
+            if char == "\\":
+                self._wants = _Wants.ESCAPE
+            return Taken.BROKEN if char < " " else Taken.MORE
+        if wants is _Wants.ESCAPE:
+            self._wants, self._hex_left = (_Wants.HEX, 4) if char == "u" else (_Wants.STRING, 0)
+            return Taken.MORE if char in '"\\/bfnrtu' else Taken.BROKEN
+        if wants is _Wants.HEX:
+            self._hex_left -= 1
+            if not self._hex_left:
+                self._wants = _Wants.STRING
+            return Taken.MORE if char in _HEX else Taken.BROKEN
+        if wants is _Wants.WORD:
+            if char in _WORD_GOES_ON:
+                self._word += char
+                return Taken.MORE if len(self._word) <= LONGEST_WORD else Taken.BROKEN
+            if not _WORD.fullmatch(self._word):
+                return Taken.BROKEN
+            if self._ended() is Taken.LAST:
+                return Taken.BEHIND
+        return Taken.MORE if char in SPACE else self._structure(char)
+
+    def _structure(self, char: str) -> Taken:
+        wants = self._wants
+        if wants is _Wants.COLON:
+            self._wants = _Wants.VALUE
+            return Taken.MORE if char == ":" else Taken.BROKEN
+        if wants in (_Wants.KEY, _Wants.KEY_OR_END) and char == '"':
+            self._wants, self._key = _Wants.STRING, True
+            return Taken.MORE
+        if wants in (_Wants.KEY_OR_END, _Wants.VALUE_OR_END, _Wants.COMMA_OR_END) and char == self._stack[-1]:
+            self._stack.pop()
+            return self._ended()
+        if wants is _Wants.COMMA_OR_END and char == ",":
+            self._wants = _Wants.KEY if self._stack[-1] == "}" else _Wants.VALUE
+            return Taken.MORE
+        return self._value(char) if wants in (_Wants.VALUE, _Wants.VALUE_OR_END) else Taken.BROKEN
+
+    def _value(self, char: str) -> Taken:
+        if char == "{":
+            self._stack.append("}")
+            self._wants = _Wants.KEY_OR_END
+        elif char == "[":
+            self._stack.append("]")
+            self._wants = _Wants.VALUE_OR_END
+        elif char == '"':
+            self._wants, self._key = _Wants.STRING, False
+        elif char in _WORD_BEGINS:
+            self._wants, self._word = _Wants.WORD, char
+        else:
+            return Taken.BROKEN
+        return Taken.MORE
+
+    def _ended(self) -> Taken:
+        self._wants = _Wants.COMMA_OR_END
+        return Taken.MORE if self._stack else Taken.LAST

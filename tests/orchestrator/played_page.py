@@ -1,0 +1,69 @@
+"""The families of a fleet that is played: models, requests, a strange core, devices, a certificate. All that there is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from tests.orchestrator.fakes import FakeCluster, Played
+from workers.device_metrics import Sums, device_families
+from workers.facts.neuron_monitor import parse_neuron_monitor
+from workers.metric_family import MetricFamily, joined, labelled
+
+SAMPLE = Path(__file__).parents[1] / "workers" / "samples" / "neuron-monitor-inf2.48xlarge.jsonl"
+HOST = "inf2.48xlarge/0"
+SPEC = """\
+version: 1
+name: test
+hosts: {emulate: inf2.48xlarge}
+defaults: {engine: echo}
+models:
+  chat: {source: ./none, tp_degree: 8}
+  small: {source: ./none, tp_degree: 2, replicas: 2}
+"""
+
+
+def gateway_families() -> list[MetricFamily]:
+    """Of a gateway that has served some requests and refused others."""
+    metrics = GatewayMetrics()
+    for replica in (0, 1):
+        small = metrics.model("small", replica)
+        small.first_token(0.2, 0.1, 0.1)
+        small.token(0.01)
+        small.ended("stop", 10, 2, 0.3, 0.01)
+        small.ended("error", 10, 2, 0.3, 0.01)
+    metrics.overhead(0.0002)
+    metrics.refused("small", 429, "queue_full")
+    metrics.refused("small", 503, "unavailable")
+    metrics.refused(None, 401, "invalid_api_key")
+    metrics.retried("small", "lost")
+    snapshot = [
+        ModelSnapshot("chat", 0, [ReplicaSnapshot(0, 1, 8, 100, 4096)]),
+        ModelSnapshot("small", 2, [ReplicaSnapshot(n, 1, 8, 100, 4096) for n in (0, 1)]),
+    ]
+    vitals = Vitals(connections=3, keys=2, keys_in_use=1, certificate_expires=1.9e9, controller_age_s=0.2)
+    return metrics.families(snapshot, vitals)
+
+
+def devices() -> list[MetricFamily]:
+    """Of a host with devices, as neuron-monitor tells of them, with the latency of an execution."""
+    sums = Sums()
+    line = SAMPLE.read_text().splitlines()[1]
+    sample = parse_neuron_monitor(line.replace('"total_latency": null', '"total_latency": {"p50": 0.01, "p99": 0.02}', 1))
+    sums.add(sample)
+    return [labelled(family, "host", HOST) for family in device_families(sample, sums)]
+
+
+async def played_families(home: Path) -> list[MetricFamily]:
+    """Every family that a fleet can tell, each with at least one series."""
+    cluster = FakeCluster()
+    cluster.held = {23: 4711}
+    async with Played(home, cluster, SPEC) as fleet:
+        await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
+        await fleet.settled()
+        cluster.loads = False  # from now on a start goes on for ever
+        await cluster.replicas["small/1.1"].die("killed by signal 9")
+        await fleet.until(lambda: fleet.replica("small/1").get("restarts") == 1, "started again")
+        await asyncio.sleep(0)
+        return joined([*gateway_families(), *await fleet.controller.metrics(), *devices()])

@@ -1,0 +1,168 @@
+"""The audit log: what changes something is written before it happens, whole, and without secrets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import audit as audit_module
+from orchestrator.audit import KEPT, Audit, recorded
+from orchestrator.cli.main import run
+from orchestrator.failure import Failed
+from orchestrator.home import Home
+
+
+@pytest.fixture
+def audit(tmp_path: Path) -> Audit:
+    return Audit(tmp_path / "audit.log")
+
+
+def test_an_action_is_written_before_and_after(audit: Audit) -> None:
+    """Two lines of JSON, told as one action; only its user can read them."""
+    line = audit.asked("key 0123abcd ops", "POST /scale", {"model": "chat", "count": 3}, by="ada@wright (key ops)")
+    assert [entry.status for entry in audit.entries(9)] == [None]
+    audit.ended(line, "200", 7)
+
+    (entry,) = audit.entries(9)
+    assert (entry.who, entry.by, entry.action) == ("key 0123abcd ops", "ada@wright (key ops)", "POST /scale")
+    assert (entry.arguments, entry.status, entry.revision) == ({"model": "chat", "count": 3}, "200", 7)
+    first, second = [json.loads(text) for text in audit.path.read_text().splitlines()]
+    assert first["request"] == second["request"]
+    assert audit.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_spec_is_told_by_its_digest(audit: Audit) -> None:
+    """Its text could hold anything; the revision holds it. What is long is cut."""
+    audit.asked("fleet token", "POST /apply", {"text": "models: secret", "file": "f" * 1000, "canary": None})
+    (entry,) = audit.entries(1)
+    assert entry.arguments.keys() == {"spec", "file"}
+    assert entry.arguments["spec"].startswith("sha256:")
+    assert len(entry.arguments["file"]) == 300
+    assert "secret" not in audit.path.read_text()
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_without_room_nothing_is_done(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no half line is left behind."""
+    audit.asked("up", "up", {})
+    before, done = audit.path.read_bytes(), []
+    monkeypatch.setattr(audit_module.os, "fsync", full)
+    with pytest.raises(Failed, match="No space left") as failed, recorded(audit, "command", "x", {}, by="me"):
+        done.append("x")
+    assert failed.value.problem.id == "audit-unwritable"
+    assert (done, audit.path.read_bytes()) == ([], before)
+
+
+def test_a_part_of_a_line_is_taken_back(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system writes it that fills up in the midst of it."""
+    audit.asked("up", "up", {})
+    before, write = audit.path.read_bytes(), os.write
+    monkeypatch.setattr(audit_module.os, "write", lambda file, data: write(file, data[:10]))
+    with pytest.raises(Failed):
+        audit.asked("up", "end", {})
+    assert audit.path.read_bytes() == before
+
+
+def test_what_fails_is_told_with_its_id(audit: Audit) -> None:
+    """And the failure goes on to whoever asked."""
+    with pytest.raises(Failed), recorded(audit, "command", "keys revoke", {}, by="me"):
+        raise Failed("key-unknown", "", "")
+    with recorded(audit, "command", "keys create", {}, by="me"):
+        pass
+    assert [entry.status for entry in audit.entries(9)] == ["key-unknown", "done"]
+
+
+def test_a_line_that_a_crash_cut_off_spoils_no_other(audit: Audit) -> None:
+    """The next one begins on a line of its own."""
+    audit.asked("up", "up", {})
+    with audit.path.open("ab") as file:
+        file.write(b'{"at": 1, "req')
+    audit.asked("up", "end", {})
+    assert [entry.action for entry in audit.entries(9)] == ["up", "end"]
+
+
+def test_a_link_is_not_followed(audit: Audit, tmp_path: Path) -> None:
+    """Nobody has the daemon write into another file."""
+    (tmp_path / "victim").write_text("")
+    audit.path.symlink_to(tmp_path / "victim")
+    with pytest.raises(Failed):
+        audit.asked("up", "up", {})
+    assert (tmp_path / "victim").read_text() == ""
+
+
+def test_a_log_that_has_grown_is_set_aside(tmp_path: Path) -> None:
+    """A few are kept, the oldest go, and what is kept is told in order."""
+    audit = Audit(tmp_path / "audit.log", max_bytes=400)
+    for number in range(60):
+        audit.ended(audit.asked("up", f"a{number}", {}), "done")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["audit.log", *(f"audit.log.{number}" for number in range(1, KEPT + 1))]
+    told = [entry.action for entry in audit.entries(1000)]
+    assert told == [f"a{number}" for number in range(60)][-len(told) :]
+    assert 5 < len(told) < 60
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from orchestrator.audit import Audit
+audit = Audit(Path(sys.argv[1]), max_bytes=20_000)
+for number in range(100):
+    audit.ended(audit.asked(sys.argv[2], str(number), {}), "done")
+"""
+
+
+def test_several_writers_lose_nothing(audit: Audit) -> None:
+    """Also while the log is set aside under them."""
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(audit.path), who]) for who in ("a", "b")]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    told = [(entry.who, entry.action, entry.status) for entry in audit.entries(1000)]
+    assert sorted(told) == sorted((who, str(number), "done") for who in ("a", "b") for number in range(100))
+
+
+def test_the_commands_are_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What they made and what was refused; without the key."""
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    assert run(["audit"]) == 0
+    assert capsys.readouterr().out == "nothing yet\n"
+    run(["keys", "create", "ci"])
+    text = capsys.readouterr().out.strip()
+    run(["keys", "create", "ci"])
+    run(["keys", "revoke", text])
+    run(["keys", "revoke", "ci"])
+    capsys.readouterr()
+    assert run(["audit", "-n", "3", "-o", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)["actions"]
+    assert [(one["action"], one["status"]) for one in told] == [
+        ("keys create", "key-name-taken"),
+        ("keys revoke", "key-unknown"),
+        ("keys revoke", "done"),
+    ]
+    assert text[-43:] not in Home(tmp_path / "home").audit.read_text()
+    assert run(["audit"]) == 0
+    assert "keys create  done" in capsys.readouterr().out
+
+
+def test_a_key_is_not_made_when_it_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No key without a line."""
+    home = Home(tmp_path)
+    home.audit.mkdir()
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
+    assert run(["keys", "create", "ci"]) == 1
+    assert "error: audit-unwritable: " in capsys.readouterr().err
+    assert not home.keys.exists()
+    assert run(["audit"]) == 1
+    assert "error: audit-unreadable: " in capsys.readouterr().err

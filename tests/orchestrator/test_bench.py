@@ -1,0 +1,593 @@
+"""`bench` against a server that is played, and against a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.bench.arrivals import Load
+from orchestrator.bench.http import Client, Origin
+from orchestrator.bench.lengths import Lengths
+from orchestrator.bench.report import serving_data
+from orchestrator.bench.serving import Serving, serve
+from orchestrator.bench.sweep import Sweep, sweep
+from orchestrator.bench.target import Target
+from orchestrator.cli.main import run
+from orchestrator.failure import Failed
+from orchestrator.home import Home
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.played import Exchange, Play, PlayedServer, playing, prompt_tokens, whole
+from tests.served import Served
+
+GAPS = (0.03, 0.02, 0.05, 0.01)
+SOON_S = 5.0
+
+
+def quiet(line: str) -> None: ...
+
+
+@asynccontextmanager
+async def target_of(server: PlayedServer, **how: Any) -> AsyncIterator[Target]:
+    client = Client(Origin.parse(server.url), how.pop("key", None))
+    given = {"model": None, "chat": False, "seed": 0, "timeout_s": SOON_S, "say": quiet, **how}
+    try:
+        yield await Target.find(client, given.pop("model"), **given)
+    finally:
+        client.close()
+
+
+async def served(play: Play, load: Load, lengths: str = "8:4", **how: Any) -> tuple[Serving, PlayedServer]:
+    """A run against a server that begins to play when the target is found."""
+    async with playing() as server, target_of(server, **how) as target:
+        server.play = play
+        server.seen.clear()
+        return await serve(target, load, Lengths.parse(lengths), None, quiet), server
+
+
+def closed(requests: int, concurrency: int = 1) -> Load:
+    return Load(None, concurrency, requests, None)
+
+
+# What is measured is what the server did
+
+
+async def test_times_are_those_of_the_server() -> None:
+    """Each chunk is seen after it was written, and the gaps are those with which it was written."""
+
+    async def play(exchange: Exchange) -> None:
+        await whole(exchange, GAPS)
+
+    found, server = await served(play, closed(3))
+
+    assert [one.error for one in found.measured] == [None] * 3
+    for one, exchange in zip(found.measured, server.seen, strict=True):
+        assert len(one.chunks) == len(exchange.wrote) == 4
+        wrote = [at - exchange.read_at for at in exchange.wrote]
+        assert one.ttft_s is not None
+        assert wrote[0] <= one.ttft_s <= wrote[0] + 0.05
+        pairs = itertools.pairwise(exchange.wrote)
+        for gap, (before, after) in zip(one.gaps_s, pairs, strict=True):
+            assert gap == pytest.approx(after - before, abs=0.02)
+
+
+async def test_connections_are_kept() -> None:
+    """One for each request under way, not one for each request."""
+    found, server = await served(whole, closed(12, concurrency=3))
+    assert all(one.ok for one in found.measured)
+    assert server.connections <= 4  # one of the search for the target is used again
+
+
+async def test_an_idle_connection_that_the_server_ends_costs_no_request() -> None:
+    """It is made anew."""
+
+    async def play(exchange: Exchange) -> None:
+        await whole(exchange)
+        exchange.writer.close()  # without a word of it in the head
+
+    found, server = await served(play, closed(5))
+    assert [one.error for one in found.measured] == [None] * 5
+    assert server.connections >= 5
+
+
+async def test_an_open_loop_sends_at_its_times_whatever_the_server_does() -> None:
+    """Nothing waits for an answer: all are under way when the first is answered."""
+    all_here = asyncio.Event()
+
+    async def play(exchange: Exchange) -> None:
+        under_way.append(exchange)
+        if len(under_way) == 8:
+            all_here.set()
+        await all_here.wait()
+        await whole(exchange)
+
+    under_way: list[Exchange] = []
+    load = Load(200.0, None, 8, None, seed=3)
+    found, _ = await served(play, load)
+
+    assert len(under_way) == 8
+    assert sorted(one.due for one in found.measured) == pytest.approx(load.times())
+    assert all(one.sent >= one.due - 0.002 for one in found.measured)
+
+
+async def test_a_closed_loop_has_never_more_under_way_than_its_concurrency() -> None:
+    """And always that many while there are requests left."""
+    now, most = 0, 0
+
+    async def play(exchange: Exchange) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await whole(exchange, (0.005,))
+        now -= 1
+
+    found, _ = await served(play, closed(20, concurrency=4))
+    assert (most, len(found.measured)) == (4, 20)
+
+
+async def test_a_duration_ends_a_load_and_waits_for_what_runs() -> None:
+    """No answer is thrown away."""
+
+    async def play(exchange: Exchange) -> None:
+        await whole(exchange, (0.05,))
+
+    found, server = await served(play, Load(None, 2, None, 0.2))
+    assert len(found.measured) == len(server.seen) >= 4
+    assert all(one.ok and one.sent < 0.2 for one in found.measured)
+
+
+async def test_several_tokens_in_a_chunk_are_counted_by_the_server() -> None:
+    """Two chunks, six tokens: usage decides."""
+
+    async def play(exchange: Exchange) -> None:
+        exchange.begin()
+        await exchange.text("abc")
+        await exchange.text("def", "length")
+        await exchange.end(6)
+
+    found, _ = await served(play, closed(1))
+    data = serving_data(found)
+    assert (data["output_tokens"], data["tokens_per_chunk"]) == (6, 3.0)
+    assert data["itl_ms"]["count"] == 1
+
+
+# What goes wrong
+
+
+async def breaks(exchange: Exchange) -> None:
+    exchange.begin()
+    await exchange.text("x")
+    exchange.writer.transport.abort()
+
+
+async def is_silent(exchange: Exchange) -> None:
+    exchange.begin()
+    await exchange.text("x")
+    await asyncio.Event().wait()
+
+
+async def refuses(exchange: Exchange) -> None:
+    await exchange.json({"error": {"message": "full"}}, 429)
+
+
+async def stops_early(exchange: Exchange) -> None:
+    exchange.begin()
+    await exchange.text("x")
+    exchange.writer.write(b"0\r\n\r\n")
+
+
+async def is_no_http(exchange: Exchange) -> None:
+    exchange.writer.write(b"hello\r\n\r\n")
+    exchange.writer.close()
+
+
+async def dies(exchange: Exchange) -> None:
+    exchange.begin()
+    await exchange.text("x")
+    await exchange.event({"error": {"message": "engine died"}})
+    await exchange.end()
+
+
+@pytest.mark.parametrize(
+    ("play", "kind"),
+    [
+        (breaks, "broken"),
+        (is_silent, "timeout"),
+        (refuses, "http-429"),
+        (stops_early, "cut-off"),
+        (is_no_http, "malformed"),
+        (dies, "stream-error"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_failure_is_counted_and_the_others_are_measured(play: Play, kind: str) -> None:
+    """Every second request fails in its way; none hangs, and the figures are those of the others."""
+
+    async def half(exchange: Exchange) -> None:
+        number = next(numbers)
+        await (play(exchange) if number % 2 else whole(exchange))
+
+    numbers = itertools.count()
+    found, _ = await asyncio.wait_for(served(half, closed(6), timeout_s=0.3), SOON_S)
+    data = serving_data(found)
+    assert (data["ok"], data["errors"]) == (3, {kind: 3})
+    assert data["ttft_ms"]["count"] == 3
+
+
+async def test_a_server_that_is_gone_is_counted_too() -> None:
+    """It ends between two requests."""
+    async with playing() as server, target_of(server) as target:
+        target.client.origin = Origin("127.0.0.1", 1, False, "")
+        target.client.close()
+        found = await serve(target, closed(3), Lengths.parse("8:4"), None, quiet)
+    assert serving_data(found)["errors"] == {"connect": 3}
+
+
+# What a server takes
+
+
+def refusing(*names: str) -> Play:
+    """A server that does not know these fields, and takes text only if "token_ids" is among them."""
+
+    async def play(exchange: Exchange) -> None:
+        asked = exchange.asked
+        if exchange.path.endswith("/tokenize"):
+            await exchange.json({"error": {"message": "no route"}}, 404)
+        elif set(names) & asked.keys() or ("token_ids" in names and isinstance(asked.get("prompt"), list)):
+            await exchange.json({"error": {"message": "unknown field"}}, 400)
+        else:
+            await whole(exchange)
+
+    return play
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("min_tokens",),
+        ("ignore_eos",),
+        ("stream_options",),
+        ("token_ids",),
+        ("min_tokens", "ignore_eos"),
+        ("min_tokens", "ignore_eos", "stream_options", "token_ids"),
+    ],
+    ids=",".join,
+)
+async def test_what_a_server_refuses_is_left_out_and_told(names: tuple[str, ...]) -> None:
+    """No more than that, where a single field is to blame."""
+    told: list[str] = []
+    async with playing(refusing(*names)) as server, target_of(server, say=told.append) as target:
+        found = await serve(target, closed(2), Lengths.parse("30:4"), None, quiet)
+    assert all(one.ok for one in found.measured)
+    words = {"stream_options": "stream_options", "token_ids": "token ids"}
+    for name in names:
+        assert any(line.startswith(f"the server refuses {words.get(name, name)}") for line in told), told
+    assert len(names) > 1 or len(told) == len(names)
+    assert len(found.refused) == len(told)
+
+
+async def test_texts_are_as_long_as_the_server_counts() -> None:
+    """Without token ids: one token for each word here, and one for the beginning."""
+    async with playing(refusing("token_ids")) as server, target_of(server) as target:
+        prompt, tokens = await target.exact_prompt(0, 77)
+        assert tokens == 77
+        assert prompt_tokens({"prompt": prompt}) == 77
+        await target.ask(target.body(target.prompt(1, 50), 2), due=0.0, prompt=50, output=2)
+        assert prompt_tokens(server.seen[-1].asked) == 50
+
+
+async def test_a_chat_is_as_long_as_the_server_counts_with_its_template() -> None:
+    """By `/tokenize` where there is one."""
+
+    async def play(exchange: Exchange) -> None:
+        if exchange.path == "/tokenize":
+            await exchange.json({"count": prompt_tokens(exchange.asked)})
+        else:
+            await whole(exchange)
+
+    async with playing(play) as server, target_of(server, chat=True) as target:
+        prompt, tokens = await target.exact_prompt(0, 77)
+    assert tokens == prompt_tokens({"messages": [{"content": prompt}]}) == 77
+    assert [exchange.path for exchange in server.seen].count("/tokenize") >= 3
+
+
+async def test_a_text_that_cannot_be_exact_comes_near_and_says_so() -> None:
+    """Three tokens for each word."""
+
+    async def play(exchange: Exchange) -> None:
+        if exchange.path == "/tokenize":
+            await exchange.json({"count": 3 * prompt_tokens(exchange.asked)})
+        else:
+            await refusing("token_ids")(exchange)
+
+    async with playing(play) as server, target_of(server) as target:
+        _, tokens = await target.exact_prompt(0, 100)
+    assert tokens in (99, 102)
+
+
+@pytest.mark.parametrize(
+    ("models", "model", "id"),
+    [([], None, "bench-model-unknown"), (["a", "b"], None, "bench-model-unknown"), (["a"], "b", "bench-model-unknown")],
+)
+async def test_a_model_that_is_not_clear_is_told(models: list[str], model: str | None, id: str) -> None:
+    """With those that there are."""
+    async with playing(models=[{"id": name} for name in models]) as server:
+        with pytest.raises(Failed) as failed:
+            async with target_of(server, model=model):
+                pass
+    assert failed.value.problem.id == id
+
+
+async def test_a_key_is_sent_and_its_refusal_told() -> None:
+    """As a bearer token."""
+
+    async def play(exchange: Exchange) -> None:
+        if exchange.headers.get("authorization") == "Bearer right":
+            await whole(exchange)
+        else:
+            await exchange.json({"error": {"message": "who are you"}}, 401)
+
+    async with playing(play) as server:
+        async with target_of(server, key="right"):
+            pass
+        with pytest.raises(Failed) as failed:
+            async with target_of(server, key="wrong"):
+                pass
+    assert failed.value.problem.id == "bench-refused"
+    assert "401: who are you" in failed.value.problem.what
+
+
+async def test_a_server_that_counts_no_tokens_is_told() -> None:
+    """A text's length is not known then."""
+
+    async def play(exchange: Exchange) -> None:
+        if exchange.asked.get("stream"):
+            await refusing("token_ids")(exchange)
+        else:
+            await exchange.json({"choices": []}, 200)
+
+    async with playing(play) as server:
+        with pytest.raises(Failed) as failed:
+            async with target_of(server):
+                pass
+    assert failed.value.problem.id == "bench-refused"
+
+
+# The table of the page
+
+
+async def swept(play: Play, length: int = 16, batches: tuple[int, ...] = (1, 3)) -> tuple[Sweep, PlayedServer]:
+    async with playing() as server, target_of(server) as target:
+        server.play = play
+        server.seen.clear()
+        return await sweep(target, length, batches, 2, quiet), server
+
+
+async def test_a_sweep_sends_exactly_the_wanted_lengths() -> None:
+    """A quarter, a half, three quarters; each with what is missing to the whole."""
+    found, server = await swept(whole)
+    sent = [(len(exchange.asked["prompt"]), exchange.asked["max_tokens"]) for exchange in server.seen]
+    assert sent == [pair for batch in (1, 3) for pair in [(4, 12), (8, 8), (12, 4)] for _ in range(2 * batch)]
+    assert [(cell.batch, cell.share, len(cell.good)) for cell in found.cells] == [
+        (batch, share, 2) for batch in (1, 3) for share in (25, 50, 75)
+    ]
+    assert [cell.output_tokens for cell in found.cells] == [12, 8, 4, 12, 8, 4]
+
+
+async def test_a_batchs_latency_is_that_of_its_slowest() -> None:
+    """From the first request to the last answer, as the server saw it."""
+
+    async def play(exchange: Exchange) -> None:
+        await whole(exchange, (0.04 if len(server_seen) % 3 == 0 else 0.0,))
+
+    server_seen: list[int] = []
+
+    async def numbered(exchange: Exchange) -> None:
+        server_seen.append(1)
+        await play(exchange)
+
+    found, server = await swept(numbered, batches=(3,))
+    for cell, begun in zip(found.cells, range(0, 18, 6), strict=True):
+        for number, each in enumerate(cell.rounds):
+            three = server.seen[begun + 3 * number : begun + 3 * number + 3]
+            took = max(one.wrote[-1] for one in three) - min(one.read_at for one in three)
+            assert each.latency_s == pytest.approx(took, abs=0.03)
+            assert each.latency_s >= 0.04
+
+
+async def test_answers_that_end_early_are_told_with_what_came() -> None:
+    """The rate is that of the tokens that really came."""
+
+    async def play(exchange: Exchange) -> None:
+        exchange.begin()
+        await exchange.text("a")
+        await exchange.text("b", "stop")
+        await exchange.end(2)
+
+    found, _ = await swept(play, batches=(1,))
+    assert [cell.output_tokens for cell in found.cells] == [2, 2, 2]
+    cell = found.cells[0]
+    assert cell.throughput == pytest.approx(sum(2 / each.latency_s for each in cell.rounds) / 2)
+
+
+# The commands
+
+
+@contextmanager
+def in_background(play: Play = whole) -> Iterator[str]:
+    """A played server in a thread of its own; gives its URL."""
+    ready, over = threading.Event(), threading.Event()
+    url: list[str] = []
+
+    async def live() -> None:
+        async with playing(play) as server:
+            url.append(server.url)
+            ready.set()
+            await asyncio.to_thread(over.wait, 60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield url[0]
+    finally:
+        over.set()
+        thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    for name in ("OPENAI_API_KEY", "COREWRIGHT_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_serving_prints_data_on_stdout_and_progress_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON as documented, a page beside it."""
+    with in_background() as url:
+        arguments = ["--concurrency", "4", "--requests", "8", "--lengths", "8:4", "--slo", "ttft=5000"]
+        page = tmp_path / "page.html"
+        assert run(["bench", "serving", "--url", f"{url}/v1", *arguments, "--html", str(page), "-o", "json"]) == 0
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    assert (data["ok"], data["output_tokens"], data["goodput"]["share"]) == (8, 32, 1.0)
+    assert printed.err.endswith(f"written to {page}\n")
+    assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_sweep_has_a_table_and_yaml(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both commands give the same data."""
+    with in_background() as url:
+        given = ["bench", command, "--url", url, "--length", "16", "--rounds", "1", "--batch", "1,2"]
+        assert run(given) == 0
+        table = capsys.readouterr().out
+        assert run([*given, "-o", "yaml"]) == 0
+    data = yaml.safe_load(capsys.readouterr().out)
+    assert "BATCH  25 % (4 tokens)" in table
+    assert ("prompt tokens among them" in table) == (command == "throughput")
+    assert [(cell["batch"], cell["counted_output_tokens"]) for cell in data["cells"]] == [
+        (batch, tokens) for batch in (1, 2) for tokens in (12.0, 8.0, 4.0)
+    ]
+
+
+def test_a_run_in_which_everything_fails_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the counts on stdout all the same."""
+    asked = itertools.count()
+
+    async def play(exchange: Exchange) -> None:
+        await (whole(exchange) if next(asked) == 0 else refuses(exchange))
+
+    with in_background(play) as url:
+        assert run(["bench", "serving", "--url", url, "--concurrency", "1", "--requests", "3", "--lengths", "8:4"]) == 1
+    assert "3 failed (http-429: 3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["latency"], 1, "no-fleet"),
+        (["latency", "--url", "localhost"], 1, "bench-url-wrong"),
+        (["latency", "--url", "http://127.0.0.1:1"], 1, "bench-unreachable"),
+        (["serving", "--url", "http://h", "--rate", "1", "--concurrency", "1"], 64, "--concurrency"),
+        (["serving", "--url", "http://h", "--lengths", "x"], 64, "--lengths"),
+        (["serving", "--url", "http://h", "--slo", "x"], 64, "--slo"),
+        (["latency", "--url", "http://h", "--batch", "1,x"], 64, "--batch"),
+        (["latency", "--url", "http://h", "--api-key", "a\nb"], 64, "--api-key"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(
+    arguments: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is sent."""
+    assert run(["bench", *arguments]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder does not exist."""
+    with in_background() as url:
+        given = ["--url", url, "--concurrency", "1", "--requests", "1", "--lengths", "8:4"]
+        assert run(["bench", "serving", *given, "--html", str(tmp_path / "no" / "p.html")]) == 1
+    assert "bench-page-unwritable" in capsys.readouterr().err
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    """The client measures from its first moment on: neither Ray nor torch, and no web server."""
+    script = (
+        "import sys, orchestrator.cli.main as m\n"
+        "m.run(['bench', 'serving', '--url', 'http://127.0.0.1:1'])\n"
+        "print(*sorted({'ray', 'torch', 'numpy', 'starlette', 'transformers', 'httpx'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "bench-unreachable" in done.stderr
+    assert done.stdout == "\n"
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPENAI_API_KEY before COREWRIGHT_API_KEY, the option before both."""
+    keys: list[str | None] = []
+
+    async def play(exchange: Exchange) -> None:
+        keys.append(exchange.headers.get("authorization"))
+        await whole(exchange)
+
+    with in_background(play) as url:
+        given = ["bench", "latency", "--url", url, "--length", "8", "--rounds", "1"]
+        monkeypatch.setenv("COREWRIGHT_API_KEY", "ours")
+        run(given)
+        monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+        run(given)
+        run([*given, "--api-key", "given"])
+    assert list(dict.fromkeys(keys)) == ["Bearer ours", "Bearer theirs", "Bearer given"]
+
+
+def test_a_gateway_takes_everything_and_its_answers_are_whole(
+    gateway: LiveGateway, replica: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The running fleet's own address is the default; token ids, ignore_eos, min_tokens and usage are all taken."""
+    gateway.serve(routes("parrot", replica(slots=4)))
+    given = ["--url", gateway.url, "--concurrency", "6", "--requests", "20", "--max-len", "200"]
+    assert run(["bench", "serving", *given, "-o", "json"]) == 0
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    assert (data["ok"], data["refused"], data["short_answers"]) == (20, [], 0)
+    assert data["lengths"]["capped"] > 0
+    assert "refuses" not in printed.err
+
+
+def test_the_fleets_own_address_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As `up` has written it down."""
+    from orchestrator.home import FleetRecord
+
+    with in_background() as url:
+        record = FleetRecord(
+            fleet="f",
+            name="n",
+            url=url,
+            admin_url="",
+            token="",
+            dashboard_url=None,
+            ray_address="",
+            pid=1,
+            started=0.0,
+            version="",
+        )
+        home = Home.from_environment()
+        home.path.mkdir(parents=True)
+        home.write_record(record)
+        monkeypatch.setattr("orchestrator.home.daemon_alive", lambda record: True)
+        assert run(["bench", "latency", "--length", "8", "--rounds", "1"]) == 0

@@ -1,0 +1,319 @@
+"""API keys: nothing of a secret is kept, nothing but the whole key opens anything, and no writer undoes another."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator import keys as keys_module
+from orchestrator.cli.main import run
+from orchestrator.failure import Failed
+from orchestrator.home import Home
+from orchestrator.keys import TEXT_LENGTH, KeyFile, KeyRing, read_expiry
+
+NOW = 1_795_183_685.0  # 2026-11-20 14:08:05 UTC
+KEY = re.compile(r"cw-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> KeyFile:
+    return KeyFile(tmp_path / "keys.json")
+
+
+def failed(work: object, *arguments: object, **named: object) -> Failed:
+    with pytest.raises(Failed) as found:
+        work(*arguments, **named)  # type: ignore[operator]
+    return found.value
+
+
+def test_a_key_is_known_again_and_by_its_whole_text_only(file: KeyFile) -> None:
+    """Of the form that is documented."""
+    key, text = file.create("ci")
+    other, _ = file.create("other")
+    ring = file.read()
+    assert KEY.fullmatch(text)
+    assert len(text) == TEXT_LENGTH
+    assert ring.authenticate(text, NOW) == key
+    assert ring.authenticate(text.replace(key.id, other.id), NOW) is None
+    assert ring.authenticate(text.replace(key.id, "00000000"), NOW) is None
+
+
+_A_KEY: tuple[KeyRing, str] | None = None
+
+
+@given(data=st.data())
+def test_nothing_else_is_a_key(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No text at all, and no change of a key in one place, however small."""
+    global _A_KEY
+    if _A_KEY is None:
+        made = KeyFile(tmp_path_factory.mktemp("keys") / "keys.json")
+        _, text = made.create("ci")
+        _A_KEY = (made.read(), text)
+    ring, text = _A_KEY
+    at = data.draw(st.integers(0, len(text) - 1))
+    changed = data.draw(
+        st.one_of(
+            st.text(max_size=80),
+            st.characters().map(lambda letter: text[:at] + letter + text[at + 1 :]),
+            st.just(text[:at]),
+            st.text(min_size=1, max_size=3).map(lambda more: text + more),
+        )
+    )
+    assert (ring.authenticate(changed, NOW) is None) == (changed != text)
+
+
+def test_a_digest_is_compared_in_constant_time_also_for_nobody(
+    file: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown id costs the same comparison, so that ids cannot be guessed by the time of an answer."""
+    _, text = file.create("ci")
+    ring, compared = file.read(), list[tuple[int, int]]()
+
+    class Watched:
+        @staticmethod
+        def compare_digest(one: str, other: str) -> bool:
+            compared.append((len(one), len(other)))
+            return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(keys_module, "hmac", Watched)
+    ring.authenticate(text, NOW)
+    ring.authenticate("cw-00000000-" + text[-43:], NOW)
+    assert compared == [(64, 64), (64, 64)]
+
+
+def test_no_secret_is_in_the_file_and_nobody_else_can_read_it(file: KeyFile) -> None:
+    """Mode 0600, whatever the umask; beside it nothing but the lock."""
+    _, text = file.create("ci")
+    kept = file.path.read_text()
+    assert text.rpartition("-")[2] not in kept
+    assert not any(text[start : start + 8] in kept for start in range(12, len(text) - 8))
+    assert file.path.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in file.path.parent.iterdir()) == ["keys.json", "keys.lock"]
+
+
+def test_a_key_that_has_expired_opens_nothing(file: KeyFile) -> None:
+    """From that very second on."""
+    key, text = file.create("ci", expires=NOW + 60, now=NOW)
+    ring = file.read()
+    assert ring.authenticate(text, NOW + 59.9) == key
+    assert ring.authenticate(text, NOW + 60) is None
+    assert (ring.usable(NOW, "inference"), ring.usable(NOW + 60, "inference")) == (1, 0)
+
+
+def test_a_key_says_what_it_is_for(file: KeyFile) -> None:
+    """Scopes and models; without models it is for all."""
+    ops, _ = file.create("ops", scopes=("admin",))
+    one, _ = file.create("one", models=("chat",))
+    both, _ = file.create("both", scopes=("admin", "inference"))
+    assert [key.may("admin") for key in (ops, one, both)] == [True, False, True]
+    assert [key.may_ask("chat") for key in (ops, one, both)] == [False, True, True]
+    assert [key.may_ask("code") for key in (ops, one, both)] == [False, False, True]
+    assert file.read().keys == (ops, one, both)
+
+
+@pytest.mark.parametrize("by", ["id", "name"])
+def test_a_revoked_key_opens_nothing(by: str, file: KeyFile) -> None:
+    """By id or by name; the others stay. Without the last one keys are still demanded."""
+    key, text = file.create("ci")
+    kept, other = file.create("other")
+    assert file.revoke(getattr(key, by)) == key
+    assert file.read().authenticate(text, NOW) is None
+    assert file.read().authenticate(other, NOW) == kept
+    file.revoke("other")
+    assert (len(file.read()), file.read().demanded) == (0, True)
+
+
+def test_without_a_file_no_key_is_demanded(file: KeyFile) -> None:
+    """Of a home that never had one."""
+    assert (len(file.read()), file.read().demanded) == (0, False)
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "a" * 64, "0123abcd", "x\n"])
+def test_a_name_that_is_none_is_refused(name: str, file: KeyFile) -> None:
+    """And one that could be taken for an id."""
+    assert failed(file.create, name).problem.id == "key-name-wrong"
+
+
+def test_a_name_is_there_once_and_what_is_not_there_is_not_revoked(file: KeyFile) -> None:
+    """With what to do; a whole key that was typed is not repeated."""
+    _, text = file.create("ci")
+    assert failed(file.create, "ci").problem.id == "key-name-taken"
+    assert failed(file.create, "ops", models=("no model",)).problem.id == "key-name-wrong"
+    unknown = failed(file.revoke, text)
+    assert unknown.problem.id == "key-unknown"
+    assert text[-43:] not in str(unknown)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"version": 2, "keys": []}',
+        '{"version": 1, "keys": [{"id": "x"}]}',
+        '{"version": 1, "keys": [], "more": 1}',
+        "[" * 100_000,
+        '{"version": 1, "keys": [{"id": "0123abcd", "name": "a", "digest": "00", "scopes": ["admin"], "models": [], '
+        '"created": 0, "expires": null}]}',
+    ],
+)
+def test_a_broken_file_is_told_and_the_last_good_keys_stay(text: str, file: KeyFile) -> None:
+    """Nobody is locked out, and nobody let in, by a slip of an editor; nothing is written over it either."""
+    key, secret = file.create("ci")
+    watching = KeyFile(file.path)
+    assert watching.current().authenticate(secret, NOW) == key
+    file.path.write_text(text)
+    file.path.chmod(0o600)
+
+    assert failed(file.read).problem.id == "keys-broken"
+    assert failed(file.create, "new").problem.id == "keys-broken"
+    assert watching.current().authenticate(secret, NOW) == key
+    assert file.path.read_text() == text
+
+
+def test_a_file_that_others_may_write_is_not_trusted(file: KeyFile) -> None:
+    """Whoever can write it can give himself a key."""
+    file.create("ci")
+    file.path.chmod(0o622)
+    assert failed(file.read).problem.id == "keys-unreadable"
+    file.path.unlink()
+    file.path.mkdir()
+    assert failed(file.read).problem.id == "keys-unreadable"
+
+
+def test_a_file_that_vanishes_opens_nothing(file: KeyFile) -> None:
+    """Who removes it under a gateway does not open the gateway."""
+    key, text = file.create("ci")
+    watching = KeyFile(file.path)
+    watching.current()
+    file.path.unlink()
+    assert watching.current().demanded
+    assert watching.current().authenticate(text, NOW) == key
+
+
+def test_changes_are_seen_and_nothing_is_read_twice(file: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a restart; an unchanged file costs no reading."""
+    watching = KeyFile(file.path)
+    assert not watching.current().demanded
+    _, text = file.create("ci")
+    assert watching.current().authenticate(text, NOW) is not None
+    assert watching.current() is watching.current()
+    file.revoke("ci")
+    assert watching.current().authenticate(text, NOW) is None
+    monkeypatch.setattr(watching, "read", lambda: pytest.fail("it was read again"))
+    watching.current()
+
+
+def test_a_home_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """Nothing is half done."""
+    (tmp_path / "file").write_text("")
+    assert failed(KeyFile(tmp_path / "file" / "keys.json").create, "ci").problem.id == "keys-unwritable"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from orchestrator.keys import KeyFile
+file, who = KeyFile(Path(sys.argv[1])), sys.argv[2]
+for number in range(25):
+    file.create(f"{who}-{number}")
+    if number % 5 == 0:
+        file.revoke(f"{who}-{number}")
+"""
+
+
+def test_two_writers_lose_nothing(file: KeyFile) -> None:
+    """Each key of both processes is there, whole, and a reader in between finds a good file at any time."""
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(file.path), who]) for who in ("a", "b")]
+    deadline = time.monotonic() + 60
+    while any(writer.poll() is None for writer in writers):
+        assert time.monotonic() < deadline
+        file.read()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    expected = {f"{who}-{number}" for who in ("a", "b") for number in range(25) if number % 5}
+    assert {key.name for key in file.read().keys} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("90s", NOW + 90),
+        ("15m", NOW + 900),
+        ("12h", NOW + 43_200),
+        (" 30d ", NOW + 30 * 86_400),
+        ("8w", NOW + 56 * 86_400),
+        ("2027-01-31", 1_801_353_600.0),
+        ("2027-01-31T18:00+01:00", 1_801_414_800.0),
+        ("2027-01-31T17:00:00Z", 1_801_414_800.0),
+    ],
+)
+def test_an_expiry_is_a_span_or_a_time(text: str, at: float) -> None:
+    """UTC where no zone is given."""
+    assert read_expiry(text, NOW) == at
+
+
+@pytest.mark.parametrize("text", ["", "0d", "soon", "30", "-1d", "1.5d", "99999w", "2020-01-01", "2027-02-30", "٣d"])
+def test_an_expiry_that_is_none_is_refused(text: str) -> None:
+    """What has passed, and what is more than a century away, too."""
+    assert failed(read_expiry, text, NOW).problem.id == "key-expiry-wrong"
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_an_expiry_or_refused(text: str) -> None:
+    """And never anything else."""
+    try:
+        assert read_expiry(text, NOW) > NOW
+    except Failed as refused:
+        assert refused.problem.id == "key-expiry-wrong"
+
+
+# The commands
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("COREWRIGHT_URL", raising=False)
+    return Home(tmp_path / "home")
+
+
+def test_the_commands_make_show_and_revoke_keys_without_a_fleet(
+    at_home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The key alone is on stdout, once."""
+    assert run(["keys", "create", "ci", "--model", "chat", "--model", "code", "--expires", "30d"]) == 0
+    text = capsys.readouterr().out.strip()
+    assert KEY.fullmatch(text)
+    assert KeyFile(at_home.keys).read().authenticate(text, time.time()) is not None
+
+    assert run(["keys", "create", "ops", "--scope", "admin", "--scope", "inference", "-o", "json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["scopes"], made["models"], made["expires"]) == (["inference", "admin"], [], None)
+
+    assert run(["keys", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "chat,code" in shown
+    assert text not in shown
+    assert run(["keys", "revoke", made["id"]]) == 0
+    capsys.readouterr()
+    assert run(["keys", "list", "-o", "json"]) == 0
+    assert [key["name"] for key in json.loads(capsys.readouterr().out)["keys"]] == ["ci"]
+
+
+def test_what_the_commands_refuse_is_told(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its id, and without making anything."""
+    assert run(["keys", "revoke", "nobody"]) == 1
+    assert "error: key-unknown: there is no key 'nobody'" in capsys.readouterr().err
+    assert not at_home.path.exists()
+    assert run(["keys", "create", "ci", "--expires", "yesterday"]) == 1
+    assert "error: key-expiry-wrong: " in capsys.readouterr().err
+    assert run(["keys", "create", "ci", "--scope", "everything"]) == 64

@@ -1,0 +1,260 @@
+"""Logs: one line a request, in text or JSON, off the hot path, and never with a key or, unasked, a prompt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import logs
+from orchestrator.logs import Access, Logs, access_log, redacted
+
+KEY = "cw-1a2b3c4d-" + "Zz9_-" * 8 + "abc"
+log = logging.getLogger("orchestrator.something")
+
+
+def access(**more: Any) -> Access:
+    return Access(
+        **{
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "status": 200,
+            "request_id": "req-1",
+            "ms": 512.34,
+            "model": "chat",
+            "replica": "chat/0",
+            "key": "1a2b3c4d",
+            "prompt_tokens": 12,
+            "completion_tokens": 34,
+            "reason": "stop",
+            **more,
+        }
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "logs" / "gateway.log"
+    logs.tear_down()
+
+
+def lines(log_file: Path, writer: Logs) -> list[str]:
+    assert writer.flush(10.0)
+    return log_file.read_text().splitlines()
+
+
+def objects(log_file: Path, writer: Logs) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines(log_file, writer)]
+
+
+def test_a_request_is_one_json_object(file: Path) -> None:
+    """With who asked for what, how it went, how much it was, and how long it took."""
+    writer = logs.set_up(file, "json", stderr=False, wall=lambda: 1_795_183_685.25)
+    access_log(access())
+
+    assert objects(file, writer) == [
+        {
+            "time": "2026-11-20T14:08:05.250Z",
+            "level": "INFO",
+            "logger": "orchestrator.access",
+            "message": "POST /v1/chat/completions 200",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "status": 200,
+            "request_id": "req-1",
+            "ms": 512.34,
+            "model": "chat",
+            "replica": "chat/0",
+            "key": "1a2b3c4d",
+            "prompt_tokens": 12,
+            "completion_tokens": 34,
+            "reason": "stop",
+        }
+    ]
+
+
+def test_a_request_is_one_line_of_text(file: Path) -> None:
+    """The same, to be read by people."""
+    writer = logs.set_up(file, "text", stderr=False)
+    access_log(access())
+
+    (line,) = lines(file, writer)
+    assert re.sub(r"^\S+ \S+ ", "", line) == (
+        "INFO orchestrator.access: POST /v1/chat/completions 200 request_id=req-1 ms=512.3 model=chat replica=chat/0 "
+        "key=1a2b3c4d prompt_tokens=12 completion_tokens=34 reason=stop"
+    )
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_client_cannot_write_lines_of_its_own(file: Path, form: Any) -> None:
+    """Whatever stands in a path or a request id, it is one line, and a value ends where it ends."""
+    writer = logs.set_up(file, form, stderr=False)
+    access_log(access(path="/a\nERROR b status=500 \x1b[31m\u2028", request_id='x" y\r\n\ud800'))
+
+    (line,) = lines(file, writer)
+    assert line.isprintable()
+    if form == "text":
+        assert ' "/a\\nERROR b status=500 \\u001b[31m\\u2028" 200 request_id="x\\" y' in line
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_prompts_are_written_only_where_that_is_wished(file: Path, form: Any) -> None:
+    """Neither the prompt nor the answer, unless `log_prompts` is on."""
+    asked = access(prompt="my secret plan", answer="forty-two")
+    writer = logs.set_up(file, form, stderr=False)
+    access_log(asked)
+    without = lines(file, writer)
+    writer = logs.set_up(file, form, stderr=False, prompts=True)
+    access_log(asked)
+    every = lines(file, writer)
+
+    assert "secret plan" not in without[0]
+    assert "forty-two" not in without[0]
+    assert "my secret plan" in every[1]
+    assert "forty-two" in every[1]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_key_reaches_the_log_whoever_logs_it(file: Path, form: Any) -> None:
+    """In a message, an argument, an error or a path: the key's id stays, its secret does not."""
+    writer = logs.set_up(file, form, stderr=False)
+    log.warning("a key: %s, and Authorization: Bearer sk-abcdefgh12345", KEY)
+    try:
+        raise ValueError(f"bad key {KEY}")
+    except ValueError:
+        log.exception("it failed")
+    access_log(access(path=f"/v1/models?api_key={KEY}"))
+
+    text = "\n".join(lines(file, writer))
+    assert KEY[12:] not in text
+    assert "abcdefgh12345" not in text
+    assert text.count("cw-1a2b3c4d-***") >= 3
+
+
+def test_redaction_leaves_other_text_alone() -> None:
+    """Names that only look alike, and the id by which an operator finds the key."""
+    for text in ("cw-models are fine", "cw-1a2b3c4d", "the bearer of news", "cw-1a2b3c4d-***", "no"):
+        assert redacted(text) == text
+
+
+def test_a_line_is_about_a_request_where_that_is_known(file: Path) -> None:
+    """Given by `extra`, in fields of their own; an error brings its traceback, on the same line."""
+    writer = logs.set_up(file, "json", stderr=False)
+    log.info("sent on", extra={"request_id": "r7", "model": "chat", "replica": "chat/1"})
+    try:
+        raise KeyError("x")
+    except KeyError:
+        log.exception("it failed")
+
+    sent, failed = objects(file, writer)
+    assert {sent["request_id"], sent["model"], sent["replica"]} == {"r7", "chat", "chat/1"}
+    assert (failed["level"], failed["logger"], failed["message"]) == ("ERROR", "orchestrator.something", "it failed")
+    assert failed["error"].endswith("KeyError: 'x'")
+
+
+def test_an_argument_is_logged_as_it_was(file: Path) -> None:
+    """Though another thread writes it later."""
+    writer = logs.set_up(file, "text", stderr=False)
+    changing = [1]
+    log.info("it is %s", changing)
+    changing.append(2)
+
+    assert lines(file, writer)[0].endswith("it is [1]")
+
+
+def test_an_error_that_nobody_catches_in_a_thread_is_logged(file: Path) -> None:
+    """With its traceback, and the name of the thread."""
+    writer = logs.set_up(file, "json", stderr=False)
+
+    def fail() -> None:
+        raise RuntimeError("nobody saw it")
+
+    thread = threading.Thread(target=fail, name="reader")
+    thread.start()
+    thread.join()
+
+    (told,) = objects(file, writer)
+    assert (told["level"], told["message"]) == ("CRITICAL", "nobody caught this in reader")
+    assert told["error"].endswith("RuntimeError: nobody saw it")
+
+
+def test_what_ends_a_process_is_its_last_line(tmp_path: Path) -> None:
+    """Written before the process is gone, with all that waited."""
+    program = (
+        "import logging, sys; from pathlib import Path; from orchestrator import logs; "
+        "logs.set_up(Path(sys.argv[1]), 'json', stderr=False); "
+        "[logging.getLogger('orchestrator').info('line %d', i) for i in range(500)]; raise SystemError('the end')"
+    )
+    file = tmp_path / "x.log"
+    subprocess.run([sys.executable, "-c", program, str(file)], cwd=Path(__file__).parents[2], check=False, timeout=60)
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+
+    assert [one["message"] for one in told] == [*(f"line {i}" for i in range(500)), "nobody caught this"]
+    assert told[-1]["error"].endswith("SystemError: the end")
+
+
+class Stuck:
+    """A file on a disk that takes nothing, until it does."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.text: list[str] = []
+
+    def write(self, text: str) -> int:
+        assert self.goes_on.wait(30.0)
+        self.text.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_stuck_disk_delays_nobody_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be kept is lost, and how much that was is said."""
+    monkeypatch.setattr(logs, "MOST_WAITING", 10)
+    disk = Stuck()
+    writer = Logs([disk], "json", prompts=False, wall=time.time)  # type: ignore[list-item]
+    began = time.monotonic()
+    for _ in range(5000):
+        writer.access(access())
+    took = time.monotonic() - began
+    disk.goes_on.set()
+    writer.flush(10.0)
+    writer.access(access())
+    writer.close()
+
+    told = [json.loads(line)["message"] for text in disk.text for line in text.splitlines()]
+    lost = [int(message.split()[0]) for message in told if "were lost" in message]
+    assert took < 5.0
+    assert sum(lost) + len(told) - len(lost) == 5001
+    assert sum(lost) > 4000
+
+
+def test_the_line_of_a_request_costs_next_to_nothing(file: Path) -> None:
+    """Below 10 us for who serves; the best of several runs, since the machine is shared."""
+    writer = logs.set_up(file, "json", stderr=False)
+    record = access()
+
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(200):
+            access_log(record)
+        took = (time.perf_counter() - began) / 200 * 1e6
+        writer.flush(10.0)
+        return took
+
+    assert min(run() for _ in range(10)) < 10.0
+
+
+def test_nothing_is_written_where_no_log_was_set_up() -> None:
+    """A test, or a command: the call is there all the same."""
+    access_log(access())

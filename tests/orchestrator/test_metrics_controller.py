@@ -1,0 +1,169 @@
+"""What the controller tells for /metrics of a fleet that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+from orchestrator.gateway.exposition import page
+from tests.orchestrator.fakes import FakeCluster, Played
+from tests.orchestrator.promql import Page
+from workers.metric_family import gauge
+from workers.status import Failure, Phase, Reaction
+
+SPEC = """\
+version: 1
+name: test
+hosts: {emulate: inf2.48xlarge}
+defaults: {engine: echo}
+models:
+  a: {source: ./none, tp_degree: 8, cores: ["0-7"]}
+  b: {source: ./none, tp_degree: 2, replicas: 2}
+"""
+
+
+async def scraped(fleet: Played) -> Page:
+    return Page.read(page(await fleet.controller.metrics())[0].decode())
+
+
+async def test_the_cores_by_state_are_all_cores(tmp_path: Path) -> None:
+    """Leased, free, quarantined and reserved together are what the host has, and a strange one is counted."""
+    cluster = FakeCluster()
+    cluster.held = {23: 4711}
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
+        await fleet.settled()
+        found = await scraped(fleet)
+
+        host = "inf2.48xlarge/0"
+        states = ("leased", "free", "quarantined", "reserved")
+        cores = [found.value("corewright_cores", host=host, state=state) for state in states]
+        assert cores == [12, 11, 1, 0]
+        assert sum(cores) == found.value("corewright_host_cores", host=host)
+        assert found.value("corewright_host_up", host=host) == 1
+        assert found.value("corewright_quarantines_total", host=host, cause="held") == 1
+
+
+async def test_placements_loads_and_restarts_are_counted(tmp_path: Path) -> None:
+    """Three replicas are placed and loaded; one dies, and its start anew is a retry."""
+    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+        await fleet.settled()
+        before = await scraped(fleet)
+        await fleet.cluster.replicas["b/1.1"].die("killed by signal 9")
+        await fleet.until(lambda: fleet.replica("b/1")["restarts"] == 1, "started again")
+        await fleet.settled()
+        after = await scraped(fleet)
+
+        assert before.value("corewright_decisions_total", action="place") == 3
+        assert before.value("corewright_decisions_total", action="retry") == 0
+        assert before.value("corewright_load_seconds_count", model="b") == 2
+        assert after.value("corewright_decisions_total", action="retry") == 1
+        assert after.value("corewright_decisions_total", action="release") == 1
+        assert after.value("corewright_replica_restarts_total", model="b") == 1
+        died = {"model": "b", "problem": "replica-died", "phase": "serving"}
+        assert after.value("corewright_replica_failures_total", **died) == 1
+        assert after.value("corewright_load_seconds_count", model="b") == 3
+        assert after.value("corewright_replicas", model="b", state="ready") == 2
+        assert after.value("corewright_model_available", model="b") == 1
+
+
+async def test_a_load_that_fails_is_told_by_its_problem(tmp_path: Path) -> None:
+    """With the phase that it failed in, and as given up when it would only fail again."""
+    cluster = FakeCluster()
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.settled()
+        failure = Failure("load-failed", "there are none", reaction=Reaction.STOP)
+        cluster.loads = False
+        await fleet.operator.restart("a", by="tester")
+        await fleet.until(lambda: fleet.replica("a/0").get("state") in ("pending", "loading"), "it starts")
+        starting = await scraped(fleet)
+        await cluster.find("a/0").tell(phase=Phase.FAILED, failure=failure)
+        await fleet.until(lambda: fleet.replica("a/0").get("state") == "failed", "it has failed")
+        found = await scraped(fleet)
+
+        assert starting.value("corewright_replica_starting_seconds", model="a", replica="0") >= 0
+        failed = {"model": "a", "problem": "load-failed", "phase": "loading"}
+        assert found.value("corewright_replica_failures_total", **failed) == 1
+        assert found.value("corewright_replica_given_up", model="a", replica="0") == 1
+        assert found.value("corewright_model_available", model="a") == 0
+
+
+async def test_a_rollouts_end_is_counted_once(tmp_path: Path) -> None:
+    """Not with every round that sees it complete."""
+    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+        await fleet.settled()
+        await asyncio.sleep(0)
+        await fleet.apply(SPEC.replace("tp_degree: 2", "tp_degree: 4"))
+        await fleet.settled()
+        for _ in range(3):
+            fleet.controller.wake_up()
+            await asyncio.sleep(0)
+        found = await scraped(fleet)
+
+        assert found.value("corewright_rollouts_total", state="complete") == 2
+        assert found.value("corewright_rollout_state", state="complete") == 1
+        assert found.value("corewright_rollout_state", state="progressing") == 0
+        assert found.value("corewright_journal_revision") == 2
+        assert found.value("corewright_controller_round_seconds_count") > 2
+        assert found.value("corewright_condition", type="CoresAddUp") == 1
+
+
+async def test_what_a_replica_counts_goes_on_to_the_page(tmp_path: Path) -> None:
+    """As it told last; of one that is gone nothing is told."""
+    async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+        await fleet.settled()
+        replica = fleet.cluster.find("b/1")
+        await replica.tell(slots=8, live=3, steps=40, tokens=120, drafted=20, accepted=15)
+        await asyncio.sleep(0.01)
+        found = await scraped(fleet)
+
+        of = {"model": "b", "replica": "1"}
+        assert found.value("corewright_slots", **of) == 8
+        assert found.value("corewright_requests_running", **of) == 3
+        assert found.value("corewright_engine_steps_total", **of) == 40
+        assert found.value("corewright_generation_tokens_total", **of) == 120
+        assert found.value("corewright_spec_decode_num_draft_tokens_total", **of) == 20
+        assert found.value("corewright_spec_decode_num_accepted_tokens_total", **of) == 15
+
+        await fleet.apply(SPEC.replace("replicas: 2", "replicas: 1"))
+        await fleet.until(lambda: len(fleet.model("b")["replicas"]) == 1, "one is gone")
+        left = (await scraped(fleet)).series["corewright_engine_steps_total"]
+        assert {(labels["model"], labels["replica"]) for labels in left} == {("a", "0"), ("b", "0")}
+
+
+def on_real_hosts(fleet: Played) -> None:
+    """As if its emulated hosts had devices."""
+    generation = fleet.controller.state.current
+    hosts = tuple(dataclasses.replace(host, emulated=False) for host in generation.hosts)
+    fleet.controller.state.current = dataclasses.replace(generation, hosts=hosts)
+
+
+async def test_devices_are_measured_on_real_hosts_alone(tmp_path: Path) -> None:
+    """Of an emulated host no number is invented; of a real one each says which host it is of."""
+    cluster = FakeCluster()
+    cluster.devices = [gauge("neuroncore_utilization_ratio", "", 0.5)]
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.settled()
+        emulated = await scraped(fleet)
+        on_real_hosts(fleet)
+        real = await scraped(fleet)
+
+        assert "neuroncore_utilization_ratio" not in emulated.series
+        assert real.value("neuroncore_utilization_ratio", host="inf2.48xlarge/0") == 0.5
+
+
+async def test_a_host_that_does_not_answer_holds_nothing_up(tmp_path: Path) -> None:
+    """The rest is told within the deadline of a scrape."""
+    cluster = FakeCluster()
+
+    async def hang(host: str) -> None:
+        await asyncio.Event().wait()
+
+    cluster.device_metrics = hang  # type: ignore[assignment, method-assign]
+    async with Played(tmp_path, cluster, SPEC) as fleet:
+        await fleet.settled()
+        on_real_hosts(fleet)
+        found = await asyncio.wait_for(scraped(fleet), 1.0)
+
+        assert found.value("corewright_ready") == 1

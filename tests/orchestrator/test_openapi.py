@@ -1,0 +1,162 @@
+"""The gateway's OpenAPI document says of requests what the gateway does with them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openapi_spec_validator import validate
+
+from orchestrator.gateway import errors, protocol
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.openapi import REFUSED, ROUTES, openapi
+from orchestrator.gateway.protocol import BOUNDS, MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
+
+DOCUMENT = openapi(needs_key=True)
+HELLO = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
+READERS = {
+    "ChatRequest": (protocol.read_chat, CHAT),
+    "CompletionRequest": (protocol.read_completion, TEXT),
+    "TokenizeTextRequest": (protocol.read_tokenize, TEXT),
+    "TokenizeChatRequest": (protocol.read_tokenize, CHAT),
+    "DetokenizeRequest": (protocol.read_detokenize, {"model": "m", "tokens": [1]}),
+}
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """With all components at hand."""
+    schema = copy.deepcopy(DOCUMENT["components"]["schemas"][kind])
+    schema["components"] = DOCUMENT["components"]
+    return schema
+
+
+def says(kind: str, body: dict[str, Any]) -> bool:
+    return jsonschema.Draft202012Validator(schema_of(kind)).is_valid(body)  # type: ignore[no-any-return]
+
+
+def takes(kind: str, body: dict[str, Any]) -> bool:
+    try:
+        READERS[kind][0](json.dumps(body).encode())
+    except ApiError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_the_document_is_openapi_3_1(needs_key: bool) -> None:
+    """By the validator of the specification; with and without keys."""
+    document = openapi(needs_key=needs_key)
+    validate(document)  # type: ignore[arg-type]
+    assert document["openapi"] == "3.1.0"
+    assert bool(document["security"]) == needs_key
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_every_route_is_there_with_every_status_that_can_be_answered() -> None:
+    """The statuses are those of the errors' module, and no others."""
+    told = {(route.method, route.path) for route in ROUTES}
+    assert told == {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    used = {int(found) for found in re.findall(r"\b(4\d\d|5\d\d)\b", Path(errors.__file__).read_text())}
+    assert used == set(REFUSED)
+    for route in ROUTES:
+        responses = DOCUMENT["paths"][route.path][route.method.lower()]["responses"]
+        assert {int(status) for status in responses} <= {200, *REFUSED}
+
+
+NUMBERS = [
+    (kind, name)
+    for kind, (_, body) in READERS.items()
+    for name in BOUNDS
+    if name in DOCUMENT["components"]["schemas"][kind]["properties"]
+    and not (kind == "ChatRequest" and name == "logprobs")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS)
+def test_the_bounds_of_a_number_are_those_that_the_gateway_keeps(kind: str, name: str) -> None:
+    """At the bounds themselves, and on both sides of each."""
+    bound, (_, plain) = BOUNDS[name], READERS[kind]
+    whole = "integer" in str(DOCUMENT["components"]["schemas"][kind]["properties"][name])
+    step = 1 if whole else 1e-6
+    beside = {"top_logprobs": {"logprobs": True}}.get(name, {})
+    for value in (bound.lowest - step, bound.lowest, bound.lowest + step, bound.highest, bound.highest + step, 10**30):
+        body = {**plain, **beside, name: int(value) if whole else value}
+        assert says(kind, body) == takes(kind, body), value
+
+
+OTHERS: list[tuple[str, dict[str, Any], bool]] = [
+    ("ChatRequest", {"messages": []}, False),
+    ("ChatRequest", {"messages": [{"role": "function", "content": "x"}]}, False),
+    ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
+    ("ChatRequest", {"frob": 1}, False),
+    ("ChatRequest", {"user": {"any": "thing"}}, True),
+    ("ChatRequest", {"tools": [TOOL]}, True),
+    ("ChatRequest", {"tools": [{"type": "custom"}]}, False),
+    ("ChatRequest", {"tools": [{"type": "function", "function": {"name": ""}}]}, False),
+    (
+        "ChatRequest",
+        {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(MAX_TOOLS + 1)]},
+        False,
+    ),
+    ("ChatRequest", {"tools": [TOOL], "tool_choice": "sometimes"}, False),
+    ("ChatRequest", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+    ("ChatRequest", {"functions": []}, True),
+    ("ChatRequest", {"functions": [{}]}, False),
+    ("ChatRequest", {"function_call": "auto"}, False),
+    ("ChatRequest", {"function_call": ""}, False),
+    ("ChatRequest", {"response_format": {"type": "xml"}}, False),
+    ("ChatRequest", {"response_format": {"type": "json_object"}}, True),
+    ("ChatRequest", {"stop": ""}, False),
+    ("ChatRequest", {"stop": ["a"] * MAX_STOPS}, True),
+    ("ChatRequest", {"stop": ["a"] * (MAX_STOPS + 1)}, False),
+    ("ChatRequest", {"stop": ["a", ""]}, False),
+    ("ChatRequest", {"stop_token_ids": [0, MOST]}, True),
+    ("ChatRequest", {"stop_token_ids": [-1]}, False),
+    ("ChatRequest", {"stop_token_ids": [MOST + 1]}, False),
+    ("ChatRequest", {"seed": 2**63 - 1}, True),
+    ("ChatRequest", {"seed": 2**63}, False),
+    ("ChatRequest", {"seed": -(2**63) - 1}, False),
+    ("ChatRequest", {"logit_bias": {"5": 100, "6": -100}}, True),
+    ("ChatRequest", {"logit_bias": {"5": 100.5}}, False),
+    ("ChatRequest", {"logit_bias": {"٣": 1}}, False),
+    ("ChatRequest", {"logit_bias": {"9" * 5000: 1}}, False),
+    ("ChatRequest", {"logit_bias": {str(i): 1 for i in range(MAX_ENTRIES + 1)}}, False),
+    ("ChatRequest", {"stop_token_ids": [1] * (MAX_ENTRIES + 1)}, False),
+    ("CompletionRequest", {"prompt": ""}, False),
+    ("CompletionRequest", {"prompt": []}, False),
+    ("CompletionRequest", {"prompt": [1, 2]}, True),
+    ("CompletionRequest", {"prompt": ["x", [1]]}, True),
+    ("CompletionRequest", {"prompt": ["x", ""]}, False),
+    ("CompletionRequest", {"prompt": ["x", None]}, False),
+    ("CompletionRequest", {"prompt": [[]]}, False),
+    ("CompletionRequest", {"prompt": ["x"] * (MAX_PROMPTS + 1)}, False),
+    ("CompletionRequest", {"suffix": ""}, True),
+    ("CompletionRequest", {"suffix": "x"}, False),
+    ("TokenizeTextRequest", {"prompt": ""}, True),
+    ("TokenizeTextRequest", {"prompt": 3}, False),
+    ("TokenizeChatRequest", {"messages": []}, False),
+    ("DetokenizeRequest", {"tokens": []}, True),
+    ("DetokenizeRequest", {"tokens": [-1]}, False),
+    ("DetokenizeRequest", {"tokens": [MOST + 1]}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "good"), OTHERS)
+def test_the_document_and_the_gateway_agree_on_a_field(kind: str, fields: dict[str, Any], good: bool) -> None:
+    """Both say yes, or both say no."""
+    body = {**READERS[kind][1], **fields}
+
+    assert (says(kind, body), takes(kind, body)) == (good, good)
+
+
+def test_the_admin_api_has_a_document_of_its_own() -> None:
+    """Made by the same rules: no route of one stands in the other."""
+    assert not any(path.startswith("/admin") for path in DOCUMENT["paths"])

@@ -1,0 +1,170 @@
+"""TLS of the gateway: only what works is taken, what changes is taken over, and a half written pair is not."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+
+from orchestrator.failure import Failed
+from orchestrator.tls import CertificateFiles, server_context
+from tests.orchestrator.certificates import Authority, Pair
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def authority(folder: Path) -> Authority:
+    return Authority(folder)
+
+
+@pytest.fixture
+def pair(authority: Authority, tmp_path: Path) -> Pair:
+    """A good one, in files of its own."""
+    made = authority.sign("server")
+    return Pair(*(Path(shutil.copy(file, tmp_path / file.name)) for file in (made.cert, made.key)))
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[str, str | None, bytes]:
+    """Of two ends in this process: the version, the protocol, and what the client reads. Raises SSLError."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    theirs.settimeout(10)
+
+    def serve() -> None:
+        try:
+            with server.wrap_socket(ours, server_side=True) as end:
+                end.sendall(b"well")
+        except (ssl.SSLError, OSError):
+            ours.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with client.wrap_socket(theirs, server_hostname="localhost") as end:
+            return end.version() or "", end.selected_alpn_protocol(), end.recv(4)
+    finally:
+        theirs.close()
+        thread.join(10)
+
+
+def read(server: ssl.SSLContext, client: ssl.SSLContext) -> bytes:
+    """What the client reads; nothing where it is refused."""
+    try:
+        return handshake(server, client)[2]
+    except OSError:  # of which TLS's are some
+        return b""
+
+
+def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(authority.file))
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    if pair is not None:
+        context.load_cert_chain(pair.cert, pair.key)
+    return context
+
+
+def test_a_client_of_the_authority_is_served(authority: Authority, pair: Pair) -> None:
+    """With TLS 1.3 and HTTP/1.1, whatever else it offers."""
+    found = handshake(server_context(str(pair.cert), str(pair.key)), trusting(authority))
+    assert found == ("TLSv1.3", "http/1.1", b"well")
+
+
+def test_old_versions_are_not_spoken(authority: Authority, pair: Pair) -> None:
+    """1.2 is the oldest."""
+    context = server_context(str(pair.cert), str(pair.key))
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    client = trusting(authority)
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert handshake(context, client)[0] == "TLSv1.2"
+
+
+def test_with_an_authority_for_clients_only_theirs_are_served(authority: Authority, pair: Pair, folder: Path) -> None:
+    """Not one without a certificate, nor one of another authority, nor one that was made for a server."""
+    server = server_context(str(pair.cert), str(pair.key), str(authority.file))
+    other = Authority(folder, "other")
+    assert handshake(server, trusting(authority, authority.sign("client", client=True)))[2] == b"well"
+    strangers = [None, other.sign("stranger", client=True), authority.sign("no-client")]
+    for stranger in (*strangers, authority.sign("late-client", client=True, days=-1)):
+        assert read(server, trusting(authority, stranger)) == b""
+
+
+def unusable(cert: Path, key: Path, client_ca: Path | None = None) -> str:
+    with pytest.raises(Failed) as found:
+        server_context(str(cert), str(key), None if client_ca is None else str(client_ca))
+    assert found.value.problem.id == "tls-unusable"
+    return found.value.problem.what
+
+
+def test_what_cannot_be_used_is_told(authority: Authority, pair: Pair, tmp_path: Path) -> None:
+    """With the file and what is wrong with it, and without asking anybody for a password."""
+    other, late = authority.sign("other-server"), authority.sign("late", days=-1)
+    closed = authority.sign("closed", password=b"x")
+    text = tmp_path / "text.pem"
+    text.write_text("no certificate")
+    assert unusable(tmp_path / "none.pem", pair.key) == f"{tmp_path}/none.pem cannot be read: No such file or directory"
+    assert "none.pem cannot be read" in unusable(pair.cert, tmp_path / "none.pem")
+    assert unusable(pair.cert, other.key) == f"{other.key} is not the key of {pair.cert}"
+    assert unusable(text, pair.key) == f"{text} holds no certificate"
+    assert "hold" in unusable(pair.cert, text) or "cannot be used" in unusable(pair.cert, text)
+    assert f"{late.cert} has expired on " in unusable(late.cert, late.key)
+    assert unusable(closed.cert, closed.key) == f"{closed.key} is encrypted, and there is nobody to ask for its password"
+    assert f"{text} holds no certificate" in unusable(pair.cert, pair.key, text)
+    assert "none.pem cannot be read" in unusable(pair.cert, pair.key, tmp_path / "none.pem")
+
+
+def test_a_renewed_certificate_is_taken_over(authority: Authority, pair: Pair) -> None:
+    """The new context is another one, so that connections under way keep theirs; unchanged files give none."""
+    files = CertificateFiles(str(pair.cert), str(pair.key))
+    before = files.context
+    assert files.renewed() is None
+    fresh = authority.sign("renewed")
+    shutil.copy(fresh.key, pair.key)
+    shutil.copy(fresh.cert, pair.cert)
+    assert files.renewed() is files.context is not before
+    assert files.renewed() is None
+    assert handshake(files.context, trusting(authority))[2] == b"well"
+
+
+def test_a_half_written_pair_keeps_the_old_one(
+    authority: Authority, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is logged once for each change, and the second half brings the new one."""
+    files = CertificateFiles(str(pair.cert), str(pair.key))
+    before, fresh = files.context, authority.sign("half")
+    with caplog.at_level(logging.ERROR):
+        shutil.copy(fresh.cert, pair.cert)
+        assert files.renewed() is None
+        assert files.renewed() is None
+        assert [record.message.split(":")[0] for record in caplog.records] == ["tls-unusable"]
+        pair.cert.unlink()
+        assert files.renewed() is None
+        assert files.renewed() is None
+        assert len(caplog.records) == 2
+    assert files.context is before
+    shutil.copy(fresh.cert, pair.cert)
+    shutil.copy(fresh.key, pair.key)
+    assert files.renewed() is files.context is not before
+
+
+def test_a_link_that_is_pointed_elsewhere_is_a_change(authority: Authority, pair: Pair, tmp_path: Path) -> None:
+    """As Kubernetes exchanges a secret: both files at once."""
+    fresh = authority.sign("linked")
+    for name, one in (("old", pair), ("new", fresh)):
+        (tmp_path / name).mkdir()
+        shutil.copy(one.cert, tmp_path / name / "cert.pem")
+        shutil.copy(one.key, tmp_path / name / "key.pem")
+    current = tmp_path / "current"
+    current.symlink_to("old")
+    files = CertificateFiles(str(current / "cert.pem"), str(current / "key.pem"))
+    (tmp_path / "next").symlink_to("new")
+    (tmp_path / "next").rename(current)
+    assert files.renewed() is not None

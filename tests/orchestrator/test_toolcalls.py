@@ -1,0 +1,354 @@
+"""Tool calls in a model's text: what is read, what stays text, and that it does not matter how the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.gateway.toolcalls import CallArguments, CallBegin, Content, Event, make_parser, recognised
+
+WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
+
+
+def joined(events: list[Event]) -> tuple[str, list[tuple[str, str]]]:
+    """The content, and name and arguments of each call; a call's pieces come in order, its beginning first."""
+    content, calls = "", []
+    for event in events:
+        if isinstance(event, Content):
+            assert event.text, "an empty piece"
+            content += event.text
+        elif isinstance(event, CallBegin):
+            assert event.index == len(calls)
+            calls.append((event.name, ""))
+        else:
+            assert isinstance(event, CallArguments)
+            assert event.index == len(calls) - 1, "more of a call that was over"
+            assert event.text, "an empty piece"
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    return content, calls
+
+
+def read(
+    format: Any, text: str, cuts: Any = (), *, calling: str = "auto", streamed: bool = True, only_one: bool = False
+) -> tuple[str, list[tuple[str, str]]]:
+    parser = make_parser(format, calling, streamed=streamed, only_one=only_one, name="f")
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    events: list[Event] = []
+    for begin, end in itertools.pairwise(edges):
+        events += parser.push(text[begin:end])
+    return joined(events + parser.flush())
+
+
+def values(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+# Formats: the texts are those of vLLM's own tests of its parsers, and of the models' pages
+
+FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "", [("add", {"a": 1})]),
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "", [("add", {"a": 1})]),
+    ("hermes", 'One moment.\n<tool_call>\n{"name":"add","arguments":{}}\n</tool_call>', "One moment.\n", [("add", {})]),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b", "arguments": {"x": "}"}}'
+        "\n</tool_call>",
+        "",
+        [("a", {}), ("b", {"x": "}"})],
+    ),
+    ("hermes", '<tool_call>{"arguments": {"name": "John"}, "name": "get_age"}', "", [("get_age", {"name": "John"})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": [1, {"b": null}]}</tool_call>',
+        "",
+        [("f", {"a": [1, {"b": None}]})],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call> Done.', " Done.", [("f", {})]),
+    (
+        "llama3",
+        '{"name": "searchTool", "parameters": {"query": "test query", "limit": 10}}',
+        "",
+        [("searchTool", {"query": "test query", "limit": 10})],
+    ),
+    ("llama3", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+    ("llama3", '{"name": "searchTool", "arguments": {"query": "test"}}', "", [("searchTool", {"query": "test"})]),
+    (
+        "llama3",
+        '{"name": "a", "parameters": {"q": 1}} ; {"name": "b", "parameters": {}}; '
+        '{"name": "a", "parameters": {"q": 2}}',
+        "",
+        [("a", {"q": 1}), ("b", {}), ("a", {"q": 2})],
+    ),
+    (
+        "llama3",
+        'Here is the result: {"name": "getOpenIncidentsTool", "parameters": {}} Would you like to know more?',
+        "Here is the result:  Would you like to know more?",
+        [("getOpenIncidentsTool", {})],
+    ),
+    (
+        "llama3",
+        '{"name": "t", "parameters": {"query": "test {value} [complex]","nested": {"inner": "more {brackets}"}}}',
+        "",
+        [("t", {"query": "test {value} [complex]", "nested": {"inner": "more {brackets}"}})],
+    ),
+    (
+        "llama3",
+        '{"name": "p", "parameters": {"text": "He said \\"Hello {world}\\""}}',
+        "",
+        [("p", {"text": 'He said "Hello {world}"'})],
+    ),
+    ("llama3", '{"type": "function", "name": "f", "parameters": {"a": "1"}}', "", [("f", {"a": "1"})]),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', "", [("add", {"a": 3.5, "b": 4})]),
+    ("mistral", '[TOOL_CALLS]  [ {"name":"add" , "arguments" : {"a": 3, "b": 4} } ]', "", [("add", {"a": 3, "b": 4})]),
+    ("mistral", f'[TOOL_CALLS] [{{"arguments":{json.dumps(WEATHER)}, "name": "w"}}]', "", [("w", WEATHER)]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"arguments":{"name": "John Doe"}, "name": "get_age"}]',
+        "",
+        [("get_age", {"name": "John Doe"})],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3.5, "b": 4}}, '
+        f'{{"name": "w", "arguments":{json.dumps(WEATHER)}]',
+        "",
+        [("add", {"a": 3.5, "b": 4}), ("w", WEATHER)],
+    ),
+    ("mistral", '[TOOL_CALLS]add{"a": 3.5, "b": 4}', "", [("add", {"a": 3.5, "b": 4})]),
+    ("mistral", 'Hm. [TOOL_CALLS]a{"x": 1}[TOOL_CALLS]b{}', "Hm. ", [("a", {"x": 1}), ("b", {})]),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{"a": 1}', "", [("add", {"a": 1})]),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), FORMS)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_call_is_read_as_the_model_writes_it(
+    format: str, text: str, content: str, calls: list[tuple[str, Any]], streamed: bool
+) -> None:
+    """In one piece and character by character, streamed and whole."""
+    for cuts in ((), range(len(text))):
+        found, told = read(format, text, cuts, streamed=streamed)
+        assert (found, values(told)) == (content, calls)
+
+
+UNHARMED = [
+    ("hermes", "This is a test"),
+    ("hermes", "<tool_call>not json</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": 3}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", "a <tool_cal"),
+    ("hermes", "<tool_call>"),
+    ("hermes", " \n "),
+    ("llama3", "This is just some text without any tool calls"),
+    ("llama3", "void f() { return {}; }"),
+    ("llama3", '{"city": "Paris", "name": "x"}'),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama3", ';; {"name": "f"'),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("mistral", "[TOOL_CALLS]no call here! {}"),
+    ("mistral", "[TOOL_CALLS]" + "x" * 500 + "{}"),
+    ("mistral", "[TOOL_CALLS]" + " " * 500 + '[{"name": "f", "arguments": {}}]'),
+    ("mistral", "[TOOL"),
+]
+
+
+@pytest.mark.parametrize(("format", "text"), UNHARMED)
+def test_text_without_a_call_comes_through_unharmed(format: str, text: str) -> None:
+    """To the letter, also where it begins like a call."""
+    for streamed in (True, False):
+        assert read(format, text, streamed=streamed) == (text, [])
+        assert read(format, text, range(len(text)), streamed=streamed) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("llama3", '{"name": "invalidTool", "parameters": {invalid json}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f{"a": nul}'),
+    ],
+)
+def test_arguments_that_are_no_json_are_text_in_a_whole_answer(format: str, text: str) -> None:
+    """As with vLLM. In a stream the beginning of the call has been told already: its rest is content."""
+    assert read(format, text, streamed=False) == (text, [])
+
+    content, calls = read(format, text)
+    assert len(calls) == 1
+    assert text.replace("</tool_call>", "").endswith((calls[0][1] + content).replace("</tool_call>", ""))
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    """First the name, with an id, then each piece of the arguments, and no later than it can be."""
+    parser = make_parser("hermes", "auto", streamed=True)
+    pieces = ["<tool_", 'call>\n{"name": "f", "argu', 'ments": {"te', 'xt": "lo', 'ng"}', "}\n</tool_call>"]
+
+    told = [parser.push(piece) for piece in pieces]
+
+    assert told[0] == told[1] == []
+    begin, first = told[2]
+    assert isinstance(begin, CallBegin)
+    assert (begin.index, begin.name, begin.id[:5]) == (0, "f", "call_")
+    assert [first, *told[3], *told[4]] == [CallArguments(0, piece) for piece in ('{"te', 'xt": "lo', 'ng"}')]
+    assert told[5] == parser.flush() == []
+    assert [parser.finish_reason(reason) for reason in ("stop", "length")] == ["tool_calls", "length"]
+
+
+def test_a_mistral_id_is_one_that_its_template_takes() -> None:
+    """Nine letters or digits; the model's own where it gives one."""
+    for text, id in (("[TOOL_CALLS]f{}", None), ("[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}", "abc123def")):
+        (begin, _) = make_parser("mistral", "auto", streamed=True).push(text)
+        assert isinstance(begin, CallBegin)
+        assert len(begin.id) == 9
+        assert begin.id.isalnum()
+        assert id in (None, begin.id)
+
+
+def test_without_parallel_calls_only_the_first_is_told() -> None:
+    """As vLLM does: the others are dropped."""
+    text = '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]'
+
+    assert read("mistral", text, only_one=True) == ("", [("a", "{}")])
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_required_calls_are_read_from_an_array(streamed: bool) -> None:
+    """Which is what a guide makes the model write, whatever its own format."""
+    text = ' [{"name": "a", "parameters": {"x": 1}}, {"name": "b", "parameters": {}}]\n'
+
+    for cuts in ((), range(len(text))):
+        found = read(None, text, cuts, calling="required", streamed=streamed)
+        assert found == ("", [("a", '{"x": 1}'), ("b", "{}")])
+
+
+def test_a_named_call_is_the_whole_text() -> None:
+    """The function is known, so the text is its arguments; it ends by "stop", as OpenAI's server says it."""
+    assert read(None, '{"x": 1}', (3, 5), calling="named") == ("", [("f", '{"x": 1}')])
+    assert make_parser(None, "named", streamed=True, name="f").finish_reason("stop") == "stop"
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3"),
+        ("<tool_call>\n<function=example>", None),
+        ("<tool_call>{name}\n<arg_key>", None),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
+)
+def test_the_format_is_seen_from_the_chat_template(template: str | None, format: str | None) -> None:
+    """By the marks that it shows the model; XML inside <tool_call> is another format."""
+    assert recognised(template) == format
+
+
+# Properties
+
+NAMES = st.text("abc_XY.-9", min_size=1, max_size=6)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
+CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
+CUTS = st.lists(st.integers(0, 10_000), max_size=12)
+PIECES = {
+    "hermes": ["<tool_call>", "</tool_call>", "<tool", "_call>"],
+    "llama3": ["<|python_tag|>", ";", "<|python"],
+    "mistral": ["[TOOL_CALLS]", "[", "]", "[ARGS]", "[CALL_ID]x", "[TOOL"],
+}
+COMMON = [
+    "{",
+    "}",
+    '"',
+    '"name"',
+    '"f"',
+    ":",
+    ",",
+    '"arguments"',
+    "{}",
+    ' {"a": 1}',
+    "\\",
+    " ",
+    "\n",
+    "x",
+    "é",
+    "1.5e",
+    "null",
+]
+CALL = '{"name": "f", "arguments": {"a": [1, "}"]}}'
+
+
+def written(format: str, calls: list[tuple[str, Any]], escaped: bool) -> str:
+    """As a model of that format writes the calls."""
+    texts = [
+        json.dumps({"name": name, "parameters" if format == "llama3" else "arguments": value}, ensure_ascii=escaped)
+        for name, value in calls
+    ]
+    if format == "hermes":
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    return "; ".join(texts) if format == "llama3" else f"[TOOL_CALLS] [{', '.join(texts)}]"
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
+@given(calls=CALLS, cuts=CUTS, escaped=st.booleans(), streamed=st.booleans(), before=st.sampled_from(["", "Well. "]))
+@settings(max_examples=150, deadline=None)
+def test_however_it_is_cut_the_calls_are_those_that_were_written(
+    format: str, calls: list[tuple[str, Any]], cuts: list[int], escaped: bool, streamed: bool, before: str
+) -> None:
+    """Names and arguments, in order, and the text before them."""
+    content, told = read(format, before + written(format, calls, escaped), cuts, streamed=streamed)
+
+    assert (content, values(told)) == (before, calls)
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("calling", ["auto", "required"])
+@given(data=st.data(), cuts=CUTS, streamed=st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_alike_however_it_is_cut(
+    format: str, calling: str, data: st.DataObject, cuts: list[int], streamed: bool
+) -> None:
+    """Pieces of calls in any order; and whole and streamed answers agree where every call is good."""
+    text = "".join(data.draw(st.lists(st.sampled_from([*PIECES[format], *COMMON, CALL]), max_size=14)))
+
+    whole = read(format, text, calling=calling, streamed=streamed)
+
+    assert read(format, text, cuts, calling=calling, streamed=streamed) == whole
+    assert read(format, text, range(len(text)), calling=calling, streamed=streamed) == whole
+    for _, arguments in read(format, text, cuts, calling=calling, streamed=False)[1]:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral"])
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])), cuts=CUTS)
+@example(text="  a {b} [c] <d>  ", cuts=[1, 2, 3])
+@settings(max_examples=200, deadline=None)
+def test_ordinary_text_comes_through_unharmed(format: str, text: str, cuts: list[int]) -> None:
+    """Blanks at its ends among it."""
+    assert read(format, text, cuts) == (text, [])
+
+
+def test_long_arguments_cost_their_length() -> None:
+    """A million characters in small pieces, in time that grows with their number and not with its square."""
+    parser = make_parser("hermes", "auto", streamed=True)
+    parser.push('<tool_call>{"name": "f", "arguments": {"a": "')
+    piece = "x" * 100
+
+    told = sum(len(event.text) for _ in range(10_000) for event in parser.push(piece))  # type: ignore[union-attr]
+
+    assert told == 1_000_000

@@ -1,0 +1,273 @@
+"""The data plane between hosts: gateway and replica each prove who they are, and nobody else reads or says a word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from orchestrator.authority import fleet_credentials
+from orchestrator.gateway.dial import open_link
+from tests.served import EPOCH, TOKEN, Served
+from workers.config import ReplicaConfig
+from workers.credentials import REPLICA, Credentials, client_context
+from workers.dataplane import DataPlane
+from workers.engines.echo import echo_tokens
+from workers.requests import GenerateRequest
+from workers.wire import FrameReader, Hello, Message, Refused, Step, Submit, Welcome, encode
+
+FLEET = fleet_credentials()
+OTHER = fleet_credentials()
+LATE = fleet_credentials(datetime.timedelta(days=-1))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    served = Served(credentials=FLEET.replica)
+    yield served
+    served.close()
+
+
+class Link(asyncio.Protocol):
+    """A gateway that says hello, and keeps what it hears."""
+
+    def __init__(self, hello: Hello | None = None) -> None:
+        self.hello = hello or Hello("test", TOKEN, EPOCH)
+        self.heard: asyncio.Queue[Message | None] = asyncio.Queue()
+        self.reader = FrameReader()
+        self.transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.transport.write(encode(self.hello))
+
+    def data_received(self, data: bytes) -> None:
+        for message in self.reader.feed(data):
+            self.heard.put_nowait(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.heard.put_nowait(None)
+
+    async def next(self) -> Message | None:
+        return await asyncio.wait_for(self.heard.get(), 10)
+
+
+def run(work: Callable[[asyncio.AbstractEventLoop], Awaitable[Any]], loop_of: Callable[[], Any] | None = None) -> Any:
+    async def play() -> Any:
+        return await work(asyncio.get_running_loop())
+
+    loop = asyncio.new_event_loop() if loop_of is None else loop_of()
+    try:
+        return loop.run_until_complete(play())
+    finally:
+        loop.close()
+
+
+async def first(loop: asyncio.AbstractEventLoop, address: str, own: Credentials | None, hello: Hello | None = None) -> Any:
+    """The first that a gateway with those credentials hears; None when the replica hangs up without a word."""
+    _, link = await open_link(loop, lambda: Link(hello), address, own)
+    heard = await link.next()
+    link.transport.abort()
+    return heard
+
+
+@pytest.mark.parametrize("uv", [False, True], ids=["asyncio", "uvloop"])
+def test_requests_and_tokens_cross_hosts(uv: bool, served: Served) -> None:
+    """Token for token, as on the unix socket; on both event loops."""
+    import uvloop
+
+    async def ask(loop: asyncio.AbstractEventLoop) -> list[int]:
+        _, link = await open_link(loop, Link, served.plane.address, FLEET.gateway)
+        assert isinstance(await link.next(), Welcome)
+        request = GenerateRequest(id="r", prompt_ids=list(b"prompt"), max_tokens=300, temperature=0)
+        link.transport.write(encode(Submit(request)))
+        ids: list[int] = []
+        while True:
+            step = await link.next()
+            assert isinstance(step, Step)
+            ids += [token for event in step.events for token in event.token_ids]
+            if any(event.finish is not None for event in step.events):
+                link.transport.abort()
+                return ids
+
+    assert run(ask, uvloop.new_event_loop if uv else None) == echo_tokens(list(b"prompt"), 300)
+
+
+@pytest.mark.parametrize(
+    "own", [OTHER.gateway, LATE.gateway, FLEET.replica, None], ids=["other fleet", "expired", "a replica", "nobody"]
+)
+def test_a_peer_that_is_no_gateway_of_the_fleet_hears_nothing(own: Credentials | None, served: Served) -> None:
+    """The token does not help it: it knows the right one, and is not let so far as to say it."""
+    trusting = own or FLEET.gateway
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=FLEET.gateway.authority)  # it believes the replica
+    if own is not None:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(_files(trusting))
+            context.load_cert_chain(folder)
+    parts = urlsplit(served.plane.address)
+    assert parts.hostname is not None
+    heard = b""
+    with contextlib.suppress(OSError), socket.create_connection((parts.hostname, parts.port or 0), 10) as bare:
+        with context.wrap_socket(bare, server_hostname=REPLICA) as peer:
+            peer.sendall(encode(Hello("test", TOKEN, EPOCH)))
+            heard = peer.recv(100)
+    assert heard == b""
+
+
+@contextlib.contextmanager
+def _files(own: Credentials) -> Iterator[str]:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+        file.write(f"{own.certificate}\n{own.key}")
+        file.flush()
+        yield file.name
+
+
+def test_a_gateway_says_nothing_to_what_is_no_replica_of_its_fleet() -> None:
+    """Of another fleet, of an authority that has expired, or a gateway that poses as a replica: no token is told."""
+    for poser in (OTHER.replica, LATE.replica, FLEET.gateway):
+        stranger = Served(credentials=poser)
+        try:
+            with pytest.raises(OSError, match="no replica of this fleet|does not speak our TLS"):
+                run(lambda loop, at=stranger.plane.address: first(loop, at, FLEET.gateway))  # type: ignore[misc]
+        finally:
+            stranger.close()
+
+
+def test_without_credentials_no_link_is_opened(served: Served) -> None:
+    """A gateway of an older fleet's controller."""
+    with pytest.raises(OSError, match="asks for credentials"):
+        run(lambda loop: first(loop, served.plane.address, None))
+
+
+def test_token_and_epoch_count_over_tls_too(served: Served) -> None:
+    """A certificate alone opens nothing: each start of a replica is meant by its epoch."""
+    for hello, reason in (
+        (Hello("test", "wrong", EPOCH), "wrong token"),
+        (Hello("test", TOKEN, EPOCH - 1), "this is epoch 3, not 2"),
+    ):
+        heard = run(lambda loop, said=hello: first(loop, served.plane.address, FLEET.gateway, said))  # type: ignore[misc]
+        assert heard == Refused(reason)
+
+
+def test_a_peer_without_tls_is_disconnected(served: Served) -> None:
+    """What it says is not read."""
+    parts = urlsplit(served.plane.address)
+    assert parts.hostname is not None
+    with socket.create_connection((parts.hostname, parts.port or 0), 10) as peer:
+        peer.sendall(encode(Hello("test", TOKEN, EPOCH)))
+        heard = b""
+        with contextlib.suppress(ConnectionError):
+            while data := peer.recv(1000):
+                heard += data
+    assert b"Welcome" not in heard
+
+
+def test_who_listens_in_between_reads_nothing(served: Served) -> None:
+    """Neither token nor prompt nor answer pass in the clear; with the replica's own key afterwards neither (TLS 1.3)."""
+    parts = urlsplit(served.plane.address)
+    seen = bytearray()
+    tap = socket.create_server(("127.0.0.1", 0))
+
+    def pump(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                seen.extend(data)
+                other.sendall(data)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_WR)
+
+    def between() -> None:
+        near, _ = tap.accept()
+        assert parts.hostname is not None
+        far = socket.create_connection((parts.hostname, parts.port or 0))
+        back = threading.Thread(target=pump, args=(far, near))
+        back.start()
+        pump(near, far)
+        back.join(10)
+        near.close()
+        far.close()
+
+    thread = threading.Thread(target=between)
+    thread.start()
+    prompt = b"what nobody else may read"
+
+    async def ask(loop: asyncio.AbstractEventLoop) -> bool:
+        _, link = await open_link(loop, Link, f"tls://127.0.0.1:{tap.getsockname()[1]}", FLEET.gateway)
+        assert isinstance(await link.next(), Welcome)
+        request = GenerateRequest(id="r", prompt_ids=list(prompt), max_tokens=5, temperature=0)
+        link.transport.write(encode(Submit(request)))
+        assert isinstance(await link.next(), Step)
+        version: str = link.transport.get_extra_info("ssl_object").version()
+        link.transport.close()
+        return version == "TLSv1.3"
+
+    assert run(ask)
+    thread.join(10)
+    tap.close()
+    assert len(seen) > 1000
+    assert TOKEN.encode() not in seen
+    assert b"Submit" not in seen
+    assert prompt not in seen
+    assert bytes(echo_tokens(list(prompt), 5)) not in seen
+
+
+def test_a_silent_peer_does_not_keep_others_waiting(served: Served) -> None:
+    """Those that connect and say nothing hold no slot of anybody."""
+    parts = urlsplit(served.plane.address)
+    assert parts.hostname is not None
+    silent = [socket.create_connection((parts.hostname, parts.port or 0), 10) for _ in range(50)]
+    began = time.monotonic()
+    assert isinstance(run(lambda loop: first(loop, served.plane.address, FLEET.gateway)), Welcome)
+    assert time.monotonic() - began < 3
+    for one in silent:
+        one.close()
+
+
+def test_a_unix_socket_is_dialled_as_ever() -> None:
+    """Without TLS: its folder is the user's alone."""
+    local = Served()
+    try:
+        assert local.plane.address == str(local.path)
+        assert local.path.stat().st_mode & 0o777 == 0o600
+        assert isinstance(run(lambda loop: first(loop, str(local.path), FLEET.gateway)), Welcome)
+    finally:
+        local.close()
+
+
+def test_a_plane_without_credentials_does_not_listen_on_tcp(served: Served) -> None:
+    """It would serve whoever comes."""
+    plane = DataPlane(
+        served.path, welcome=Welcome("", "", 1, 1, 1, 1), token="", epoch=1, batcher=served.batcher, listen="tls://127.0.0.1:0"
+    )
+    with pytest.raises(OSError, match="no credentials"):
+        plane.start()
+    plane.close()
+
+
+def test_keys_do_not_get_into_a_log_with_what_holds_them(caplog: pytest.LogCaptureFixture) -> None:
+    """A value that is printed tells nothing."""
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("x").info("%s %r", FLEET.gateway, [FLEET])
+    assert "PRIVATE" not in caplog.text
+    assert "credentials" in ReplicaConfig.__struct_fields__
+
+
+def test_each_fleet_has_an_authority_of_its_own() -> None:
+    """And nobody has its key: a further certificate cannot be made."""
+    assert FLEET.gateway.authority != OTHER.gateway.authority
+    assert FLEET.gateway.authority == FLEET.replica.authority
+    assert FLEET.gateway.key != FLEET.replica.key
+    assert client_context(FLEET.gateway).minimum_version == ssl.TLSVersion.TLSv1_3
