@@ -1,4 +1,4 @@
-"""The admin API: HTTP of the controller, on loopback, for whoever holds the fleet's token.
+"""The admin API: HTTP of the controller, on loopback, for whoever holds the fleet's token or a key that may change it.
 
 ``ROUTES`` is all of it: the server, the OpenAPI document and the tests of the docs read the same table.
 """
@@ -9,9 +9,10 @@ import asyncio
 import hmac
 import inspect
 import logging
-import re
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -23,10 +24,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from orchestrator.allowed import allowed_to_keys
+from orchestrator.audit import Audit, AuditLine
 from orchestrator.failure import Failed
-from orchestrator.fleet import ADMIN_PATH, BY_HEADER, LONGEST_WAIT_S
+from orchestrator.fleet import ADMIN_PATH, BY_HEADER, LONGEST_WAIT_S, FleetSettings
+from orchestrator.home import Home
+from orchestrator.keys import ApiKey, KeyFile
+from orchestrator.openapi import components as schema_components
+from orchestrator.openapi import json_content, json_response, operation_id
 from orchestrator.operations import Operations, Refused
 from orchestrator.version import corewright_version
+from placements.parse import parse
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +178,11 @@ class AdminRoute:
     refusals: tuple[int, ...] = ()  # statuses beside those that every route has
     status: int = 200
 
+    @property
+    def changes(self) -> bool:
+        """Whether it changes the fleet: then it is written into the audit log."""
+        return self.method == "POST" and self.path not in ("/plan", "/explain")
+
 
 def _spec(asked: Asked) -> dict[str, Any]:
     revision = asked.fleet.revision(asked.fleet.status()["revision"])
@@ -198,7 +211,7 @@ async def _down(asked: Asked) -> dict[str, Any]:
     return {"stopping": True}
 
 
-CHANGING = (409, 507)  # the fleet's state forbids it; the journal cannot be written
+CHANGING = (409, 507)  # the fleet's state forbids it; the journal or the audit log cannot be written
 
 ROUTES = (
     AdminRoute(
@@ -377,22 +390,24 @@ ROUTES = (
         HostOrReplica,
         (404, *CHANGING),
     ),
-    AdminRoute("POST", "/down", "Drain the fleet and end it.", "202, at once", _down, status=202),
+    AdminRoute("POST", "/down", "Drain the fleet and end it.", "202, at once", _down, refusals=(507,), status=202),
 )
 
 
 def admin_app(fleet: Operations, ask_down: Callable[[], Awaitable[None]]) -> ASGIApp:
-    """``ask_down`` tells the daemon that the fleet is to end."""
+    """``ask_down`` tells the daemon that the fleet is to end. Keys and audit log are those of the fleet's home."""
+    home = Home(Path(fleet.settings.home))
+    audit = Audit(home.audit)
 
     def endpoint(route: AdminRoute) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return await _answered(route, request, fleet, ask_down)
+            return await _answered(route, request, fleet, ask_down, audit)
 
         return answer
 
     app = Starlette(
         routes=[Route(f"{ADMIN_PATH}{route.path}", endpoint(route), methods=[route.method]) for route in ROUTES],
-        middleware=[Middleware(_TokenOnly, token=fleet.settings.token)],
+        middleware=[Middleware(_KnownOnly, token=fleet.settings.token, keys=KeyFile(home.keys))],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False
@@ -400,23 +415,80 @@ def admin_app(fleet: Operations, ask_down: Callable[[], Awaitable[None]]) -> ASG
 
 
 async def _answered(
-    route: AdminRoute, request: Request, fleet: Operations, ask_down: Callable[[], Awaitable[None]]
+    route: AdminRoute, request: Request, fleet: Operations, ask_down: Callable[[], Awaitable[None]], audit: Audit
 ) -> Response:
     try:
         what = await _body(route, request) if route.method == "POST" else _query(route, request)
-        result = route.call(Asked(fleet, ask_down, what, _by(request)))
-        return _json(await result if inspect.isawaitable(result) else result, route.status)
-    except _Unreadable as unreadable:
-        return unreadable.response
-    except Refused as refused:
-        return _refusal(refused, refused.status)
-    except Failed as failed:
-        return _refusal(failed, 500)
-    except ClientDisconnect:
+        key: ApiKey | None = request.scope[_CALLER]
+        asked = Asked(fleet, ask_down, what, _by(request, key))
+        if not route.changes:
+            await _check_sources(asked, key)
+            return _json(await _called(route, asked), route.status)
+        who = "fleet token" if key is None else f"key {key.id} {key.name}"
+        action = f"{route.method} {route.path}"
+        written = await asyncio.to_thread(audit.asked, who, action, msgspec.to_builtins(what), by=asked.by)
+    except Exception as error:  # noqa: BLE001  # nothing has been asked of the fleet
+        return _of_error(route, error)
+    revision = None
+    try:
+        await _check_sources(asked, key)
+        result = await _called(route, asked)
+        if isinstance(result, dict) and isinstance(result.get("revision"), int):
+            revision = result["revision"]
+        response = _json(result, route.status)
+    except Exception as error:  # noqa: BLE001  # each becomes an answer
+        response = _of_error(route, error)
+    except BaseException:  # the server ends
+        await _end(audit, written, "cut off", None)
+        raise
+    await _end(audit, written, str(response.status_code), revision)
+    return response
+
+
+async def _called(route: AdminRoute, asked: Asked) -> Any:
+    result = route.call(asked)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _end(audit: Audit, written: AuditLine, status: str, revision: int | None) -> None:
+    try:
+        await asyncio.shield(asyncio.to_thread(audit.ended, written, status, revision))
+    except Failed as failed:  # it is done; the line of before says that it was asked
+        log.error("%s", failed)
+
+
+async def _check_sources(asked: Asked, key: ApiKey | None) -> None:
+    """Who comes with a key need not have a shell here: what a spec may read is narrower. Raises Refused."""
+    what = asked.what
+    if key is None:
+        return
+    if isinstance(what, RevisionToUndoTo) and what.to is not None:
+        revision = asked.fleet.revision(what.to)
+        what = SpecText(text=revision["text"], file=revision["file"], base_dir=revision["base_dir"])
+    if isinstance(what, SpecText):
+        await asyncio.to_thread(_refuse_barred, what, asked.fleet.settings)
+
+
+def _refuse_barred(what: SpecText, settings: FleetSettings) -> None:
+    parsed = parse(what.text, what.file, what.base_dir)
+    problems = () if parsed.spec is None else allowed_to_keys(settings).problems(parsed.spec)
+    if problems:
+        message = f"{what.file} names what a key may not have read"
+        hint = "apply it on the fleet's own machine, with the token of fleet.json"
+        raise Refused("spec-invalid", message, hint, status=422, problems=problems)
+
+
+def _of_error(route: AdminRoute, error: Exception) -> Response:
+    if isinstance(error, _Unreadable):
+        return error.response
+    if isinstance(error, Refused):
+        return _refusal(error, error.status)
+    if isinstance(error, Failed):
+        return _refusal(error, 507 if error.problem.id == "audit-unwritable" else 500)
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=400)  # nobody reads it
-    except Exception:  # a bug must not look like an API that is gone
-        log.exception("%s %s failed", route.method, route.path)
-        return _error(500, code="internal_error", message="The controller failed; its log says more.")
+    log.error("%s %s failed", route.method, route.path, exc_info=error)  # a bug must not look like an API that is gone
+    return _error(500, code="internal_error", message="The controller failed; its log says more.")
 
 
 class _Unreadable(Exception):
@@ -453,10 +525,13 @@ def _query(route: AdminRoute, request: Request) -> Any:
         raise _Unreadable(_error(400, code="invalid_request", message=f"The query: {error}")) from None
 
 
-def _by(request: Request) -> str:
-    """Who asks, as the journal will tell it."""
-    given = request.headers.get(BY_HEADER, "")
-    return "".join(letter for letter in given if letter.isprintable()).strip()[:LONGEST_BY] or "admin"
+def _by(request: Request, key: ApiKey | None) -> str:
+    """Who asks, as the journal will tell it: what it calls itself, and the key that it came with."""
+    header = request.headers.get(BY_HEADER, "")
+    given = "".join(letter for letter in header if letter.isprintable()).strip()[:LONGEST_BY]
+    if key is None:
+        return given or "admin"
+    return f"{given} (key {key.name})" if given else f"key {key.name}"
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
@@ -468,20 +543,38 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return _error(404, code="route_not_found", message=message)
 
 
-class _TokenOnly:
-    """Refuses every request without the fleet's bearer token."""
+_CALLER = "corewright.key"  # in a request's scope: the key that it came with, None for the fleet's token
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+
+class _KnownOnly:
+    """Refuses every request without the fleet's bearer token or a key of scope admin."""
+
+    def __init__(self, app: ASGIApp, token: str, keys: KeyFile) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        bearer = scheme.lower() == b"bearer"
+        scope[_CALLER] = None
+        if bearer and hmac.compare_digest(given, self._token):
             await self._app(scope, receive, send)
+            return
+        key = self._keys.current().authenticate(given.decode("latin-1"), time.time()) if bearer else None
+        if key is None:
+            message = "The admin API needs the token of fleet.json or a key: Authorization: Bearer TOKEN."
+            answer = _error(401, code="invalid_token", message=message)
+            answer.headers["www-authenticate"] = "Bearer"
+        elif not key.may("admin"):
+            log.warning("the key %s %s, which has no scope admin, asked for %s", key.id, key.name, scope["path"])
+            hint = "corewright keys create NAME --scope admin"
+            answer = _refusal(Refused("key-without-admin", f"the key {key.name} may not change the fleet", hint), 403)
         else:
-            message = "The admin API needs the token of fleet.json: Authorization: Bearer TOKEN."
-            await _error(401, code="invalid_token", message=message)(scope, receive, send)
+            scope[_CALLER] = key
+            await self._app(scope, receive, send)
+            return
+        await answer(scope, receive, send)
 
 
 def _refusal(failed: Failed, status: int) -> Response:
@@ -505,39 +598,38 @@ def _json(value: Any, status: int = 200) -> Response:
 
 _REFUSED = {
     400: "The request cannot be read.",
-    401: "The token is missing or wrong.",
+    401: "The token or key is missing or wrong.",
+    403: "The key has no scope admin.",
     404: "What it is about does not exist.",
     409: "The fleet's state forbids it.",
     413: "The body is too large.",
     422: "The spec has errors; `problems` lists them.",
     500: "The controller failed.",
-    507: "The journal cannot be written.",
+    507: "The journal or the audit log cannot be written; nothing was changed.",
 }
 
 
 def openapi() -> dict[str, Any]:
     """The OpenAPI 3.1 document of ``ROUTES``."""
     kinds = [*dict.fromkeys(route.asks for route in ROUTES), Refusal]
-    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    references = dict(zip(kinds, schemas, strict=True))
+    references, components = schema_components(kinds)
     bodies = {route.asks.__name__ for route in ROUTES if route.method == "POST"}
     queries = {route.asks.__name__ for route in ROUTES} - bodies
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         operation: dict[str, Any] = {
-            "operationId": _operation_id(route),
+            "operationId": operation_id(route.method, route.path),
             "summary": route.summary,
-            "responses": {str(route.status): _response(route.answer, {"type": "object"})},
+            "responses": {str(route.status): json_response(route.answer, {"type": "object"})},
         }
         if route.method == "POST":
             required = bool(components[route.asks.__name__].get("required"))
-            content = {"application/json": {"schema": references[route.asks]}}
-            operation["requestBody"] = {"required": required, "content": content}
+            operation["requestBody"] = {"required": required, "content": json_content(references[route.asks])}
         elif route.asks is not Nothing:
             operation["parameters"] = _parameters(route, components[route.asks.__name__])
-        common = (400, 401, 413, 500) if route.method == "POST" else (400, 401, 500)
+        common = (400, 401, 403, 413, 500) if route.method == "POST" else (400, 401, 403, 500)
         for status in sorted({*common, *route.refusals}):
-            operation["responses"][str(status)] = _response(_REFUSED[status], references[Refusal])
+            operation["responses"][str(status)] = json_response(_REFUSED[status], references[Refusal])
         paths.setdefault(f"{ADMIN_PATH}{route.path}", {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -549,15 +641,6 @@ def openapi() -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
-
-
-def _operation_id(route: AdminRoute) -> str:
-    words = re.findall(r"[a-z]+", route.path)
-    return "".join([route.method.lower(), *(word.capitalize() for word in words)])
-
-
-def _response(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def _parameters(route: AdminRoute, schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec.structs
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,7 +17,9 @@ from orchestrator.effects import HostLost, Owner, ReplicaDied, Survivor, actor_n
 from orchestrator.host_actor import HostActor
 from orchestrator.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
 from workers.config import ReplicaConfig
+from workers.dataplane import TLS_SCHEME
 from workers.interpreter import Interpreter
+from workers.metric_family import MetricFamily
 from workers.replica import Replica
 from workers.status import Failure, ReplicaStatus
 
@@ -51,6 +54,7 @@ class RayCluster:
             node = self._node_of(config.host)
         if node is None or not node.alive:
             raise HostLost(f"the Ray node of {config.host} is gone")
+        config = self._reachable(config, node)
         name = actor_name(config.model, config.replica, config.epoch)
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class's name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
@@ -68,6 +72,15 @@ class RayCluster:
                 **({} if config.python is None else {"py_executable": config.python}),
             },
         ).remote(config)
+
+    def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
+        """Where the gateways, which are on this host, can reach the replica: on its unix socket, or from another host
+        on TCP."""
+        here = next((known.address for known in self._nodes if known.id == self._here), node.address)
+        if not config.listen and node.address == here:
+            return config
+        address = f"[{node.address}]" if ":" in node.address else node.address
+        return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
 
     def know_hosts(self, names: Iterable[str]) -> None:
         """All of the planner's hosts, in its order: ``lost_hosts`` tells of those that are not there."""
@@ -153,6 +166,13 @@ class RayCluster:
                 raise  # not knowing is not the same as knowing of none
             return {}
         return {core: Owner(pid, command) for core, (pid, command) in held.items()}
+
+    async def device_metrics(self, host: str) -> list[MetricFamily]:
+        node = self._node_of(host)
+        if node is None or not node.alive:
+            return []  # nobody else measures them
+        measured: list[MetricFamily] = await _of(self._host_actor(node).device_metrics.remote())
+        return measured
 
     async def lost_hosts(self) -> frozenset[str]:
         await self._look()

@@ -23,6 +23,7 @@ from orchestrator.fleet import FleetSettings
 from orchestrator.home import Home
 from orchestrator.journal import Journal, Quarantine
 from orchestrator.lifecycle import Signal, State, advance
+from orchestrator.metrics import Tally, engine_families, fleet_families
 from orchestrator.picture import Conditions, route_table, status
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.replica_config import replica_config
@@ -38,6 +39,7 @@ from placements.spec import Deadlines
 from placements.topology import Host
 from workers.config import ReplicaConfig
 from workers.faults import after_serving
+from workers.metric_family import MetricFamily, gauge, joined, labelled
 from workers.status import Failure, Phase, Reaction, ReplicaStatus
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0  # how often the world is read again when nothing happens
 LOG_LINES = 8
 LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
+DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
 STALE_S = 30.0  # the Neuron tools' account of who holds a core is at most so old
 _NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
 
@@ -73,6 +76,8 @@ class Controller:
         self._home = Home(Path(settings.home))
         self._conditions = Conditions(wall)
         self._deaf: set[str] = set()  # hosts that do not answer
+        self._tally = Tally()
+        self._heard: dict[str, tuple[int, ReplicaStatus]] = {}  # of each replica its epoch, and what it told last
         self._former: dict[int, float] = {}  # pids of replicas that were seen dead, and when
         self._busy: set[str] = set()  # replicas with an effect under way
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,10 +99,13 @@ class Controller:
         self._settled.set()
         while not self._closing:
             self._wake.clear()
+            began = self._clock()
             try:
                 await self._round()
             except Exception:  # whatever it was: the next round reads the world again, and the fleet goes on serving
                 log.exception("a round failed")
+                self._tally.failed_rounds += 1
+            self._tally.rounds.observe(self._clock() - began)
             tick = asyncio.get_running_loop().call_later(self._tick_s, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
             tick.cancel()
@@ -110,6 +118,7 @@ class Controller:
         state.try_to_write()
         goal = state.aim()
         rollback = state.follow_rollout()
+        self._tally.rollout(state.current.number, state.rollout_state()[0])
         if rollback is not None:
             state.roll_back(rollback)
             self.renew_deadlines()
@@ -167,7 +176,7 @@ class Controller:
                 begun=self._clock() - max(0.0, self.state.wall() - seen.started),
                 pid=seen.pid,
                 started=seen.started,
-                socket=config.socket,
+                socket=seen.address or config.socket,
                 version=config.version,
                 served=phase is not State.LOADING,
                 load_s=seen.load_s,
@@ -237,6 +246,7 @@ class Controller:
                     Quarantine(host=host.name, core=core, on=after is not None, pid=owner.pid, command=owner.command)
                 )
             if after is not None:
+                self._tally.quarantined(host.name, "held")
                 what = f"core {core} is held by pid {owner.pid or 'unknown'} ({owner.command or 'unknown command'})"
                 state.tell("warning", "CoreQuarantined", what, host=host.name)
             else:
@@ -250,20 +260,27 @@ class Controller:
             self._start(action.target, action.previous)
         elif isinstance(action, Drain):
             self.state.decide("drain", action.replica, "an update, or no longer planned")
+            self._tally.decided("drain")
             self._signal(action.replica, Signal.DRAIN)
             self._spawn(self._drain(action.replica))
         elif isinstance(action, Stop):
             self.state.decide("stop", action.replica, action.reason)
+            self._tally.decided("stop")
             self._signal(action.replica, Signal.STOP, action.reason)
         elif isinstance(action, Fail):
             self.state.decide("fail", action.replica, action.reason)
+            self._tally.decided("fail")
+            self._tally.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
             self._signal(action.replica, Signal.FAILED, action.reason)
         elif isinstance(action, Release):
             if action.replica.id not in self._busy:
                 self._busy.add(action.replica.id)
+                self._tally.decided("release")
                 self._spawn(self._release(action.replica))
         elif isinstance(action, Forget):
             self.state.decide("forget", action.replica, "gone and no longer planned")
+            self._tally.decided("forget")
+            self._heard.pop(action.replica.id, None)
             del self.state.views[action.replica.id]
             self.state.configs.pop(action.replica.id, None)
             self._wake.set()
@@ -290,8 +307,9 @@ class Controller:
             deadlines=self._deadlines(target.model),
         )
         state.decide("start", view, "planned" if previous is None else "started again")
+        self._tally.started(view, again=previous is not None)
         if target.placement is not None:
-            config = replica_config(state.current, target.placement, self._home, epoch=epoch, token=self.settings.token)
+            config = replica_config(state.current, target.placement, self._home, self.settings, epoch=epoch)
         else:  # an older version, which goes on serving for a while
             config = msgspec.structs.replace(state.configs[target.id], epoch=epoch)
         config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
@@ -351,6 +369,7 @@ class Controller:
             view = self._view(id, epoch)
             if view is None:
                 return
+            self._heard[id] = epoch, status
             if view.state is not State.FAILED:  # what that one still tells it does no more
                 view = self._put(_with(view, status))
             if status.step_s > view.deadlines.step_s:
@@ -392,7 +411,8 @@ class Controller:
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
-            self._put(dataclasses.replace(view, load_s=round(self._clock() - view.begun, 3)))
+            load_s = round(self._clock() - view.begun, 3)
+            self._put(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
             self._signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
             self._fail(view, status.failure)
@@ -402,6 +422,9 @@ class Controller:
         before = self.state.views[view.id]
         if before.state in (State.FAILED, State.STOPPING):
             return  # the first cause is the cause
+        self._tally.failed(before, failure.id)
+        if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
+            self._tally.quarantined(before.host, "suspect")
         react(self.state, before, failure)
         self._put(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
         self._signal(before, Signal.FAILED, str(failure))
@@ -415,6 +438,7 @@ class Controller:
         after = dataclasses.replace(before, state=state, since=now, reason=reason or before.reason)
         if state is State.READY:  # only now is the last failure over
             after = dataclasses.replace(after, served=True, log=(), reason=None)
+            self._tally.loaded(after)
             self.state.tell("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
@@ -523,6 +547,38 @@ class Controller:
     def status(self) -> dict[str, Any]:
         """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
         return status(self.state, self._conditions, ready=self._was_ready, log_of=self._home.log)
+
+    async def metrics(self) -> list[MetricFamily]:
+        """For `/metrics`: what has happened, how the fleet is, what its replicas count and its devices measure.
+
+        Takes at most ``DEVICES_S``: a host that has not told by then is left out.
+        """
+        state = self.state
+        replicas = {
+            (view.model, str(view.replica)): told
+            for id, view in state.views.items()
+            if not view.gone and (heard := self._heard.get(id)) is not None
+            for epoch, told in [heard]
+            if epoch == view.epoch
+        }
+        families = [
+            *self._tally.families(),
+            *fleet_families(self.status(), state.views, self._clock()),
+            *engine_families(replicas),
+            gauge("corewright_journal_sequence", "The number of the journal's last record.", state.journal.state().seq),
+        ]
+        real = [host.name for host in state.hosts if host.cores and not host.emulated and host.name not in state.lost]
+        for devices in await asyncio.gather(*(self._devices(name) for name in real)):
+            families += devices
+        return joined(families)
+
+    async def _devices(self, host: str) -> list[MetricFamily]:
+        try:
+            measured = await asyncio.wait_for(self._cluster.device_metrics(host), DEVICES_S)
+        except Exception:  # numbers are missing: the scrape must not
+            log.debug("%s does not tell what its devices measure", host, exc_info=True)
+            return []
+        return [labelled(family, "host", host) for family in measured]
 
 
 def _with(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
+from orchestrator.audit import Audit, AuditLine, caller
 from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S, FleetSettings
 from orchestrator.gateway.server import listen
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, end_leftovers
 from orchestrator.version import corewright_version
 from placements.problems import render
@@ -58,12 +60,13 @@ class _Interrupted(Exception):
 class UpOptions:
     """What the command line says about this `up`."""
 
-    host: str
-    port: int
+    gateway: GatewaySettings
     dashboard: bool = True
     watch: bool = False  # apply the spec's file when it changes
     drain_s: float = DRAIN_S
     config: tuple[dict[str, Any], ...] = ()  # the settings with their origins, for `GET config`
+    allowed_sources: tuple[str, ...] | None = None  # what a spec may read; None: anything
+    data_plane: Literal["unix", "tcp"] = "unix"
 
 
 class Daemon:
@@ -82,6 +85,7 @@ class Daemon:
         """``spec`` is its text, its file name and the folder that its relative paths start from; ``name``
         is the fleet's."""
         self._home = home
+        self._audit = Audit(home.audit)
         self._options = options
         self._spec = spec
         self._name = name
@@ -117,12 +121,17 @@ class Daemon:
                 "corewright apply SPEC changes it, corewright down ends it",
             )
         self._end_previous(record)
-        _check_port(self._options.host, self._options.port)
+        gateway = self._options.gateway
+        _check_port(gateway.host, gateway.port)
+        written: AuditLine | None = self._audit.asked("up", "up", self._told_to_audit(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen_to_signals()
+        outcome = "failed"
         try:
             record = self._start()
             self._wait_ready()
+            self._audit_end(written, "ready")
+            written = None
             on_ready(record)
             self._in_background(self._narrate)
             if self._options.watch:
@@ -130,6 +139,7 @@ class Daemon:
             asked = self._asked.get()
             if isinstance(asked, Failed):
                 raise asked
+            outcome = asked
             self._asking = True
             self._tell(f"{asked}: draining for at most {self._options.drain_s:.0f} s (a signal more ends at once)")
             return 0
@@ -141,10 +151,27 @@ class Daemon:
                 self._take_down()
             finally:
                 self._end_everything()
+                self._audit_end(written, outcome)
                 self._tell("stopped")
                 for number, handler in previous.items():
                     signal.signal(number, handler)
                 os.close(lock)
+
+    def _told_to_audit(self) -> dict[str, Any]:
+        text, file, base_dir = self._spec
+        gateway = self._options.gateway
+        told = {"text": text, "file": file, "base_dir": base_dir, "host": gateway.host, "port": gateway.port}
+        return {**told, "insecure": gateway.insecure, "tls": gateway.tls_cert is not None}
+
+    def _audit_end(self, line: AuditLine | None, outcome: str) -> None:
+        """``line`` None: the end of a fleet that was ready."""
+        try:
+            if line is None:
+                line = self._audit.asked("up", "end", {"reason": outcome}, by=caller())
+                outcome = "done"
+            self._audit.ended(line, outcome)
+        except Failed as failed:  # an end cannot be refused
+            log.error("%s", failed)
 
     # Start
 
@@ -183,12 +210,13 @@ class Daemon:
         return record
 
     def _new_record(self, admin_port: int) -> FleetRecord:
+        gateway = self._options.gateway
         started = this_host.process_start(os.getpid())
         assert started is not None
         return FleetRecord(
             fleet=self._fleet,
             name=self._name,
-            url=f"http://{_in_url(self._options.host)}:{self._options.port}",
+            url=f"{'http' if gateway.tls_cert is None else 'https'}://{_in_url(gateway.host)}:{gateway.port}",
             admin_url=f"http://127.0.0.1:{admin_port}",
             token=secrets.token_urlsafe(32),
             dashboard_url=None,
@@ -223,8 +251,10 @@ class Daemon:
 
     def _start_controller(self, token: str, admin_port: int, cpus: tuple[int, ...]) -> None:
         from orchestrator import actors
+        from orchestrator.authority import fleet_credentials
 
         text, file, base_dir = self._spec
+        credentials = fleet_credentials()
         settings = FleetSettings(
             fleet=self._fleet,
             home=str(self._home.path),
@@ -238,6 +268,10 @@ class Daemon:
             drain_s=self._options.drain_s,
             daemon_pid=os.getpid(),
             config=self._options.config,
+            allowed_sources=self._options.allowed_sources,
+            data_plane=self._options.data_plane,
+            gateway=credentials.gateway,
+            replica=credentials.replica,
         )
         self._controller = actors.start_controller(settings)
         self._in_background(self._wait_down)
@@ -247,7 +281,7 @@ class Daemon:
 
         self._serve_up = True
         try:
-            actors.start_gateway(self._options.host, self._options.port, str(self._home.logs))
+            actors.start_gateway(self._options.gateway)
         except Exception as error:  # of Serve, of many kinds
             log.exception("the gateway does not start")
             hint = f"see {self._home.logs / 'gateway.log'}"
@@ -325,8 +359,7 @@ class Daemon:
             if text is None or text == applied or text != last:  # unchanged, or still being written
                 last = text or last
                 continue
-            call = functools.partial(self._controller.apply.remote, text, file, base_dir, "up --watch", "watch")
-            result = self._ask_controller(call)
+            result = self._apply_watched(text, file, base_dir)
             if result is None or self._ending:
                 return
             before, failing = failing, result.get("status", 0) >= 500
@@ -334,6 +367,21 @@ class Daemon:
                 self._tell_applied(file, result)
             if not failing:
                 applied = text
+
+    def _apply_watched(self, text: str, file: str, base_dir: str) -> Any:
+        try:
+            line = self._audit.asked("up", "apply", {"text": text, "file": file, "base_dir": base_dir}, by="up --watch")
+        except Failed as failed:
+            return {"error": failed.problem, "problems": (), "status": 507}
+        call = functools.partial(self._controller.apply.remote, text, file, base_dir, "up --watch", "watch")
+        result = self._ask_controller(call)
+        if result is not None:
+            outcome = result["error"].id if "error" in result else "done"
+            try:
+                self._audit.ended(line, outcome, result.get("revision"))
+            except Failed as failed:
+                log.error("%s", failed)
+        return result
 
     def _tell_applied(self, file: str, result: dict[str, Any]) -> None:
         if "error" in result:

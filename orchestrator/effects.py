@@ -8,6 +8,7 @@ from typing import Protocol
 
 from workers.config import ReplicaConfig
 from workers.interpreter import Interpreter
+from workers.metric_family import MetricFamily
 from workers.status import Failure, ReplicaStatus
 
 
@@ -101,6 +102,10 @@ class Cluster(Protocol):
 
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
         """The cores that any process holds: on an emulated host by its ``claims``, else as the Neuron tools tell."""
+        ...
+
+    async def device_metrics(self, host: str) -> list[MetricFamily]:
+        """What that host's Neuron devices measure, under neuron-monitor's names; nothing where the tool is not."""
         ...
 
     async def lost_hosts(self) -> frozenset[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+from workers.credentials import Credentials
 
 DRAIN_S = 20.0
 ADMIN_PATH = "/admin/v1"
@@ -27,3 +29,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = DRAIN_S  # at the end of the fleet
     daemon_pid: int = 0
     config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin
+    allowed_sources: tuple[str, ...] | None = None  # what a spec may read: folders and s3:// prefixes; None: anything
+    data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
+    gateway: Credentials | None = None  # of the data plane between hosts
+    replica: Credentials | None = None

@@ -10,10 +10,12 @@ import ray
 
 from workers import host as this_host
 from workers.claims import held_cores
+from workers.device_metrics import DeviceMonitor
 from workers.facts.machine import owners
 from workers.facts.reading import read_host_facts
 from workers.faults import fault_of
 from workers.interpreter import Interpreter, Interpreters
+from workers.metric_family import MetricFamily
 from workers.status import Failure
 
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
@@ -28,6 +30,7 @@ class HostActor:
         self._reads = False
         self._asking = threading.Lock()
         self._interpreters = Interpreters()
+        self._devices = DeviceMonitor()
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
         return this_host.confirm_death(pid, started, deadline_s)
@@ -43,6 +46,10 @@ class HostActor:
 
     def interpreter(self, python: str | None) -> Interpreter:
         return self._interpreters.ask(python)
+
+    def device_metrics(self) -> list[MetricFamily]:
+        """What the Neuron devices measure: not asked of an emulated host."""
+        return self._devices.families()
 
     def held_cores(self, claims: str | None) -> dict[int, tuple[int | None, str | None]]:
         """The owner's pid and command of each held core; ``claims`` None: of the real ones."""

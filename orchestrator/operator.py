@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.allowed import BARRED, allowed_by_setting
 from orchestrator.changes import Tag, difference, replica_changes
 from orchestrator.controller import Controller
 from orchestrator.defrag import defragmentation
@@ -59,6 +60,7 @@ class Operator:
         self._cluster = cluster
         self._state = controller.state
         self.settings = controller.settings
+        self._allowed = allowed_by_setting(controller.settings)
 
     def status(self) -> dict[str, Any]:
         return self._controller.status()
@@ -71,9 +73,10 @@ class Operator:
 
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
         state = self._state
-        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine)
-        if found.spec is None:
-            what = f"{file} is no spec"
+        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
+        barred = [problem for problem in found.problems if problem.id in BARRED]
+        if found.spec is None or barred:
+            what = f"{file} names what it may not read" if barred else f"{file} is no spec"
             raise Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=found.problems)
         self._refuse_other_hosts(found)
         spec = found.spec.model(model)
@@ -192,7 +195,7 @@ class Operator:
     ) -> tuple[SpecFile, Generation]:
         """Raises Refused for what can never be applied to this fleet."""
         state = self._state
-        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine)
+        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
         problems = (*found.problems, *start_problems(found))
         if found.spec is None or has_errors(problems):
             count = sum(problem.severity == "error" for problem in problems)

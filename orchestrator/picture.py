@@ -61,6 +61,7 @@ def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
         ready=ready,
         stopping=closing,
         token=state.settings.token,
+        credentials=state.settings.gateway,
         models=[_model_routes(state, model, closing) for model in state.current.spec.models],
     )
 
@@ -96,6 +97,8 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         max_queue=model.max_queue,
         loads_on_request=model.replicas.min == 0 and not state.sleeps(model.name),
         holds=way is not None and way.strategy == "hold",
+        aliases=list(model.aliases),
+        tool_parser=model.tool_parser,
         canary=canary,
         canaries=[view.id for view in views if view.version == version] if canary is not None else [],
         replicas=[Route(view.id, view.epoch, view.socket) for view in views if view.socket is not None and not closing],

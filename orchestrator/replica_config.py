@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orchestrator.fleet import FleetSettings
 from orchestrator.generation import Generation
 from orchestrator.home import Home
 from placements.placement import Placement
@@ -9,9 +10,15 @@ from workers.config import ReplicaConfig
 
 
 def replica_config(
-    generation: Generation, placement: Placement, home: Home, *, epoch: int = 0, token: str = "", socket: str = ""
+    generation: Generation,
+    placement: Placement,
+    home: Home,
+    fleet: FleetSettings | None = None,
+    *,
+    epoch: int = 0,
+    socket: str = "",
 ) -> ReplicaConfig:
-    """Raises ValueError for a source that must be fetched first."""
+    """``fleet`` None: of a replica that nobody reaches. Raises ValueError for a source that must be fetched first."""
     model = generation.spec.model(placement.model)
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
@@ -31,7 +38,9 @@ def replica_config(
         env=dict(placement.env),
         log=str(home.log(model.name, placement.replica)),
         socket=socket,
-        token=token,
+        token="" if fleet is None else fleet.token,
+        listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
+        credentials=None if fleet is None else fleet.replica,
         engine_options=dict(model.engine_options),
         draft_source=model.draft_path,
         draft_k=0 if model.draft is None else model.draft.k,

@@ -30,6 +30,7 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     loads_on_request: bool  # `min: 0`: a request is what loads it, and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
     aliases: list[str] = []  # other names of the model
+    tool_parser: str = "auto"  # of the spec: how the model writes the calls of tools
     canary: float | None = None  # share of the requests that goes to the version that is being tried
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.fleet import DRAIN_S
 from placements.problems import Problem, in_order
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.settings import GatewaySettings
 
 Origin = Literal["flag", "environment", "file", "default"]
 FILE = "config.yaml"
@@ -31,6 +36,7 @@ class Setting:
     read: Callable[[Any], Any]
     has_flag: bool = True
     in_file: bool = True
+    flag: str = ""  # where it is another than the name says
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Value:
     where: str = ""  # the flag, the variable, or file:line:column
 
     def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "value": self.value, "origin": self.origin, "where": self.where}
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return {"name": self.name, "value": value, "origin": self.origin, "where": self.where}
 
 
 def _text(given: Any) -> str:
@@ -72,20 +79,148 @@ def _switch(given: Any) -> bool:
         raise ValueError("true or false") from None
 
 
-def _seconds(given: Any) -> float:
-    what = f"a number of seconds, 0 to {LONGEST_DRAIN_S:.0f}"
+def _number(given: Any, what: str) -> float:
     try:
         number = float("" if isinstance(given, bool) else given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(what) from None
-    if not (math.isfinite(number) and 0 <= number <= LONGEST_DRAIN_S):
+    if not math.isfinite(number):
         raise ValueError(what)
     return number
 
 
+def _seconds(given: Any) -> float:
+    what = f"a number of seconds, 0 to {LONGEST_DRAIN_S:.0f}"
+    number = _number(given, what)
+    if not 0 <= number <= LONGEST_DRAIN_S:
+        raise ValueError(what)
+    return number
+
+
+def _deadline(given: Any) -> float:
+    what = f"a number of seconds above 0, at most {LONGEST_DRAIN_S:.0f}"
+    number = _number(given, what)
+    if not 0 < number <= LONGEST_DRAIN_S:
+        raise ValueError(what)
+    return number
+
+
+def _whole(least: int, most: int) -> Callable[[Any], int]:
+    what = f"a whole number, {least} to {most}"
+
+    def read(given: Any) -> int:
+        number = int(given) if isinstance(given, str) and re.fullmatch("[0-9]{1,15}", given, re.ASCII) else given
+        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+            raise ValueError(what)
+        return number
+
+    return read
+
+
+def _word(*known: str) -> Callable[[Any], str]:
+    def read(given: Any) -> str:
+        if given not in known:
+            raise ValueError(" or ".join(known))
+        return str(given)
+
+    return read
+
+
+def _file_path(given: Any) -> str:
+    """Relative to the current folder."""
+    if not _text(given).strip():
+        raise ValueError("a file")
+    return str(Path(given).expanduser().absolute())
+
+
+def _several(one: Callable[[str], str], what: str) -> Callable[[Any], tuple[str, ...]]:
+    """A list, or a text with commas, as a variable has it. ``one`` reads each, and raises ValueError."""
+
+    def read(given: Any) -> tuple[str, ...]:
+        items = given.split(",") if isinstance(given, str) else given
+        if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+            raise ValueError(what)
+        return tuple(dict.fromkeys(one(item.strip()) for item in items if item.strip()))
+
+    return read
+
+
+_ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
+_ORIGINS = "origins like https://chat.example, or *"
+_PLACES = "absolute folders and s3://bucket/prefix"
+
+
+def _cors_origin(text: str) -> str:
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise ValueError(f"{_ORIGINS} (no path after the name)")
+    return text
+
+
+def _place(text: str) -> str:
+    path = str(Path(text).expanduser()) if text.startswith("~/") or text == "~" else text
+    if not path.startswith(("/", "s3://")) or path == "s3://":
+        raise ValueError(_PLACES)
+    return path
+
+
+MIB, GIB = 2**20, 2**30
+
+
+def _limit(name: str, default: int | None, least: int, most: int, doc: str) -> Setting:
+    env = f"COREWRIGHT_{name.upper()}"
+    return Setting(name, env, default, f"{least} to {most}", doc, _whole(least, most), has_flag=False)
+
+
+def _time(name: str, default: float, doc: str) -> Setting:
+    env = f"COREWRIGHT_{name.upper()}"
+    return Setting(name, env, default, "above 0, at most 3600", doc, _deadline, has_flag=False)
+
+
 SETTINGS = (
-    Setting("host", "COREWRIGHT_HOST", "127.0.0.1", "text", "Address to listen on; loopback only.", _text),
+    Setting("host", "COREWRIGHT_HOST", "127.0.0.1", "text", "Address to listen on; beyond loopback with keys.", _text),
     Setting("port", "COREWRIGHT_PORT", 8080, "1 to 65535", "Port of the OpenAI-compatible address.", _port),
+    Setting(
+        "gateways",
+        "COREWRIGHT_GATEWAYS",
+        1,
+        "1 to 64",
+        "Gateway processes that share the port.",
+        _whole(1, 64),
+    ),
+    Setting(
+        "insecure",
+        "COREWRIGHT_INSECURE",
+        False,
+        "true or false",
+        "Demand no key of anybody, on whatever address.",
+        _switch,
+    ),
+    Setting(
+        "tls_cert",
+        "COREWRIGHT_TLS_CERT",
+        None,
+        "a file",
+        "PEM: the gateway's certificate, and its chain. Read again when it changes.",
+        _file_path,
+    ),
+    Setting("tls_key", "COREWRIGHT_TLS_KEY", None, "a file", "PEM: the key of the certificate.", _file_path),
+    Setting(
+        "tls_client_ca",
+        "COREWRIGHT_TLS_CLIENT_CA",
+        None,
+        "a file",
+        "PEM: demand of each client a certificate that one of these authorities has signed.",
+        _file_path,
+    ),
+    Setting(
+        "cors_origins",
+        "COREWRIGHT_CORS_ORIGINS",
+        (),
+        "origins",
+        "Origins whose scripts in browsers may read answers.",
+        _several(_cors_origin, _ORIGINS),
+        flag="--cors-origin",
+    ),
     Setting("dashboard", "COREWRIGHT_DASHBOARD", True, "true or false", "Start Ray's dashboard.", _switch),
     Setting(
         "watch",
@@ -97,6 +232,51 @@ SETTINGS = (
     ),
     Setting(
         "drain_s", "COREWRIGHT_DRAIN_S", DRAIN_S, "0 to 3600", "Seconds for running requests at the end.", _seconds
+    ),
+    _limit("max_body_bytes", 8 * MIB, 1024, GIB, "Bytes of a request's body."),
+    _limit("max_header_bytes", 32 * 2**10, 1024, MIB, "Bytes of a request's line and headers together."),
+    _limit("max_messages", 2048, 1, 1_000_000, "Messages of a chat."),
+    _limit("max_prompt_tokens", None, 1, 1 << 24, "Tokens of a prompt; unset: as many as the model takes."),
+    _limit("max_connections", 10_000, 1, 1_000_000, "Open connections of one gateway."),
+    _limit("max_connections_per_key", 4096, 1, 1_000_000, "Open connections of one key at one gateway."),
+    _time("read_s", 30.0, "Seconds for a request to arrive, from its first byte to its last."),
+    _time("idle_s", 75.0, "Seconds between two requests on one connection."),
+    _time("write_s", 30.0, "Seconds that a client may take nothing of its answer; then it is disconnected."),
+    Setting(
+        "log_format",
+        "COREWRIGHT_LOG_FORMAT",
+        "text",
+        "text or json",
+        "Form of the gateway's log.",
+        _word("text", "json"),
+        has_flag=False,
+    ),
+    Setting(
+        "log_prompts",
+        "COREWRIGHT_LOG_PROMPTS",
+        False,
+        "true or false",
+        "Write prompts and answers into the gateway's log.",
+        _switch,
+        has_flag=False,
+    ),
+    Setting(
+        "allowed_sources",
+        "COREWRIGHT_ALLOWED_SOURCES",
+        None,
+        "folders and s3:// prefixes",
+        "What a spec may read: models, drafts, compiler caches. Unset: see docs/security.md.",
+        _several(_place, _PLACES),
+        has_flag=False,
+    ),
+    Setting(
+        "data_plane",
+        "COREWRIGHT_DATA_PLANE",
+        "unix",
+        "unix or tcp",
+        "Between gateways and replicas of one host; tcp, with TLS, is what other hosts are reached by.",
+        _word("unix", "tcp"),
+        has_flag=False,
     ),
     Setting(
         "home",
@@ -158,7 +338,7 @@ def _given(
     setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str], written: Mapping[str, Value]
 ) -> Value | None:
     if flags.get(setting.name) is not None:
-        return Value(setting.name, flags[setting.name], "flag", "--" + setting.name.replace("_", "-"))
+        return Value(setting.name, flags[setting.name], "flag", setting.flag or "--" + setting.name.replace("_", "-"))
     if environ.get(setting.env):
         return Value(setting.name, environ[setting.env], "environment", setting.env)
     return written.get(setting.name)
@@ -197,3 +377,23 @@ def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
         elif value is not BROKEN and value is not None:
             found[key] = Value(key, value, "file", where)
     return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def gateway_settings(settings: Settings) -> GatewaySettings:
+    """What each gateway is told. Call it when there are no problems."""
+    import msgspec.structs
+
+    from orchestrator.gateway.settings import GatewaySettings
+
+    names = [field.name for field in msgspec.structs.fields(GatewaySettings)]
+    return GatewaySettings(**{name: settings[name] for name in names})

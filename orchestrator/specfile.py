@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from orchestrator.allowed import Allowed
 from orchestrator.sources import read_facts
 from placements.checkpoints import Checkpoint
 from placements.checks import check
@@ -19,6 +20,7 @@ from placements.spec import Spec
 from placements.topology import Host
 from workers import host as this_host
 
+ANYTHING = Allowed()
 STANDARD_INPUT = "-"
 MAX_BYTES = 4 * 2**20
 MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes some 150 MB
@@ -46,7 +48,7 @@ def this_machine() -> Machine:
     return Machine(this_host.usable_cpus(), this_host.instance_type())
 
 
-def load(path: str) -> SpecFile:
+def load(path: str, allowed: Allowed = ANYTHING) -> SpecFile:
     """Read a spec (`-` is standard input) and find all its problems; that it cannot be read at all is one of them."""
     if path == STANDARD_INPUT:
         data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
@@ -64,7 +66,7 @@ def load(path: str) -> SpecFile:
     except UnicodeDecodeError as error:
         what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
         return _unreadable(name, base_dir, what, "save it as UTF-8")
-    return examine(text, name, base_dir, this_machine())
+    return examine(text, name, base_dir, this_machine(), allowed)
 
 
 def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
@@ -72,11 +74,16 @@ def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
     return SpecFile("", name, base_dir, None, this_machine(), (), {}, (problem,))
 
 
-def examine(text: str, name: str, base_dir: str, machine: Machine) -> SpecFile:
-    """All that `validate` says of a text: what the parser finds, then every rule."""
+def examine(text: str, name: str, base_dir: str, machine: Machine, allowed: Allowed = ANYTHING) -> SpecFile:
+    """All that `validate` says of a text: what the parser finds, then every rule. Of a spec that names what is not
+    ``allowed``, nothing is read."""
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
+    refused = allowed.problems(parsed.spec)
+    if refused:
+        problems = in_order((*parsed.problems, *refused))
+        return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     hosts = hosts_for(parsed.spec, machine)
     facts = read_facts(parsed.spec)
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)

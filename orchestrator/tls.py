@@ -79,7 +79,8 @@ def _check_dates(path: str, pem: bytes) -> None:
     try:
         own = x509.load_pem_x509_certificate(pem)
     except ValueError:
-        raise Failed("tls-unusable", f"{path} holds no certificate", "PEM: the server's own certificate first") from None
+        what = f"{path} holds no certificate"
+        raise Failed("tls-unusable", what, "PEM: the server's own certificate first") from None
     now = datetime.datetime.now(datetime.timezone.utc)
     if now >= own.not_valid_after_utc:
         what = f"{path} has expired on {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"

@@ -48,6 +48,7 @@ def check(
                 problems.extend(judged.rule(case))
     problems.extend(reserve_within_host(spec, hosts))
     problems.extend(pins_do_not_overlap(spec, hosts))
+    problems.extend(names_are_of_one_model(spec))
     problems.extend(threads_within_budget(spec, hosts))
     sound = not any(problem.severity == "error" for problem in problems) and not any(m.broken for m in spec.models)
     if room and sound:
@@ -380,6 +381,24 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
             what = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves nothing of the {memory} GiB of {host.name}"
             where = spec.where(*path, "memory_gib")
             yield Problem("reserve-exceeds-host", "error", where, what, f"reserve less than {memory}")
+
+
+def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
+    """An alias is no model's name, and no other model's alias. Told at the later one."""
+    names = {model.name for model in spec.models}
+    owners: dict[str, str] = {}
+    for model in spec.models:
+        for i, alias in enumerate(model.aliases):
+            where = spec.where("models", model.name, "aliases", i)
+            if alias in names:
+                what = f'the alias "{alias}" of "{model.name}" is the name of a model'
+                yield Problem("alias-taken", "error", where, what, "take another one, or rename the model")
+            elif alias in owners:
+                other = owners[alias]
+                whose = "twice among its own" if other == model.name else f'an alias of "{other}" too'
+                what = f'the alias "{alias}" of "{model.name}" is {whose}'
+                yield Problem("alias-taken", "error", where, what, "a name stands for one model: keep one of the two")
+            owners.setdefault(alias, model.name)
 
 
 class _Claim(NamedTuple):

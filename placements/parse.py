@@ -19,9 +19,11 @@ from placements.spec import (
     NAME,
     NAME_RULE,
     OPTLEVELS,
+    OWN_FIELDS,
     QUANTIZATIONS,
     SAMPLINGS,
     STRATEGIES,
+    TOOL_PARSERS,
     Buckets,
     Compiler,
     Deadlines,
@@ -54,7 +56,7 @@ _NESTED: Mapping[str, tuple[str, ...]] = {
     "compiler": tuple(Compiler.model_fields),
 }
 _SETTINGS = tuple(EngineSettings.model_fields)
-_DEFAULTS = tuple(key for key in _MODEL if key not in ("source", "cores", "draft"))
+_DEFAULTS = tuple(key for key in _MODEL if key not in OWN_FIELDS)
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "tp_degree": ("tp", "tensor_parallel", "tensor_parallel_degree", "tensor_parallel_size", "num_cores", "tp_size"),
@@ -67,6 +69,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "replicas": ("replica", "num_replicas", "instances"),
     "engine": ("backend", "runtime", "model_loader"),
     "max_queue": ("queue", "queue_size", "max_queue_size"),
+    "aliases": ("alias", "served_model_name", "served_model_names", "model_alias"),
+    "tool_parser": ("tool_call_parser", "tool_calls", "tools"),
     "threads": ("omp", "omp_num_threads", "num_threads"),
     "models": ("model",),
     "hosts": ("host", "nodes", "machines"),
@@ -167,12 +171,15 @@ _VALUE_ALIASES = {
     **dict.fromkeys(("static_int8", "s8", "i8", "8bit", "w8", "int8_weights", "dynamic_int8"), "int8"),
     **{mode.replace("-", "_"): mode for mode in GROUP_QUERY_ATTENTIONS},
     "replicate-to-tp-degree": "replicated-heads",
+    **dict.fromkeys(("llama3_json", "llama4_json", "llama", "llama-3"), "llama3"),
+    **dict.fromkeys(("qwen", "qwen2", "qwen3", "qwen25"), "hermes"),
 }
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "engine": ENGINES,
     "dtype": DTYPES,
     "strategy": STRATEGIES,
+    "tool_parser": TOOL_PARSERS,
     "version": ("1",),
     "quantize": QUANTIZATIONS,
     "quantize_kv": QUANTIZATIONS,
@@ -191,6 +198,8 @@ _WANTS: Mapping[str, str] = {
     "engine": "one of " + ", ".join(ENGINES),
     "dtype": "one of " + ", ".join(DTYPES),
     "cores": 'a list of ranges, like ["0-7"]',
+    "aliases": "a list of names, like [gpt-4o]",
+    "tool_parser": "one of " + ", ".join(TOOL_PARSERS),
     "replicas": "a whole number, or {min: 1, max: 2}",
     "neff_cache": _TEXT,
     "threads": "share, lmi or a whole number from 1 to 1024",
@@ -545,7 +554,13 @@ class _Reader:
         shown = _shown(written.text, written.kind, written.plain) if written else "empty"
         kind, context = error["type"], error.get("ctx", {})
         if kind == "value_error":
-            id = {"cores": "bad-range", "source": "bad-source", "neff_cache": "bad-source", "name": "bad-name"}
+            id = {
+                "cores": "bad-range",
+                "source": "bad-source",
+                "neff_cache": "bad-source",
+                "name": "bad-name",
+                "aliases": "bad-name",
+            }
             what = str(context.get("error", error["msg"]))
             self._report(id.get(field, "wrong-type"), where, f"{label}: {what}", _VALUE_HINTS.get(field, ""))
         elif kind in _BOUNDS:
@@ -648,7 +663,7 @@ def _label(path: Path) -> str:
 
 def _wanted(where: Path, field: str) -> str:
     if isinstance(where[-1] if where else "", int):
-        return {"cores": 'a range, like "0-7"', "allow_degrees": _WHOLE}.get(field, _WHOLE)
+        return {"cores": 'a range, like "0-7"', "aliases": "a name", "allow_degrees": _WHOLE}.get(field, _WHOLE)
     if where[:1] == ("hosts",) and field == "cores":
         return 'a list of core ids, like [20, "22-23"]'
     return _WANTS.get(field, _WHOLE)

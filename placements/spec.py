@@ -39,6 +39,8 @@ TYPE_IN_WORDS = "x-type"
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 NAME_RULE = "letters, digits, '.', '_' and '-', at most 63 of them, beginning with a letter or digit"
+ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
+ALIAS_RULE = "letters, digits, '.', '_', '-', ':' and '/', at most 128 of them, beginning with a letter or digit"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", re.ASCII)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
@@ -51,6 +53,8 @@ QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 Sampling = Literal["host", "device"]
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 OPTLEVELS = (1, 2, 3)  # of neuronx-cc
+ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
+TOOL_PARSERS: tuple[ToolParser, ...] = get_args(ToolParser)
 Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
@@ -95,6 +99,12 @@ def _reserved(value: object) -> object:
 def _name(value: str) -> str:
     if not NAME.fullmatch(value):
         raise ValueError(f'"{value}" is not a usable name: {NAME_RULE}')
+    return value
+
+
+def _alias(value: str) -> str:
+    if not ALIAS.fullmatch(value):
+        raise ValueError(f'"{value}" is not a usable alias: {ALIAS_RULE}')
     return value
 
 
@@ -467,6 +477,18 @@ class ModelSpec(_Frozen):
     max_queue: Live[int] = Field(
         256, ge=0, le=1_000_000, description="Requests that may wait for a slot. One more gets 429."
     )
+    aliases: Live[tuple[Annotated[str, AfterValidator(_alias)], ...]] = Field(
+        (),
+        strict=False,
+        description="Other names that clients may send as `model`, such as `gpt-4o` or `org/model`. Each belongs to "
+        "one model of the fleet, and is no model's name. Not in `defaults`.",
+        json_schema_extra=_words("list of names"),
+    )
+    tool_parser: Live[ToolParser] = Field(
+        "auto",
+        description="How the model writes the calls of tools. `auto` sees it from the chat template; `none`: not at "
+        "all. See Tools.",
+    )
     threads: Process[Literal["share", "lmi"] | Annotated[StrictInt, Field(ge=1, le=1024)]] = Field(
         "share", description="CPU threads of a replica. See Threads."
     )
@@ -663,9 +685,13 @@ class Spec(_Frozen):
 
 
 _DEFAULTS = (
-    "Fields for every model that does not give them itself. Any field of a model but `source`, `cores` and `draft`. A "
+    "Fields for every model that does not give them itself. Any field of a model but `source`, `cores`, `aliases` and "
+    "`draft`. A "
     "field counts as a whole: a model's own `replicas` replaces all of the default's."
 )
+OWN_FIELDS = ("source", "cores", "aliases", "draft")
+"""What a model gives for itself: `defaults` have no such field."""
+
 _INTERNAL = frozenset({"base_dir", "broken", "places"})
 
 
@@ -678,7 +704,7 @@ def json_schema() -> dict[str, Any]:
     definitions["Spread"] = {"anyOf": [{"const": "host"}, definitions["Spread"]]}
     fields = {key: value for key, value in model["properties"].items() if key not in {*_INTERNAL, "name"}}
     fields["replicas"]["default"] = 1
-    defaults = {key: value for key, value in fields.items() if key not in ("source", "cores", "draft")}
+    defaults = {key: value for key, value in fields.items() if key not in OWN_FIELDS}
     one = {"$ref": "#/$defs/Hosts"}
     name = {"type": "string", "pattern": f"^{NAME.pattern}$"}
     told = {key: {"description": field.description} for key, field in Spec.model_fields.items()}

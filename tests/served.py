@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import workers
@@ -19,6 +20,19 @@ TOKEN = "secret"
 EPOCH = 3
 
 
+class SteppedEcho(EchoEngine):
+    """Ends a step only when a test says so."""
+
+    def __init__(self, slots: int, max_len: int) -> None:
+        super().__init__(slots=slots, max_len=max_len)
+        self.turns = threading.Semaphore(0)
+        self.free = False  # of turns
+
+    def _take_time(self) -> None:
+        if not self.free:
+            self.turns.acquire()
+
+
 class Served:
     """One replica. ``kill`` ends it as kill -9 ends a process: its connections break, and nothing is said."""
 
@@ -29,10 +43,13 @@ class Served:
         max_len: int = 4096,
         version: str | None = None,
         credentials: Credentials | None = None,
+        stepped: bool = False,
     ) -> None:
-        """With ``credentials`` it listens on TCP with TLS, as for gateways of another host."""
+        """With ``credentials`` it listens on TCP with TLS, as for gateways of another host. ``stepped``: no engine step
+        ends before a ``turn``."""
         self._credentials = credentials
-        engine = EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
+        engine = SteppedEcho(slots, max_len) if stepped else EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
+        self._engine = engine
         engine.load()
         self.folder = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
         self.path = Path(self.folder.name) / "s"
@@ -59,7 +76,34 @@ class Served:
     def kill(self) -> None:
         self.plane.close()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the engine works on a step."""
+        return self.batcher.stats.step_started_at is not None
+
+    @property
+    def cancelled(self) -> int:
+        """Requests that are to leave before the next step."""
+        return len(self.batcher._cancelled)
+
+    def turn(self, deadline_s: float = 10.0) -> None:
+        """Let one step end, and wait until it has. Raises RuntimeError when none does."""
+        assert isinstance(self._engine, SteppedEcho)
+        before, until = self.batcher.stats.steps, time.monotonic() + deadline_s
+        self._engine.turns.release()
+        while self.batcher.stats.steps == before:
+            if time.monotonic() > until:
+                raise RuntimeError("no step has ended")
+            time.sleep(0.001)
+
+    def run_free(self) -> None:
+        """No step waits for a turn any more."""
+        if isinstance(self._engine, SteppedEcho):
+            self._engine.free = True
+            self._engine.turns.release()
+
     def close(self) -> None:
+        self.run_free()
         self.batcher.close()
         self.thread.join(10)
         self.plane.close()

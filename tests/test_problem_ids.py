@@ -114,7 +114,15 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Daemon:
         monkeypatch.setenv(name, "")  # so that what a start sets is taken back
     home = Home(tmp_path)
     home.prepare()
-    return Daemon(home, UpOptions(GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))), (SPEC, "f.yaml", "/"), "f", (), None, lambda line: None)
+    return Daemon(
+        home,
+        UpOptions(GatewaySettings(host="127.0.0.1", port=1, home=str(tmp_path))),
+        (SPEC, "f.yaml", "/"),
+        "f",
+        (),
+        None,
+        lambda line: None,
+    )
 
 
 @pytest.mark.parametrize("root", ["host", "/no/such/folder"])

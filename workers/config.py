@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from workers.credentials import Credentials
+
 # Of the environment, what no replica has. The first would narrow the cores of some engines; the others are for models
 # over several hosts, and transformers-neuronx reads them when its NeuronConfig is made (`config`, `decoder`).
 NEVER_SET = (
@@ -34,8 +36,10 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     claims: str | None  # the folder of the core locks of an emulated host
     env: dict[str, str]  # what the environment must hold
     log: str
-    socket: str
+    socket: str  # the path of a unix socket, for gateways of the same host
     token: str
+    listen: str = ""  # for gateways of another host: `tls://ADDRESS:0`, or `tls` where the address is still to be found
+    credentials: Credentials | None = None  # of the replicas of this fleet
     draft_source: str | None = None  # a folder on this host of the model that drafts; None: nothing is drafted
     draft_k: int = 0  # tokens that it drafts ahead
     allow_pickle: bool = False  # read pickled weights too, the draft's as well

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-import ssl
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    import ssl
 
 GATEWAY = "corewright-gateway"
 REPLICA = "corewright-replica"  # the name that a gateway looks for in a replica's certificate
@@ -29,6 +32,8 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 @lru_cache(maxsize=4)
 def server_context(own: Credentials) -> ssl.SSLContext:
     """A replica's: every peer needs a certificate of the authority that is meant for a client."""
+    import ssl  # 10 ms, which a command need not wait for
+
     context = _context(ssl.PROTOCOL_TLS_SERVER, own)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -37,12 +42,16 @@ def server_context(own: Credentials) -> ssl.SSLContext:
 @lru_cache(maxsize=4)
 def client_context(own: Credentials) -> ssl.SSLContext:
     """A gateway's: the peer must be a replica of the authority. To be used with ``server_hostname=REPLICA``."""
+    import ssl
+
     context = _context(ssl.PROTOCOL_TLS_CLIENT, own)
     context.check_hostname = True
     return context
 
 
 def _context(protocol: int, own: Credentials) -> ssl.SSLContext:
+    import ssl
+
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=own.authority)

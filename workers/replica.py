@@ -36,6 +36,7 @@ from workers.metrics import REFRESH_S, TAGS, Kind, Metric, Sink, StepMetrics
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.status import Failure, Phase, ReplicaStatus
 from workers.tokenizer import load_tokenizer
+from workers.tracing import ReplicaTracing, open_sink
 from workers.wire import Welcome
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Replica:
         self._engine: GenerateEngine | None = None
         self._batcher: Batcher | None = None
         self._plane: DataPlane | None = None
+        self._tracing: ReplicaTracing | None = None
         self._claim: CoreClaim | None = None
         self._probed = threading.Event()
         self._probe_error: str | None = None
@@ -115,6 +117,8 @@ class Replica:
         drained = batcher.drain(timeout_s)
         if self._plane is not None:
             self._plane.flush()  # who hears that it is drained may kill this process at once
+        if self._tracing is not None:
+            self._tracing.flush()
         return drained
 
     def _reading(self) -> ReplicaStatus:
@@ -131,6 +135,9 @@ class Replica:
             step_s=0.0 if stats.step_started_at is None else now - stats.step_started_at,
             drafted=stats.drafted,
             accepted=stats.accepted,
+            slots=stats.slots,
+            steps=stats.steps,
+            tokens=stats.tokens,
         )
 
     def _live(self) -> None:
@@ -158,6 +165,9 @@ class Replica:
         threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
         self._probe()
         spec = self._engine.spec
+        sink = open_sink("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
+        if sink is not None:
+            self._tracing = ReplicaTracing(sink, self._batcher, model=config.model, replica=config.replica)
         self._plane = DataPlane(
             Path(config.socket),
             welcome=Welcome(
@@ -170,12 +180,15 @@ class Replica:
             ),
             token=config.token,
             epoch=config.epoch,
-            batcher=self._batcher,
+            batcher=self._batcher if self._tracing is None else self._tracing,
+            listen=config.listen,
+            credentials=config.credentials,
         )
         self._plane.start()
         log.info("ready after %.2f s", time.monotonic() - self._began)
         host.mark_log(2)  # what is said from here on is about serving
-        self._set(Phase.READY, load_s=round(time.monotonic() - self._began, 3))
+        load_s = round(time.monotonic() - self._began, 3)
+        self._set(Phase.READY, load_s=load_s, address=self._plane.address)
 
     def _probe(self) -> None:
         """One real generation before anyone is sent here. Raises EngineLoadError when it does not work."""
@@ -192,6 +205,8 @@ class Replica:
     def _emit(self, events: list[TokenEvent]) -> None:
         if self._plane is not None:
             self._plane.emit(events)
+            if self._tracing is not None:
+                self._tracing.emitted(events)
             return
         for event in events:
             if event.id == PROBE_ID and event.finish is not None:

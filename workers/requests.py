@@ -46,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     seed: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    trace: str | None = None  # W3C's `traceparent` of the span that the replica's are below; None: it is not traced
     whole: bool = False  # the client reads nothing before the end: after the first token all come in one event
 
 

@@ -53,4 +53,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0  # how long this process has compiled, or waited for another that compiles the same
     drafted: int = 0  # tokens by the draft model, as of this reading
     accepted: int = 0  # of these, what the model agreed with
+    slots: int = 0  # requests that can run at once; 0 before it is loaded
+    steps: int = 0  # of the engine, as of this reading
+    tokens: int = 0  # produced, as of this reading
     load_s: float | None = None  # from the actor's start to its first real generation
+    address: str = ""  # where its data plane listens: a path, or `tls://host:port`; empty before it does

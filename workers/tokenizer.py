@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,8 @@ from workers.text import ByteTextStream, FastTextStream, TextStream
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
-Message = Mapping[str, Any]  # of a chat: role, content
+Message = Mapping[str, Any]  # of a chat: role, content; with tools also tool_calls, tool_call_id and name
+Tool = Mapping[str, Any]  # in OpenAI's shape: type, and function with its name, description and parameters
 
 # Any one of these makes a directory worth handing to transformers; without one it may invent a tokenizer.
 TOKENIZER_FILES = (
@@ -36,6 +38,10 @@ class ChatTemplateError(Exception):
     """The chat template refused these messages; the text is the template's own."""
 
 
+class NoToolsInTemplate(ChatTemplateError):
+    """The chat template does not tell the model of tools, so it could not call one."""
+
+
 class Tokenizer(Protocol):
     """What gateway and replica need of a tokenizer. All methods may be called from several threads at once."""
 
@@ -48,11 +54,35 @@ class Tokenizer(Protocol):
         """The ids of ``text``. Raises ValueError for text that is not Unicode (a lone surrogate)."""
         ...
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat, ending where the assistant begins to speak.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """The ids of a chat, ending where the assistant begins to speak; or, with ``continue_final_message``, in the
+        last message, which the answer then continues.
 
-        Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message.
+        ``template_kwargs`` are further variables of the template. ``add_special_tokens`` adds them once more, beside
+        those that the template writes. Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message;
+        of it ``NoToolsInTemplate`` for tools that the template would not mention.
         """
+        ...
+
+    def chat_template(self, tools: bool) -> str | None:
+        """The text of the template that a chat with or without tools is written by; None where there is none."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens among it; an id that stands for nothing is left out."""
+        ...
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each id as the vocabulary writes it, such as "Ġhello"; empty for an id that stands for nothing."""
         ...
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
@@ -95,15 +125,37 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(_unicode(text).encode())
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """One line ``role: content`` for each message, then ``assistant:``."""
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """One line ``role: content`` for each message, then ``assistant:``. It has no variables."""
+        if tools:
+            raise NoToolsInTemplate(_NO_TOOLS)
         lines = []
         for message in messages:
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
                 raise ChatTemplateError("each message needs a role and a content, both text")
             lines.append(f"{role}: {content}\n")
-        return self.encode("".join(lines) + "assistant:")
+        if continue_final_message:
+            return self.encode("".join(lines).removesuffix("\n"))
+        return self.encode("".join(lines) + ("assistant:" if add_generation_prompt else ""))
+
+    def chat_template(self, tools: bool) -> str | None:
+        return None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id for id in ids if id < 256).decode(errors="replace")
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [bytes([id]).decode("latin-1") if id < 256 else "" for id in ids]
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return ByteTextStream(prompt_ids)
@@ -159,21 +211,57 @@ class HubTokenizer:
         ids: list[int] = self._fast.encode(_unicode(text), add_special_tokens=add_special_tokens).ids
         return ids
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         import jinja2
 
-        if self._hub.chat_template is None:
+        template = self.chat_template(bool(tools))
+        if template is None:
             raise NoChatTemplate("this model has no chat template; send a prompt instead of messages")
         if not messages:
             raise ChatTemplateError("messages are empty")
+        told = _told_in(template)
+        if tools and "tools" not in told:
+            raise NoToolsInTemplate(_NO_TOOLS)
+        variables = dict(template_kwargs or {})
+        if taken := sorted(variables.keys() & _arguments_of(self._hub.apply_chat_template)):
+            raise ChatTemplateError(f"{taken[0]} is no variable of a chat template")
         try:
             text: Any = self._hub.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [_in_words_of(told, message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise ChatTemplateError(str(error)) from error
-        # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        except (RecursionError, OverflowError, ZeroDivisionError, MemoryError) as error:
+            raise ChatTemplateError(f"the chat template cannot be filled in: {type(error).__name__}") from error
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def chat_template(self, tools: bool) -> str | None:
+        """Some models have several, by name; transformers takes ``tool_use`` for tools, where there is one."""
+        found = self._hub.chat_template
+        if isinstance(found, Mapping):
+            found = (found.get("tool_use") if tools else None) or found.get("default")
+        return None if found is None else str(found)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._fast.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self._fast.id_to_token(id) or "" for id in ids]
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return FastTextStream(self._fast, prompt_ids, skip_special_tokens)
@@ -185,6 +273,33 @@ class HubTokenizer:
     def to_json(self) -> str | None:
         text: str = self._fast.to_str()
         return text
+
+
+_NO_TOOLS = "this model's chat template knows no tools; take a model that was trained with them, or send none"
+
+
+@lru_cache(maxsize=256)
+def _told_in(template: str) -> frozenset[str]:
+    """The words in a template's expressions and statements; its text and its comments do not count."""
+    code = re.findall(r"\{%.*?%\}|\{\{.*?\}\}", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL), re.DOTALL)
+    return frozenset(re.findall(r"\w+", " ".join(code)))
+
+
+def _in_words_of(told: Collection[str], message: Message) -> dict[str, Any]:
+    """OpenAI's newer role ``developer`` is ``system`` to a template that does not name it: most would leave it out."""
+    if message.get("role") == "developer" and "developer" not in told:
+        return {**message, "role": "system"}
+    return dict(message)
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _arguments_of(method: Any) -> frozenset[str]:
+    """What transformers itself is told beside the variables of the template, which are its ``kwargs``."""
+    return _parameters(method.__func__) | {"messages", "tools"}
 
 
 def _token_decoder(fast: FastTokenizer) -> Callable[[str], bytes]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from orchestrator.audit import caller
 from orchestrator.failure import Failed
 from orchestrator.fleet import ADMIN_PATH, BY_HEADER
 from orchestrator.home import FleetRecord, Home, daemon_alive
@@ -77,7 +78,7 @@ class AdminClient:
             raise Failed("fleet-url-wrong", f"{self.url!r} is no address", "COREWRIGHT_URL=http://127.0.0.1:PORT")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname, port, timeout=deadline_s)
-        headers = {"Authorization": f"Bearer {self.token}", BY_HEADER: _who()}
+        headers = {"Authorization": f"Bearer {self.token}", BY_HEADER: caller()}
         if body is not None:
             headers["Content-Type"] = "application/json"
         try:
@@ -107,18 +108,6 @@ def _refusal(asked: str, answer: Any, reason: str) -> Failed:
         return FleetRefused(code, message, str(error.get("hint", "")), problems)
     hint = "is it the admin API's address and token? see COREWRIGHT_URL, COREWRIGHT_TOKEN"
     return Failed("fleet-refused", f"{asked} {message}", hint)
-
-
-def _who() -> str:
-    """The journal's `by`: user@hostname, in what a header can hold."""
-    import getpass
-    import socket
-
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # no name for the uid, as in some containers
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()
 
 
 def find_fleet() -> AdminClient | None:

@@ -9,10 +9,9 @@ Nothing here imports Ray or torch before `up` really starts a fleet, so that eve
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.main import get_command
@@ -35,7 +34,7 @@ from orchestrator.version import corewright_version
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
 
-__all__ = ["app", "hands", "main", "rollouts", "run", "views"]
+__all__ = ["app", "bench", "hands", "keys", "main", "rollouts", "run", "views"]
 
 DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spare
 
@@ -44,10 +43,26 @@ DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spa
 def up(
     spec: SpecArgument,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; loopback only.", show_default="127.0.0.1")
+        str | None, typer.Option(help="Address to listen on; beyond loopback with keys.", show_default="127.0.0.1")
     ] = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the OpenAI-compatible address.", show_default="8080")
+    ] = None,
+    gateways: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Gateway processes that share the port.", show_default="1")
+    ] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Demand no key of anybody, on whatever address.")
+    ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The gateway's certificate and its chain, PEM.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The key of the certificate, PEM.")] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Demand of clients certificates of these authorities, PEM.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="Its scripts in browsers may read answers. Repeatable.")
     ] = None,
     ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to run on; not served yet.")] = None,
     dashboard: Annotated[
@@ -63,26 +78,27 @@ def up(
     ] = None,
 ) -> None:
     """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
+    from orchestrator.allowed import Allowed
     from orchestrator.settings import resolve
 
     if ray_address is not None:
         what = f"--ray-address {ray_address}: `up` of this version starts a Ray of its own, on this machine"
         raise Failed("cluster-not-served", what, "leave the option out")
-    flags = {"host": host, "port": port, "dashboard": dashboard, "watch": watch, "drain_s": drain_s}
+    flags: dict[str, Any] = {"host": host, "port": port, "dashboard": dashboard, "watch": watch, "drain_s": drain_s}
+    flags |= {"gateways": gateways, "insecure": insecure, "tls_cert": tls_cert, "tls_key": tls_key}
+    flags |= {"tls_client_ca": tls_client_ca, "cors_origins": cors_origin or None}
     settings = resolve(flags)
     if settings.problems:
         complain(settings.problems)
         raise typer.Exit(FAILED)
-    if not _is_loopback(settings["host"]):
-        where = settings.origin("host").where
-        what = f"{where} {settings['host']} would open the fleet to the network without keys"
-        raise Failed("host-not-loopback", what, "--host 127.0.0.1")
     if settings["watch"] and spec == "-":
         raise Failed("watch-needs-file", "standard input cannot be watched", "give the spec as a file, or --no-watch")
-    from orchestrator.cli.up import run_up
+    from orchestrator.cli.up import check_listening, run_up
     from orchestrator.specfile import load
 
-    raise typer.Exit(run_up(load(spec), settings))
+    check_listening(settings)
+    allowed = Allowed(settings["allowed_sources"])  # the operator's own file says which interpreters there are
+    raise typer.Exit(run_up(load(spec, allowed), settings))
 
 
 @app.command()
@@ -239,15 +255,6 @@ def _drain_s(client: AdminClient) -> float:
     return DRAIN_S
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit the process."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -280,7 +287,7 @@ def run(arguments: list[str]) -> int:
 
 
 # The other commands. They stand here so that `--help` lists those above first.
-from orchestrator.cli import rollouts, views, hands  # noqa: E402, I001
+from orchestrator.cli import rollouts, views, hands, keys, bench  # noqa: E402, I001
 
 if __name__ == "__main__":
     main()

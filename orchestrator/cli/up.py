@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon import Daemon, UpOptions
+from orchestrator.failure import Failed
 from orchestrator.home import FleetRecord, Home
-from orchestrator.settings import Settings
+from orchestrator.keys import KeyFile
+from orchestrator.settings import Settings, gateway_settings, is_loopback
 from orchestrator.specfile import SpecFile, start_problems
 from placements.coremap import core_map
 from placements.plan import plan
-from placements.problems import has_errors
+from placements.problems import Problem, has_errors
+
+
+def check_listening(settings: Settings) -> None:
+    """What the gateway is to listen on, and with what: before anything is started. Raises Failed; warns."""
+    host, origin = settings["host"], settings.origin("host")
+    ring = KeyFile(Home.from_environment().keys).read()
+    cert, key, client_ca = (settings[name] for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    if (cert is None) != (key is None) or (client_ca is not None and cert is None):
+        given = "--tls-client-ca" if client_ca is not None and cert is None else "one of --tls-cert and --tls-key"
+        raise Failed("tls-incomplete", f"{given} alone is given", "--tls-cert FILE and --tls-key FILE belong together")
+    if cert is not None and key is not None:
+        from orchestrator.tls import server_context
+
+        server_context(cert, key, client_ca)
+    open_to_all = not is_loopback(host)
+    if open_to_all and not settings["insecure"] and not ring.usable(time.time(), "inference"):
+        what = f"{origin.where} {host} would open the fleet to the network, and no key is there to demand"
+        raise Failed("host-without-keys", what, "corewright keys create NAME; or --host 127.0.0.1; or --insecure")
+    if settings["insecure"] and (open_to_all or ring.demanded):
+        where = "on the network" if open_to_all else "here"
+        what = f"--insecure: whoever reaches {host} {where} is answered without a key"
+        complain([Problem("keys-not-demanded", "warning", "", what, "leave it out, and every client needs a key")])
+    if open_to_all and cert is None:
+        what = f"{host} is not loopback, and there is no TLS: keys and prompts can be read on the way"
+        hint = "--tls-cert FILE --tls-key FILE; or a proxy with TLS in front"
+        complain([Problem("host-without-tls", "warning", "", what, hint)])
 
 
 def run_up(file: SpecFile, settings: Settings) -> int:
@@ -36,7 +65,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
         show(
             None,
             Format.TABLE,
-            core_map(placed, file.hosts, color=use_color(stdout())) + "\n" + _addresses(record, file),
+            core_map(placed, file.hosts, color=use_color(stdout())) + "\n" + _addresses(record, file, settings),
         )
 
     home = Home.from_environment()
@@ -56,8 +85,9 @@ def run_up(file: SpecFile, settings: Settings) -> int:
 
 def _options(settings: Settings) -> UpOptions:
     return UpOptions(
-        host=settings["host"],
-        port=settings["port"],
+        gateway=gateway_settings(settings),
+        allowed_sources=settings["allowed_sources"],
+        data_plane=settings["data_plane"],
         dashboard=settings["dashboard"],
         watch=settings["watch"],
         drain_s=settings["drain_s"],
@@ -65,7 +95,7 @@ def _options(settings: Settings) -> UpOptions:
     )
 
 
-def _addresses(record: FleetRecord, file: SpecFile) -> str:
+def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:
     assert file.spec is not None
     token = os.environ.get("RAY_AUTH_TOKEN_PATH")
     dashboard = record.dashboard_url or "off"
@@ -73,14 +103,27 @@ def _addresses(record: FleetRecord, file: SpecFile) -> str:
         dashboard += f"   (log in with the token in {token})"
     model, record_logs = file.spec.models[0].name, Home.from_environment().logs
     chat = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a NeuronCore?"}}]}}'
+    more = _curl_needs(settings)
     lines = [
         f"ready        {record.url}/v1   (models: {', '.join(model.name for model in file.spec.models)})",
         f"dashboard    {dashboard}",
         f"logs         {record_logs}",
         "",
         "Try, in another terminal:",
-        f"  curl {record.url}/v1/models",
-        f"  curl {record.url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{chat}'",
+        f"  curl {more}{record.url}/v1/models",
+        f"  curl {more}{record.url}/v1/chat/completions -H 'content-type: application/json' \\\n       -d '{chat}'",
         f"  {sys.argv[0]} status",
     ]
     return "\n".join(lines)
+
+
+def _curl_needs(settings: Settings) -> str:
+    """What `curl` must be told beside the address."""
+    needs = ""
+    if settings["tls_cert"] is not None:
+        needs += "--cacert CA.pem "  # -k would teach people to look away
+    if settings["tls_client_ca"] is not None:
+        needs += "--cert CLIENT.pem --key CLIENT-KEY.pem "
+    if not settings["insecure"] and KeyFile(Home.from_environment().keys).read().demanded:
+        needs += "-H 'authorization: Bearer KEY' "
+    return needs

@@ -120,7 +120,12 @@ class LiveGateway:
     @property
     def connections(self) -> int:
         """Of clients, that are open."""
-        return len(self._server.http.connections) if hasattr(self._server, "http") else len(self._server._http.connections)
+        return len(self._server.gateway.server.connections)
+
+    @property
+    def paths(self) -> list[str]:
+        """Of all routes, each with its methods' one path."""
+        return list(self._server.gateway._routes)
 
     def close(self) -> None:
         self.http.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -117,11 +118,11 @@ class PlayedServer:
 
 
 @asynccontextmanager
-async def playing(play: Play = whole, **how: Any) -> AsyncIterator[PlayedServer]:
+async def playing(play: Play = whole, tls: ssl.SSLContext | None = None, **how: Any) -> AsyncIterator[PlayedServer]:
     """A server in this event loop."""
     played = PlayedServer(play, **how)
-    listening = await asyncio.start_server(played, "127.0.0.1", 0)
-    played.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening = await asyncio.start_server(played, "127.0.0.1", 0, ssl=tls)
+    played.url = f"{'https' if tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     try:
         yield played
     finally:

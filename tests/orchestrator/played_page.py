@@ -1,4 +1,4 @@
-"""The families of a fleet that is played: models, requests, a strange core, devices, a certificate. All that there is."""
+"""The families of a fleet that is played: models, requests, a strange core, devices, a certificate."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def devices() -> list[MetricFamily]:
     """Of a host with devices, as neuron-monitor tells of them, with the latency of an execution."""
     sums = Sums()
     line = SAMPLE.read_text().splitlines()[1]
-    sample = parse_neuron_monitor(line.replace('"total_latency": null', '"total_latency": {"p50": 0.01, "p99": 0.02}', 1))
+    sample = parse_neuron_monitor(
+        line.replace('"total_latency": null', '"total_latency": {"p50": 0.01, "p99": 0.02}', 1)
+    )
     sums.add(sample)
     return [labelled(family, "host", HOST) for family in device_families(sample, sums)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from orchestrator.bench.target import Target
 from orchestrator.cli.main import run
 from orchestrator.failure import Failed
 from orchestrator.home import Home
+from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.played import Exchange, Play, PlayedServer, playing, prompt_tokens, whole
 from tests.served import Served
@@ -260,6 +262,7 @@ def refusing(*names: str) -> Play:
         ("stream_options",),
         ("token_ids",),
         ("min_tokens", "ignore_eos"),
+        ("ignore_eos", "token_ids"),
         ("min_tokens", "ignore_eos", "stream_options", "token_ids"),
     ],
     ids=",".join,
@@ -273,8 +276,7 @@ async def test_what_a_server_refuses_is_left_out_and_told(names: tuple[str, ...]
     words = {"stream_options": "stream_options", "token_ids": "token ids"}
     for name in names:
         assert any(line.startswith(f"the server refuses {words.get(name, name)}") for line in told), told
-    assert len(names) > 1 or len(told) == len(names)
-    assert len(found.refused) == len(told)
+    assert len(found.refused) == len(told) == len(names)
 
 
 async def test_texts_are_as_long_as_the_server_counts() -> None:
@@ -346,6 +348,24 @@ async def test_a_key_is_sent_and_its_refusal_told() -> None:
                 pass
     assert failed.value.problem.id == "bench-refused"
     assert "401: who are you" in failed.value.problem.what
+
+
+async def test_a_servers_certificate_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the authorities of SSL_CERT_FILE, when that is set."""
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pair.cert, pair.key)
+    async with playing(tls=tls) as server:
+        with pytest.raises(Failed) as failed:
+            async with target_of(server):
+                pass
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        async with target_of(server) as target:
+            found = await serve(target, closed(4, concurrency=2), Lengths.parse("8:4"), None, quiet)
+    assert failed.value.problem.id == "bench-unreachable"
+    assert "certificate" in failed.value.problem.what
+    assert [one.error for one in found.measured] == [None] * 4
 
 
 async def test_a_server_that_counts_no_tokens_is_told() -> None:

@@ -133,7 +133,7 @@ def test_what_is_just_within_the_limits_is_answered(gateway: LiveGateway) -> Non
 
 
 def test_trailers_are_bounded(gateway: LiveGateway) -> None:
-    """What follows the last chunk is no way around the limits: a client that goes on is refused, and not listened to."""
+    """What follows the last chunk is no way around the limits: who goes on is refused, and not listened to."""
     with Wire(gateway.port) as wire:
         wire.send(post(b"0\r\n", transfer_encoding="chunked"))
         sent = 0
@@ -171,7 +171,12 @@ def test_a_chunk_extension_has_an_end(gateway: LiveGateway) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"G", b"GET /livez HTTP/1.1\r\nhost: x\r\n", completion()[:-5], completion().partition(b"\r\n\r\n")[0] + b"\r\n\r\n"],
+    [
+        b"G",
+        b"GET /livez HTTP/1.1\r\nhost: x\r\n",
+        completion()[:-5],
+        completion().partition(b"\r\n\r\n")[0] + b"\r\n\r\n",
+    ],
     ids=["a byte", "half a head", "half a body", "no body"],
 )
 def test_a_request_that_does_not_come_to_its_end_is_408(gateway: LiveGateway, data: bytes) -> None:
@@ -205,7 +210,7 @@ def test_bytes_that_drop_in_do_not_move_the_deadline(gateway: LiveGateway) -> No
 
 
 def test_a_connection_that_says_nothing_is_closed(gateway: LiveGateway) -> None:
-    """Neither a new connection nor one between two requests stays for ever; nothing is said, since nothing was asked."""
+    """Neither a new connection nor an idle one stays for ever; nothing is said, since nothing was asked."""
     with Wire(gateway.port) as silent, Wire(gateway.port) as idle:
         idle.send(request("GET", "/livez"))
         assert idle.answer().status == 200
@@ -286,7 +291,9 @@ def completion_with(key: str, **fields: Any) -> bytes:
 def test_pipelined_requests_are_answered_in_their_order(gateway: LiveGateway) -> None:
     """Quick ones wait for slow ones before them, and each answer is its request's own."""
     asked = [(f"p{i}", 1 + (i * 37) % 50) for i in range(30)]
-    data = b"".join(completion(prompt=prompt, max_tokens=count, stream=i % 3 == 0) for i, (prompt, count) in enumerate(asked))
+    data = b"".join(
+        completion(prompt=prompt, max_tokens=count, stream=i % 3 == 0) for i, (prompt, count) in enumerate(asked)
+    )
     with Wire(gateway.port) as wire:
         wire.send(data + request("GET", "/livez"))
         for i, (prompt, count) in enumerate(asked):
@@ -483,7 +490,6 @@ def test_chunks_in_http_1_0_are_refused(gateway: LiveGateway) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /livez HTTP/1.1\nhost: x\n\n",
-        b"GET  /livez HTTP/1.1\r\n\r\n",
         b"GET /livez HTTP/3.7\r\n\r\n",
         b"get /livez HTTP/1.1\r\n\r\n",
         b"GET /v1/\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -569,9 +575,7 @@ def test_scripts_of_other_origins_are_refused_by_default(gateway: LiveGateway) -
         request("OPTIONS", "/v1/completions", origin="https://evil.example", access_control_request_method="POST"),
     )
     rebound = ask(gateway.port, post(SMALL, origin="http://evil.example:80", host="evil.example:80"))
-    own = ask(
-        gateway.port, post(SMALL, origin=f"http://localhost:{gateway.port}", host=f"localhost:{gateway.port}")
-    )
+    own = ask(gateway.port, post(SMALL, origin=f"http://localhost:{gateway.port}", host=f"localhost:{gateway.port}"))
 
     for answer in (foreign, asked, rebound):
         assert told(answer) == (403, "origin_not_allowed")
@@ -805,7 +809,7 @@ def test_an_error_does_not_repeat_all_that_was_sent(opened: Open) -> None:
     """What is wrong is named by its beginning: an answer is not made large by who asks."""
     gateway = opened()
     for data in (
-        completion(model="\x00" * 2_000_000),
+        completion(model="\x00" * 1_000_000),
         post(b'{"model":"m","prompt":"x","' + b"a" * 7_000_000 + b'":1}'),
         post({"model": "m", "messages": [{"role": "user", "content": [{"type": "x" * 1_000_000}]}]}, CHAT),
         completion(response_format={"type": "x" * 1_000_000}),

@@ -44,7 +44,11 @@ def says(kind: str, body: dict[str, Any]) -> bool:
 
 def takes(kind: str, body: dict[str, Any]) -> bool:
     try:
-        READERS[kind][0](json.dumps(body).encode())
+        asked = READERS[kind][0](json.dumps(body).encode())
+        if isinstance(asked, protocol.Chat):
+            assert [message.for_template(place) for place, message in enumerate(asked.messages)]
+        elif isinstance(asked, protocol.CompletionRequest):
+            assert asked.prompts()
     except ApiError:
         return False
     return True

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+import signal
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,12 +32,25 @@ from orchestrator.specfile import examine, load
 from placements.hosts import Machine
 from placements.parse import parse
 from placements.problems import Problem
-from tests.fleet import LiveFleet
+from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.fakefleet import SPEC, TOKEN, LiveAdmin
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    """A promise that names a test that is gone is none."""
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
+    gone = [
+        f"{file}::{test}"
+        for file, test in named
+        if not any(re.search(rf"^(async )?def {test}\(", path.read_text(), re.MULTILINE) for path in root.rglob(file))
+    ]
+    assert gone == []
+    assert len(named) > 30
 
 
 # Settings of the gateway
@@ -391,7 +406,9 @@ def test_a_key_for_answers_changes_nothing_and_sees_nothing(
     assert (admin.fleet.calls, admin.downs, actions(admin)) == ([], 0, [])
 
 
-@pytest.mark.parametrize("given", ["", "Bearer", "Bearer x", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xff"])
+@pytest.mark.parametrize(
+    "given", ["", "Bearer", "Bearer x", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xff"]
+)
 def test_nobody_else_gets_in(given: str, admin: LiveAdmin) -> None:
     """401, with how to come in."""
     answer = httpx.get(f"{admin.url}{ADMIN_PATH}/status", headers={"authorization": given.encode("latin-1")})
@@ -543,6 +560,54 @@ def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None
         assert any(path.name == "gateway.log" for path in (home / "logs").iterdir())
         told = [(entry.action, entry.status) for entry in Audit(home / "audit.log").entries(100)]
         assert told == [("up", "ready"), ("POST /scale", "200"), ("end", "done")]
+    finally:
+        fleet.clean()
+
+
+@pytest.mark.slow
+def test_a_fleet_of_two_hosts_speaks_tls_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients by HTTPS, replicas of both hosts by TCP; a controller that dies and adopts them finds them there again,
+    and a replica that is started anew is found too."""
+    authority = Authority(tmp_path)
+    pair, client = authority.sign("server"), authority.sign("client", client=True)
+    monkeypatch.setenv("COREWRIGHT_DATA_PLANE", "tcp")
+    spec = "hosts: {emulate: inf2.xlarge, count: 2}\nmodels: {parrot: {engine: echo, tp_degree: 2, replicas: 2}}\n"
+    certificates = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(authority.file))
+    fleet = LiveFleet(spec, arguments=("--no-dashboard", "--host", "localhost", *certificates))
+    try:
+        known = ssl.create_default_context(cafile=str(authority.file))
+        fleet.url = f"https://localhost:{fleet.port}"
+        known.load_cert_chain(client.cert, client.key)
+        fleet.http = httpx.Client(base_url=fleet.url, timeout=60.0, verify=known)
+        fleet.wait_ready()
+        record = Home(fleet.home).read_record()
+        assert record is not None
+        assert record.url == fleet.url
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{fleet.url}/livez", verify=ssl.create_default_context(cafile=str(authority.file)))
+
+        def answer() -> list[int]:
+            body = {"model": "parrot", "prompt": "well", "max_tokens": 8, "return_token_ids": True}
+            told = fleet.http.post("/v1/completions", json=body)
+            assert told.status_code == 200, told.text
+            ids: list[int] = told.json()["choices"][0]["token_ids"]
+            return ids
+
+        expected = answer()
+        assert [path for path in Home(fleet.home).sockets.iterdir() if path.is_socket()] == []
+        before, dying = fleet.replica_pids(), fleet.controller_pid()
+        os.kill(dying, signal.SIGKILL)
+        until(lambda: fleet.named_pids("ControllerActor") not in ([], [dying]), 30, "the controller is back")
+        until(lambda: fleet.corewright("status").returncode == 0, 30, "the controller has settled")
+        assert fleet.replica_pids() == before
+        assert answer() == expected
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(fleet.replica_pids() - before) == 2, 60, "both replicas are back")
+        fleet.wait_ready()
+        until(lambda: {fleet.replica(f"parrot/{n}")["state"] for n in (0, 1)} == {"ready"}, 60, "both are ready")
+        assert answer() == expected
+        assert fleet.stop() == 0
     finally:
         fleet.clean()
 

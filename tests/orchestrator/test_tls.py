@@ -116,7 +116,9 @@ def test_what_cannot_be_used_is_told(authority: Authority, pair: Pair, tmp_path:
     assert unusable(text, pair.key) == f"{text} holds no certificate"
     assert "hold" in unusable(pair.cert, text) or "cannot be used" in unusable(pair.cert, text)
     assert f"{late.cert} has expired on " in unusable(late.cert, late.key)
-    assert unusable(closed.cert, closed.key) == f"{closed.key} is encrypted, and there is nobody to ask for its password"
+    assert (
+        unusable(closed.cert, closed.key) == f"{closed.key} is encrypted, and there is nobody to ask for its password"
+    )
     assert f"{text} holds no certificate" in unusable(pair.cert, pair.key, text)
     assert "none.pem cannot be read" in unusable(pair.cert, pair.key, tmp_path / "none.pem")
 

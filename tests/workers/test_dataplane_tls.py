@@ -73,7 +73,9 @@ def run(work: Callable[[asyncio.AbstractEventLoop], Awaitable[Any]], loop_of: Ca
         loop.close()
 
 
-async def first(loop: asyncio.AbstractEventLoop, address: str, own: Credentials | None, hello: Hello | None = None) -> Any:
+async def first(
+    loop: asyncio.AbstractEventLoop, address: str, own: Credentials | None, hello: Hello | None = None
+) -> Any:
     """The first that a gateway with those credentials hears; None when the replica hangs up without a word."""
     _, link = await open_link(loop, lambda: Link(hello), address, own)
     heard = await link.next()
@@ -118,10 +120,13 @@ def test_a_peer_that_is_no_gateway_of_the_fleet_hears_nothing(own: Credentials |
     parts = urlsplit(served.plane.address)
     assert parts.hostname is not None
     heard = b""
-    with contextlib.suppress(OSError), socket.create_connection((parts.hostname, parts.port or 0), 10) as bare:
-        with context.wrap_socket(bare, server_hostname=REPLICA) as peer:
-            peer.sendall(encode(Hello("test", TOKEN, EPOCH)))
-            heard = peer.recv(100)
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((parts.hostname, parts.port or 0), 10) as bare,
+        context.wrap_socket(bare, server_hostname=REPLICA) as peer,
+    ):
+        peer.sendall(encode(Hello("test", TOKEN, EPOCH)))
+        heard = peer.recv(100)
     assert heard == b""
 
 
@@ -140,7 +145,7 @@ def test_a_gateway_says_nothing_to_what_is_no_replica_of_its_fleet() -> None:
     for poser in (OTHER.replica, LATE.replica, FLEET.gateway):
         stranger = Served(credentials=poser)
         try:
-            with pytest.raises(OSError, match="no replica of this fleet|does not speak our TLS"):
+            with pytest.raises(OSError, match=r"no replica of this fleet|does not speak our TLS"):
                 run(lambda loop, at=stranger.plane.address: first(loop, at, FLEET.gateway))  # type: ignore[misc]
         finally:
             stranger.close()
@@ -176,7 +181,7 @@ def test_a_peer_without_tls_is_disconnected(served: Served) -> None:
 
 
 def test_who_listens_in_between_reads_nothing(served: Served) -> None:
-    """Neither token nor prompt nor answer pass in the clear; with the replica's own key afterwards neither (TLS 1.3)."""
+    """Neither token nor prompt nor answer pass in the clear; with the replica's key afterwards neither (TLS 1.3)."""
     parts = urlsplit(served.plane.address)
     seen = bytearray()
     tap = socket.create_server(("127.0.0.1", 0))
@@ -250,7 +255,12 @@ def test_a_unix_socket_is_dialled_as_ever() -> None:
 def test_a_plane_without_credentials_does_not_listen_on_tcp(served: Served) -> None:
     """It would serve whoever comes."""
     plane = DataPlane(
-        served.path, welcome=Welcome("", "", 1, 1, 1, 1), token="", epoch=1, batcher=served.batcher, listen="tls://127.0.0.1:0"
+        served.path,
+        welcome=Welcome("", "", 1, 1, 1, 1),
+        token="",
+        epoch=1,
+        batcher=served.batcher,
+        listen="tls://127.0.0.1:0",
     )
     with pytest.raises(OSError, match="no credentials"):
         plane.start()

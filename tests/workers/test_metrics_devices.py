@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.doubles.machine import build_machine
 from tests.fleet import until
 from workers.device_metrics import DeviceMonitor, Sums, device_families
 from workers.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
@@ -135,6 +136,23 @@ def test_the_tool_runs_once_however_often_it_is_asked(tmp_path: Path) -> None:
     finally:
         monitor.close()
     until(lambda: is_gone(pids(tmp_path)[0]), DEADLINE_S, "the tool has ended")
+
+
+def test_the_made_machine_is_measured_as_a_real_one(tmp_path: Path) -> None:
+    """By the tool where AWS installs it, below the root of the host."""
+    machine = build_machine(tmp_path)
+    monitor = DeviceMonitor(
+        Places(machine.root / "sys", machine.root / "dev", str(machine.root / "opt/aws/neuron/bin"))
+    )
+    try:
+        monitor.families()
+        assert monitor.wait_for_sample(DEADLINE_S)
+        families = monitor.families()
+    finally:
+        monitor.close()
+    assert values(families, "neuron_hardware_info") == {("12", "2"): 1}
+    assert values(families, "corewright_neuroncore_memory_total_bytes") == {(): 16 * 2**30}
+    assert len(values(families, "hardware_ecc_events")) == 12 * 4
 
 
 def test_a_host_without_the_tool_or_without_devices_measures_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,14 @@ CONFIG = {
     "system_metrics": [{"type": "memory_info"}, {"type": "neuron_hw_counters"}],
 }
 
+INSTANCE_LABELS = {
+    "instance_id": "instance_id",
+    "instance_name": "instance_name",
+    "availability_zone": "instance_availability_zone",
+    "region": "instance_region",
+    "subnet_id": "subnet_id",
+}
+
 
 class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
     """How one process uses one logical core of the host."""
@@ -43,6 +51,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int | None = None
     errors: dict[str, int] = {}  # generic, numerical, transient, model, runtime, hardware -> executions
     executions: dict[str, int] = {}  # completed, completed_with_err, timed_out, ... -> executions
+    latency_s: dict[str, float] = {}  # p0, p1, p25, p50, p75, p99, p100 -> seconds of an execution
     period_s: float | None = None  # of errors and executions
 
 
@@ -65,6 +74,7 @@ class MonitorSample(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int | None = None  # of the host
     memory_used_bytes: int | None = None
     instance_type: str | None = None
+    instance: dict[str, str] = {}  # id, name, availability zone, region, subnet: as the companion scripts label them
     device_type: str | None = None  # "inferentia2", "trainium", "trainium2"
     device_count: int | None = None
     device_memory_bytes: int | None = None  # of each device
@@ -91,6 +101,7 @@ def parse_neuron_monitor(line: str | bytes) -> MonitorSample:
         memory_total_bytes=memory.integer("memory_total_bytes"),
         memory_used_bytes=memory.integer("memory_used_bytes"),
         instance_type=instance.text("instance_type"),
+        instance=_instance(instance),
         device_type=hardware.text("neuron_device_type", may_be_absent=True),
         device_count=hardware.integer("neuron_device_count"),
         device_memory_bytes=hardware.integer("neuron_device_memory_size", may_be_absent=True),
@@ -116,6 +127,7 @@ def _runtime(section: Section) -> Runtime | None:
         device_bytes=used.integer("neuron_device"),
         errors=_error_summary(stats),
         executions=stats.section("execution_summary").amounts(),
+        latency_s=_latency(stats),
         period_s=stats.number("period", may_be_absent=True),
     )
 
@@ -140,6 +152,21 @@ def _error_summary(stats: Section) -> dict[str, int]:
     if "numeric" in errors:
         errors.setdefault("numerical", errors.pop("numeric"))
     return errors
+
+
+def _latency(stats: Section) -> dict[str, float]:
+    """Of whole executions, host and device together. Null while nothing is executed."""
+    latency = stats.raw("latency_stats")
+    total = latency.get("total_latency") if isinstance(latency, dict) else None
+    if not isinstance(total, dict):
+        return {}
+    return {str(p): float(s) for p, s in total.items() if isinstance(s, int | float) and not isinstance(s, bool)}
+
+
+def _instance(instance: Section) -> dict[str, str]:
+    """By the label that neuron-monitor-prometheus.py gives each of them."""
+    told = {label: instance.text(key, may_be_absent=True) for label, key in INSTANCE_LABELS.items()}
+    return {label: text for label, text in told.items() if text is not None}
 
 
 def _ecc(counters: Section) -> tuple[Ecc, ...]:

@@ -1,0 +1,88 @@
+"""The gateway itself, in a process of its own: keys on, metrics on, cancellation as always; only the controller is
+played."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gateway_parts.child import argument, say
+from benchmarks.gateway_parts.engine import EPOCH, TOKEN
+from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.home import Home
+from orchestrator.keys import KeyFile
+from orchestrator.lifecycle import ModelState
+from orchestrator.routes import ModelRoutes, Route, RouteTable
+from workers.metric_family import MetricFamily
+
+CONNECT_DEADLINE_S = 10.0
+
+
+class Controller:
+    """Of a fleet in which nothing happens."""
+
+    def __init__(self, table: RouteTable) -> None:
+        self._table = table
+
+    async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
+        if seen:
+            await asyncio.sleep(timeout_s)
+        return 1, self._table
+
+    async def wake(self, model: str) -> None:
+        """Every model is awake."""
+
+    async def metrics(self) -> list[MetricFamily]:
+        return []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def routes_of(model: dict[str, Any]) -> ModelRoutes:
+    return ModelRoutes(
+        name=model["name"],
+        state=ModelState.READY,
+        reason=None,
+        engine="echo",
+        source=None,
+        max_len=model["max_len"],
+        max_queue=4096,
+        replicas=[Route(f"{model['name']}/0", EPOCH, model["socket"])],
+        loads_on_request=False,
+    )
+
+
+def main() -> None:
+    """Argument: ``home``, and of each of the ``models`` its ``name``, ``socket`` and ``max_len``. Says ``port`` and
+    ``key``. Each line of input is answered with a line, after a garbage collection: then memory can be read."""
+    told = argument()
+    home = Path(told["home"])
+    made = KeyFile(Home(home).keys).create("benchmark", now=time.time(), scopes=("inference",))
+    port = free_port()
+    table = RouteTable(ready=True, stopping=False, token=TOKEN, models=[routes_of(model) for model in told["models"]])
+    server = GatewayServer(Controller(table), GatewaySettings(host="127.0.0.1", port=port, home=str(home)))
+    server.start()
+    deadline = time.monotonic() + CONNECT_DEADLINE_S
+    while sum(queue.slots > 0 for queue in list(server.gateway.queues.values())) < len(told["models"]):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the replicas are not connected")
+        time.sleep(0.01)
+    say({"port": port, "key": made[1]})
+    for _ in sys.stdin:
+        gc.collect()
+        say({})
+    server.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Whether the client itself was too slow to measure."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from orchestrator.bench.statistics import percentile
+
+TICK_S = 0.005
+MAX_CPU = 0.9  # of one CPU: the client is one process with one thread
+MAX_LAG_S = 0.01
+MAX_LATE_S = 0.05
+
+
+@dataclass(frozen=True)
+class ClientLoad:
+    """``cpu``: share of one CPU. ``lag_p99_s``: how late the event loop was with what was due. ``late_p99_s``: how long
+    after its time a request was sent; None in a closed loop."""
+
+    cpu: float
+    lag_p99_s: float
+    late_p99_s: float | None
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Why the client, and not the server, may have been the limit; empty when it was not."""
+        found = []
+        if self.cpu > MAX_CPU:
+            found.append(f"it used {self.cpu:.0%} of a CPU")
+        if self.lag_p99_s > MAX_LAG_S:
+            found.append(f"its event loop was up to {self.lag_p99_s * 1000:.0f} ms late (p99)")
+        if self.late_p99_s is not None and self.late_p99_s > MAX_LATE_S:
+            found.append(f"it sent up to {self.late_p99_s * 1000:.0f} ms too late (p99)")
+        return tuple(found)
+
+
+class LagMeter:
+    """Measures between ``__enter__`` and ``stop``."""
+
+    def __init__(self) -> None:
+        self._late: list[float] = []
+
+    def __enter__(self) -> LagMeter:
+        self._loop = asyncio.get_running_loop()
+        self._cpu, self._began = time.process_time(), time.monotonic()
+        self._plan()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def load(self, late_s: list[float] | None) -> ClientLoad:
+        """What was measured so far; ``late_s``: of each request of an open loop, how late it was sent."""
+        wall = max(time.monotonic() - self._began, 1e-9)
+        cpu = (time.process_time() - self._cpu) / wall
+        lag = percentile(self._late, 99) if self._late else 0.0
+        return ClientLoad(cpu, lag, percentile(late_s, 99) if late_s else None)
+
+    def _plan(self) -> None:
+        self._due = self._loop.time() + TICK_S
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+    def _tick(self) -> None:
+        self._late.append(max(0.0, self._loop.time() - self._due))
+        self._plan()

@@ -1,0 +1,212 @@
+"""What was measured, as data and as a table for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.bench.measured import Measured, kinds
+from orchestrator.bench.serving import Serving
+from orchestrator.bench.statistics import PERCENTILES, Summary
+from orchestrator.bench.sweep import Cell, Sweep
+from orchestrator.cli.output import columns
+
+FIGURES = {
+    "ttft_ms": "TTFT",
+    "itl_ms": "ITL (between chunks)",
+    "tpot_ms": "TPOT (mean of a request)",
+    "e2e_ms": "E2E",
+}
+
+
+def figures(measured: Sequence[Measured]) -> dict[str, list[float]]:
+    """In milliseconds, of the answers that came whole, in the order given."""
+    whole = [one for one in measured if one.ok]
+    each: dict[str, list[float | None]] = {
+        "ttft_ms": [one.ttft_s for one in whole],
+        "itl_ms": [gap for one in whole for gap in one.gaps_s],
+        "tpot_ms": [one.tpot_s for one in whole],
+        "e2e_ms": [one.e2e_s for one in whole],
+    }
+    return {name: [value * 1000 for value in values if value is not None] for name, values in each.items()}
+
+
+def serving_data(run: Serving) -> dict[str, Any]:
+    """The keys of `bench serving -o json`."""
+    whole = [one for one in run.measured if one.ok]
+    output = sum(one.output_tokens or 0 for one in whole)
+    chunks = sum(len(one.chunks) for one in whole)
+    prompt = sum(one.prompt_wanted if one.prompt_tokens is None else one.prompt_tokens for one in whole)
+    summaries = {name: Summary.of(values) for name, values in figures(run.measured).items()}
+    return {
+        "url": run.url,
+        "model": run.model,
+        "load": {
+            "rate": run.load.rate,
+            "concurrency": run.load.concurrency,
+            "requests": run.load.requests,
+            "duration_s": run.load.duration_s,
+            "seed": run.load.seed,
+        },
+        "lengths": {"name": run.lengths.name, "source": run.lengths.source, "capped": run.lengths.capped},
+        "refused": list(run.refused),
+        "sent": len(run.measured),
+        "ok": len(whole),
+        "errors": kinds(run.measured),
+        "said": said(run.measured),
+        "short_answers": sum(1 for one in whole if (one.output_tokens or 0) < one.output_wanted),
+        "duration_s": round(run.duration_s, 3),
+        "requests_per_s": round(len(whole) / run.duration_s, 4),
+        "output_tokens": output,
+        "output_tokens_per_s": round(output / run.duration_s, 3),
+        "prompt_tokens": prompt,
+        "prompt_tokens_per_s": round(prompt / run.duration_s, 3),
+        "tokens_per_chunk": round(output / chunks, 3) if chunks else None,
+        **{name: None if found is None else found.as_dict() for name, found in summaries.items()},
+        "goodput": None if run.slo is None else _goodput(run),
+        "client": {
+            "cpu": round(run.client.cpu, 3),
+            "lag_p99_ms": round(run.client.lag_p99_s * 1000, 3),
+            "late_p99_ms": None if run.client.late_p99_s is None else round(run.client.late_p99_s * 1000, 3),
+            "limits": list(run.client.limits),
+        },
+    }
+
+
+def _goodput(run: Serving) -> dict[str, Any]:
+    assert run.slo is not None
+    good = sum(1 for one in run.measured if run.slo.met(one))
+    return {
+        "slo": {"ttft_ms": run.slo.ttft, "itl_ms": run.slo.itl, "e2e_ms": run.slo.e2e},
+        "good": good,
+        "share": round(run.slo.share(run.measured), 4),
+        "requests_per_s": round(good / run.duration_s, 4),
+    }
+
+
+def said(measured: Sequence[Measured]) -> dict[str, str]:
+    """Of each kind of error, the words of the first."""
+    found: dict[str, str] = {}
+    for one in measured:
+        if one.error is not None:
+            found.setdefault(one.error, one.what)
+    return found
+
+
+def serving_text(data: dict[str, Any]) -> str:
+    """The table of what ``serving_data`` gives."""
+    load, client, goodput = data["load"], data["client"], data["goodput"]
+    loop = (
+        f"{load['concurrency']} at once"
+        if load["rate"] is None
+        else f"Poisson arrivals, {load['rate']:g}/s, seed {load['seed']}"
+    )
+    failed = data["sent"] - data["ok"]
+    counts = ", ".join(f"{kind}: {count}" for kind, count in data["errors"].items())
+    lines = [
+        ("model", f"{data['model']} at {data['url']}"),
+        ("load", f"{loop}; lengths {data['lengths']['name']}"),
+        ("requests", f"{data['ok']} answered, {failed} failed{f' ({counts})' if counts else ''}"),
+        ("time", f"{data['duration_s']:.1f} s, {data['requests_per_s']:.2f} requests/s"),
+        ("output", f"{data['output_tokens_per_s']:.1f} tokens/s ({data['output_tokens']} tokens)"),
+        ("prompts", f"{data['prompt_tokens_per_s']:.1f} tokens/s ({data['prompt_tokens']} tokens)"),
+    ]
+    if goodput is not None:
+        bounds = (f"{name.removesuffix('_ms')} <= {v:g} ms" for name, v in goodput["slo"].items() if v is not None)
+        good = f"{goodput['requests_per_s']:.2f} requests/s, {goodput['share']:.1%} of those sent"
+        lines.append(("goodput", f"{good} ({', '.join(bounds)})"))
+    text = "\n".join(f"{name:<9} {value}" for name, value in lines)
+    header = ("MILLISECONDS", "mean", *(f"p{percent}" for percent in PERCENTILES))
+    rows = []
+    for name, label in FIGURES.items():
+        found = data[name]
+        values = ("-",) * 5 if found is None else tuple(f"{found[key]:.1f}" for key in header[1:])
+        rows.append((label, *values))
+    return "\n".join([text, "", columns(header, rows), "", *remarks(data, client)])
+
+
+def remarks(data: dict[str, Any], client: dict[str, Any]) -> list[str]:
+    """What a reader of the figures must know."""
+    late = "" if client["late_p99_ms"] is None else f", sending {client['late_p99_ms']:.1f} ms late (p99)"
+    used = f"{client['cpu']:.0%} of a CPU, event loop {client['lag_p99_ms']:.1f} ms late (p99){late}"
+    lines = [f"client    {used}"]
+    if client["limits"]:
+        lines.append(f"  the client may have been the limit, not the server: {'; '.join(client['limits'])}")
+    if (data["tokens_per_chunk"] or 1) > 1.05:
+        lines.append(f"  a chunk has {data['tokens_per_chunk']:.2f} tokens on average: ITL is between chunks")
+    if data["short_answers"]:
+        lines.append(f"  {data['short_answers']} answers are shorter than asked for")
+    if data["lengths"]["capped"]:
+        lines.append(f"  {data['lengths']['capped']} of the lengths were cut to fit the model")
+    lines += [f"  the server refuses {what}" for what in data["refused"]]
+    lines += [f"  {kind}: {words}" for kind, words in data["said"].items() if words]
+    return lines
+
+
+def latency_text(sweep: Sweep) -> str:
+    """Times to reach the length, and to the first token."""
+    title = f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"
+    header = _header(sweep)
+    reach = [(str(batch), *(_seconds(cell.latency_s) for cell in sweep.of(batch))) for batch in sweep.batches]
+    first = [(str(batch), *(_seconds(cell.ttft_s, 3) for cell in sweep.of(batch))) for batch in sweep.batches]
+    parts = [
+        title,
+        f"Time to reach {sweep.length} tokens:",
+        columns(header, reach),
+        "Time to the first token (encoding the prompt):",
+        columns(header, first),
+    ]
+    return "\n\n".join([*parts, *_notes(sweep)])
+
+
+def throughput_text(sweep: Sweep) -> str:
+    """Output tokens/s, and the page's own figure beside it."""
+    title = f"{sweep.model} at {sweep.url}, median of {sweep.rounds}"
+    header = _header(sweep)
+    ours = [(str(batch), *(_rate(cell.throughput) for cell in sweep.of(batch))) for batch in sweep.batches]
+    page = [(str(batch), *(_rate(cell.page_throughput) for cell in sweep.of(batch))) for batch in sweep.batches]
+    parts = [
+        title,
+        f"Output tokens/s until {sweep.length} tokens are reached:",
+        columns(header, ours),
+        "As the optimum-neuron page counts, prompt tokens among them (not comparable with the above):",
+        columns(header, page),
+    ]
+    return "\n\n".join([*parts, *_notes(sweep)])
+
+
+def _header(sweep: Sweep) -> tuple[str, ...]:
+    first = sweep.of(sweep.batches[0])
+    return ("BATCH", *(f"{cell.share} % ({cell.prompt} tokens)" for cell in first))
+
+
+def _notes(sweep: Sweep) -> list[str]:
+    lines = [f"the server refuses {what}" for what in sweep.refused]
+    lines += [line for cell in sweep.cells for line in _cell_notes(cell)]
+    return ["\n".join(lines)] if lines else []
+
+
+def _cell_notes(cell: Cell) -> list[str]:
+    where = f"batch of {cell.batch}, {cell.share} %"
+    lines = []
+    if cell.errors:
+        failed = ", ".join(f"{kind}: {count}" for kind, count in cell.errors.items())
+        lines.append(f"{where}: {len(cell.rounds) - len(cell.good)} of {len(cell.rounds)} rounds failed ({failed})")
+        lines += [f"  {kind}: {words}" for kind, words in said(_all(cell)).items() if words]
+    if cell.output_tokens is not None and cell.output_tokens != cell.output:
+        lines.append(f"{where}: {cell.output_tokens:g} tokens came of the {cell.output} asked for")
+    if cell.prompt_tokens is not None and cell.prompt_tokens != cell.prompt:
+        lines.append(f"{where}: the server counted {cell.prompt_tokens:g} prompt tokens, not {cell.prompt}")
+    return lines
+
+
+def _all(cell: Cell) -> list[Measured]:
+    return [one for each in cell.rounds for one in each.measured]
+
+
+def _seconds(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f} s"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

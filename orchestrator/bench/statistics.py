@@ -1,0 +1,49 @@
+"""Means and percentiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of a list of numbers, in their unit."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary | None:
+        """None of an empty list."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        mean = math.fsum(ordered) / len(ordered)
+        return cls(len(ordered), mean, *(_at(ordered, percent) for percent in PERCENTILES))
+
+    def as_dict(self) -> dict[str, float | int]:
+        figures = {f"p{percent}": round(getattr(self, f"p{percent}"), 3) for percent in PERCENTILES}
+        return {"count": self.count, "mean": round(self.mean, 3), **figures}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Between two values in proportion, as numpy's default does; raises ValueError without values."""
+    if not values:
+        raise ValueError("no values")
+    return _at(sorted(values), percent)
+
+
+def _at(ordered: Sequence[float], percent: float) -> float:
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    found = ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return min(max(found, ordered[low]), ordered[high])  # rounding must not lead outside

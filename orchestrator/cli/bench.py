@@ -1,0 +1,232 @@
+"""Commands that measure any OpenAI-compatible server from its client's side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, group
+from orchestrator.cli.output import Format, say, show
+from orchestrator.failure import Failed
+
+if TYPE_CHECKING:
+    from orchestrator.bench.http import Client
+    from orchestrator.bench.sweep import Sweep
+
+T = TypeVar("T")
+KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
+DEFAULT_REQUESTS = 100
+
+app = group("bench", help="Measure any OpenAI-compatible server from its client's side.")
+
+UrlOption = Annotated[
+    str | None, typer.Option(metavar="URL", help="The server, with or without /v1.", show_default="the fleet's own")
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The model.", show_default="the only one that is served")
+]
+KeyOption = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Sent as a bearer token.", show_default=" or ".join(KEYS))
+]
+ChatOption = Annotated[bool, typer.Option("--chat", help="Ask /v1/chat/completions instead of /v1/completions.")]
+RequestTimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, max=86400, metavar="S", help="Seconds for each request.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, metavar="N", help="Of arrivals, lengths and prompts.")]
+LengthOption = Annotated[
+    int | None,
+    typer.Option(min=8, metavar="N", help="Tokens to reach, prompt and answer.", show_default="1024, or the model's"),
+]
+BatchOption = Annotated[str, typer.Option(metavar="N,...", help="Requests at once, one or several numbers.")]
+RoundsOption = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Rounds to take the median of.")]
+
+
+@app.command()
+def latency(
+    url: UrlOption = None,
+    model: ModelOption = None,
+    api_key: KeyOption = None,
+    length: LengthOption = None,
+    batch: BatchOption = "1",
+    rounds: RoundsOption = 3,
+    chat: ChatOption = False,
+    seed: SeedOption = 0,
+    timeout: RequestTimeoutOption = 600.0,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Time to reach N tokens from prompts of 25, 50 and 75 % of N, and to the first token."""
+    from orchestrator.bench.report import latency_text
+
+    found = _swept(url, model, api_key, length, batch, rounds, chat, seed, timeout)
+    show(found.as_dict(), output, latency_text(found))
+    raise typer.Exit(_verdict(found))
+
+
+@app.command()
+def throughput(
+    url: UrlOption = None,
+    model: ModelOption = None,
+    api_key: KeyOption = None,
+    length: LengthOption = None,
+    batch: BatchOption = "1",
+    rounds: RoundsOption = 3,
+    chat: ChatOption = False,
+    seed: SeedOption = 0,
+    timeout: RequestTimeoutOption = 600.0,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Output tokens/s of the same runs, and beside it the figure that counts prompts too."""
+    from orchestrator.bench.report import throughput_text
+
+    found = _swept(url, model, api_key, length, batch, rounds, chat, seed, timeout)
+    show(found.as_dict(), output, throughput_text(found))
+    raise typer.Exit(_verdict(found))
+
+
+@app.command()
+def serving(
+    url: UrlOption = None,
+    model: ModelOption = None,
+    api_key: KeyOption = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, max=100000, metavar="R", help="Requests/s, a Poisson process.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, max=100000, metavar="N", help="Instead of a rate: so many at once.")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Requests to send.", show_default=f"{DEFAULT_REQUESTS}, or by --duration"
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=0.1, metavar="S", help="Seconds to send for; what runs then is waited for.")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="NAME|PROMPT:OUTPUT", help="chat, a sample of Azure's trace; or two numbers.")
+    ] = "chat",
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Cut lengths to prompt and answer of N.", show_default="the model's"),
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(metavar="ttft=MS,itl=MS,e2e=MS", help="Count the requests that keep all of these.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots.")] = None,
+    chat: ChatOption = False,
+    seed: SeedOption = 0,
+    timeout: RequestTimeoutOption = 600.0,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Latencies, throughput and goodput under a load as users make it."""
+    from orchestrator.bench.arrivals import Load
+    from orchestrator.bench.goodput import Slo
+    from orchestrator.bench.lengths import Lengths
+    from orchestrator.bench.page import page
+    from orchestrator.bench.report import serving_data, serving_text
+    from orchestrator.bench.serving import Serving, serve
+    from orchestrator.bench.target import Target
+
+    if rate is not None and concurrency is not None:
+        raise typer.BadParameter("is instead of --rate", param_hint="--concurrency")
+    if rate is None and concurrency is None:
+        rate = 1.0
+    if requests is None and duration is None:
+        requests = DEFAULT_REQUESTS
+    try:
+        wanted = Lengths.parse(lengths)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--lengths") from None
+    try:
+        objective = None if slo is None else Slo.parse(slo)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--slo") from None
+    load = Load(rate, concurrency, requests, duration, seed)
+    client = _client(url, api_key)
+
+    async def run() -> Serving:
+        target = await Target.find(client, model, chat=chat, seed=seed, timeout_s=timeout, say=say)
+        limit = max_len or target.max_len
+        return await serve(target, load, wanted if limit is None else wanted.within(limit), objective, say)
+
+    found = _run(client, run())
+    data = serving_data(found)
+    show(data, output, serving_text(data))
+    if html is not None:
+        try:
+            html.write_text(page(found, data), encoding="utf-8")
+        except OSError as error:
+            raise Failed("bench-page-unwritable", f"{html}: {error.strerror}", "--html FILE") from None
+        say(f"written to {html}")
+    raise typer.Exit(0 if data["ok"] else FAILED)
+
+
+def _swept(
+    url: str | None,
+    model: str | None,
+    api_key: str | None,
+    length: int | None,
+    batch: str,
+    rounds: int,
+    chat: bool,
+    seed: int,
+    timeout: float,
+) -> Sweep:
+    from orchestrator.bench.sweep import sweep
+    from orchestrator.bench.target import Target
+
+    batches = [int(part) for part in batch.split(",") if part.isascii() and part.isdecimal() and 0 < len(part) < 5]
+    if len(batches) != len(batch.split(",")) or 0 in batches:
+        raise typer.BadParameter(f"{batch!r} is no list of numbers, such as 1,4", param_hint="--batch")
+    client = _client(url, api_key)
+
+    async def run() -> Sweep:
+        target = await Target.find(client, model, chat=chat, seed=seed, timeout_s=timeout, say=say)
+        reach = length or min(1024, target.max_len or 1024)
+        return await sweep(target, reach, list(dict.fromkeys(batches)), rounds, say)
+
+    return _run(client, run())
+
+
+def _client(url: str | None, api_key: str | None) -> Client:
+    from orchestrator.bench.http import Client
+    from orchestrator.bench.target import origin
+
+    key = api_key or next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise typer.BadParameter("a key has printable ASCII characters only", param_hint="--api-key")
+    return Client(origin(url or _fleet_url()), key)
+
+
+def _fleet_url() -> str:
+    from orchestrator.home import Home, daemon_alive
+
+    home = Home.from_environment()
+    record = home.read_record()
+    if record is None or not daemon_alive(record):
+        raise Failed("no-fleet", f"no fleet runs ({home.record_file} names none that lives)", "--url URL")
+    return record.url
+
+
+def _run(client: Client, work: Coroutine[Any, Any, T]) -> T:
+    import uvloop
+
+    async def closing() -> T:
+        try:
+            return await work
+        finally:
+            client.close()
+
+    try:
+        return uvloop.run(closing())
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _verdict(found: Sweep) -> int:
+    return 0 if any(cell.good for cell in found.cells) else FAILED

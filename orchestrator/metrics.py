@@ -1,0 +1,209 @@
+"""What the controller counts, and what it tells of the fleet at this moment: families for `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from orchestrator.lifecycle import State
+from orchestrator.snapshot import ReplicaView
+from workers.batcher import BatcherStats
+from workers.metric_family import Histogram, MetricFamily, Point, by_label, gauge
+from workers.metrics import METRICS, Kind
+from workers.status import ReplicaStatus
+
+LOAD_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
+ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+CORE_STATES = ("leased", "free", "quarantined", "reserved")
+DECISIONS = ("place", "retry", "drain", "stop", "fail", "release", "forget")
+ROLLOUT_STATES = ("progressing", "paused", "canary", "complete", "failed", "rolled_back")
+ENDED = ("complete", "failed", "rolled_back")
+OF_A_REPLICA = ("model", "replica")
+
+
+class Tally:
+    """What has happened since this controller began. Used from one event loop, so there are no locks.
+
+    A controller that is started again begins at zero, which Prometheus takes for what it is: a reset.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = Histogram(ROUND_S)
+        self.failed_rounds = 0
+        self._decisions: Counter[tuple[str, ...]] = Counter()
+        self._loads: dict[str, Histogram] = {}
+        self._failures: Counter[tuple[str, ...]] = Counter()
+        self._restarts: Counter[tuple[str, ...]] = Counter()
+        self._rollouts: Counter[tuple[str, ...]] = Counter()
+        self._quarantines: Counter[tuple[str, ...]] = Counter()
+        self._rollout: tuple[int, str] | None = None  # seen last
+
+    def decided(self, action: str) -> None:
+        """One of DECISIONS was carried out."""
+        self._decisions[(action,)] += 1
+
+    def started(self, view: ReplicaView, *, again: bool) -> None:
+        """A replica's process was asked for; ``again``: after one that had ended."""
+        self.decided("retry" if again else "place")
+        self._restarts[(view.model,)] += again
+
+    def loaded(self, view: ReplicaView) -> None:
+        """It is ready, ``view.load_s`` seconds after it was asked for."""
+        self._loads.setdefault(view.model, Histogram(LOAD_S)).observe(view.load_s or 0.0)
+
+    def failed(self, view: ReplicaView, problem: str) -> None:
+        """It cannot serve, for ``problem``, the id of a failure."""
+        phase = "serving" if view.state in (State.READY, State.DRAINING) else "loading"
+        self._failures[(view.model, problem, phase)] += 1
+
+    def quarantined(self, host: str, cause: str) -> None:
+        """A core was withheld: ``held`` by a strange process, or ``suspect`` after a failure."""
+        self._quarantines[(host, cause)] += 1
+
+    def rollout(self, revision: int, state: str) -> None:
+        """How the current rollout is; called every round, and counts each end once."""
+        if (revision, state) != self._rollout and state in ENDED:
+            self._rollouts[(state,)] += 1
+        self._rollout = (revision, state)
+
+    def families(self) -> Iterable[MetricFamily]:
+        """All counters. Those with labels of few values are there from the start, at zero."""
+        decisions = {(one,): 0 for one in DECISIONS} | self._decisions
+        yield by_label("corewright_decisions", "counter", "Actions of the controller.", ("action",), decisions)
+        restarts = "Starts of a replica after an earlier process of it had ended."
+        yield by_label("corewright_replica_restarts", "counter", restarts, ("model",), self._restarts)
+        failures = "Replicas that could not serve, by the id of the problem."
+        of_failures = ("model", "problem", "phase")
+        yield by_label("corewright_replica_failures", "counter", failures, of_failures, self._failures)
+        yield MetricFamily(
+            name="corewright_load_seconds",
+            kind="histogram",
+            help="From asking for a replica's process to its first generation.",
+            labels=("model",),
+            points=tuple(histogram.point(model) for model, histogram in self._loads.items()),
+            buckets=LOAD_S,
+        )
+        rollouts = {(one,): 0 for one in ENDED} | self._rollouts
+        yield by_label("corewright_rollouts", "counter", "Rollouts that have ended.", ("state",), rollouts)
+        quarantines = "Cores that were withheld, by cause."
+        yield by_label("corewright_quarantines", "counter", quarantines, ("host", "cause"), self._quarantines)
+        yield MetricFamily(
+            name="corewright_controller_round_seconds",
+            kind="histogram",
+            help="One round of the controller: observe, decide, act.",
+            points=(self.rounds.point(),),
+            buckets=ROUND_S,
+        )
+        failed = "Rounds that an exception ended."
+        yield by_label("corewright_controller_failed_rounds", "counter", failed, (), {(): self.failed_rounds})
+
+
+def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
+    """The fleet as its ``status`` tells it, and its replicas; ``now`` is on the clock of their times."""
+    yield gauge("corewright_ready", "Whether every model has had its min replicas.", status["ready"])
+    yield gauge("corewright_journal_revision", "The number of the current revision of the spec.", status["revision"])
+    yield from _hosts(status["hosts"])
+    yield from _models(status["models"])
+    yield from _replicas(views, now)
+    rollout = status["rollout"]
+    states = {(one,): float(one == rollout["state"]) for one in ROLLOUT_STATES}
+    yield by_label("corewright_rollout_state", "gauge", "1 for how the current rollout is.", ("state",), states)
+    since = "When the current rollout came into its state, in seconds since the epoch."
+    yield gauge("corewright_rollout_since_timestamp_seconds", since, rollout["since"])
+    conditions = {(one["type"],): float(one["status"]) for one in status["conditions"]}
+    holds = "Whether a condition of the fleet holds."
+    yield by_label("corewright_condition", "gauge", holds, ("type",), conditions)
+
+
+def _hosts(hosts: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    hosts = list(hosts)
+    cores = {(host["name"], state): host[state] for host in hosts for state in CORE_STATES}
+    labels = ("host", "state")
+    yield by_label("corewright_cores", "gauge", "NeuronCores by state; together all of the host.", labels, cores)
+    yield by_label(
+        "corewright_host_cores",
+        "gauge",
+        "NeuronCores of the host.",
+        ("host",),
+        {(h["name"],): h["cores"] for h in hosts},
+    )
+    up = {(host["name"],): float(not host["lost"]) for host in hosts}
+    yield by_label("corewright_host_up", "gauge", "Whether the host's Ray node lives.", ("host",), up)
+
+
+def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    models = list(models)
+    wanted = {(model["name"],): model["wanted"] for model in models}
+    yield by_label("corewright_replicas_wanted", "gauge", "Replicas that the model should have.", ("model",), wanted)
+    counted = {
+        (model["name"], state.value): sum(replica["state"] == state.value for replica in model["replicas"])
+        for model in models
+        for state in State
+    }
+    yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
+    available = {
+        (model["name"],): float(condition["status"])
+        for model in models
+        for condition in model["conditions"]
+        if condition["type"] == "Available"
+    }
+    told = "Whether the model has its min replicas, or as many as are wished."
+    yield by_label("corewright_model_available", "gauge", told, ("model",), available)
+    placed = {
+        (model["name"],): float(condition["status"])
+        for model in models
+        for condition in model["conditions"]
+        if condition["type"] == "Placed"
+    }
+    told = "Whether every replica that is wished has a place."
+    yield by_label("corewright_model_placed", "gauge", told, ("model",), placed)
+
+
+def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
+    living = [view for view in views.values() if not view.gone]
+    starting = {
+        (view.model, str(view.replica)): max(0.0, now - view.begun)
+        for view in living
+        if view.state in (State.PENDING, State.LOADING)
+    }
+    told = "How long a replica that is not ready yet has been starting."
+    yield by_label("corewright_replica_starting_seconds", "gauge", told, OF_A_REPLICA, starting)
+    compiling = {(view.model, str(view.replica)): view.compile_s for view in living}
+    told = "How long the replica's process has compiled, or waited for another that compiles the same."
+    yield by_label("corewright_replica_compile_seconds", "gauge", told, OF_A_REPLICA, compiling)
+    stopped = {(view.model, str(view.replica)): float(view.stopped or view.breaker_open) for view in views.values()}
+    told = "Whether the replica failed so often, or so surely, that it is tried seldom or not at all."
+    yield by_label("corewright_replica_given_up", "gauge", told, OF_A_REPLICA, stopped)
+
+
+def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
+    """What each replica counts, by its model and number, as it last told: at most some seconds old."""
+    stats = {key: _stats(status) for key, status in heard.items()}
+    for metric in METRICS:
+        counter = metric.kind is Kind.COUNTER
+        points = tuple(Point(key, float(metric.of(one))) for key, one in stats.items())
+        yield MetricFamily(
+            name=metric.name.removesuffix("_total") if counter else metric.name,
+            kind="counter" if counter else "gauge",
+            help=metric.description,
+            labels=OF_A_REPLICA,
+            points=points,
+        )
+
+
+def _stats(status: ReplicaStatus) -> BatcherStats:
+    return BatcherStats(
+        slots=status.slots,
+        live=status.live,
+        waiting=status.waiting,
+        prefilling=0,
+        steps=status.steps,
+        tokens=status.tokens,
+        step_started_at=None,
+        last_step_at=None,
+        draining=False,
+        failed=None,
+        drafted=status.drafted,
+        accepted=status.accepted,
+    )

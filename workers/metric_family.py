@@ -1,0 +1,86 @@
+"""A metric and its values, as plain values that cross processes. Prometheus' own forms of them are made at the end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+K = TypeVar("K", bound=tuple[str, ...])
+FamilyKind = Literal["gauge", "counter", "histogram"]
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """One series of a family: a value, or of a histogram its sum and counts."""
+
+    labels: tuple[str, ...]  # the values, in the order of the family's labels
+    value: float  # of a histogram the sum of all that was observed
+    counts: tuple[int, ...] = ()  # of a histogram: observations in each bucket, not cumulative, and at last above all
+
+
+class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric with all its series. A counter's name has no ``_total``: Prometheus' format adds it."""
+
+    name: str
+    kind: FamilyKind
+    help: str
+    labels: tuple[str, ...] = ()
+    points: tuple[Point, ...] = ()
+    buckets: tuple[float, ...] = ()  # of a histogram: the upper bounds, ascending, without +Inf
+
+
+class Histogram:
+    """What was observed, by bucket. Cheap enough for every token: a bisection and two additions."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """``count`` observations of ``value``."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def point(self, *labels: str) -> Point:
+        return Point(labels, self.sum, tuple(self.counts))
+
+
+def gauge(name: str, help: str, value: float) -> MetricFamily:
+    """A family of one series without labels."""
+    return MetricFamily(name=name, kind="gauge", help=help, points=(Point((), value),))
+
+
+def by_label(
+    name: str,
+    kind: Literal["gauge", "counter"],
+    help: str,
+    labels: Sequence[str],
+    values: Mapping[K, float],
+) -> MetricFamily:
+    """A family from its values by the values of its labels, in their order."""
+    points = tuple(Point(key, float(value)) for key, value in values.items())
+    return MetricFamily(name=name, kind=kind, help=help, labels=tuple(labels), points=points)
+
+
+def labelled(family: MetricFamily, label: str, value: str) -> MetricFamily:
+    """The family with one more label, the same for all its series."""
+    points = tuple(Point((*point.labels, value), point.value, point.counts) for point in family.points)
+    return msgspec.structs.replace(family, labels=(*family.labels, label), points=points)
+
+
+def joined(families: Sequence[MetricFamily]) -> list[MetricFamily]:
+    """One family for each name, with the series of all of that name. They must have the same labels and buckets;
+    one that has not, from another version of corewright, is left out."""
+    found: dict[str, MetricFamily] = {}
+    for family in families:
+        first = found.get(family.name)
+        if first is None:
+            found[family.name] = family
+        elif (first.labels, first.buckets, first.kind) == (family.labels, family.buckets, family.kind):
+            found[family.name] = msgspec.structs.replace(first, points=(*first.points, *family.points))
+    return list(found.values())
