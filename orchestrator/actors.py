@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from ray.util.metrics import Gauge
 
+from orchestrator import logs
 from orchestrator.admin import admin_app, serve_admin
 from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
@@ -36,7 +37,7 @@ class ControllerActor:
     """Named `controller`; Ray starts it again when it dies, and it adopts the replicas that live."""
 
     def __init__(self, settings: FleetSettings) -> None:
-        _log_to(Path(settings.home) / "logs" / "controller.log")
+        logs.set_up(Path(settings.home) / "logs" / "controller.log", settings.log_format)
         self._down = asyncio.Event()
         home = Home(Path(settings.home))
         cluster = RayCluster()
@@ -144,7 +145,8 @@ class GatewayDeployment:
     """Serve keeps it alive and shows it in the dashboard; requests come over its own port, not through Serve."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        _log_to(Home(Path(settings.home)).logs / "gateway.log")
+        path = Home(Path(settings.home)).logs / "gateway.log"
+        logs.set_up(path, settings.log_format, prompts=settings.log_prompts)
         self._server = GatewayServer(RemoteController(), settings)
         self._server.start()
 
@@ -163,17 +165,6 @@ _gateway: Any = serve.deployment(
     graceful_shutdown_wait_loop_s=0.1,
     ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},  # beside the controller
 )(GatewayDeployment)
-
-
-def _log_to(path: Path) -> None:
-    """Log to a file of the home beside Ray's own log, which the dashboard shows."""
-    form = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    ours = logging.getLogger("orchestrator")
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
-    for handler in (logging.FileHandler(path), logging.StreamHandler()):
-        handler.setFormatter(form)
-        ours.addHandler(handler)
 
 
 def start_gateway(settings: GatewaySettings) -> None:

@@ -268,6 +268,7 @@ class Daemon:
             drain_s=self._options.drain_s,
             daemon_pid=os.getpid(),
             config=self._options.config,
+            log_format=self._options.gateway.log_format,
             allowed_sources=self._options.allowed_sources,
             data_plane=self._options.data_plane,
             gateway=credentials.gateway,

@@ -31,5 +31,6 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin
     allowed_sources: tuple[str, ...] | None = None  # what a spec may read: folders and s3:// prefixes; None: anything
     data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
+    log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts
     replica: Credentials | None = None

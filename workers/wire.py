@@ -85,7 +85,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes | bytearray) -> list[Message]:
         """Take the bytes that arrived; give the messages that are complete. Raises WireError on anything else."""
         if self._buffer:
             self._buffer += data

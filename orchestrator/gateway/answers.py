@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.toolcalls import ToolParser
+from orchestrator.gateway.toolcalls import writing as toolcalls
 from workers.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
@@ -24,6 +26,7 @@ class Choice:
     echo: str = ""  # the prompt's text, where it is to be repeated
     tokens: int = 0  # generated so far
     offset: int = 0  # characters of token text so far, for the completions' text_offset
+    parser: ToolParser | None = None  # where the answer may hold calls of tools
     plain: tuple[bytes, bytes] = (b"", b"")  # what stands around the text of an event that holds nothing else
 
 
@@ -48,16 +51,21 @@ class Answer:
         """The JSON body of an answer. The last event of each choice says why it ended."""
         if len(answers) == 1 and not self._with_ids:
             choice, events = answers[0]
-            if not any(event.logprobs for event in events):
+            if choice.parser is None and not any(event.logprobs for event in events):
                 return self._whole_of_one(choice, events)
         choices = []
         head = dict(self._head)
         for choice, events in answers:
             text = choice.echo + "".join(event.text for event in events)
+            finish = _finish(events[-1])
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if choice.parser is not None:
+                message = toolcalls.message([*choice.parser.push(text), *choice.parser.flush()])
+                finish = choice.parser.finish_reason(finish)
             written: dict[str, Any] = {"index": choice.index}
-            written |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            written |= {"message": message} if self._chat else {"text": text}
             written["logprobs"] = self._logprobs(choice, [item for event in events for item in event.logprobs])
-            written["finish_reason"] = _finish(events[-1])
+            written["finish_reason"] = finish
             if self._with_ids:
                 written["token_ids"] = [id for event in events for id in event.token_ids]
                 (head if self._chat else written)["prompt_token_ids"] = list(choice.prompt_ids)
@@ -102,6 +110,9 @@ class Answer:
         lines: list[bytes] = []
         for event in events:
             choice.tokens += len(event.token_ids)
+            if choice.parser is not None:
+                lines += self._parsed(choice, choice.parser, event)
+                continue
             if event.text and not event.logprobs and not self._with_ids:
                 before, behind = choice.plain
                 lines += (before, _encode(event.text), behind)
@@ -112,12 +123,23 @@ class Answer:
                 lines.append(self._chunk(choice, {} if self._chat else "", _finish(event), None))
         return b"".join(lines)
 
+    def _parsed(self, choice: Choice, parser: ToolParser, event: TokenEvent) -> Iterable[bytes]:
+        """As ``events``, where the text may hold calls."""
+        read = parser.push(event.text) if event.text else []
+        if event.finish is not None:
+            read = [*read, *parser.flush()]
+        delta = toolcalls.delta(read)
+        if delta or event.logprobs or (self._with_ids and event.token_ids):
+            yield self._chunk(choice, delta, None, event)
+        if event.finish is not None:
+            yield self._chunk(choice, {}, parser.finish_reason(_finish(event)), None)
+
     def closing(self, *, include_usage: bool) -> bytes:
         """What ends a stream: usage where it was asked for, and `[DONE]`."""
         return (sse({**self._head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
 
     def _chunk(
-        self, choice: Choice, delta: dict[str, str] | str, finish: str | None, event: TokenEvent | None
+        self, choice: Choice, delta: dict[str, Any] | str, finish: str | None, event: TokenEvent | None
     ) -> bytes:
         written: dict[str, Any] = {"index": choice.index}
         written |= {"delta": delta} if self._chat else {"text": delta}

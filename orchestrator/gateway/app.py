@@ -16,22 +16,28 @@ import msgspec.structs
 
 from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
+from orchestrator.gateway.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import requests_for
 from orchestrator.gateway.http import Exchange, Handler, HttpServer
 from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.peers import Peers
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.reply import Note, Reply
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.gateway.tokenize import detokenized, tokenized
 from orchestrator.gateway.tokenizers import TokenizerShelf
+from orchestrator.gateway.toolcalls import ToolParser
+from orchestrator.gateway.tracing import TraceHandle, Tracing
 from orchestrator.home import Home
 from orchestrator.keys import KeyFile
+from orchestrator.logs import Access, access_log
 from orchestrator.routes import RouteTable
 from orchestrator.version import corewright_version
 from workers.metric_family import MetricFamily
-from workers.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer
+from workers.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +48,12 @@ INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a mil
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
+GONE = 499  # nginx's: the client did not wait for the answer
 
 Asked = protocol.ChatRequest | protocol.CompletionRequest
-Read = Callable[[Tokenizer], tuple[list[list[int]], list[str]]]  # token ids of each prompt, and what of it is echoed
+# Token ids of each prompt, what of it is echoed, and what reads the calls in an answer to it.
+Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
+Read = Callable[[Tokenizer], Prompts]
 
 
 class Controller(Protocol):
@@ -73,6 +82,7 @@ class Gateway:
         home = Home(Path(settings.home))
         self.gate = Gate(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
+        self._tracing = Tracing.from_environment(self._id)
         self.server = HttpServer(settings, self.handle, self.ended)
         self.certificate_expires: float | None = None  # seconds since the epoch
         self._peers = Peers(home.sockets / "gateways", lambda: self.metrics.families(*self._numbers_now()))
@@ -83,6 +93,9 @@ class Gateway:
             "/v1/completions": ("POST", self.complete),
             "/v1/models": ("GET", self.models),
             "/metrics": ("GET", self.metrics_page),
+            "/tokenize": ("POST", self.tokenize),
+            "/detokenize": ("POST", self.detokenize),
+            "/openapi.json": ("GET", self.openapi),
             "/version": ("GET", self.version),
             "/livez": ("GET", self.livez),
             "/readyz": ("GET", self.readyz),
@@ -145,6 +158,8 @@ class Gateway:
     async def stop(self) -> None:
         """The gateway ends; every exchange is over."""
         await self._peers.leave()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
 
     def _wake(self, model: str) -> None:
@@ -183,12 +198,57 @@ class Gateway:
     def ended(self, exchange: Exchange) -> None:
         """The exchange is over: count and log it."""
         note: Note | None = exchange.note
+        self._log(exchange, note)
+        if exchange.trace is not None and note is not None:
+            usage = note.prompt_tokens, note.completion_tokens
+            exchange.trace.end(exchange.code or note.reason or "cancelled", usage, exchange.status or GONE)
         if exchange.code is not None:
             self.metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
         if note is not None and note.overhead_s is not None:
             self.metrics.overhead(note.overhead_s)
 
+    def _log(self, exchange: Exchange, note: Note | None) -> None:
+        request, key = exchange.request, exchange.key
+        if request.path in OPEN and exchange.status == 200:
+            return  # a probe, every second or so
+        prompts = self._settings.log_prompts and note is not None
+        access_log(
+            Access(
+                method=request.method,
+                path=request.path,
+                status=exchange.status or GONE,
+                request_id=exchange.id,
+                ms=(time.monotonic() - request.received_at) * 1000,
+                model=None if note is None else note.model,
+                replica=None if note is None else note.replica,
+                key=None if key is None else key.id,
+                prompt_tokens=None if note is None else note.prompt_tokens,
+                completion_tokens=None if note is None else note.completion_tokens,
+                reason=exchange.code or (None if note is None else note.reason),
+                prompt=request.body.decode(errors="replace") if prompts else None,
+                answer=note.answer if prompts and note is not None else None,
+            )
+        )
+
     # Routes
+
+    def openapi(self, exchange: Exchange) -> None:
+        exchange.respond(200, _encode(openapi(needs_key=self.gate.keys.demanded)))
+
+    def tokenize(self, exchange: Exchange) -> Awaitable[None]:
+        asked = protocol.read_tokenize(_json_of(exchange))
+        queue = self._queue(exchange, asked.model)
+        return self._by_tokenizer(exchange, queue, lambda tokenizer: tokenized(asked, tokenizer, queue.routes.max_len))
+
+    def detokenize(self, exchange: Exchange) -> Awaitable[None]:
+        asked = protocol.read_detokenize(_json_of(exchange))
+        queue = self._queue(exchange, asked.model)
+        return self._by_tokenizer(exchange, queue, lambda tokenizer: detokenized(asked, tokenizer))
+
+    async def _by_tokenizer(self, exchange: Exchange, queue: ModelQueue, ask: Callable[[Tokenizer], Any]) -> None:
+        routes = queue.routes
+        tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
+        exchange.respond(200, _encode(await asyncio.to_thread(ask, tokenizer)))
 
     def livez(self, exchange: Exchange) -> None:
         exchange.respond(200, b"ok\n", content_type=TEXT)
@@ -277,15 +337,10 @@ class Gateway:
         if len(asked.messages) > self._settings.max_messages:
             raise errors.too_many_messages(len(asked.messages), self._settings.max_messages)
         queue = self._queue(exchange, asked.model)
-        messages = [{"role": message.role, "content": message.text()} for message in asked.messages]
 
-        def read(tokenizer: Tokenizer) -> tuple[list[list[int]], list[str]]:
-            try:
-                return [tokenizer.apply_chat_template(messages)], [""]
-            except NoChatTemplate as error:
-                raise errors.invalid(f"{queue.name}: {error}", param="messages", code="no_chat_template") from None
-            except (ChatTemplateError, ValueError) as error:
-                raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
+        def read(tokenizer: Tokenizer) -> Prompts:
+            ids = chat_prompt(asked, tokenizer)
+            return [ids], [""], tool_parser_for(asked, queue.routes.tool_parser, tokenizer)
 
         return self._with_tokenizer(exchange, asked, queue, read)
 
@@ -293,10 +348,10 @@ class Gateway:
         asked = protocol.read_completion(_json_of(exchange))
         given = asked.prompts()
 
-        def read(tokenizer: Tokenizer) -> tuple[list[list[int]], list[str]]:
+        def read(tokenizer: Tokenizer) -> Prompts:
             try:
                 prompts = [tokenizer.encode(part) if isinstance(part, str) else part for part in given]
-                return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given]
+                return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given], None
             except (ValueError, OverflowError) as error:
                 raise errors.invalid(f"prompt: {error}", param="prompt") from None
 
@@ -322,15 +377,14 @@ class Gateway:
         tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
         if tokenizer is None or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, asked, queue, read)
-        self._start(exchange, asked, queue, routes.tokenizer, *read(tokenizer))
+        self._start(exchange, asked, queue, routes.tokenizer, read(tokenizer))
         return None
 
     async def _start_later(self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Read) -> None:
         """Where the tokenizer must be loaded first, or has long work."""
         key = queue.routes.tokenizer
         tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
-        prompts, echoes = await asyncio.to_thread(read, tokenizer)
-        self._start(exchange, asked, queue, key, prompts, echoes)
+        self._start(exchange, asked, queue, key, await asyncio.to_thread(read, tokenizer))
 
     def _start(
         self,
@@ -338,12 +392,12 @@ class Gateway:
         asked: Asked,
         queue: ModelQueue,
         tokenizer: str,
-        prompts: list[list[int]],
-        echoes: list[str],
+        read: Prompts,
     ) -> None:
         """Put the request's choices into the queue; its Reply does the rest. Raises ApiError."""
         if exchange.ended:
             return  # its client has gone meanwhile
+        prompts, echoes, parser = read
         chat = isinstance(asked, protocol.ChatRequest)
         numbers = self._numbers
         names = (f"{self._id}-{number}" for number in numbers)
@@ -365,13 +419,25 @@ class Gateway:
         )
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
-        reply = Reply(exchange, answer, note, self.metrics, include_usage=usage)
+        keeps_text = self._settings.log_prompts
+        reply = Reply(exchange, answer, note, self.metrics, include_usage=usage, keeps_text=keeps_text)
+        trace = self._trace(exchange, queue.name, chat)
         try:
             for request, choice in zip(requests, choices, strict=True):
-                reply.add(queue.submit(request, reply, tokenizer), choice)
+                if parser is not None:
+                    choice.parser = parser()
+                reply.add(queue.submit(request, reply, tokenizer, trace), choice)
+                trace = None  # of several choices, the first is followed
         except BaseException:
             reply.leave()
             raise
+
+    def _trace(self, exchange: Exchange, model: str, chat: bool) -> TraceHandle | None:
+        if self._tracing is None:
+            return None
+        operation = "chat" if chat else "text_completion"
+        exchange.trace = self._tracing.start(exchange.request.headers, model, operation, exchange.id)
+        return exchange.trace
 
 
 def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:

@@ -25,6 +25,7 @@ from orchestrator.gateway.errors import ApiError
 
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
+    from orchestrator.gateway.tracing import TraceHandle
     from orchestrator.keys import ApiKey
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Exchange:
         "on_gone",
         "request",
         "status",
+        "trace",
     )
 
     def __init__(self, request: Request, connection: HttpConnection, id: str) -> None:
@@ -93,6 +95,7 @@ class Exchange:
         self.began = False  # the head is written
         self.ended = False
         self.on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
+        self.trace: TraceHandle | None = None
         self.note: Any = None  # what its handler has to tell of it
         self.code: str | None = None  # of the error that it ended with
         self._connection = connection
@@ -239,8 +242,8 @@ class HttpConnection(asyncio.Protocol):
         "_current",
         "_head_bytes",
         "_headers",
-        "_heard",
         "_headers_size",
+        "_heard",
         "_in_head",
         "_key",
         "_lingers",
@@ -298,8 +301,9 @@ class HttpConnection(asyncio.Protocol):
         heard = self._heard
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._broken = True  # its request is complete, and answered as if it had not asked for another protocol
+        except httptools.HttpParserUpgrade as error:
+            self._pass_over_upgrade(data[error.args[0] :])
+            return
         except httptools.HttpParserError as error:
             self._refuse(errors.not_http(str(error)))
         if self._broken:
@@ -396,9 +400,9 @@ class HttpConnection(asyncio.Protocol):
         self._reading = False
         self._in_head = True
         self._heard += 1
-        if self._broken:
-            return
         parser = self._parser
+        if self._broken or parser.should_upgrade():  # then the body is yet to be read, see _pass_over_upgrade
+            return
         path, _, query = self._url.partition(b"?")
         if not path.startswith(b"/") and path != b"*":
             path = _path_of(path)
@@ -410,7 +414,7 @@ class HttpConnection(asyncio.Protocol):
                 self._headers,
                 self._body[0] if len(self._body) == 1 else b"".join(self._body),
                 parser.get_http_version(),
-                parser.should_keep_alive() and not parser.should_upgrade(),
+                parser.should_keep_alive(),
                 time.monotonic(),
             )
         except UnicodeDecodeError:
@@ -519,6 +523,20 @@ class HttpConnection(asyncio.Protocol):
             exchange.fail(error)
         except Exception:  # noqa: BLE001 - logged there
             self._failed(exchange)
+
+    def _pass_over_upgrade(self, rest: bytes) -> None:
+        """A client that offers another protocol, as Java's does with every request, is answered in this one. The parser
+        has left out the body; it reads the request again without the offer."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(errors.method_not_allowed("CONNECT", "a proxy's target", "nothing"))
+            return
+        offer = (b"connection", b"upgrade", b"http2-settings")
+        fields = [b"%b: %b\r\n" % (name, value) for name, value in self._headers.items() if name not in offer]
+        version = self._parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(fields))
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(head + rest)
 
     def _failed(self, exchange: Exchange) -> None:
         log.exception("%s %s failed, request %s", exchange.request.method, exchange.request.path, exchange.id)

@@ -83,8 +83,7 @@ class ReplicaLink(asyncio.Protocol):
         assert self.free_slots > 0
         self._live[ticket.id] = ticket
         self._unstarted.add(ticket.id)
-        ticket.sent_to(self)
-        self._outgoing.append(ticket.frame)
+        self._outgoing.append(ticket.sent_to(self))
         if len(self._outgoing) == 1:  # all that is sent in one turn of the loop is one write
             self._later(self._flush)
 

@@ -46,6 +46,7 @@ REASONS = {
 }
 FINISHED = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
+CONTROLLER_AGE = "corewright_controller_age_seconds"
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -212,8 +213,11 @@ class GatewayMetrics:
     ) -> tuple[bytes, str]:
         """As ``render``, with what the other gateways count, and with the text made on another thread."""
         mine = self.families(snapshot, vitals)
-        if peers is not None:
-            mine = merge({**await peers.ask(), peers.name: mine})
+        if peers is not None and peers.shared:
+            others = await peers.ask()
+            # those have not asked the controller now, as the one that is scraped has
+            told = {name: [one for one in page if one.name != CONTROLLER_AGE] for name, page in others.items()}
+            mine = merge({**told, peers.name: mine})
         return await asyncio.to_thread(page, [*mine, *families], accept)
 
     def _vllm(self) -> Iterable[MetricFamily]:
@@ -258,7 +262,7 @@ class GatewayMetrics:
             yield gauge("corewright_certificate_expiry_timestamp_seconds", told, vitals.certificate_expires)
         if vitals.controller_age_s is not None:
             told = "Since the controller has last told what it counts."
-            yield gauge("corewright_controller_age_seconds", told, vitals.controller_age_s)
+            yield gauge(CONTROLLER_AGE, told, vitals.controller_age_s)
 
 
 # Name, meaning, bounds and where it is counted.

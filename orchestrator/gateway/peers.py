@@ -29,8 +29,12 @@ _decoder = msgspec.msgpack.Decoder(list[MetricFamily])
 class Peers:
     """One gateway among those of its fleet."""
 
-    def __init__(self, folder: Path, families: Callable[[], Sequence[MetricFamily]]) -> None:
-        """``families`` are this gateway's own, asked for whenever another gateway is scraped."""
+    def __init__(
+        self, folder: Path, families: Callable[[], Sequence[MetricFamily]], gateways: int | None = None
+    ) -> None:
+        """``families`` are this gateway's own, asked for whenever another gateway is scraped; ``gateways`` is how many
+        the fleet has. Without it: as many as have ever taken a number in this folder."""
+        self._gateways = gateways
         self._folder = folder
         self._families = families
         self._lock: int | None = None
@@ -47,6 +51,12 @@ class Peers:
         path = self._folder / self.name
         path.unlink(missing_ok=True)  # of the one that died
         self._server = await asyncio.start_unix_server(self._answer, str(path))
+
+    @property
+    def shared(self) -> bool:
+        """Whether the fleet has several gateways, so that series must say which of them they are of. Not whether they
+        live: a label that goes with a gateway's death would end all series of the others."""
+        return (self._gateways or sum(path.suffix == ".lock" for path in self._folder.glob("*.lock"))) > 1
 
     async def ask(self) -> dict[str, Sequence[MetricFamily]]:
         """The families of all others that answer in time, by their names."""

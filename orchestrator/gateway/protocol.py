@@ -382,7 +382,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 class _Shape(msgspec.Struct):
     """Which of the two a body for /tokenize is."""
 
-    messages: msgspec.Raw | None = None
+    messages: msgspec.Raw = msgspec.Raw()
 
 
 _shape_decoder = msgspec.json.Decoder(_Shape)
@@ -467,7 +467,7 @@ def _check_calling(request: ChatRequest) -> None:
 
 def read_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     """Raises ApiError 400 with the parameter at fault."""
-    if _decode(_shape_decoder, body).messages is None:
+    if bytes(_decode(_shape_decoder, body).messages) in (b"", b"null"):
         return _decode(_tokenize_text_decoder, body)
     request = _decode(_tokenize_chat_decoder, body)
     _check_chat(request)

@@ -17,6 +17,7 @@ from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.generation import Limits
 from orchestrator.gateway.link import ReplicaLink
 from orchestrator.gateway.ticket import Sink, Ticket
+from orchestrator.gateway.tracing import TraceHandle
 from orchestrator.lifecycle import ModelState
 from orchestrator.routes import ModelRoutes, Route
 from orchestrator.routing import choose
@@ -104,8 +105,11 @@ class ModelQueue:
             self._limits = Limits(self.routes.max_len, longest, self.vocab_size)
         return self._limits
 
-    def submit(self, request: GenerateRequest, sink: Sink, tokenizer: str | None = None) -> Ticket:
-        """Queue a request, whose prompt was read with the routes' ``tokenizer`` of that time (None: today's).
+    def submit(
+        self, request: GenerateRequest, sink: Sink, tokenizer: str | None = None, trace: TraceHandle | None = None
+    ) -> Ticket:
+        """Queue a request, whose prompt was read with the routes' ``tokenizer`` of that time (None: today's). ``trace``
+        is told what becomes of it.
 
         Raises ApiError: 429 when the queue is full, 503 when no replica can serve and none comes, or when the tokenizer
         is another one by now.
@@ -123,6 +127,9 @@ class ModelQueue:
         if tokenizer not in (None, routes.tokenizer):
             raise errors.model_unavailable(self.name, "updated", NEW_TOKENIZER)
         ticket.tokenizer = routes.tokenizer
+        if trace is not None:
+            ticket.trace = trace
+            trace.queued()
         ticket.canary = routes.canary is not None and self._random.random() < routes.canary
         self._waiting.append(ticket)
         self._pump()
@@ -228,7 +235,7 @@ class ModelQueue:
         if self._closed or ticket.tokenizer != self.routes.tokenizer:
             ticket.fail(errors.replica_lost(self.name))
         elif not ticket.left:
-            ticket.link = None
+            ticket.back()
             self._waiting.appendleft(ticket)
             self._pump()
 

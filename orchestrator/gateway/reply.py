@@ -31,6 +31,8 @@ class Note:
     completion_tokens: int = 0
     queue_s: float = 0.0
     overhead_s: float | None = None  # that the gateway itself has added to the first byte
+    reason: str | None = None  # why the answer ended
+    answer: str | None = None  # its text, where that is to be logged
 
 
 class Reply:
@@ -44,7 +46,9 @@ class Reply:
         metrics: GatewayMetrics,
         *,
         include_usage: bool,
+        keeps_text: bool = False,
     ) -> None:
+        """``keeps_text`` for a log that holds answers."""
         self._exchange = exchange
         self._answer = answer
         self._note = note
@@ -52,6 +56,7 @@ class Reply:
         self._include_usage = include_usage
         self._choices: dict[Ticket, Choice] = {}  # none once it is over: they know us, and we need not be collected
         self._open: set[Ticket] = set()
+        self._keeps_text = keeps_text
         exchange.note = note
         exchange.on_gone = self._gone
 
@@ -71,6 +76,8 @@ class Reply:
     def came(self, ticket: Ticket, now: float) -> None:
         last = ticket.events[-1]
         self._measure(ticket, now)
+        if self._keeps_text:
+            self._note.answer = (self._note.answer or "") + "".join(event.text for event in ticket.events)
         if last.finish in _REFUSED:
             self._end(ticket, now, "error")
             self._fail(_failure(last, self._note.model))
@@ -128,6 +135,8 @@ class Reply:
         if metrics is None:
             ticket.metrics = metrics = self._metrics_of(ticket)
             ticket.first_at = ticket.last_at = now
+            if ticket.trace is not None:
+                ticket.trace.first_token()
             received_at = self._exchange.request.received_at
             metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at, new)
         else:
@@ -141,6 +150,7 @@ class Reply:
             return
         self._open.discard(ticket)
         self._note.completion_tokens += ticket.produced
+        self._note.reason = reason
         metrics = ticket.metrics or self._metrics_of(ticket)
         decode_s = ticket.last_at - ticket.first_at
         e2e_s = now - self._exchange.request.received_at

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -29,5 +31,5 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0  # between two requests on one connection
     write_s: float = 30.0  # a client that takes nothing for so long is disconnected
 
-    log_format: str = "text"  # or json
+    log_format: Literal["text", "json"] = "text"
     log_prompts: bool = False  # prompts and answers in the log, for debugging

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec.structs
+
 from orchestrator.gateway.errors import ApiError, invalid
 from workers.requests import GenerateRequest, TokenEvent
 from workers.wire import Submit, WireError, encode
@@ -13,6 +15,7 @@ from workers.wire import Submit, WireError, encode
 if TYPE_CHECKING:
     from orchestrator.gateway.link import ReplicaLink
     from orchestrator.gateway.metrics import ModelMetrics
+    from orchestrator.gateway.tracing import TraceHandle
 
 MAX_RETRIES = 2
 
@@ -53,6 +56,7 @@ class Ticket:
         "sink",
         "tokenizer",
         "touched",
+        "trace",
     )
 
     def __init__(self, request: GenerateRequest, sink: Sink, leave: Callable[[Ticket], None]) -> None:
@@ -76,6 +80,7 @@ class Ticket:
         self.canary = False  # it goes to the version that is being tried
         self.left = False  # nobody waits for it any more
         self.events: list[TokenEvent] = []
+        self.trace: TraceHandle | None = None
         self.touched = False  # its sink is to be told of events
         self._leave = leave
         self._taken = False
@@ -93,9 +98,19 @@ class Ticket:
     def can_retry(self) -> bool:
         return not self._taken and not self.left and self.retries < MAX_RETRIES
 
-    def sent_to(self, link: ReplicaLink) -> None:
+    def sent_to(self, link: ReplicaLink) -> bytes:
+        """It goes there now: the frame that says so."""
         self.link = link
         self.sent_at = time.monotonic()
+        if self.trace is None:
+            return self.frame
+        return encode(Submit(msgspec.structs.replace(self.request, trace=self.trace.sent(link.route.id))))
+
+    def back(self) -> None:
+        """It is in the queue again: the replica had no slot for it."""
+        self.link = None
+        if self.trace is not None:
+            self.trace.queued()
 
     def deliver(self, event: TokenEvent) -> None:
         self.events.append(event)
@@ -110,7 +125,7 @@ class Ticket:
     def restart(self) -> None:
         """Its replica is gone and nothing was taken: as if it had just come."""
         self.retries += 1
-        self.link = None
+        self.back()
         self.events.clear()
         self.produced = self.counted = 0
         self.metrics = None
