@@ -16,7 +16,7 @@ from orchestrator.admin import admin_app, serve_admin
 from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
 from orchestrator.fleet import FleetSettings
-from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.journal import Journal
@@ -149,6 +149,7 @@ class GatewayDeployment:
         logs.set_up(path, settings.log_format, prompts=settings.log_prompts)
         self._server = GatewayServer(RemoteController(), settings)
         self._server.start()
+        settle_collector()
 
     def check_health(self) -> None:
         self._server.check()

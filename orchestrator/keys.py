@@ -102,7 +102,7 @@ class KeyRing:
         key = self._by_id.get(id)
         expected = _NOBODY if key is None else key.digest
         same = hmac.compare_digest(_digest(secret), expected)
-        if not same or not dash or key is None:
+        if not same or not dash or key is None or key.expired(now):
             return None
         return key
 

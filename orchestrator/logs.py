@@ -164,7 +164,10 @@ class _Handler(logging.Handler):
         self._logs = logs
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args = record.getMessage(), None  # now: an argument may change meanwhile
+        try:
+            record.msg, record.args = record.getMessage(), None  # now: an argument may change meanwhile
+        except Exception as error:  # noqa: BLE001 - a line that is written wrong must not end who writes it
+            record.msg, record.args = f"{record.msg} (its arguments do not fit: {error})", None
         self._logs.put(record)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.gateway import errors
 from orchestrator.gateway.protocol import MOST, ChatRequest, CompletionRequest
@@ -25,7 +26,7 @@ class Limits:
 
 def requests_for(
     asked: ChatRequest | CompletionRequest,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     limits: Limits,
     default_tokens: int | None,
     ids: Iterator[str],
@@ -34,54 +35,79 @@ def requests_for(
 
     Raises ApiError 400 with the numbers for a prompt that is too long, empty, or holds ids that the model has not.
     """
-    guide, biases = asked.guide(), _biases(asked, limits) if asked.logit_bias else {}
-    logprobs, stops, seed, copies = asked.wanted_logprobs(), asked.stops(), asked.seed, asked.n or 1
-    rooms = [_room(asked, prompt, limits) for prompt in prompts]
-    return [
-        GenerateRequest(
-            id=next(ids),
-            prompt_ids=prompt if type(prompt) is list else list(prompt),
-            max_tokens=asked.max_tokens or min(default_tokens or room, room),
-            min_tokens=asked.min_tokens or 0,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            temperature_is_default=asked.temperature is None,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=max(0, asked.top_k or 0),  # vLLM's -1 means off, as 0 does
-            min_p=asked.min_p or 0.0,
-            repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-            presence_penalty=asked.presence_penalty or 0.0,
-            frequency_penalty=asked.frequency_penalty or 0.0,
-            no_repeat_ngram_size=asked.no_repeat_ngram_size or 0,
-            logit_bias=biases,
-            stop=stops,
-            stop_token_ids=asked.stop_token_ids or [],
-            ignore_eos=bool(asked.ignore_eos),
-            skip_special_tokens=asked.skip_special_tokens is not False,
-            logprobs=logprobs,
-            guide=guide,
-            whole=not asked.stream,
-            # each of n choices has a seed of its own, so that they differ and all can be had again
-            seed=None if seed is None else _wrapped(seed + copy),
-        )
-        for prompt, room in zip(prompts, rooms, strict=True)
-        for copy in range(copies)
-    ]
+    how, seed, copies = _how(asked, limits), asked.seed, asked.n or 1
+    checks_ids = isinstance(asked, CompletionRequest) and not isinstance(asked.prompt, str)
+    requests = []
+    for prompt in prompts:
+        room = _room(asked, prompt, limits)
+        if checks_ids:
+            _check_ids(prompt, limits)
+        most = asked.max_tokens or min(default_tokens or room, room)
+        for copy in range(copies):
+            if seed is not None:  # each of n choices has one of its own, so that they differ and all can be had again
+                how["seed"] = _wrapped(seed + copy)
+            requests.append(GenerateRequest(id=next(ids), prompt_ids=prompt, max_tokens=most, **how))
+    return requests
+
+
+def _how(asked: ChatRequest | CompletionRequest, limits: Limits) -> dict[str, Any]:
+    """The fields of the requests that differ from their defaults: to set them all would cost more than all the rest."""
+    how: dict[str, Any] = {}
+    if asked.temperature is None:
+        how["temperature_is_default"] = True
+    else:
+        how["temperature"] = asked.temperature
+    for name in _SAME:
+        if (value := getattr(asked, name)) is not None:
+            how[name] = value
+    if asked.top_k is not None:
+        how["top_k"] = max(0, asked.top_k)  # vLLM's -1 means off, as 0 does
+    if asked.logit_bias:
+        how["logit_bias"] = _biases(asked, limits)
+    if asked.stop is not None:
+        how["stop"] = asked.stops()
+    if (logprobs := asked.wanted_logprobs()) is not None:
+        how["logprobs"] = logprobs
+    if (guide := asked.guide()) is not None:
+        how["guide"] = guide
+    if not asked.stream:
+        how["whole"] = True
+    return how
+
+
+_SAME = (  # here and there; None is the default
+    "min_tokens",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+)
 
 
 def _room(asked: ChatRequest | CompletionRequest, prompt: Sequence[int], limits: Limits) -> int:
     """Tokens that may follow the prompt."""
+    length = len(prompt)
+    room = limits.max_len - length
+    longest = min(limits.max_prompt, limits.max_len)
+    if 0 < length <= longest and room >= (asked.max_tokens or 1):
+        return room
     param = "messages" if isinstance(asked, ChatRequest) else "prompt"
     if not prompt:
         raise errors.invalid("the prompt has no tokens", param=param)
-    room = limits.max_len - len(prompt)
-    longest = min(limits.max_prompt, limits.max_len)
-    if len(prompt) > longest or room < 1 or (asked.max_tokens or 0) > room:
-        raise errors.too_long(param, len(prompt), asked.max_tokens, limits.max_len, longest)
+    raise errors.too_long(param, length, asked.max_tokens, limits.max_len, longest)
+
+
+def _check_ids(prompt: Sequence[int], limits: Limits) -> None:
+    """Of a prompt that the client has tokenized; ours come from the model's own vocabulary."""
     vocabulary = limits.vocab_size or MOST  # while no replica has told it, only what no model has is refused
     if max(prompt) >= vocabulary or min(prompt) < 0:
         wrong = next(id for id in prompt if not 0 <= id < vocabulary)
-        raise errors.invalid(f"{param}: {wrong} is no token id of this model (0 to {vocabulary - 1})", param=param)
-    return room
+        raise errors.invalid(f"prompt: {wrong} is no token id of this model (0 to {vocabulary - 1})", param="prompt")
 
 
 def _biases(asked: ChatRequest | CompletionRequest, limits: Limits) -> dict[int, float]:

@@ -421,6 +421,9 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(errors.not_http("the target is not ASCII"))
             return
         self._headers, self._body = {}, []
+        if self._current is None and not self._queued and not self._starting and not self._lingers:
+            self._start(request)
+            return
         queued = sum(len(item.body) for item in self._queued if isinstance(item, Request))
         if len(self._queued) >= MAX_PIPELINED or queued + len(request.body) > self.server.settings.max_body_bytes:
             self.abort()

@@ -60,7 +60,7 @@ class Peers:
 
     async def ask(self) -> dict[str, Sequence[MetricFamily]]:
         """The families of all others that answer in time, by their names."""
-        others = [path for path in self._folder.iterdir() if path.name.isdigit() and path.name != self.name]
+        others = [path for path in self._folder.glob("[0-9]*") if path.name.isdigit() and path.name != self.name]
         told = await asyncio.gather(*(_ask(path) for path in others))
         return {path.name: families for path, families in zip(others, told, strict=True) if families is not None}
 

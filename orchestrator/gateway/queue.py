@@ -120,7 +120,7 @@ class ModelQueue:
         """
         routes, state = self.routes, self.routes.state
         comes = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
-        usable = any(route not in self._refused for route in routes.replicas)
+        usable = len(routes.replicas) > len(self._refused)
         if self._closed or not (usable or comes or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = Ticket(request, sink, self._left)

@@ -8,9 +8,15 @@ import selectors
 import socket
 import ssl
 import struct
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from tests.fleet import until
+from workers.engines.echo import echo_tokens
 
 ANSWER_S = 10.0  # for the answer to anything
 CONNECT_S = 10.0
@@ -70,6 +76,7 @@ class Wire:
         self.socket.settimeout(deadline_s)
         self._deadline_s = deadline_s
         self._buffer = b""
+        self._pause_s = 0.0
 
     def __enter__(self) -> Wire:
         return self
@@ -89,8 +96,9 @@ class Wire:
         with contextlib.suppress(Closed, TimeoutError):
             self.send(data)
 
-    def answer(self, *, head_only: bool = False) -> Raw:
-        """The next answer. Raises Closed, and TimeoutError when none comes."""
+    def answer(self, *, head_only: bool = False, pause_s: float = 0.0) -> Raw:
+        """The next answer, with so long a pause before each read. Raises Closed, and TimeoutError when none comes."""
+        self._pause_s = pause_s
         head = self._until(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
         version, status, _ = lines[0].split(" ", 2)
@@ -135,6 +143,8 @@ class Wire:
             self.socket.close()
 
     def _receive(self) -> bool:
+        if self._pause_s:
+            time.sleep(self._pause_s)
         try:
             data = self.socket.recv(2**18)
         except (ConnectionError, ssl.SSLError) as error:
@@ -262,3 +272,116 @@ class Droves:
             self.ended[key.data] = time.monotonic()
             self._selector.unregister(connection)
             connection.close()
+
+
+class Steady:
+    """Ordinary clients that ask one question after the other for as long as the block lasts, in turn on a connection
+    that they keep and on a new one, streamed and whole. Every answer must be exact; all else is in ``wrong``."""
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        clients: int = 4,
+        model: str = "m",
+        tokens: int = 8,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+        key: str | None = None,
+        may_lose: bool = False,
+        deadline_s: float = ANSWER_S,
+    ) -> None:
+        """``may_lose``: a connection may break under a request (it is counted as lost), but none may be refused."""
+        self.counts: Counter[str] = Counter()  # "exact", "lost", and "again" for what a closed kept connection cost
+        self.wrong: list[str] = []
+        self.slowest_s = 0.0
+        self._port, self._model, self._tokens, self._tls = port, model, tokens, tls
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._may_lose, self._deadline_s = may_lose, deadline_s
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(clients)]
+
+    def __enter__(self) -> Steady:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(self._deadline_s * 3)
+        self.wrong += ["a client hangs"] * sum(thread.is_alive() for thread in self._threads)
+
+    def wait_answered(self, more: int, deadline_s: float = 30.0) -> None:
+        """Wait for so many further answers; returns early when something is wrong."""
+        enough = self.counts["exact"] + more
+        until(lambda: self.wrong or self.counts["exact"] >= enough, deadline_s, f"{more} more answers: {self.counts}")
+
+    def _work(self, client: int) -> None:
+        kept: Wire | None = None
+        number = 0
+        while not self._over.is_set():
+            number += 1
+            prompt, stream = f"client {client} asks {number}", number % 4 < 2
+            fields = {"model": self._model, "prompt": prompt, "max_tokens": self._tokens, "stream": stream}
+            data = post(fields, **self._headers)
+            began = time.monotonic()
+            try:
+                if number % 2 and kept is not None:
+                    try:
+                        kept.send(data)
+                        answer = kept.answer()
+                    except Closed as closed:
+                        if str(closed) not in ("after b''", "[Errno 104] Connection reset by peer") and not (
+                            str(closed).startswith("[Errno 32]")
+                        ):
+                            raise
+                        self._count("again")  # it was closed while nothing was asked, as any server may
+                        kept.close()
+                        kept = Wire(self._port, tls=self._tls(), deadline_s=self._deadline_s)
+                        kept.send(data)
+                        answer = kept.answer()
+                else:
+                    if kept is not None:
+                        kept.close()
+                    kept = Wire(self._port, tls=self._tls(), deadline_s=self._deadline_s)
+                    kept.send(data)
+                    answer = kept.answer()
+                if answer.headers.get("connection") == "close":
+                    kept.close()
+                    kept = None
+                problem = self._problem(answer, prompt, stream)
+                self._count("exact" if problem is None else "wrong", time.monotonic() - began)
+                if problem is not None:
+                    self.wrong.append(f"{prompt}: {problem}")
+            except ConnectionRefusedError as error:
+                self.wrong.append(f"{prompt}: refused: {error}")
+                return
+            except (Closed, ConnectionError) as error:
+                self._count("lost")
+                kept = None
+                if not self._may_lose:
+                    self.wrong.append(f"{prompt}: {error!r}")
+            except Exception as error:  # noqa: BLE001 - told by the test
+                self.wrong.append(f"{prompt}: {error!r}")
+                return
+        if kept is not None:
+            kept.close()
+
+    def _count(self, kind: str, took_s: float = 0.0) -> None:
+        with self._lock:
+            self.counts[kind] += 1
+            self.slowest_s = max(self.slowest_s, took_s)
+
+    def _problem(self, answer: Raw, prompt: str, stream: bool) -> str | None:
+        expected = bytes(echo_tokens(list(prompt.encode()), self._tokens)).decode()
+        if answer.status != 200:
+            return f"{answer.status} {answer.body[:200]!r}"
+        if not stream:
+            got = answer.json["choices"][0]["text"]
+        else:
+            events = answer.body.decode().split("\n\n")
+            if events[-2:] != ["data: [DONE]", ""]:
+                return f"a stream that ends with {events[-2:]}"
+            got = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-2])
+        return None if got == expected else f"{got!r} instead of {expected!r}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,22 @@ def test_several_writers_lose_nothing(audit: Audit) -> None:
     assert [writer.wait(60) for writer in writers] == [0, 0]
     told = [(entry.who, entry.action, entry.status) for entry in audit.entries(1000)]
     assert sorted(told) == sorted((who, str(number), "done") for who in ("a", "b") for number in range(100))
+
+
+def test_a_writer_waits_for_another(audit: Audit) -> None:
+    """Also one that sets the log aside: what it has in hand is then written into the new one."""
+    audit.asked("up", "first", {})
+    held = os.open(audit.path, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    writer = threading.Thread(target=audit.asked, args=("up", "second", {}))
+    writer.start()
+    writer.join(0.3)
+    assert writer.is_alive()
+    audit.path.rename(audit.path.with_name("audit.log.1"))
+    os.close(held)
+    writer.join(10)
+    assert "second" in audit.path.read_text()
+    assert [entry.action for entry in audit.entries(9)] == ["first", "second"]
 
 
 def test_the_commands_are_written_down(

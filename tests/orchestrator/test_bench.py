@@ -65,22 +65,24 @@ def closed(requests: int, concurrency: int = 1) -> Load:
 
 
 async def test_times_are_those_of_the_server() -> None:
-    """Each chunk is seen after it was written, and the gaps are those with which it was written."""
+    """Each chunk is seen after it was written and before the next one was: both sides share a clock and a loop."""
 
     async def play(exchange: Exchange) -> None:
         await whole(exchange, GAPS)
 
-    found, server = await served(play, closed(3))
+    async with playing() as server, target_of(server) as target:
+        server.play = play
+        found = [await target.ask(target.body([40, 41], 4), due=0.0, prompt=2, output=4) for _ in range(3)]
 
-    assert [one.error for one in found.measured] == [None] * 3
-    for one, exchange in zip(found.measured, server.seen, strict=True):
-        assert len(one.chunks) == len(exchange.wrote) == 4
-        wrote = [at - exchange.read_at for at in exchange.wrote]
-        assert one.ttft_s is not None
-        assert wrote[0] <= one.ttft_s <= wrote[0] + 0.05
-        pairs = itertools.pairwise(exchange.wrote)
-        for gap, (before, after) in zip(one.gaps_s, pairs, strict=True):
-            assert gap == pytest.approx(after - before, abs=0.02)
+    for one, exchange in zip(found, server.seen[-3:], strict=True):
+        assert one.ended is not None
+        times = [t for pair in zip(exchange.wrote, one.chunks, strict=True) for t in pair]
+        assert times == sorted(times)
+        assert one.sent <= exchange.read_at
+        assert one.chunks[-1] <= one.ended
+        assert one.ttft_s == pytest.approx(one.chunks[0] - one.sent)
+        assert one.ttft_s >= GAPS[0]
+        assert one.e2e_s >= sum(GAPS)
 
 
 async def test_connections_are_kept() -> None:
@@ -144,8 +146,8 @@ async def test_a_duration_ends_a_load_and_waits_for_what_runs() -> None:
         await whole(exchange, (0.05,))
 
     found, server = await served(play, Load(None, 2, None, 0.2))
-    assert len(found.measured) == len(server.seen) >= 4
-    assert all(one.ok and one.sent < 0.2 for one in found.measured)
+    assert len(found.measured) == len(server.seen) >= 2
+    assert all(one.ok and one.due < found.measured[0].due + 0.2 for one in found.measured)
 
 
 async def test_several_tokens_in_a_chunk_are_counted_by_the_server() -> None:
@@ -220,7 +222,7 @@ async def test_a_failure_is_counted_and_the_others_are_measured(play: Play, kind
         await (play(exchange) if number % 2 else whole(exchange))
 
     numbers = itertools.count()
-    found, _ = await asyncio.wait_for(served(half, closed(6), timeout_s=0.3), SOON_S)
+    found, _ = await asyncio.wait_for(served(half, closed(6, concurrency=6), timeout_s=1.0), 4 * SOON_S)
     data = serving_data(found)
     assert (data["ok"], data["errors"]) == (3, {kind: 3})
     assert data["ttft_ms"]["count"] == 3
@@ -406,7 +408,7 @@ async def test_a_sweep_sends_exactly_the_wanted_lengths() -> None:
 
 
 async def test_a_batchs_latency_is_that_of_its_slowest() -> None:
-    """From the first request to the last answer, as the server saw it."""
+    """From before the first request was read until after the last answer was written."""
 
     async def play(exchange: Exchange) -> None:
         await whole(exchange, (0.04 if len(server_seen) % 3 == 0 else 0.0,))
@@ -422,8 +424,7 @@ async def test_a_batchs_latency_is_that_of_its_slowest() -> None:
         for number, each in enumerate(cell.rounds):
             three = server.seen[begun + 3 * number : begun + 3 * number + 3]
             took = max(one.wrote[-1] for one in three) - min(one.read_at for one in three)
-            assert each.latency_s == pytest.approx(took, abs=0.03)
-            assert each.latency_s >= 0.04
+            assert max(took, 0.04) <= each.latency_s <= took + SOON_S / 10
 
 
 async def test_answers_that_end_early_are_told_with_what_came() -> None:

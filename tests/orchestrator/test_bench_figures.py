@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.bench.arrivals import Load, poisson
@@ -53,6 +53,7 @@ def test_arrivals_are_the_seeds() -> None:
     assert [2 * at for at in poisson(4.0, 50, None, 3)] == pytest.approx(poisson(2.0, 50, None, 3))
 
 
+@settings(deadline=None)
 @given(rate=st.floats(0.1, 1000), requests=st.integers(1, 200), duration=st.floats(0.01, 20), seed=st.integers(0, 99))
 def test_arrivals_keep_both_bounds(rate: float, requests: int, duration: float, seed: int) -> None:
     """In order, from 0 on, as many as were asked for unless the time is over."""
@@ -95,6 +96,7 @@ def test_the_chat_lengths_are_near_what_is_published_of_the_trace() -> None:
     assert reference.mean(outputs) == pytest.approx(211, rel=0.1)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5000))
 def test_lengths_are_cut_to_fit(max_len: int) -> None:
     """Prompt and answer together fit, and neither is empty; what fits already stays."""
@@ -121,6 +123,7 @@ def test_lengths_that_are_none_are_refused(wrong: str) -> None:
         Lengths.parse(wrong)
 
 
+@settings(deadline=None)
 @given(index=st.integers(0, 10**6), tokens=st.integers(1, 300_000))
 def test_a_prompt_has_exactly_the_wanted_number_of_ids(index: int, tokens: int) -> None:
     """All of them ordinary ones."""
@@ -165,6 +168,7 @@ def test_percentiles_by_hand() -> None:
         percentile([], 50)
 
 
+@settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=60), st.floats(0, 100))
 def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     """Its default way; never outside of the values."""
@@ -173,6 +177,7 @@ def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     assert min(values) <= found <= max(values)
 
 
+@settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=60))
 def test_percentiles_grow(values: list[float]) -> None:
     """p50 <= p90 <= p95 <= p99, whatever the order of the values."""
@@ -250,6 +255,7 @@ def test_an_objective_that_is_none_is_refused(wrong: str) -> None:
 EVENTS = b': hi\n\ndata: {"a": 1}\n\nevent: x\ndata:two\ndata: lines\n\r\ndata: [DONE]\r\n\r\n'
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, len(EVENTS)), max_size=12))
 def test_events_are_the_same_however_they_are_cut(cuts: list[int]) -> None:
     """Comments and other fields are passed over; lines may end with CR."""
@@ -318,6 +324,7 @@ def test_each_failure_has_its_kind(found: Measured, kind: str, what: str) -> Non
     assert what in found.what
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.binary(max_size=40) | st.sampled_from([b'{"choices":[null]}', b'{"usage":{"a":"\xff"}}']), max_size=4)
 )
@@ -509,6 +516,7 @@ def test_the_page_escapes_what_a_server_says() -> None:
     assert "<b>&lt;" not in text
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e7), max_size=300), st.none() | st.floats(0.001, 1e6))
 def test_every_plot_is_within_its_frame(values: list[float], bound: float | None) -> None:
     """Whatever is drawn."""
@@ -529,6 +537,7 @@ def test_rates_count_every_token_once() -> None:
     assert [value * width for value in values] == pytest.approx([1.75, 1.75, 1.75, 1.75])
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e9))
 def test_ticks_are_few_and_within(top: float) -> None:
     """From 0 on."""

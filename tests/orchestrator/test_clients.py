@@ -322,7 +322,7 @@ def test_tokens_of_a_chat_are_the_prompt_that_it_would_be(place: Place) -> None:
         ("/tokenize", {"model": "echo", "messages": []}, "messages"),
         ("/tokenize", {"model": "echo", "messages": HELLO, "prompt": "x"}, "prompt"),
         ("/detokenize", {"model": "echo", "tokens": [257]}, "tokens"),
-        ("/detokenize", {"model": "echo", "tokens": [-1]}, "tokens[...]"),
+        ("/detokenize", {"model": "echo", "tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"model": "echo", "tokens": "x"}, "tokens"),
     ],
 )
@@ -532,9 +532,9 @@ for model in ("hermes", "llama3", "mistral"):
         for one in (answer, built)
     ]
 out["errors"] = []
-for fields in ({"model": "openai/zzz"}, {"model": "openai/echo", "temperature": 3}, {"model": "openai/echo", "max_tokens": 5000}):
+for model, fields in (("zzz", {}), ("echo", {"temperature": 3}), ("echo", {"max_tokens": 5000})):
     try:
-        litellm.completion(**ask, **fields)
+        litellm.completion(model="openai/" + model, **ask, **fields)
     except Exception as error:
         out["errors"].append(type(error).__name__)
 print(json.dumps(out))
@@ -543,13 +543,16 @@ print(json.dumps(out))
 
 @pytest.fixture(scope="module")
 def litellm_python() -> Path:
-    """The interpreter of an environment with litellm, which is made once and kept under build/."""
+    """The interpreter of an environment with litellm, which is made once and kept under build/.
+
+    It wants an openai before version 3, and imports `mcp` for a request with tools without naming it as needed.
+    """
     folder = Path(__file__).parents[2] / "build" / "litellm"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-        install = [str(python), "-m", "pip", "install", "--quiet", "litellm>=1.60"]
+        install = [str(python), "-m", "pip", "install", "--quiet", "litellm>=1.60", "mcp"]
         done = subprocess.run(install, capture_output=True, text=True, timeout=280, check=False)
         if done.returncode:
             pytest.skip(f"litellm cannot be installed: {done.stderr.strip()[-200:]}")

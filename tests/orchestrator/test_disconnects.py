@@ -162,7 +162,7 @@ def go_away(
     until(lambda: queue.live == 0 and stats().live == 0, 10, "nothing is left")
 
 
-@pytest.mark.parametrize("leave", [fin, rst])
+@pytest.mark.parametrize("leave", [fin, pytest.param(rst, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("form", FORMS)
@@ -173,6 +173,7 @@ def test_a_client_that_goes_away_frees_its_slots_within_two_steps(
     go_away(plain, served, form, stream, phase, leave)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [fin, rst, shutdown])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])

@@ -520,13 +520,13 @@ def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: L
 
     page = fresh_gateway.http.get("/metrics").text
 
-    labels = '{engine="0",gateway="0",model_name="m"}'
+    labels = '{engine="0",model_name="m"}'
     assert sample(page, "vllm:prompt_tokens_total" + labels) == 10
     assert sample(page, "vllm:generation_tokens_total" + labels) == 14
     assert sample(page, "vllm:time_to_first_token_seconds_count" + labels) == 2
     assert sample(page, "vllm:inter_token_latency_seconds_count" + labels) == 12
     assert (
-        sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",gateway="0",model_name="m"}') == 2
+        sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}') == 2
     )
     assert 'status="400"' in page
 

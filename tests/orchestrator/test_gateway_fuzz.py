@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -433,9 +432,6 @@ def test_thirty_thousand_wrong_requests_do_no_harm(served: Served, caplog: pytes
             watch.end()
 
         statuses = sum((worker.statuses for worker in workers), collections.Counter())
-        print(
-            dict(statuses), max(worker.slowest_s for worker in workers), [(w.whole, w.longest_gap_s) for w in watches]
-        )
         assert not hanging, statuses
         assert not [what for worker in workers for what in worker.wrong][:20]
         assert not [what for watch in watches for what in watch.wrong]

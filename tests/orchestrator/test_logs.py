@@ -171,6 +171,15 @@ def test_an_argument_is_logged_as_it_was(file: Path) -> None:
     assert lines(file, writer)[0].endswith("it is [1]")
 
 
+def test_a_line_that_is_written_wrong_disturbs_nobody(file: Path) -> None:
+    """It is logged as far as it goes."""
+    writer = logs.set_up(file, "json", stderr=False)
+    log.info("%d of %s", "x")
+
+    (told,) = objects(file, writer)
+    assert told["message"].startswith("%d of %s (its arguments do not fit: ")
+
+
 def test_an_error_that_nobody_catches_in_a_thread_is_logged(file: Path) -> None:
     """With its traceback, and the name of the thread."""
     writer = logs.set_up(file, "json", stderr=False)

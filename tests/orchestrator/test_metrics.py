@@ -326,6 +326,48 @@ async def test_a_scrape_of_any_gateway_tells_of_all(tmp_path: Path) -> None:
             await peer.leave()
 
 
+async def test_the_only_gateway_of_a_fleet_is_not_named(tmp_path: Path) -> None:
+    """Its series are as those of vLLM's own server."""
+    metrics = counted()
+    peers = Peers(tmp_path, lambda: metrics.families(SNAPSHOT))
+    await peers.join()
+    try:
+        found = Page.read((await metrics.scrape(SNAPSHOT, peers=peers))[0].decode())
+        assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0") == 10
+    finally:
+        await peers.leave()
+
+
+async def test_the_survivor_of_two_gateways_keeps_its_name(tmp_path: Path) -> None:
+    """Else all of its series would end, and new ones begin, when another one dies."""
+    metrics = counted()
+    first, second = Peers(tmp_path, list), Peers(tmp_path, list)
+    await first.join()
+    await second.join()
+    await first.leave()
+    try:
+        found = Page.read((await metrics.scrape(SNAPSHOT, peers=second))[0].decode())
+        assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="1") == 10
+    finally:
+        await second.leave()
+
+
+async def test_only_the_gateway_that_is_scraped_tells_when_it_heard_of_the_controller(tmp_path: Path) -> None:
+    """The others have not asked for long, which is nobody's fault."""
+    asleep, scraped = counted(), counted()
+    peers = [Peers(tmp_path, lambda: asleep.families(SNAPSHOT, Vitals(controller_age_s=900.0))), Peers(tmp_path, list)]
+    for peer in peers:
+        await peer.join()
+    try:
+        vitals = Vitals(controller_age_s=0.1)
+        found = Page.read((await scraped.scrape(SNAPSHOT, vitals=vitals, peers=peers[1]))[0].decode())
+        assert found.series["corewright_controller_age_seconds"] == [{"gateway": "1"}]
+        assert found.value("vllm:prompt_tokens_total", model_name="chat", engine="0", gateway="0") == 10
+    finally:
+        for peer in peers:
+            await peer.leave()
+
+
 async def test_a_gateway_that_is_hung_or_dead_does_not_hold_up_the_scrape(tmp_path: Path) -> None:
     """Its socket lies there still; the others are told in time."""
     peer = Peers(tmp_path, lambda: [gauge("x", "", 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,13 @@ PROMETHEUS_OWN = {"up"}  # what Prometheus itself tells of each target
 OF_AN_INSTANCE = {"instance_type", "instance_id", "instance_name", "availability_zone", "region", "subnet_id"}
 
 
+Played = tuple[list[MetricFamily], Page]
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("played")
-
-
-async def played(home: Path) -> tuple[list[MetricFamily], Page]:
-    families = await played_families(home)
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """All families of a fleet that is played, and their page."""
+    families = asyncio.run(played_families(tmp_path_factory.mktemp("played")))
     return families, Page.read(page_of(families)[0].decode())
 
 
@@ -59,16 +60,16 @@ def labels_of(selector: Selector, found: Page) -> set[str]:
     return {label for labels in found.series.get(selector.name, ()) for label in labels}
 
 
-async def test_every_family_of_the_played_fleet_has_a_series(home: Path) -> None:
+def test_every_family_of_the_played_fleet_has_a_series(played: Played) -> None:
     """Else what follows would check little."""
-    families, _ = await played(home)
+    families, _ = played
     assert [family.name for family in families if not family.points] == []
 
 
 @pytest.mark.parametrize("name", ALERTS)
-async def test_an_alert_asks_for_what_there_is(name: str, home: Path) -> None:
+def test_an_alert_asks_for_what_there_is(name: str, played: Played) -> None:
     """By name and by labels; what it groups by, and what its text tells, are labels of what it selects."""
-    _, found = await played(home)
+    _, found = played
     rule = ALERTS[name]
     used = selectors(rule["expr"])
     known = {label for selector in used for label in labels_of(selector, found)} | {"instance", "job", "le"}
@@ -83,9 +84,9 @@ async def test_an_alert_asks_for_what_there_is(name: str, home: Path) -> None:
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-async def test_a_panel_asks_for_what_there_is(panel: dict[str, Any], home: Path) -> None:
+def test_a_panel_asks_for_what_there_is(panel: dict[str, Any], played: Played) -> None:
     """For every model and for one; its legend names labels that its series have."""
-    _, found = await played(home)
+    _, found = played
     for target in panel["targets"]:
         expression = target["expr"]
         assert selectors(expression)
@@ -96,9 +97,9 @@ async def test_a_panel_asks_for_what_there_is(panel: dict[str, Any], home: Path)
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept & known
 
 
-async def test_the_dashboard_shows_every_metric_that_is_no_detail(home: Path) -> None:
+def test_the_dashboard_shows_every_metric_that_is_no_detail(played: Played) -> None:
     """What is not shown is listed here, with why."""
-    families, _ = await played(home)
+    families, _ = played
     unshown = {
         "corewright_routed_slots",  # corewright_slots is shown; this one is for an alert
         "corewright_queue_length",  # vllm:num_requests_waiting is shown
@@ -147,9 +148,9 @@ def test_the_panels_do_not_overlap() -> None:
     assert [one["name"] for one in DASHBOARD["templating"]["list"]] == ["datasource", "model"]
 
 
-async def test_the_dashboards_variables_find_their_values(home: Path) -> None:
+def test_the_dashboards_variables_find_their_values(played: Played) -> None:
     """The models are asked of a metric that has them."""
-    _, found = await played(home)
+    _, found = played
     query = next(one for one in DASHBOARD["templating"]["list"] if one["name"] == "model")["definition"]
     match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
     assert match is not None
@@ -203,9 +204,9 @@ def documented() -> dict[str, tuple[str, set[str], str, str]]:
     return rows
 
 
-async def test_every_metric_is_described_as_it_is(home: Path) -> None:
+def test_every_metric_is_described_as_it_is(played: Played) -> None:
     """Name, type and labels are the page's, both ways; unit and meaning are there."""
-    families, _ = await played(home)
+    families, _ = played
     told = {
         family.name + ("_total" if family.kind == "counter" else ""): (family.kind, set(family.labels) - OF_AN_INSTANCE)
         for family in families
@@ -215,9 +216,9 @@ async def test_every_metric_is_described_as_it_is(home: Path) -> None:
     assert all(unit and meaning for _, _, unit, meaning in rows.values())
 
 
-async def test_the_names_follow_prometheus(home: Path) -> None:
+def test_the_names_follow_prometheus(played: Played) -> None:
     """Only counters end in _total, times are seconds and sizes bytes, and what is ours says so."""
-    families, _ = await played(home)
+    families, _ = played
     for family in families:
         assert not family.name.endswith("_total"), family.name
         assert not re.search(r"_(ms|milliseconds|minutes|mb|kb)(_|$)", family.name)
@@ -225,9 +226,9 @@ async def test_the_names_follow_prometheus(home: Path) -> None:
         assert foreign or family.name.startswith("corewright_")
 
 
-async def test_no_label_has_many_values(home: Path) -> None:
+def test_no_label_has_many_values(played: Played) -> None:
     """Labels are of a list that is known: what grows with requests, keys or time is none."""
-    families, _ = await played(home)
+    families, _ = played
     labels = {label for family in families for label in family.labels} - OF_AN_INSTANCE
     assert labels == {
         *("model_name", "engine", "finished_reason", "model", "replica", "state", "host", "type"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import tls
 from orchestrator.failure import Failed
 from orchestrator.tls import CertificateFiles, server_context
 from tests.orchestrator.certificates import Authority, Pair
@@ -154,6 +155,27 @@ def test_a_half_written_pair_keeps_the_old_one(
     assert files.context is before
     shutil.copy(fresh.cert, pair.cert)
     shutil.copy(fresh.key, pair.key)
+    assert files.renewed() is files.context is not before
+
+
+def test_files_that_change_while_they_are_read_are_read_again(
+    authority: Authority, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read may be of two writings; the next look has the last one."""
+    files, fresh = CertificateFiles(str(pair.cert), str(pair.key)), authority.sign("fresh")
+    before = files.context
+
+    def interrupted(*paths: str | None) -> ssl.SSLContext:
+        context = server_context(*paths)  # type: ignore[arg-type]
+        pair.cert.touch()
+        return context
+
+    shutil.copy(fresh.cert, pair.cert)
+    shutil.copy(fresh.key, pair.key)
+    with monkeypatch.context() as patched:
+        patched.setattr(tls, "server_context", interrupted)
+        assert files.renewed() is None
+    assert files.context is before
     assert files.renewed() is files.context is not before
 
 

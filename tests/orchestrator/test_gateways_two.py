@@ -1,0 +1,194 @@
+"""Two gateways on one port, with the same replicas behind them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.fleet import LiveFleet, until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.hostile import Closed, Steady, ask, completion
+from tests.served import Served
+
+BACK_S = 2.0  # for a gateway that was killed
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+defaults: {engine: echo, max_len: 4096}
+models:
+  m: {tp_degree: 2, replicas: 2, max_batch: 8}
+"""
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[Served]]:
+    made = [Served(slots=2, step_ms=1), Served(slots=2, step_ms=1)]
+    yield made
+    for one in made:
+        one.close()
+
+
+class Guard:
+    """Looks all the time whether a replica holds more than its slots."""
+
+    def __init__(self, replicas: list[Served]) -> None:
+        self.most = 0
+        self._replicas = replicas
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Guard:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while not self._over.wait(0.001):
+            for one in self._replicas:
+                stats = one.batcher.stats
+                self.most = max(self.most, stats.live + stats.waiting)
+
+
+@pytest.mark.slow
+def test_two_gateways_share_replicas_and_lose_nothing(replicas: list[Served]) -> None:
+    """Many more clients than slots: every answer is exact, and no replica ever holds more than its slots."""
+    first = LiveGateway()
+    second = LiveGateway(port=first.port)
+    try:
+        for gateway in (first, second):
+            gateway.serve(routes("m", *replicas))
+        with Guard(replicas) as guard, Steady(first.port, clients=16, deadline_s=20) as steady:
+            steady.wait_answered(1000, 60)
+        assert steady.wrong == []
+        assert guard.most == 2
+        for gateway in (first, second):
+            until(lambda gateway=gateway: gateway.queue("m").live == 0, 5, "nothing runs")  # type: ignore[misc]
+            assert gateway.queue("m").waiting == 0
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.slow
+def test_a_busy_gateway_does_not_starve_the_other(replicas: list[Served]) -> None:
+    """A single client of one gateway waits no longer than some of those that crowd at the other."""
+    crowded, quiet = LiveGateway(), LiveGateway()
+    try:
+        for gateway in (crowded, quiet):
+            gateway.serve(routes("m", *replicas))
+        with Steady(crowded.port, clients=24, tokens=40, deadline_s=30) as crowd:
+            crowd.wait_answered(24)
+            with Steady(quiet.port, clients=1, tokens=40, deadline_s=30) as single:
+                single.wait_answered(20, 60)
+        assert crowd.wrong == []
+        assert single.wrong == []
+        assert single.slowest_s <= crowd.slowest_s * 1.5 + 0.5, (single.slowest_s, crowd.slowest_s)
+    finally:
+        crowded.close()
+        quiet.close()
+
+
+@pytest.mark.slow
+def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -> None:
+    """What it has begun is answered, what comes goes to the other; and so when it is back and the other ends."""
+    first = LiveGateway()
+    second = LiveGateway(port=first.port)
+    port = first.port
+    try:
+        for gateway in (first, second):
+            gateway.serve(routes("m", *replicas))
+        with Steady(port, clients=8, may_lose=True, deadline_s=20) as steady:
+            steady.wait_answered(100)
+            first.close()
+            steady.wait_answered(100)
+            first = LiveGateway(port=port).serve(routes("m", *replicas))
+            steady.wait_answered(100)
+            second.close()
+            steady.wait_answered(100)
+        assert steady.wrong == []
+        assert steady.counts["lost"] <= 2, steady.counts  # that the kernel had given to a listener as it closed
+    finally:
+        first.close()
+        second.close()
+
+
+# A real fleet
+
+
+def gateway_pids(fleet: LiveFleet) -> list[int]:
+    """Those that listen on the fleet's port."""
+    found = []
+    for pid in fleet.processes():
+        try:
+            listens = psutil.Process(pid).net_connections("tcp")
+        except psutil.Error:
+            continue
+        if any(one.status == psutil.CONN_LISTEN and one.laddr.port == fleet.port for one in listens):
+            found.append(pid)
+    return found
+
+
+@pytest.fixture
+def fleet_of() -> Iterator[list[LiveFleet]]:
+    made: list[LiveFleet] = []
+    yield made
+    for fleet in made:
+        fleet.stop()
+        fleet.clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: list[LiveFleet]) -> None:
+    """Those of the other go on, new ones are taken all the while, and within two seconds there are two again."""
+    fleet = LiveFleet(SPEC, arguments=("--no-dashboard", "--gateways", "2"))
+    fleet_of.append(fleet)
+    fleet.wait_ready()
+    until(lambda: len(gateway_pids(fleet)) == 2, 30, "two gateways listen")
+    with Steady(fleet.port, clients=8, may_lose=True, deadline_s=30) as steady:
+        steady.wait_answered(100)
+        for _ in range(2):
+            killed = gateway_pids(fleet)[0]
+            began = time.monotonic()
+            os.kill(killed, signal.SIGKILL)
+            until(lambda killed=killed: len([p for p in gateway_pids(fleet) if p != killed]) == 2, 20, "two again")  # type: ignore[misc]
+            took = time.monotonic() - began
+            assert took < BACK_S, took
+            steady.wait_answered(100)
+    assert steady.wrong == []
+    assert steady.counts["lost"] <= 20
+
+
+def answers(port: int) -> bool:
+    """Whether a request gets its tokens now."""
+    try:
+        return ask(port, completion(), deadline_s=5).status == 200
+    except (OSError, Closed):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_only_gateway_is_back_within_two_seconds(fleet_of: list[LiveFleet]) -> None:
+    """From the kill to the next whole answer."""
+    fleet = LiveFleet(SPEC)
+    fleet_of.append(fleet)
+    fleet.wait_ready()
+    for _ in range(3):
+        killed = gateway_pids(fleet)[0]
+        began = time.monotonic()
+        os.kill(killed, signal.SIGKILL)
+
+        until(lambda killed=killed: killed not in gateway_pids(fleet), 5, "it is dead")  # type: ignore[misc]
+        until(lambda: answers(fleet.port), 30, "it answers again")
+        took = time.monotonic() - began
+        assert took < BACK_S, took

@@ -1,0 +1,70 @@
+"""Requests that are made from the OpenAPI document, good ones and bad ones, against a gateway in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from orchestrator.gateway.openapi import ROUTES, openapi
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+
+pytestmark = pytest.mark.slow  # thousands of requests, and a slow import
+EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of each operation
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveGateway]:
+    gateway, replica = LiveGateway(), Served(max_len=64, slots=8)
+    gateway.serve(msgspec.structs.replace(routes("m", replica, max_len=64), aliases=["0", "org/model"]))
+    yield gateway
+    gateway.close()
+    replica.close()
+
+
+def document() -> dict[str, Any]:
+    """The gateway's own, where a model is one that is there: else there would be little to see but 404."""
+    found = openapi(needs_key=False)
+    for name, kind in found["components"]["schemas"].items():
+        if name.endswith("Request"):
+            kind["properties"]["model"] = {"enum": ["m", "0", "org/model"]}
+    return found
+
+
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+@pytest.mark.parametrize("label", [f"{route.method} {route.path}" for route in ROUTES])
+def test_what_the_document_says_is_what_the_gateway_does(live: LiveGateway, label: str, mode: str) -> None:
+    """No status but those that it names, answers of the named form, every body against it refused, and never a 500.
+
+    Not asked for: that each body that it allows is taken. What two fields may be together is not in the document.
+    """
+    import schemathesis
+
+    assert live.http.get("/openapi.json").json() == openapi(needs_key=False)
+    found = (found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations())
+    operation = next(one for one in found if one.label == label)
+    excluded = [schemathesis.checks.CHECKS.get_one("positive_data_acceptance")]
+
+    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    def asks(case: Any) -> None:
+        case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded)
+
+    try:
+        asks()
+    except Unsatisfiable:
+        assert mode == "NEGATIVE", "nothing can be asked"
+        pytest.skip("nothing about it can be wrong")
+
+
+def test_nothing_of_it_is_left(live: LiveGateway) -> None:
+    """After all of them every slot is free, and the next request is answered."""
+    answer = live.http.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 3})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert (live.queue("m").waiting, live.queue("m").live) == (0, 0)
