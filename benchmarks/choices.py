@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.gateway_parts.child import Child, cpu_s, family
 
@@ -105,48 +105,7 @@ def json_reading() -> dict[str, float]:
     import msgspec
     import pydantic
 
-    class Part(msgspec.Struct, forbid_unknown_fields=True):
-        role: Literal["system", "user", "assistant", "tool"]
-        content: str
-
-    class Options(msgspec.Struct, forbid_unknown_fields=True):
-        include_usage: bool = False
-
-    class Chat(msgspec.Struct, forbid_unknown_fields=True):
-        model: str
-        messages: list[Part]
-        max_tokens: int | None = None
-        temperature: float | None = None
-        top_p: float | None = None
-        n: int | None = None
-        stop: str | list[str] | None = None
-        stream: bool = False
-        stream_options: Options | None = None
-        seed: int | None = None
-        user: str | None = None
-
-    class PydanticPart(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-        role: Literal["system", "user", "assistant", "tool"]
-        content: str
-
-    class PydanticOptions(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-        include_usage: bool = False
-
-    class PydanticChat(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-        model: str
-        messages: list[PydanticPart]
-        max_tokens: int | None = None
-        temperature: float | None = None
-        top_p: float | None = None
-        n: int | None = None
-        stop: str | list[str] | None = None
-        stream: bool = False
-        stream_options: PydanticOptions | None = None
-        seed: int | None = None
-        user: str | None = None
+    from benchmarks.gateway_parts.shapes import Chat, PydanticChat
 
     decode = msgspec.json.Decoder(Chat).decode
     validate = pydantic.TypeAdapter(PydanticChat).validate_json
@@ -195,33 +154,20 @@ def json_reading() -> dict[str, float]:
 def chunks() -> dict[str, float]:
     import msgspec
 
+    from benchmarks.gateway_parts.shapes import Chunk, ChunkChoice, Delta
+
     encode = msgspec.json.encode
     id, model = "chatcmpl-0123456789abcdef0123456789abcdef", "llama-8b"
     head = {"id": id, "object": "chat.completion.chunk", "created": 1790000000, "model": model}
     text = " token"
-
-    class Delta(msgspec.Struct):
-        content: str
-
-    class Choice(msgspec.Struct):
-        index: int
-        delta: Delta
-        logprobs: None = None
-        finish_reason: str | None = None
-
-    class Chunk(msgspec.Struct):
-        id: str
-        object: str
-        created: int
-        model: str
-        choices: list[Choice]
 
     def by_dict() -> bytes:
         choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
         return b"data: " + encode({**head, "choices": [choice]}) + b"\n\n"
 
     def by_struct() -> bytes:
-        return b"data: " + encode(Chunk(**head, choices=[Choice(0, Delta(text))])) + b"\n\n"  # type: ignore[arg-type]
+        chunk = Chunk(id, "chat.completion.chunk", 1790000000, model, [ChunkChoice(0, Delta(text))])
+        return b"data: " + encode(chunk) + b"\n\n"
 
     def by_stdlib() -> bytes:
         choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from orchestrator.audit import Audit, AuditLine, caller
 from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S, FleetSettings
-from orchestrator.gateway.server import listen
+from orchestrator.gateway.server import bind
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, end_leftovers
 from orchestrator.version import corewright_version
@@ -475,7 +475,7 @@ def _check_host_root() -> None:
 def _check_port(host: str, port: int) -> None:
     """Bind without SO_REUSEPORT first: with it a second fleet would share the port, silently."""
     try:
-        listen(host, port, shared=False).close()
+        bind(host, port, shared=False).close()
     except OSError as error:
         raise Failed(
             "port-in-use", f"{host}:{port} cannot be bound: {error.strerror}", "choose another --port"

@@ -30,6 +30,7 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.fleet import ADMIN_PATH
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
 from orchestrator.home import FleetRecord, Home
 from orchestrator.journal import Journal
@@ -76,10 +77,11 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs" / f"{n}.md" 
 PAGES.append(ROOT / "docs" / "spec.md")
 PAGES += [
     ROOT / "docs" / f"{name}.md"
-    for name in ("security", "ray-dashboard", "on-inf2", "engines", "from-vllm-and-lmi", "bench")
+    for name in ("api", "security", "ray-dashboard", "on-inf2", "engines", "from-vllm-and-lmi", "bench")
 ]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+API = ROOT / "docs" / "api.md"
 LAPTOP = Machine(cpus=(0, 1))
 LARGE = Machine(cpus=tuple(range(192)))  # enough CPUs that emulation oversubscribes none of them
 KEBAB = re.compile(r"[a-z]+(?:-[a-z0-9]+)+")
@@ -560,8 +562,8 @@ def test_the_collection_finds_ids_of_every_kind() -> None:
 
 
 def test_each_codes_status_is_that_of_its_entry() -> None:
-    """The table of statuses in cli.md agrees with the entries of errors.md."""
-    table = {code: row[0] for row in rows(section(CLI, "Answers")) if row[0].isdigit() for code in words(row[2])}
+    """The table of statuses in api.md agrees with the entries of errors.md."""
+    table = {code: row[0] for row in rows(section(API, "Errors")) if row[0].isdigit() for code in words(row[2])}
     assert table.keys() == codes_in_source() - {"invalid_token", "invalid_request"}
     assert {code: section(ERRORS, code).split()[0].rstrip(".") for code in table} == table
 
@@ -876,9 +878,9 @@ def answers() -> Iterator[dict[str, Any]]:
     ("name", "page", "heading", "number"),
     [
         ("chat", README, "Quick start", 0),
-        ("model", CLI, "The gateway", 0),
-        ("completion", CLI, "Answers", 0),
-        ("error", CLI, "Answers", 1),
+        ("model", API, "Routes", 0),
+        ("completion", API, "Answers", 0),
+        ("error", API, "Errors", 0),
     ],
 )
 def test_a_shown_answer_has_the_gateways_keys(
@@ -903,9 +905,7 @@ def routes_of(page: str) -> set[tuple[str, str]]:
 
 def test_every_route_is_described() -> None:
     """Of the gateway and of the admin API."""
-    gateway = (ROOT / "orchestrator" / "gateway" / "app.py").read_text()
-    served = re.findall(r'Route\("([^"]+)".*methods=\["([A-Z]+)"\]', gateway)
-    assert {(m, p.replace(":path", "")) for p, m in served} == routes_of(section(CLI, "The gateway"))
+    assert {(route.method, route.path) for route in GATEWAY_ROUTES} == routes_of(section(API, "Routes"))
     assert {(route.method, f"{ADMIN_PATH}{route.path}") for route in ROUTES} == routes_of(section(CLI, "The admin API"))
 
 
@@ -926,7 +926,7 @@ def request_fields() -> set[str]:
 
 def listed(beginning: str) -> set[str]:
     """The fields in the paragraph of that beginning; none when there is no such paragraph."""
-    paragraphs = section(CLI, "Request fields").split("\n\n")
+    paragraphs = section(API, "Request fields").split("\n\n")
     return {word for text in paragraphs if text.startswith(beginning) for word in words(text)} - {
         "unsupported_parameter"
     }
@@ -934,7 +934,7 @@ def listed(beginning: str) -> set[str]:
 
 def test_every_request_field_is_described() -> None:
     """As served, ignored or refused, and nothing else is."""
-    served = {word for row in rows(section(CLI, "Request fields")) for word in words(row[0])}
+    served = {word for row in rows(section(API, "Request fields")) for word in words(row[0])}
     assert served | listed("Fields that") == request_fields()
     assert served & (listed("Fields that are ignored") | listed("Fields that are refused")) == set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -78,6 +79,7 @@ class Gateway:
         self._tokenizers = TokenizerShelf()
         self._table: RouteTable | None = None
         self._heard_at = 0.0
+        self._heard = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         home = Home(Path(settings.home))
         self.gate = Gate(settings, KeyFile(home.keys))
@@ -118,9 +120,15 @@ class Gateway:
                 seen = 0
                 continue
             self._heard_at = time.monotonic()
+            self._heard.set()
             if version != seen:
                 seen = version
                 self._update(table)
+
+    async def heard(self, within_s: float) -> None:
+        """Returns when the controller has told the routes for the first time, or after ``within_s``."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._heard.wait(), within_s)
 
     def _update(self, table: RouteTable) -> None:
         if self._table is not None and self._table.ready and not table.ready:

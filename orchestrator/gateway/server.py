@@ -27,10 +27,12 @@ CHECK_DEADLINE_S = 2.0
 STOP_GRACE_S = 2.0  # for answers that are under way
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
+FIRST_ROUTES_S = 5.0
 
 
-def listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A listening socket; ``shared`` lets a second gateway of the fleet listen on the same port. Raises OSError."""
+def bind(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A bound socket; ``shared`` lets a second gateway of the fleet have the same port. Until it listens the kernel
+    gives it no connection. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -38,7 +40,6 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -54,7 +55,7 @@ class GatewayServer:
         self._certificates = _certificates(settings)
         self.gateway = Gateway(controller, settings)
         self._http = self.gateway.server
-        self._listener = listen(settings.host, settings.port, shared=True)
+        self._listener = bind(settings.host, settings.port, shared=True)
         self._started = threading.Event()
         self._stopping: asyncio.Event | None = None
         self._failure: BaseException | None = None
@@ -115,7 +116,11 @@ class GatewayServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _listen_and_sweep(self) -> None:
-        """Accept connections, and a few times a second see to deadlines, keys and certificates."""
+        """Accept connections, and a few times a second see to deadlines, keys and certificates.
+
+        Not before the routes are known, unless the controller is away: another gateway may have the same port, and
+        answers meanwhile what this one would have to refuse."""
+        await self.gateway.heard(FIRST_ROUTES_S)
         self._server = await self._accept(None if self._certificates is None else self._certificates.context)
         self._started.set()
         try:

@@ -306,6 +306,24 @@ async def test_a_chat_is_as_long_as_the_server_counts_with_its_template() -> Non
     assert [exchange.path for exchange in server.seen].count("/tokenize") >= 3
 
 
+async def test_a_text_is_searched_for_where_words_differ_in_their_tokens() -> None:
+    """Every seventh word beyond the hundredth has two: a line through two measurements misses."""
+
+    async def play(exchange: Exchange) -> None:
+        words = prompt_tokens(exchange.asked)
+        if exchange.path == "/tokenize":
+            await exchange.json({"count": words + max(0, words - 100) // 7})
+        else:
+            await refusing("token_ids")(exchange)
+
+    async with playing(play) as server, target_of(server) as target:
+        for wanted in (50, 301, 998, 1003):
+            prompt, tokens = await target.exact_prompt(0, wanted)
+            words = prompt_tokens({"prompt": prompt})
+            assert tokens == words + max(0, words - 100) // 7
+            assert abs(tokens - wanted) <= 1
+
+
 async def test_a_text_that_cannot_be_exact_comes_near_and_says_so() -> None:
     """Three tokens for each word."""
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.openapi import ChatCompletion, ErrorAnswer, ModelList, TextCompletion
+from orchestrator.gateway.openapi import ChatCompletion, ErrorAnswer, ModelList, TextCompletion, openapi
 from orchestrator.gateway.tokenize import Detokenized, Tokenized
 from tests.checkpoints import EOS_ID
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -331,6 +331,21 @@ def test_a_mistake_in_them_is_400_with_the_field(place: Place, path: str, body: 
     response = post(place, path, **body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert post(place, path, **{**body, "model": "zzz"}).status_code in (400, 404)
+
+
+# The OpenAPI document
+
+
+def test_the_document_tells_of_the_routes_that_there_are(place: Place) -> None:
+    """Each answers, and has no other method; one that it does not tell of is not there."""
+    told = place.gateway.http.get("/openapi.json").json()
+    assert told == openapi(needs_key=False)
+    for path, methods in told["paths"].items():
+        for method in ("GET", "POST", "DELETE"):
+            response = place.gateway.http.request(method, path.replace("{model}", "echo"))
+            assert (response.status_code != 405) == (method.lower() in methods), (method, path)
+            assert response.status_code != 404
+    assert place.gateway.http.get("/v1/embeddings").status_code == 404
 
 
 # openai
