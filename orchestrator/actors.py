@@ -172,7 +172,7 @@ def start_gateway(settings: GatewaySettings) -> None:
     """Deploy the gateways and wait until they listen. Raises RuntimeError when that does not come about."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
-    deployment = _gateway.options(num_replicas=settings.gateways)
+    deployment = _gateway.options(num_replicas=settings.gateways + settings.gateway_spare)
     serve.run(deployment.bind(settings), name=GATEWAY, route_prefix=None)
 
 

@@ -188,6 +188,15 @@ SETTINGS = (
         _whole(1, 64),
     ),
     Setting(
+        "gateway_spare",
+        "COREWRIGHT_GATEWAY_SPARE",
+        True,
+        "true or false",
+        "Keep one more gateway process, which takes over at once from one that dies.",
+        _switch,
+        has_flag=False,
+    ),
+    Setting(
         "insecure",
         "COREWRIGHT_INSECURE",
         False,

@@ -61,7 +61,7 @@ class LiveFleet:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = self.home / "up.log"
-        self.env = {**os.environ, "COREWRIGHT_HOME": str(self.home), "NO_COLOR": "1"}
+        self.env = {**os.environ, "COREWRIGHT_HOME": str(self.home), "NO_COLOR": "1", "COREWRIGHT_GATEWAY_SPARE": "0"}
         self.env.pop("RAY_AUTH_MODE", None)
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"

@@ -85,9 +85,10 @@ class Gateway:
         self.gate = Gate(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
         self._tracing = Tracing.from_environment(self._id)
-        self.server = HttpServer(settings, self.handle, self.ended)
+        self.server = HttpServer(settings, self.handle, self.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
-        self._peers = Peers(home.sockets / "gateways", lambda: self.metrics.families(*self._numbers_now()))
+        folder = home.sockets / "gateways"
+        self._peers = Peers(folder, lambda: self.metrics.families(*self._numbers_now()), settings.gateways)
         self._controllers: list[MetricFamily] = []  # what the controller has last told that it counts
         self._controllers_at: float | None = None
         self._routes: Mapping[str, tuple[str, Handler]] = {
@@ -156,12 +157,13 @@ class Gateway:
         self._names = {name: queue for queue in self.queues.values() for name in queue.names}
         self._tokenizers.keep({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
 
-    async def join(self) -> None:
-        """Become known to the other gateways of the fleet."""
+    async def join(self) -> bool:
+        """Become one of the fleet's gateways; False when there are as many as there should be."""
         try:
-            await self._peers.join()
+            return await self._peers.join()
         except OSError as error:  # it serves all the same
             log.error("the other gateways cannot tell of this one's metrics: %s", error)
+            return True
 
     async def stop(self) -> None:
         """The gateway ends; every exchange is over."""
@@ -241,7 +243,7 @@ class Gateway:
     # Routes
 
     def openapi(self, exchange: Exchange) -> None:
-        exchange.respond(200, _encode(openapi(needs_key=self.gate.keys.demanded)))
+        exchange.respond(200, _encode(openapi(needs_key=self.gate.demands_keys)))
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None]:
         asked = protocol.read_tokenize(_json_of(exchange))

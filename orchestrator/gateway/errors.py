@@ -134,6 +134,11 @@ def too_many_connections(limit: int, of_key: bool = False) -> ApiError:
     return ApiError(429 if of_key else 503, message, type=kind, code="too_many_connections", retry_after_s=1)
 
 
+def too_much_at_once() -> ApiError:
+    message = "Too many large requests are being read. Try again in 1 s."
+    return ApiError(503, message, type="service_unavailable", code="too_many_bodies", retry_after_s=1)
+
+
 def our_fault() -> ApiError:
     return ApiError(500, "The gateway failed; its log says how.", type="internal_error", code="internal_error")
 

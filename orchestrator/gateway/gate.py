@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.gateway import errors
+from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.http import Exchange
 from orchestrator.keys import ApiKey, KeyFile, KeyRing
+from orchestrator.settings import is_loopback
 
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
@@ -31,11 +32,18 @@ class Gate:
     def __init__(self, settings: GatewaySettings, file: KeyFile) -> None:
         """Raises Failed when the file of keys cannot be read."""
         self._file = file
+        self._insecure = settings.insecure
+        self._on_loopback = is_loopback(settings.host)
         self._origins = frozenset(settings.cors_origins)
         self._limit = settings.max_connections_per_key
         file.read()
         self._ring = file.current()
         self._used: dict[str, float] = {}  # when a key was last presented, by id; seconds since the epoch
+
+    @property
+    def demands_keys(self) -> bool:
+        """A home that has a key demands one; without any, nobody may enter from the network."""
+        return not self._insecure and (self._ring.demanded or not self._on_loopback)
 
     @property
     def keys(self) -> KeyRing:
@@ -53,7 +61,7 @@ class Gate:
 
     def admit(self, exchange: Exchange) -> None:
         """Raises ApiError 401 without a good key, 429 where it has too many connections. Sets the exchange's key."""
-        if not self._ring.demanded:
+        if not self.demands_keys:
             return
         headers = exchange.request.headers
         connection = exchange.connection
@@ -69,16 +77,30 @@ class Gate:
             self._used[known.key.id] = now
             return
         given = headers.get(b"authorization", b"")
-        presented = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
-        if key is None:
-            raise errors.invalid_api_key(bool(presented))
+        key = self._key_of(headers, now)
         exchange.key = key
         self._used[key.id] = now
         if exchange.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)
         connection.known = _Known(key, given, self._ring) if given else None
+
+    def early(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        """What is wrong with whoever sends these, before the body is read."""
+        if self.demands_keys:
+            try:
+                self._key_of(headers, time.time())
+            except ApiError as error:
+                return error
+        return None
+
+    def _key_of(self, headers: dict[bytes, bytes], now: float) -> ApiKey:
+        given = headers.get(b"authorization", b"")
+        presented = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
+        if key is None:
+            raise errors.invalid_api_key(bool(presented))
+        return key
 
     def admit_origin(self, exchange: Exchange) -> None:
         """A browser says whose script asks. One of another origin may ask nothing unless the settings name it: without
@@ -90,7 +112,7 @@ class Gate:
                 exchange.allow_origin(_cors(origin))
             return
         host = request.headers.get(b"host", b"").decode("latin-1")
-        same = origin.partition("://")[2] == host and (self._ring.demanded or _is_local(host))
+        same = origin.partition("://")[2] == host and (self.demands_keys or is_loopback(host_name(host)))
         if not same and request.method != "GET":
             raise errors.origin_not_allowed(origin)
 
@@ -107,14 +129,10 @@ def allow_scope(key: ApiKey | None, *scopes: str) -> None:
         raise errors.key_not_for(" or ".join(scopes))
 
 
-def _is_local(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+def host_name(host: str) -> str:
+    """Without the port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).strip("[]")
 
 
 def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:

@@ -34,6 +34,8 @@ Headers = Sequence[tuple[bytes, bytes]]
 JSON = b"application/json"
 MAX_PIPELINED = 64  # requests that wait for their turn on one connection
 MAX_HEADERS = 100
+LARGE_BYTES = 2**16  # a body above this is not read before it is known who sends it
+MAX_UNREAD_BYTES = 2**30  # of bodies that are not whole, of all connections
 MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before a further piece: only who has stopped reading gets there
 LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
 LONGEST_ID = 128
@@ -197,13 +199,20 @@ class HttpServer:
     """The connections of one listener, their limits and their deadlines. One event loop."""
 
     def __init__(
-        self, settings: GatewaySettings, handle: Handler, ended: Callable[[Exchange], None] = lambda exchange: None
+        self,
+        settings: GatewaySettings,
+        handle: Handler,
+        ended: Callable[[Exchange], None] = lambda exchange: None,
+        early: Callable[[dict[bytes, bytes]], ApiError | None] = lambda headers: None,
     ) -> None:
         """``handle`` answers a request, at once or by what it returns; it raises ApiError for a refusal. ``ended`` is
-        told of every exchange that is over, answered or not."""
+        told of every exchange that is over, answered or not; ``early`` may refuse by its headers one whose body is
+        long."""
         self.settings = settings
         self.handle = handle
         self.ended = ended
+        self.early = early
+        self.unread_bytes = 0  # of bodies that are not whole
         self.connections: set[HttpConnection] = set()
         self.per_key: Counter[str] = Counter()
         self.date = b""
@@ -282,7 +291,7 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._headers_size = 0
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
 
     # asyncio.Protocol
 
@@ -324,6 +333,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = None
         self._broken = True
         self._queued.clear()
+        self._drop_body()
         self.count_for(None)
         if self._task is not None:
             self._task.cancel()
@@ -350,8 +360,7 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers = {}
         self._headers_size = 0
-        self._body = []
-        self._body_bytes = 0
+        self._drop_body()
         if self._current is None:
             self.deadline = time.monotonic() + self.server.settings.read_s
 
@@ -381,8 +390,10 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(errors.unknown_encoding("transfer-encoding", encoding))
         elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
             self._refuse(errors.unknown_encoding("content-encoding", headers[b"content-encoding"]))
-        elif int(headers.get(b"content-length") or 0) > settings.max_body_bytes:
+        elif (size := int(headers.get(b"content-length") or 0)) > settings.max_body_bytes:
             self._refuse(errors.body_too_large(settings.max_body_bytes))
+        elif (size > LARGE_BYTES or b"transfer-encoding" in headers) and (error := self.server.early(headers)):
+            self._refuse(error)
         elif headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -391,10 +402,18 @@ class HttpConnection(asyncio.Protocol):
             return
         self._body_bytes += len(body)
         self._heard += 1
-        if self._body_bytes > self.server.settings.max_body_bytes:
-            self._refuse(errors.body_too_large(self.server.settings.max_body_bytes))
-        else:
-            self._body.append(body)
+        server = self.server
+        server.unread_bytes += len(body)
+        if self._body_bytes > server.settings.max_body_bytes:
+            self._refuse(errors.body_too_large(server.settings.max_body_bytes))
+        elif server.unread_bytes > MAX_UNREAD_BYTES:
+            self._refuse(errors.too_much_at_once())
+        elif not self._body:
+            self._body = body
+        else:  # in one piece: of small ones each would take more memory than it holds
+            if type(self._body) is bytes:
+                self._body = bytearray(self._body)
+            self._body += body
 
     def on_message_complete(self) -> None:
         self._reading = False
@@ -412,7 +431,7 @@ class HttpConnection(asyncio.Protocol):
                 path.decode("ascii"),
                 query.decode("ascii"),
                 self._headers,
-                self._body[0] if len(self._body) == 1 else b"".join(self._body),
+                bytes(self._body),
                 parser.get_http_version(),
                 parser.should_keep_alive(),
                 time.monotonic(),
@@ -420,7 +439,8 @@ class HttpConnection(asyncio.Protocol):
         except UnicodeDecodeError:
             self._refuse(errors.not_http("the target is not ASCII"))
             return
-        self._headers, self._body = {}, []
+        self._headers = {}
+        self._drop_body()
         if self._current is None and not self._queued and not self._starting and not self._lingers:
             self._start(request)
             return
@@ -554,8 +574,14 @@ class HttpConnection(asyncio.Protocol):
             return
         self._broken = True
         self._reading = False
+        self._drop_body()
         self._queued.append(error)
         self._start_next()
+
+    def _drop_body(self) -> None:
+        self.server.unread_bytes -= self._body_bytes
+        self._body_bytes = 0
+        self._body = b""
 
     def _answer_and_close(self, error: ApiError) -> None:
         request = Request("GET", "", "", {}, b"", "1.1", False, time.monotonic())

@@ -41,16 +41,20 @@ class Peers:
         self._server: asyncio.AbstractServer | None = None
         self.name = ""
 
-    async def join(self) -> None:
-        """Take the lowest free number and listen. Raises OSError when the folder cannot be written."""
+    async def join(self) -> bool:
+        """Take the lowest free number and listen; False when the fleet's gateways have them all. One that dies, in
+        whatever way, gives its number back at once. Raises OSError when the folder cannot be written."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = 0
         while (lock := _locked(self._folder / f"{number}.lock")) is None:
             number += 1
+            if number == self._gateways:
+                return False
         self._lock, self.name = lock, str(number)
         path = self._folder / self.name
         path.unlink(missing_ok=True)  # of the one that died
         self._server = await asyncio.start_unix_server(self._answer, str(path))
+        return True
 
     @property
     def shared(self) -> bool:

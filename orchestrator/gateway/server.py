@@ -27,6 +27,7 @@ CHECK_DEADLINE_S = 2.0
 STOP_GRACE_S = 2.0  # for answers that are under way
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
+SEAT_POLL_S = 0.05  # how long a dead gateway is missed where there is a spare one
 FIRST_ROUTES_S = 5.0
 
 
@@ -102,7 +103,6 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         _raise_file_limit()
         self._stopping = asyncio.Event()
-        await self.gateway.join()
         tasks = [loop.create_task(self.gateway.follow()), loop.create_task(self._listen_and_sweep())]
         try:
             await asyncio.wait([*tasks, loop.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -121,6 +121,12 @@ class GatewayServer:
         Not before the routes are known, unless the controller is away: another gateway may have the same port, and
         answers meanwhile what this one would have to refuse."""
         await self.gateway.heard(FIRST_ROUTES_S)
+        while not await self.gateway.join():  # a spare: all is ready but the listener
+            self._started.set()
+            await asyncio.sleep(SEAT_POLL_S)
+        self.gateway.gate.refresh()
+        if self._certificates is not None:
+            self._certificates.renewed()
         self._server = await self._accept(None if self._certificates is None else self._certificates.context)
         self._started.set()
         try:

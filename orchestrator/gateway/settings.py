@@ -14,6 +14,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     home: str  # where keys, logs and sockets are
     gateways: int = 1  # processes that share the port
+    gateway_spare: bool = True  # one more, which takes over at once from one that dies
 
     insecure: bool = False  # serve without keys, on whatever address
     tls_cert: str | None = None  # PEM files

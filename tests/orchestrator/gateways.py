@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,11 @@ class LiveGateway:
     """One gateway, and a client of it."""
 
     def __init__(self, **settings: Any) -> None:
-        """``settings`` are fields of GatewaySettings; without ``port`` it is a free one."""
+        """``settings`` are fields of GatewaySettings; without ``port`` it is a free one. ``models`` are the routes that
+        it finds when it starts."""
         self.controller = PlayedController()
+        if models := settings.pop("models", ()):
+            self.controller.set(*models)
         self.port: int = settings.pop("port", None) or free_port()
         self.url = f"http{'s' if 'tls_cert' in settings else ''}://127.0.0.1:{self.port}"
         self._home = tempfile.TemporaryDirectory(prefix="cwt-", dir="/tmp")
@@ -121,6 +125,13 @@ class LiveGateway:
     def connections(self) -> int:
         """Of clients, that are open."""
         return len(self._server.gateway.server.connections)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that its event loop has taken."""
+        ident = self._server._thread.ident
+        assert ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
 
     @property
     def paths(self) -> list[str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
+import gc
 import json
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from orchestrator.gateway import protocol
+from orchestrator.gateway.server import settle_collector
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Closed, Raw, Wire, post, request
@@ -443,5 +446,66 @@ def test_thirty_thousand_wrong_requests_do_no_harm(served: Served, caplog: pytes
         until(lambda: gateway.connections == 0, 10, "every connection is gone")
         assert served.batcher.stats.waiting == 0
         assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    finally:
+        gateway.close()
+
+
+HELD_UP_S = 0.6  # of CPU time that one request of 8 MiB may take from the event loop
+
+
+def large(value: bytes, field: str = "user", **fields: Any) -> bytes:
+    """A completion with that JSON in a field."""
+    known = {"model": "m", "prompt": "x", "max_tokens": 1, **fields}
+    known.pop(field, None)
+    return post(json.dumps(known).encode()[:-1] + b', "%b": %b}' % (field.encode(), value))
+
+
+LARGE: dict[str, Callable[[], bytes]] = {
+    "token ids": lambda: large(b"[" + b"1," * 4_000_000 + b"1]", "prompt"),
+    "a list of token ids": lambda: large(b"[[" + b"1," * 4_000_000 + b"1]]", "prompt"),
+    "prompts times n": lambda: large(json.dumps(["x" * 3500] * 2048).encode(), "prompt", n=128),
+    "prompts of ids times n": lambda: large(json.dumps([[1] * 1300] * 2048).encode(), "prompt", n=128),
+    "a long text": lambda: large(b'"' + b"x" * 8_000_000 + b'"', "prompt"),
+    "stop ids times n": lambda: large(b"[" + b"1," * 3_900_000 + b"1]", "stop_token_ids", n=128),
+    "stops": lambda: large(b"[" + b'"a",' * 2_000_000 + b'"a"]', "stop"),
+    "a long stop times n": lambda: large(b'"' + b"a" * 8_000_000 + b'"', "stop", n=128),
+    "biases": lambda: large(b"{" + b",".join(b'"%d":1' % i for i in range(600_000)) + b"}", "logit_bias"),
+    "what is passed over": lambda: large(b"[" + b'{"a":[1,2]},' * 600_000 + b"1]", "metadata"),
+    "a schema times n": lambda: large(
+        b'{"type":"json_schema","json_schema":{"schema":{"enum":[' + b"1," * 3_500_000 + b"1]}}}",
+        "response_format",
+        n=128,
+    ),
+    "an echo times n": lambda: large(json.dumps(["\x01" * 200] * 2).encode(), "prompt", n=100, echo=True),
+}
+
+
+@pytest.fixture
+def settled() -> Iterator[None]:
+    """The collector as in a gateway's own process; else it goes through all that the tests have made."""
+    before = gc.get_threshold()
+    settle_collector()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("what", LARGE)
+def test_a_large_request_holds_up_nobody_for_long(served: Served, what: str) -> None:
+    """Whatever 8 MiB of JSON hold, it is answered or refused before others notice more than a pause."""
+    gateway = LiveGateway()
+    try:
+        gateway.serve(routes("m", served, max_len=MAX_LEN))
+        data = LARGE[what]()
+        assert len(data) < 8 * 2**20
+        before = gateway.cpu_s
+        with Wire(gateway.port, deadline_s=60) as wire:
+            wire.offer(data)
+            answer = wire.answer()
+        assert answer.status < 500
+        assert gateway.cpu_s - before < HELD_UP_S
+        until(lambda: gateway.queue("m").live == 0 and gateway.queue("m").waiting == 0, 10, "nothing is left")
     finally:
         gateway.close()

@@ -100,9 +100,9 @@ def test_a_busy_gateway_does_not_starve_the_other(replicas: list[Served]) -> Non
 @pytest.mark.slow
 def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -> None:
     """What it has begun is answered, what comes goes to the other; and so when it is back and the other ends."""
-    first = LiveGateway()
-    second = LiveGateway(port=first.port)
+    first = LiveGateway(models=[routes("m", *replicas)])
     port = first.port
+    second = LiveGateway(port=port, models=[routes("m", *replicas)])
     try:
         for gateway in (first, second):
             gateway.serve(routes("m", *replicas))
@@ -110,7 +110,7 @@ def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -
             steady.wait_answered(100)
             first.close()
             steady.wait_answered(100)
-            first = LiveGateway(port=port).serve(routes("m", *replicas))
+            first = LiveGateway(port=port, models=[routes("m", *replicas)])
             steady.wait_answered(100)
             second.close()
             steady.wait_answered(100)
