@@ -87,6 +87,13 @@ def _check_dates(path: str, pem: bytes) -> None:
         raise Failed("tls-unusable", what, "renew it")
 
 
+def expires(cert: str) -> float:
+    """When the first certificate of the file ends, in seconds since the epoch."""
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(Path(cert).read_bytes()).not_valid_after_utc.timestamp()
+
+
 class CertificateFiles:
     """The listener's certificates: ``context`` is what new connections are served with."""
 

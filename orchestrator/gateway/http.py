@@ -301,7 +301,7 @@ class HttpConnection(asyncio.Protocol):
         self.deadline = time.monotonic() + self.server.settings.read_s
         full = len(self.server.connections) >= self.server.settings.max_connections
         self.server.connections.add(self)
-        if full or self.server.closing:
+        if full:
             self._refuse(errors.too_many_connections(self.server.settings.max_connections))
 
     def data_received(self, data: bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
@@ -117,6 +118,10 @@ class LiveGateway:
     @property
     def queues(self) -> dict[str, ModelQueue]:
         return self._server.gateway.queues
+
+    @property
+    def http_server(self) -> HttpServer:
+        return self._server.gateway.server
 
     def queue(self, model: str) -> ModelQueue:
         return self._server.gateway.queues[model]

@@ -13,6 +13,7 @@ import msgspec.structs
 import pytest
 from openai import NotFoundError, OpenAI
 
+from orchestrator.gateway import http
 from orchestrator.lifecycle import ModelState
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -525,9 +526,7 @@ def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: L
     assert sample(page, "vllm:generation_tokens_total" + labels) == 14
     assert sample(page, "vllm:time_to_first_token_seconds_count" + labels) == 2
     assert sample(page, "vllm:inter_token_latency_seconds_count" + labels) == 12
-    assert (
-        sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}') == 2
-    )
+    assert sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}') == 2
     assert 'status="400"' in page
 
 
@@ -540,3 +539,42 @@ def sample(page: str, name: str) -> float:
             if (series.partition("{")[0], set(series.partition("{")[2].rstrip("}").split(","))) == wanted:
                 return float(value)
     raise AssertionError(f"{name} is not on the page")
+
+
+# What is no request
+
+
+def test_what_is_no_http_is_told_so_and_ended(gateway: LiveGateway) -> None:
+    """Bytes that no parser takes get one answer, in the shape of every other error."""
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as client:
+        client.sendall(b"BREW /pot HTCPCP/1.0\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(content)["error"]["code"] == "malformed_http"
+
+
+def test_a_compressed_body_is_refused(gateway: LiveGateway) -> None:
+    """A body is read as it is; to unpack one could take any amount of memory."""
+    refused = gateway.http.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+
+    assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_encoding")
+
+
+def test_bodies_that_are_not_whole_have_a_limit_together(
+    gateway: LiveGateway, replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many clients that hold back the ends of large bodies cannot fill the memory; once gone they count no more."""
+    monkeypatch.setattr(http, "MAX_UNREAD_BYTES", 300_000)
+    gateway.serve(routes("m", replica()))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as first:
+        first.sendall(head + b" " * 190_000)
+        until(lambda: gateway.http_server.unread_bytes == 190_000, 5, "the body is there but for its end")
+
+        refused = gateway.http.post("/v1/completions", content=b" " * 200_000)
+
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "too_many_bodies")
+    until(lambda: gateway.http_server.unread_bytes == 0, 5, "nothing is held")
+    assert complete(gateway).status_code == 200

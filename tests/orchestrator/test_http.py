@@ -421,6 +421,21 @@ def test_an_offer_to_upgrade_is_passed_over(gateway: LiveGateway, upgrade: str, 
             assert wire.answer().status == 200
 
 
+def test_many_offers_to_upgrade_in_one_read(gateway: LiveGateway) -> None:
+    """Pipelined requests that all offer it are answered one after the other."""
+    with Wire(gateway.port) as wire:
+        wire.send(request("GET", "/livez", Connection="Upgrade", Upgrade="h2c") * 2000)
+        assert [wire.answer().status for _ in range(2000)] == [200] * 2000
+
+
+def test_an_offer_to_upgrade_and_a_wish_to_close(gateway: LiveGateway) -> None:
+    """What else stands in Connection holds."""
+    with Wire(gateway.port) as wire:
+        wire.send(request("GET", "/livez", Connection="close, Upgrade", Upgrade="h2c"))
+        assert wire.answer().headers["connection"] == "close"
+        assert wire.at_end()
+
+
 def test_connect_is_refused_and_tunnels_nothing(gateway: LiveGateway) -> None:
     """The gateway is no proxy."""
     with Wire(gateway.port) as wire:
@@ -688,6 +703,23 @@ def test_probes_need_no_key_and_all_else_does(opened: Open) -> None:
         request("OPTIONS", "/v1/models"),
     ):
         assert told(ask(gateway.port, data)) == (401, "invalid_api_key"), data
+
+
+@pytest.mark.parametrize("length", ["content_length", "chunked"])
+def test_who_has_no_key_sends_no_long_body(opened: Open, length: str) -> None:
+    """A stranger is refused by the head alone: nothing of the body is waited for, or kept."""
+    gateway = opened()
+    _, key = keys_of(gateway).create("one")
+    until(lambda: demands(gateway), 5, "keys are demanded")
+    fields = {"transfer_encoding": "chunked"} if length == "chunked" else {"content_length": "8000000"}
+    with Wire(gateway.port) as wire:
+        wire.send(request("POST", "/v1/completions", authorization="Bearer wrong", **fields))
+        answer = wire.answer()
+        assert told(answer) == (401, "invalid_api_key")
+        assert answer.headers["connection"] == "close"
+    with Wire(gateway.port) as wire:
+        wire.send(request("POST", "/v1/completions", authorization=f"Bearer {key}", expect="100-continue", **fields))
+        assert wire.answer().status == 100
 
 
 def test_a_revoked_key_ends_on_open_connections_too(opened: Open) -> None:

@@ -61,6 +61,8 @@ FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("a", {}), ("b", {"x": "}"})],
     ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_c', "", [("f", {})]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "arguments": {"b": 2}, "name": "f"}', "", [("f", {"a": 1})]),
     ("hermes", '<tool_call>{"arguments": {"name": "John"}, "name": "get_age"}', "", [("get_age", {"name": "John"})]),
     (
         "hermes",
@@ -148,6 +150,7 @@ UNHARMED = [
     ("llama3", "This is just some text without any tool calls"),
     ("llama3", "void f() { return {}; }"),
     ("llama3", '{"city": "Paris", "name": "x"}'),
+    ("llama3", '{"city": "Paris", "name": "x", "parameters": {}}'),
     ("llama3", '<|python_tag|>brave_search.call(query="x")'),
     ("llama3", ';; {"name": "f"'),
     ("mistral", "[TOOL_CALLS]"),
@@ -176,6 +179,7 @@ def test_text_without_a_call_comes_through_unharmed(format: str, text: str) -> N
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\u00zz"}}</tool_call>'),
         ("mistral", '[TOOL_CALLS]f{"a": nul}'),
     ],
 )
@@ -212,6 +216,13 @@ def test_a_mistral_id_is_one_that_its_template_takes() -> None:
         assert len(begin.id) == 9
         assert begin.id.isalnum()
         assert id in (None, begin.id)
+
+
+def test_what_is_surely_no_call_is_not_held() -> None:
+    """Words behind a mark that go on for longer than a name are told at once."""
+    text = "[TOOL_CALLS]" + "x" * 500
+
+    assert joined(make_parser("mistral", "auto", streamed=True).push(text)) == (text, [])
 
 
 def test_without_parallel_calls_only_the_first_is_told() -> None:

@@ -1,0 +1,126 @@
+"""Chat requests as values: messages for the template, tools, and the schema of a forced call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from orchestrator.gateway import protocol
+from orchestrator.gateway.errors import ApiError
+
+HELLO = [{"role": "user", "content": "hi"}]
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "$defs": {"city": {"enum": ["Paris"]}}}
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def read(**fields: Any) -> protocol.ChatRequest:
+    return protocol.read_chat(json.dumps({"model": "m", "messages": HELLO, **fields}).encode())
+
+
+def for_template(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    asked = read(messages=messages)
+    return [message.for_template(place) for place, message in enumerate(asked.messages)]
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+
+
+def test_a_message_reaches_the_template_as_templates_expect_it() -> None:
+    """Text in one piece, never null; arguments as objects; and no field that was not sent."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert for_template({"role": "user", "content": parts, "name": "Ada", "audio": 1}) == [
+        {"role": "user", "content": "ab", "name": "Ada"}
+    ]
+    for text, value in (('{"a": [1]}', {"a": [1]}), ("", {}), (" ", {})):
+        function = {"name": "f", "arguments": value}
+        assert for_template(call(text)) == [
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+        ]
+    assert for_template({"role": "tool", "content": "4", "tool_call_id": "c"}) == [
+        {"role": "tool", "content": "4", "tool_call_id": "c"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (call("{"), "messages[0].tool_calls[0].function.arguments: it is not the text of a JSON object"),
+        (call("[1]"), "not the text of a JSON object"),
+        (call("[" * 100_000), "not the text of a JSON object"),
+        ({**call("{}"), "role": "user"}, "only the assistant has tool_calls"),
+        ({"role": "function", "content": "x"}, "the role 'tool'"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "send tool_calls"),
+    ],
+)
+def test_a_message_that_cannot_be_told_is_refused(message: dict[str, Any], says: str) -> None:
+    """400, with the place in the text and `messages` as the parameter."""
+    with pytest.raises(ApiError) as refused:
+        for_template(message)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+    assert says in refused.value.message
+
+
+def test_calls_may_come_only_where_there_are_tools() -> None:
+    """`auto` unless something else is said; special tokens, which mark calls, then stay in the text."""
+    assert (read().calling, read(tools=[]).calling, read(tools=None).calling) == ("none",) * 3
+    auto = read(tools=[tool("f")])
+    assert (auto.calling, auto.skip_special_tokens, auto.guide()) == ("auto", False, None)
+    none = read(tools=[tool("f")], tool_choice="none", response_format={"type": "json_object"})
+    assert (none.calling, none.skip_special_tokens) == ("none", None)
+    assert none.guide() == '{"type": "object"}'
+    assert read(tools=[tool("f")], tool_choice="required").skip_special_tokens is None
+
+
+def test_a_named_call_keeps_the_schema_of_its_function() -> None:
+    """One without parameters takes an object."""
+    named = {"type": "function", "function": {"name": "f"}}
+    assert json.loads(read(tools=[tool("f", CITY)], tool_choice=named).guide() or "") == CITY
+    assert json.loads(read(tools=[tool("f")], tool_choice=named).guide() or "")["type"] == "object"
+
+
+@pytest.mark.parametrize(
+    ("calls", "good"),
+    [
+        ([{"name": "f", "parameters": {"city": "Paris"}}], True),
+        ([{"name": "f", "parameters": {"city": "Rome"}}], False),
+        ([{"name": "g", "parameters": {}}], True),
+        ([{"name": "h", "parameters": {}}], False),
+        ([{"name": "f"}], False),
+        ([], False),
+    ],
+)
+def test_required_calls_keep_the_schema_of_theirs(calls: list[Any], good: bool) -> None:
+    """The references of a tool's schema find their definitions at the top."""
+    schema = json.loads(read(tools=[tool("f", CITY), tool("g")], tool_choice="required").guide() or "")
+
+    assert jsonschema.Draft202012Validator(schema).is_valid(calls) == good
+
+
+def test_without_parallel_calls_one_is_required() -> None:
+    """And no more."""
+    asked = read(tools=[tool("g")], tool_choice="required", parallel_tool_calls=False)
+    assert json.loads(asked.guide() or "")["maxItems"] == 1
+
+
+@pytest.mark.parametrize("definitions", [{"city": {"enum": ["Rome"]}}, [1], "x"])
+def test_definitions_that_cannot_stand_together_are_refused(definitions: Any) -> None:
+    """Two tools that mean different things by one name, or whose definitions are none."""
+    with pytest.raises(ApiError, match="defs") as refused:
+        read(tools=[tool("f", CITY), tool("g", {"$defs": definitions})], tool_choice="required")
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+@pytest.mark.parametrize("name", ["max_tokens", "n", "top_k", "seed", "min_tokens", "max_completion_tokens"])
+def test_a_huge_number_is_out_of_range(name: str, number: int) -> None:
+    """And no crash: it is too large for a float."""
+    with pytest.raises(ApiError) as refused:
+        read(**{name: number})
+    assert (refused.value.status, refused.value.param) == (400, name)
