@@ -77,7 +77,17 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs" / f"{n}.md" 
 PAGES.append(ROOT / "docs" / "spec.md")
 PAGES += [
     ROOT / "docs" / f"{name}.md"
-    for name in ("api", "security", "ray-dashboard", "on-inf2", "engines", "from-vllm-and-lmi", "bench", "metrics", "runbooks")
+    for name in (
+        "api",
+        "security",
+        "ray-dashboard",
+        "on-inf2",
+        "engines",
+        "from-vllm-and-lmi",
+        "bench",
+        "metrics",
+        "runbooks",
+    )
 ]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -271,31 +272,26 @@ async def run_aiohttp() -> None:
 
 
 def run_granian() -> None:
-    from granian import Granian
-    from granian.constants import Interfaces
-
+    granian: Any = importlib.import_module("granian")  # no dependency of this project, as hypercorn is none
     port = free_port()
     say_when_open(port)
-    Granian(
+    granian.Granian(
         "benchmarks.gateway_parts.served_by:raw",
         address="127.0.0.1",
         port=port,
-        interface=Interfaces.ASGI,
+        interface=granian.constants.Interfaces.ASGI,
         workers=1,
         log_enabled=False,
     ).serve()
 
 
 def run_hypercorn() -> None:
-    import hypercorn.asyncio
-    import hypercorn.config
-
-    config = hypercorn.config.Config()
+    config = importlib.import_module("hypercorn.config").Config()
     port = free_port()
     config.bind = [f"127.0.0.1:{port}"]
     config.errorlog = None
     say_when_open(port)
-    asyncio.run(hypercorn.asyncio.serve(raw, config))
+    asyncio.run(importlib.import_module("hypercorn.asyncio").serve(raw, config))
 
 
 def main() -> None:

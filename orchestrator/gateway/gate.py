@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class Gate:
         if (
             known is not None
             and known.ring is self._ring
-            and known.given == headers.get(b"authorization")
+            and hmac.compare_digest(known.given, headers.get(b"authorization", b""))
             and not known.key.expired(now)
         ):
             exchange.key = known.key

@@ -308,13 +308,15 @@ class HttpConnection(asyncio.Protocol):
         if self._broken:
             return
         heard = self._heard
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as error:
-            self._pass_over_upgrade(data[error.args[0] :])
-            return
-        except httptools.HttpParserError as error:
-            self._refuse(errors.not_http(str(error)))
+        while data:
+            try:
+                self._parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as error:
+                data = self._without_offer(data[error.args[0] :])
+            except httptools.HttpParserError as error:
+                self._refuse(errors.not_http(str(error)))
+                break
         if self._broken:
             return
         if self._heard == heard:  # no more than a piece of a head, or of trailers
@@ -420,7 +422,7 @@ class HttpConnection(asyncio.Protocol):
         self._in_head = True
         self._heard += 1
         parser = self._parser
-        if self._broken or parser.should_upgrade():  # then the body is yet to be read, see _pass_over_upgrade
+        if self._broken or parser.should_upgrade():  # then the body is yet to be read, see _without_offer
             return
         path, _, query = self._url.partition(b"?")
         if not path.startswith(b"/") and path != b"*":
@@ -547,19 +549,21 @@ class HttpConnection(asyncio.Protocol):
         except Exception:  # noqa: BLE001 - logged there
             self._failed(exchange)
 
-    def _pass_over_upgrade(self, rest: bytes) -> None:
+    def _without_offer(self, rest: bytes) -> bytes:
         """A client that offers another protocol, as Java's does with every request, is answered in this one. The parser
-        has left out the body; it reads the request again without the offer."""
+        has left out the body; it is to read the request, which this gives, again without the offer."""
         method = self._parser.get_method()
         if method == b"CONNECT":
             self._refuse(errors.method_not_allowed("CONNECT", "a proxy's target", "nothing"))
-            return
+            return b""
         offer = (b"connection", b"upgrade", b"http2-settings")
-        fields = [b"%b: %b\r\n" % (name, value) for name, value in self._headers.items() if name not in offer]
+        closes = b"close" in self._headers.get(b"connection", b"").lower().replace(b" ", b"").split(b",")
+        fields = [b"connection: close\r\n"] if closes else []
+        fields += [b"%b: %b\r\n" % (name, value) for name, value in self._headers.items() if name not in offer]
         version = self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(fields))
         self._parser = httptools.HttpRequestParser(self)
-        self.data_received(head + rest)
+        return head + rest
 
     def _failed(self, exchange: Exchange) -> None:
         log.exception("%s %s failed, request %s", exchange.request.method, exchange.request.path, exchange.id)
