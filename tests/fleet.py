@@ -48,9 +48,16 @@ class LiveFleet:
     """One `up`. ``stop`` it, or leave it to the fixture."""
 
     def __init__(
-        self, spec: str | Path, *, home: Path | None = None, arguments: tuple[str, ...] = (), secure: bool = False
+        self,
+        spec: str | Path,
+        *,
+        home: Path | None = None,
+        arguments: tuple[str, ...] = (),
+        secure: bool = False,
+        spare: bool = False,
     ) -> None:
-        """``secure``: Ray demands its token, as it does for a user."""
+        """``secure``: Ray demands its token, as it does for a user. ``spare``: with the gateway that stands by, which
+        other tests go without, since it takes a second of CPU time to start."""
         self.home = home or Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         if isinstance(spec, Path):
             self.spec = spec
@@ -61,7 +68,12 @@ class LiveFleet:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = self.home / "up.log"
-        self.env = {**os.environ, "COREWRIGHT_HOME": str(self.home), "NO_COLOR": "1", "COREWRIGHT_GATEWAY_SPARE": "0"}
+        self.env = {
+            **os.environ,
+            "COREWRIGHT_HOME": str(self.home),
+            "NO_COLOR": "1",
+            "COREWRIGHT_GATEWAY_SPARE": str(int(spare)),
+        }
         self.env.pop("RAY_AUTH_MODE", None)
         if not secure:
             self.env["RAY_AUTH_MODE"] = "disabled"

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -146,26 +147,18 @@ def fleet_of() -> Iterator[list[LiveFleet]]:
         fleet.clean()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: list[LiveFleet]) -> None:
-    """Those of the other go on, new ones are taken all the while, and within two seconds there are two again."""
-    fleet = LiveFleet(SPEC, arguments=("--no-dashboard", "--gateways", "2"))
-    fleet_of.append(fleet)
-    fleet.wait_ready()
-    until(lambda: len(gateway_pids(fleet)) == 2, 30, "two gateways listen")
-    with Steady(fleet.port, clients=8, may_lose=True, deadline_s=30) as steady:
-        steady.wait_answered(100)
-        for _ in range(2):
-            killed = gateway_pids(fleet)[0]
-            began = time.monotonic()
-            os.kill(killed, signal.SIGKILL)
-            until(lambda killed=killed: len([p for p in gateway_pids(fleet) if p != killed]) == 2, 20, "two again")  # type: ignore[misc]
-            took = time.monotonic() - began
-            assert took < BACK_S, took
-            steady.wait_answered(100)
-    assert steady.wrong == []
-    assert steady.counts["lost"] <= 20
+def listeners(port: int) -> int:
+    """How many sockets listen there, as the kernel has it: asked quickly, under load too."""
+    wanted = f":{port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(line[1].endswith(wanted) and line[3] == "0A" for line in lines)
+
+
+def all_stand_by(fleet: LiveFleet, gateways: int) -> bool:
+    """Whether so many listen, and one more has started and does nothing."""
+    listening = gateway_pids(fleet)
+    spare = [pid for pid in fleet.named_pids("ServeReplica:") if pid not in listening]
+    return len(listening) == gateways and len(spare) == 1 and psutil.Process(spare[0]).cpu_percent(0.5) < 10
 
 
 def answers(port: int) -> bool:
@@ -176,19 +169,44 @@ def answers(port: int) -> bool:
         return False
 
 
+def kill(fleet: LiveFleet) -> float:
+    """One of the gateways, as the kernel kills it; gives when (monotonic)."""
+    killed = gateway_pids(fleet)[0]
+    began = time.monotonic()
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(killed) or psutil.Process(killed).status() == "zombie", 5, "it is dead")
+    return began
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: list[LiveFleet]) -> None:
+    """Those of the other go on, new ones are taken all the while, and within two seconds there are two again."""
+    fleet = LiveFleet(SPEC, arguments=("--no-dashboard", "--gateways", "2"), spare=True)
+    fleet_of.append(fleet)
+    fleet.wait_ready()
+    for _ in range(2):
+        until(lambda: all_stand_by(fleet, 2), 60, "two gateways listen, and one stands by")
+        with Steady(fleet.port, clients=8, may_lose=True, deadline_s=30) as steady:
+            steady.wait_answered(100)
+            began = kill(fleet)
+            until(lambda: listeners(fleet.port) == 2, 20, "two listen again")
+            took = time.monotonic() - began
+            steady.wait_answered(100)
+        assert took < BACK_S
+        assert steady.wrong == []
+        assert steady.counts["lost"] <= 8  # at most one for each client: it was on the gateway that died
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_only_gateway_is_back_within_two_seconds(fleet_of: list[LiveFleet]) -> None:
     """From the kill to the next whole answer."""
-    fleet = LiveFleet(SPEC)
+    fleet = LiveFleet(SPEC, spare=True)
     fleet_of.append(fleet)
     fleet.wait_ready()
     for _ in range(3):
-        killed = gateway_pids(fleet)[0]
-        began = time.monotonic()
-        os.kill(killed, signal.SIGKILL)
-
-        until(lambda killed=killed: killed not in gateway_pids(fleet), 5, "it is dead")  # type: ignore[misc]
+        until(lambda: all_stand_by(fleet, 1), 60, "one gateway listens, and one stands by")
+        began = kill(fleet)
         until(lambda: answers(fleet.port), 30, "it answers again")
-        took = time.monotonic() - began
-        assert took < BACK_S, took
+        assert time.monotonic() - began < BACK_S
