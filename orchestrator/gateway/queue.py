@@ -168,10 +168,11 @@ class ModelQueue:
 
     async def stop(self) -> None:
         """Let go of the replicas: the gateway ends."""
-        tasks = list(self._keeping.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        pending = set(self._keeping.values())
+        while pending:  # more than once: up to Python 3.11 wait_for may swallow a cancellation
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.1)
         for link in list(self._links.values()):
             link.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -9,9 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec.structs
 import psutil
 import pytest
 
+from orchestrator.gateway.queue import ModelQueue
+from orchestrator.routes import Route
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Closed, Steady, ask, completion
@@ -120,6 +124,20 @@ def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -
     finally:
         first.close()
         second.close()
+
+
+@pytest.mark.parametrize("ticks", range(12))
+async def test_a_queue_ends_whatever_its_links_do_just_then(ticks: int, tmp_path: Path) -> None:
+    """A gateway that stops while it tries to reach a replica that is gone does not go on trying."""
+    path = tmp_path / "nobody"
+    models = routes("m")
+    there = msgspec.structs.replace(models, replicas=[Route("m/0", 1, str(path))])
+    queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue.update(there)
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+
+    await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(queue.stop())), 5)
 
 
 # A real fleet

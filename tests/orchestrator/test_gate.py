@@ -1,0 +1,113 @@
+"""Who may enter the gateway, without the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.gate import Gate, host_name
+from orchestrator.gateway.http import Exchange, HttpConnection, HttpServer, Request
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.keys import KeyFile
+
+
+def gate(home: Path, host: str = "127.0.0.1", *, insecure: bool = False, origins: tuple[str, ...] = ()) -> Gate:
+    settings = GatewaySettings(host=host, port=1, home=str(home), insecure=insecure, cors_origins=origins)
+    return Gate(settings, KeyFile(home / "keys.json"))
+
+
+def exchange(method: str = "POST", **headers: str) -> Exchange:
+    """A request with these headers, on a connection of its own."""
+    server = HttpServer(GatewaySettings(host="", port=1, home=""), lambda exchange: None)
+    fields = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    return Exchange(Request(method, "/v1/models", "", fields, b"", "1.1", True, 0.0), HttpConnection(server), "id")
+
+
+@pytest.mark.parametrize(
+    ("host", "insecure", "has_key", "demands"),
+    [
+        ("127.0.0.1", False, False, False),
+        ("127.0.0.1", False, True, True),
+        ("0.0.0.0", False, False, True),  # such as when the file of keys was removed under a running fleet
+        ("0.0.0.0", False, True, True),
+        ("0.0.0.0", True, False, False),
+        ("127.0.0.1", True, True, False),
+    ],
+)
+def test_a_key_is_demanded_of_the_network_always_and_on_loopback_once_there_is_one(
+    tmp_path: Path, host: str, insecure: bool, has_key: bool, demands: bool
+) -> None:
+    """Only --insecure lets somebody of the network in without a key."""
+    if has_key:
+        KeyFile(tmp_path / "keys.json").create("alice")
+
+    made = gate(tmp_path, host, insecure=insecure)
+
+    assert made.demands_keys is demands
+    if demands:
+        with pytest.raises(ApiError) as refused:
+            made.admit(exchange())
+        assert refused.value.status == 401
+        assert made.early({}) is not None
+    else:
+        made.admit(exchange())
+        assert made.early({}) is None
+
+
+def test_either_header_shows_the_key(tmp_path: Path) -> None:
+    """As OpenAI's clients send it, and as Anthropic's and Azure's do."""
+    _, text = KeyFile(tmp_path / "keys.json").create("alice")
+    made = gate(tmp_path)
+
+    for shown in (exchange(authorization=f"Bearer {text}"), exchange(x_api_key=text)):
+        made.admit(shown)
+        assert shown.key is not None
+        assert shown.key.name == "alice"
+    assert made.in_use(60) == 1
+
+
+def test_two_keys_in_one_request_are_none(tmp_path: Path) -> None:
+    """A header that came twice is joined, so that no proxy and server can disagree on which of them counts."""
+    file = KeyFile(tmp_path / "keys.json")
+    first, second = file.create("a")[1], file.create("b")[1]
+
+    with pytest.raises(ApiError):
+        gate(tmp_path).admit(exchange(authorization=f"Bearer {first}, Bearer {second}"))
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "method", "passes"),
+    [
+        ("http://localhost:8080", "localhost:8080", "POST", True),
+        ("http://evil.example", "localhost:8080", "POST", False),
+        ("http://evil.example:8080", "evil.example:8080", "POST", False),  # a name that was bound anew to loopback
+        ("http://evil.example", "localhost:8080", "GET", True),  # but its script may not read the answer
+        ("https://chat.example", "localhost:8080", "POST", True),
+        ("null", "localhost:8080", "POST", False),
+    ],
+)
+def test_a_script_of_another_origin_asks_nothing(
+    tmp_path: Path, origin: str, host: str, method: str, passes: bool
+) -> None:
+    """Unless the settings name its origin; only then it is told that it may read."""
+    made, asked = gate(tmp_path, origins=("https://chat.example",)), exchange(method, origin=origin, host=host)
+
+    if passes:
+        made.admit_origin(asked)
+    else:
+        with pytest.raises(ApiError) as refused:
+            made.admit_origin(asked)
+        assert (refused.value.status, refused.value.code) == (403, "origin_not_allowed")
+    allowed = dict(asked._extra).get(b"access-control-allow-origin")
+    assert allowed == (origin.encode() if origin == "https://chat.example" else None)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("localhost", "localhost"), ("localhost:80", "localhost"), ("[::1]:8080", "::1"), ("[::1]", "::1"), ("", "")],
+)
+def test_a_host_is_read_without_its_port(host: str, name: str) -> None:
+    """IPv6 addresses among them."""
+    assert host_name(host) == name
