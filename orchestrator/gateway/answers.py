@@ -108,19 +108,21 @@ class Answer:
         """Server-sent events for what came since the last call, after ``opening``; nothing for tokens that gave no text
         yet."""
         lines: list[bytes] = []
+        before, behind = choice.plain
+        parser, with_ids, tokens = choice.parser, self._with_ids, 0
         for event in events:
-            choice.tokens += len(event.token_ids)
-            if choice.parser is not None:
-                lines += self._parsed(choice, choice.parser, event)
+            tokens += len(event.token_ids)
+            if parser is not None:
+                lines += self._parsed(choice, parser, event)
                 continue
-            if event.text and not event.logprobs and not self._with_ids:
-                before, behind = choice.plain
+            if event.text and not with_ids and not event.logprobs:
                 lines += (before, _encode(event.text), behind)
             elif event.text or event.logprobs or (self._with_ids and event.token_ids):
                 delta = {"content": event.text} if self._chat else event.text
                 lines.append(self._chunk(choice, delta, None, event))
             if event.finish is not None:
                 lines.append(self._chunk(choice, {} if self._chat else "", _finish(event), None))
+        choice.tokens += tokens
         return b"".join(lines)
 
     def _parsed(self, choice: Choice, parser: ToolParser, event: TokenEvent) -> Iterable[bytes]:

@@ -170,29 +170,37 @@ class ReplicaLink(asyncio.Protocol):
             ticket = self._live.get(event.id)
             if ticket is None:
                 continue
+            finish = event.finish
+            if finish is None:
+                ticket.deliver(event)
+                if not ticket.touched:
+                    self._touch(ticket)
+                continue
             self._unstarted.discard(event.id)
-            if event.finish is FinishReason.BUSY:
-                del self._live[event.id]
+            del self._live[event.id]
+            if finish is FinishReason.BUSY:
                 self._full = True
                 busy.append(ticket)
                 continue
-            if event.finish is FinishReason.REFUSED:
-                del self._live[event.id]
+            if finish is FinishReason.REFUSED:
                 self._drains = True
                 self._on_lost(self, [ticket])
                 continue
-            if event.finish is not FinishReason.CANCELLED:
+            if finish is not FinishReason.CANCELLED:
                 ticket.deliver(event)
                 if not ticket.touched:
-                    ticket.touched = True
-                    self._touched.append(ticket)
-            if event.finish is not None:
-                del self._live[event.id]
-                self._full = False  # the slot that it had
-                self._on_change(time.monotonic() - ticket.sent_at)
+                    self._touch(ticket)
+            self._full = False  # the slot that it had
+            self._on_change(time.monotonic() - ticket.sent_at)
         for ticket in reversed(busy):  # each goes before all others: so they keep their order
             self._on_busy(ticket)
         self._hang_up_when_idle()
+
+    def _touch(self, ticket: Ticket) -> None:
+        """It has news in this read."""
+        ticket.touched = True
+        self._touched.append(ticket)
+        self._unstarted.discard(ticket.id)
 
     def _tell(self) -> None:
         """Tell the sinks, once for all steps that came in one read."""
