@@ -216,6 +216,7 @@ def tear_down() -> None:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
         logger.propagate = True
+        logger.setLevel(logging.NOTSET)
     logging.captureWarnings(False)
     sys.excepthook = sys.__excepthook__
     threading.excepthook = threading.__excepthook__
