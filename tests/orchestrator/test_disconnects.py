@@ -28,6 +28,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # the route, the body, an
     "completion n=3": (COMPLETIONS, {"prompt": "hello", "n": 3}, 3),
     "three prompts": (COMPLETIONS, {"prompt": ["a", "b", "c"]}, 3),
 }
+SLOW = ("chat n=3", "completion n=3", "three prompts")
+EACH = [pytest.param(form, marks=pytest.mark.slow) if form in SLOW else form for form in FORMS]
 BESIDE = 40  # tokens of the answer that is not to be disturbed
 
 
@@ -165,7 +167,7 @@ def go_away(
 @pytest.mark.parametrize("leave", [fin, pytest.param(rst, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", EACH)
 def test_a_client_that_goes_away_frees_its_slots_within_two_steps(
     plain: LiveGateway, served: Served, form: str, stream: bool, phase: str, leave: Callable[[Wire], None]
 ) -> None:
