@@ -24,9 +24,11 @@ processes are not counted.
   more of them have come since it looked, so ``paced`` is the same with a step of 20 ms: then no stack can write two
   tokens at once.
 - ``unary``: 32 connections, answers of one token that are no streams, as fast as they come.
-- ``added_p99``: requests of one token come as a Poisson process at half of the rate that ours reached with ``unary``;
-  latency counts from the time at which a request was due. The 99th percentile less that of the same requests put to the
-  replica's HTTP face directly. Serve is not running meanwhile.
+- ``added_p99``: requests of one token come as a Poisson process, and latency counts from the time at which a request
+  was due. Saturation is the highest rate at which all of it, load generator and replica on the same cores, still keeps
+  up: from the rate that ours reached with ``unary`` downwards, until half of the answers take less than KEEPS_UP_MS.
+  Half of that is measured at, and CALM_RATE, at which processes need not wait for a core. The 99th percentile less that
+  of the same requests put to the replica's HTTP face directly. Serve is not running meanwhile.
 - ``streams``: a fresh gateway; 2,000 streams are asked for at once of a replica with 2,048 slots and steps of 1.5 s,
   and wait for their second token. Memory is the growth of the gateway's resident set since before the first connection,
   over 2,000. ``first_byte_2000th_over_1st``: the time to the first byte of a stream of another, fast model while these
@@ -65,6 +67,9 @@ IDLE_MAX_LEN = 2**17  # so long that the prompts of all streams fit into one pre
 PROBES = 100
 PRIMER_S = 0.2
 LATENCY_CONNECTIONS = 64
+KEEPS_UP_MS = 5.0
+LEAST_RATE = 200.0
+CALM_RATE = 500.0
 TARGETS = {
     "streamed_over_serve": Target(20),
     "streamed_over_bare": Target(0.5),
@@ -153,8 +158,19 @@ def compare(bench: Bench, what: str, stacks: list[Stack], each: str, **job: Any)
     return rates
 
 
-def latency(bench: Bench, stacks: list[Stack], rate: float) -> None:
-    """One round; ``stacks`` are ours, bare, and the replica itself as *direct*."""
+def saturation(bench: Bench, ours: Stack, closed: float) -> float:
+    """Requests/s that come whether or not the ones before are answered; ``closed`` is the rate of clients that wait."""
+    rate = closed
+    while rate > LEAST_RATE:
+        job = {"rate": rate, "seconds": 1.5, "connections": LATENCY_CONNECTIONS}
+        if bench.ask(ours, "paced", **job)["p50_ms"] < KEEPS_UP_MS:
+            break
+        rate *= 0.85
+    return rate
+
+
+def latency(bench: Bench, stacks: list[Stack], rate: float, name: str = "") -> None:
+    """One round; ``stacks`` are ours, bare, and the replica itself as *direct*. ``name`` ends the metrics' names."""
     found = {}
     for stack in stacks:
         job = {"rate": rate, "seconds": SECONDS, "connections": LATENCY_CONNECTIONS}
@@ -162,9 +178,9 @@ def latency(bench: Bench, stacks: list[Stack], rate: float) -> None:
         p50, p99 = answer["p50_ms"], answer["p99_ms"]
         print(f"latency   {stack.name:<6} at {rate:,.0f}/s: p50 {p50:.3f} ms, p99 {p99:.3f} ms", flush=True)
     direct = found["direct"]
-    bench.ratios["added_p99_ms"].append(found["ours"]["p99_ms"] - direct["p99_ms"])
-    bench.ratios["added_p99_ms_of_bare"].append(found["bare"]["p99_ms"] - direct["p99_ms"])
-    bench.ratios["added_p50_ms"].append(found["ours"]["p50_ms"] - direct["p50_ms"])
+    bench.ratios[f"added_p99_ms{name}"].append(found["ours"]["p99_ms"] - direct["p99_ms"])
+    bench.ratios[f"added_p99_ms_of_bare{name}"].append(found["bare"]["p99_ms"] - direct["p99_ms"])
+    bench.ratios[f"added_p50_ms{name}"].append(found["ours"]["p50_ms"] - direct["p50_ms"])
 
 
 def many_streams(bench: Bench) -> None:
@@ -240,8 +256,11 @@ def run(parts: set[str]) -> dict[str, float]:
                 reached.append(compare(bench, "unary", stacks, "answers", **unary)["ours"])
         closing.close()
         if "latency" in parts:
+            most = saturation(bench, ours, statistics.median(reached))
+            print(f"latency   saturated at {most:,.0f}/s", flush=True)
             for _ in range(ROUNDS):
-                latency(bench, [direct, ours, bare], statistics.median(reached) / 2)
+                latency(bench, [direct, ours, bare], most / 2)
+                latency(bench, [direct, ours, bare], CALM_RATE, "_calm")
         if "streams" in parts:
             many_streams(bench)
         return {name: statistics.median(each) for name, each in bench.ratios.items()}
