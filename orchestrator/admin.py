@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import inspect
 import logging
@@ -422,7 +423,7 @@ async def _answered(
         key: ApiKey | None = request.scope[_CALLER]
         asked = Asked(fleet, ask_down, what, _by(request, key))
         if not route.changes:
-            await _check_sources(asked, key)
+            asked = await _checked(asked, key)
             return _json(await _called(route, asked), route.status)
         who = "fleet token" if key is None else f"key {key.id} {key.name}"
         action = f"{route.method} {route.path}"
@@ -431,7 +432,7 @@ async def _answered(
         return _of_error(route, error)
     revision = None
     try:
-        await _check_sources(asked, key)
+        asked = await _checked(asked, key)
         result = await _called(route, asked)
         if isinstance(result, dict) and isinstance(result.get("revision"), int):
             revision = result["revision"]
@@ -457,16 +458,20 @@ async def _end(audit: Audit, written: AuditLine, status: str, revision: int | No
         log.error("%s", failed)
 
 
-async def _check_sources(asked: Asked, key: ApiKey | None) -> None:
-    """Who comes with a key need not have a shell here: what a spec may read is narrower. Raises Refused."""
+async def _checked(asked: Asked, key: ApiKey | None) -> Asked:
+    """Who comes with a key need not have a shell here: what a spec may read is narrower. Raises Refused.
+
+    What is undone without a number gets the one that was looked at: a moment later it could be another."""
     what = asked.what
     if key is None:
-        return
-    if isinstance(what, RevisionToUndoTo) and what.to is not None:
+        return asked
+    if isinstance(what, RevisionToUndoTo):
         revision = asked.fleet.revision(what.to)
+        asked = dataclasses.replace(asked, what=RevisionToUndoTo(to=revision["revision"]))
         what = SpecText(text=revision["text"], file=revision["file"], base_dir=revision["base_dir"])
     if isinstance(what, SpecText):
         await asyncio.to_thread(_refuse_barred, what, asked.fleet.settings)
+    return asked
 
 
 def _refuse_barred(what: SpecText, settings: FleetSettings) -> None:

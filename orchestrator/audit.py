@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.failure import Failed
+from orchestrator.logs import redacted
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,9 @@ def _harmless(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in SPEC_FIELDS and isinstance(value, str):
             told["spec"] = f"sha256:{hashlib.sha256(value.encode('utf-8', 'surrogatepass')).hexdigest()}"
         elif isinstance(value, str):
-            told[name] = value.encode("utf-8", "replace").decode()[:LONGEST_TEXT]
+            told[name] = redacted(value.encode("utf-8", "replace").decode()[:LONGEST_TEXT])
+        elif isinstance(value, list | tuple):
+            told[name] = [redacted(item) if isinstance(item, str) else item for item in value]
         elif value is not None:
             told[name] = value
     return told

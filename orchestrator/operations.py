@@ -63,8 +63,9 @@ class Operations(Protocol):
         """Newest first: {revision, at, by, cause, of, state, changes}."""
         ...
 
-    def revision(self, number: int) -> dict[str, Any]:
-        """One of them with its ``text``, ``file``, ``base_dir`` and ``plan``."""
+    def revision(self, number: int | None) -> dict[str, Any]:
+        """One of them with its ``text``, ``file``, ``base_dir`` and ``plan``; None: the one that ``undo`` applies when
+        none is named."""
         ...
 
     async def pause(self, by: str) -> dict[str, Any]: ...

@@ -354,8 +354,8 @@ class Operator:
         known = self._state.journal.state()
         return [self._told(known.revisions[number]) for number in sorted(known.revisions, reverse=True)]
 
-    def revision(self, number: int) -> dict[str, Any]:
-        found = self._revision(number)
+    def revision(self, number: int | None) -> dict[str, Any]:
+        found = self._revision(self._undone() if number is None else number)
         extra = {"text": found.text, "file": found.file, "base_dir": found.base_dir, "plan": found.plan}
         return {**self._told(found), **extra}
 

@@ -19,13 +19,18 @@ def server_context(cert: str, key: str, client_ca: str | None = None) -> ssl.SSL
     ``cert`` is PEM: the server's own certificate first, then those between it and its authority. Raises Failed
     `tls-unusable` with the file and what is wrong with it.
     """
+    return _loaded(cert, key, client_ca)[0]
+
+
+def _loaded(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext, float]:
+    """The context, and when its certificate ends, in seconds since the epoch."""
     pem = _read(cert, "--tls-cert")
     _read(key, "--tls-key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
-    _check_dates(cert, pem)
+    ends = _expiry(cert, pem)
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except ssl.SSLError as error:
@@ -41,7 +46,7 @@ def server_context(cert: str, key: str, client_ca: str | None = None) -> ssl.SSL
         raise Failed("tls-unusable", f"{cert} or {key} cannot be read: {error.strerror}", "") from None
     if client_ca is not None:
         _demand_clients(context, client_ca)
-    return context
+    return context, ends
 
 
 def _demand_clients(context: ssl.SSLContext, client_ca: str) -> None:
@@ -72,8 +77,9 @@ def _no_password() -> str:
     raise _Encrypted  # else OpenSSL would ask on the terminal
 
 
-def _check_dates(path: str, pem: bytes) -> None:
-    """A certificate that has expired would make every client refuse: that is told here, not by them."""
+def _expiry(path: str, pem: bytes) -> float:
+    """When the certificate ends, in seconds since the epoch. One that has expired would make every client refuse: that
+    is told here, not by them."""
     from cryptography import x509
 
     try:
@@ -85,23 +91,18 @@ def _check_dates(path: str, pem: bytes) -> None:
     if now >= own.not_valid_after_utc:
         what = f"{path} has expired on {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
         raise Failed("tls-unusable", what, "renew it")
-
-
-def expires(cert: str) -> float:
-    """When the first certificate of the file ends, in seconds since the epoch."""
-    from cryptography import x509
-
-    return x509.load_pem_x509_certificate(Path(cert).read_bytes()).not_valid_after_utc.timestamp()
+    return own.not_valid_after_utc.timestamp()
 
 
 class CertificateFiles:
-    """The listener's certificates: ``context`` is what new connections are served with."""
+    """The listener's certificates: ``context`` is what new connections are served with, until ``expires`` (seconds
+    since the epoch)."""
 
     def __init__(self, cert: str, key: str, client_ca: str | None = None) -> None:
         """Raises Failed as ``server_context``."""
         self._files = (cert, key, client_ca)
         self._seen = self._stat()
-        self.context = server_context(cert, key, client_ca)
+        self.context, self.expires = _loaded(cert, key, client_ca)
 
     def renewed(self) -> ssl.SSLContext | None:
         """The context of the files as they are by now, when they have changed since the last question and are good;
@@ -114,14 +115,14 @@ class CertificateFiles:
             return None
         self._seen = seen
         try:
-            context = server_context(*self._files)
+            context, expires = _loaded(*self._files)
         except Failed as failed:
             log.error("%s; the certificate that was read before stays in use", failed)
             return None
         if self._stat() != seen:  # written in the midst of the reading: the next question reads them again
             self._seen = ()
             return None
-        self.context = context
+        self.context, self.expires = context, expires
         log.info("the certificate %s is in use now", self._files[0])
         return context
 

@@ -147,7 +147,11 @@ async def _models(client: Client) -> dict[str, int | None]:
     answer = await client.ask("GET", "/v1/models", None, ASK_S)
     if answer.error:
         what = f"{client.origin.url} does not answer: {answer.what or answer.error}"
-        raise Failed("bench-unreachable", what, "is it running? see --url")
+        raise Failed(
+            "bench-unreachable",
+            what,
+            "is it running? see --url; SSL_CERT_FILE names the authority of a certificate of your own",
+        )
     if answer.status in (401, 403):
         what = f"{client.origin.url}: {answer.status}: {said(answer.body)}"
         raise Failed("bench-refused", what, _KEY_HINT)

@@ -33,7 +33,7 @@ from orchestrator.gateway.tokenizers import TokenizerShelf
 from orchestrator.gateway.toolcalls import ToolParser
 from orchestrator.gateway.tracing import TraceHandle, Tracing
 from orchestrator.home import Home
-from orchestrator.keys import KeyFile
+from orchestrator.keys import ApiKey, KeyFile
 from orchestrator.logs import Access, access_log
 from orchestrator.routes import RouteTable
 from orchestrator.version import corewright_version
@@ -307,7 +307,7 @@ class Gateway:
         heard_at = self._controllers_at
         vitals = Vitals(
             connections=len(self.server.connections),
-            keys=self.gate.keys.usable(time.time(), "inference"),
+            keys=sum(not key.expired(time.time()) for key in self.gate.keys.keys),
             keys_in_use=self.gate.in_use(KEY_IN_USE_S),
             certificate_expires=self.certificate_expires,
             controller_age_s=None if heard_at is None else time.monotonic() - heard_at,
@@ -319,13 +319,14 @@ class Gateway:
 
     def models(self, exchange: Exchange) -> None:
         allow_scope(exchange.key, "inference")
-        key = exchange.key
-        shown = [
-            self._card(name, queue)
-            for name, queue in self._names.items()
-            if key is None or not key.models or set(key.models) & set(queue.names)
-        ]
+        shown = [self._card(name, self._names[name]) for name in self._names_for(exchange.key)]
         exchange.respond(200, _encode({"object": "list", "data": shown}))
+
+    def _names_for(self, key: ApiKey | None) -> list[str]:
+        """The models that it may ask, by all their names."""
+        if key is None or not key.models:
+            return list(self._names)
+        return [name for name, queue in self._names.items() if set(key.models) & set(queue.names)]
 
     def model(self, exchange: Exchange) -> None:
         name = _unquoted(exchange.request.path[len(MODELS) :])
@@ -375,7 +376,7 @@ class Gateway:
         queue = self._names.get(model)
         allow_model(exchange.key, (model,) if queue is None else queue.names, model)
         if queue is None:
-            raise errors.model_not_found(model, [] if exchange.key is not None else list(self.queues))
+            raise errors.model_not_found(model, self._names_for(exchange.key))
         if self._table.stopping:
             raise errors.model_unavailable(model, "stopping", None)
         return queue

@@ -136,12 +136,15 @@ def host_name(host: str) -> str:
     return (name if colon and port.isdecimal() else host).strip("[]")
 
 
+EXPOSED = b"x-request-id, x-corewright-replica, x-corewright-overhead-ms, retry-after"
+
+
 def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
     return (
         (b"access-control-allow-origin", origin.encode("latin-1")),
         (
             b"access-control-expose-headers",
-            b"x-request-id, x-corewright-replica, retry-after",
+            EXPOSED,
         ),
         (b"vary", b"origin"),
     )

@@ -8,7 +8,6 @@ the series of the one that died, from zero, which Prometheus takes for the reset
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import os
@@ -103,8 +102,11 @@ async def _ask(path: Path) -> list[MetricFamily] | None:
 def _locked(path: Path) -> int | None:
     """The descriptor of a lock that ends with this process; None when another holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(BlockingIOError):
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    os.close(descriptor)
-    return None
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor

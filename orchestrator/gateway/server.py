@@ -17,7 +17,7 @@ import uvloop
 from orchestrator.gateway.app import Controller, Gateway
 from orchestrator.gateway.http import HttpConnection
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.tls import CertificateFiles, expires
+from orchestrator.tls import CertificateFiles
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ class GatewayServer:
 
     async def _accept(self, context: ssl.SSLContext | None) -> asyncio.AbstractServer:
         """Accept what comes on the listener. On a copy of it, since the end of a server closes its socket."""
-        if self._settings.tls_cert is not None:
-            self.gateway.certificate_expires = expires(self._settings.tls_cert)
+        if self._certificates is not None:
+            self.gateway.certificate_expires = self._certificates.expires
         return await asyncio.get_running_loop().create_server(
             lambda: HttpConnection(self._http),
             sock=self._listener.dup(),

@@ -385,9 +385,9 @@ class FakeFleet:
     def revisions(self) -> list[dict[str, Any]]:
         return self.history
 
-    def revision(self, number: int) -> dict[str, Any]:
+    def revision(self, number: int | None) -> dict[str, Any]:
         for row in self.history:
-            if row["revision"] == number:
+            if row["revision"] == (2 if number is None else number):
                 return {**row, "text": SPEC, "file": "old.yaml", "base_dir": "/specs", "plan": {}}
         raise Refused("revision-unknown", f"there is no revision {number}", "corewright rollout history", status=404)
 

@@ -127,6 +127,11 @@ class LiveGateway:
         return self._server.gateway.queues[model]
 
     @property
+    def waits(self) -> bool:
+        """Whether it is a spare, which does not listen."""
+        return self._server._server is None
+
+    @property
     def connections(self) -> int:
         """Of clients, that are open."""
         return len(self._server.gateway.server.connections)

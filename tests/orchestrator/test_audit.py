@@ -49,6 +49,15 @@ def test_a_spec_is_told_by_its_digest(audit: Audit) -> None:
     assert "secret" not in audit.path.read_text()
 
 
+def test_a_key_that_is_pasted_for_a_name_is_not_kept(audit: Audit) -> None:
+    """Whatever the argument: the log is kept for long, and read by others."""
+    key = f"cw-0123abcd-{'x' * 43}"
+    audit.asked("fleet token", "POST /load", {"model": key, "names": [f"Bearer {key}"]})
+
+    assert key not in audit.path.read_text()
+    assert "cw-0123abcd-***" in audit.path.read_text()
+
+
 def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ import pytest
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.routes import Route
 from tests.fleet import LiveFleet, until
+from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes
-from tests.orchestrator.hostile import Closed, Steady, ask, completion
+from tests.orchestrator.hostile import Closed, Steady, Wire, ask, completion
 from tests.served import Served
 
 BACK_S = 2.0  # for a gateway that was killed
@@ -124,6 +126,31 @@ def test_a_gateway_that_ends_under_load_refuses_nobody(replicas: list[Served]) -
     finally:
         first.close()
         second.close()
+
+
+def test_a_spare_takes_the_port_at_once_whatever_has_become_of_the_files(
+    replicas: list[Served], tmp_path: Path
+) -> None:
+    """It listens as soon as the other is gone, with the certificate that it has read when that was whole."""
+    authority = Authority(tmp_path)
+    pair = authority.sign("server")
+    tls = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "home": str(tmp_path / "home")}
+    client = ssl.create_default_context(cafile=str(authority.file))
+    first = LiveGateway(**tls)
+    spare = LiveGateway(port=first.port, models=[routes("m", *replicas)], **tls)
+    try:
+        first.serve(routes("m", *replicas))
+        assert spare.waits
+        pair.cert.write_text("half of a certifi")
+
+        first.close()
+        until(lambda: not spare.waits, 2, "the spare listens")
+
+        with Wire(spare.port, tls=client) as wire:
+            wire.send(completion())
+            assert wire.answer().status == 200
+    finally:
+        spare.close()
 
 
 @pytest.mark.parametrize("ticks", range(12))

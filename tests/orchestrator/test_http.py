@@ -722,6 +722,24 @@ def test_who_has_no_key_sends_no_long_body(opened: Open, length: str) -> None:
         assert wire.answer().status == 100
 
 
+def test_a_key_expires_on_open_connections_too(opened: Open) -> None:
+    """The gateway knows who has used a connection before, and asks again for how long."""
+    gateway = opened()
+    keys = keys_of(gateway)
+    keys.create("lasting")
+    until(lambda: demands(gateway), 5, "keys are demanded")
+    _, key = keys.create("short", expires=time.time() + 1.5)
+    until(lambda: ask(gateway.port, completion_with(key)).status == 200, 1, "it is known")
+    with Wire(gateway.port) as wire:
+
+        def status() -> int:
+            wire.send(completion_with(key))
+            return wire.answer().status
+
+        assert status() == 200
+        until(lambda: status() == 401, 5, "it has expired")
+
+
 def test_a_revoked_key_ends_on_open_connections_too(opened: Open) -> None:
     """Within a second, on a connection that it has used before; and the last key revoked opens nothing."""
     gateway = opened()

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from orchestrator.gateway.exposition import page as page_of
+from orchestrator.settings import SETTINGS
 from tests.orchestrator.played_page import played_families
 from tests.orchestrator.promql import Page, Selector, grouped, selectors
 from tests.test_docs import test_a_command_in_a_page_is_one_that_can_be_given as check_commands
@@ -191,6 +192,8 @@ def test_prometheus_is_told_of_the_rules_that_there_are() -> None:
     assert remote["scheme"] == "https"
     assert remote["authorization"].keys() == {"type", "credentials_file"}
     assert "ca_file" in remote["tls_config"]
+    (here,) = jobs["corewright"]["static_configs"][0]["targets"]
+    assert here == f"127.0.0.1:{next(one.default for one in SETTINGS if one.name == 'port')}"
 
 
 def documented() -> dict[str, tuple[str, set[str], str, str]]:

@@ -481,14 +481,15 @@ def test_a_key_may_apply_what_lies_beside_ups_own_spec(admin: LiveAdmin, asking:
     assert asking(key).post("apply", json={**sent, "base_dir": "/"}).status_code == 422
 
 
+@pytest.mark.parametrize("to", [{"to": 2}, {"to": None}, {}])
 def test_a_key_repeats_no_revision_that_it_could_not_apply(
-    admin: LiveAdmin, asking: Callable[[str], httpx.Client], monkeypatch: pytest.MonkeyPatch
+    admin: LiveAdmin, asking: Callable[[str], httpx.Client], monkeypatch: pytest.MonkeyPatch, to: dict[str, Any]
 ) -> None:
-    """An old one may name what only the fleet's user was allowed."""
+    """An old one may name what only the fleet's user was allowed; the one before the current too."""
     _, key = KeyFile(Home(Path(admin.fleet.settings.home)).keys).create("ops", scopes=("admin",))
     old = {**admin.fleet.revision(2), "text": EVIL[0][0]}
     monkeypatch.setattr(admin.fleet, "revision", lambda number: old)
-    assert asking(key).post("rollout/undo", json={"to": 2}).status_code == 422
+    assert asking(key).post("rollout/undo", json=to).status_code == 422
 
 
 def test_what_is_allowed_follows_from_the_setting(admin: LiveAdmin) -> None:

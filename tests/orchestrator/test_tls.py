@@ -165,15 +165,17 @@ def test_files_that_change_while_they_are_read_are_read_again(
     files, fresh = CertificateFiles(str(pair.cert), str(pair.key)), authority.sign("fresh")
     before = files.context
 
-    def interrupted(*paths: str | None) -> ssl.SSLContext:
-        context = server_context(*paths)  # type: ignore[arg-type]
+    loaded = tls._loaded
+
+    def interrupted(cert: str, key: str, client_ca: str | None) -> tuple[ssl.SSLContext, float]:
+        found = loaded(cert, key, client_ca)
         pair.cert.touch()
-        return context
+        return found
 
     shutil.copy(fresh.cert, pair.cert)
     shutil.copy(fresh.key, pair.key)
     with monkeypatch.context() as patched:
-        patched.setattr(tls, "server_context", interrupted)
+        patched.setattr(tls, "_loaded", interrupted)
         assert files.renewed() is None
     assert files.context is before
     assert files.renewed() is files.context is not before

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.served import EPOCH, TOKEN, Served
+from workers import dataplane
 from workers.engines.echo import echo_tokens
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Submit, Welcome, encode
@@ -193,3 +194,29 @@ def test_an_answer_that_is_read_at_its_end_comes_in_two_events(served: Served) -
     assert (ended.finish, len(ended.token_ids)) == (FinishReason.LENGTH, 49)
     assert begun.token_ids + ended.token_ids == echo_tokens(prompt, 50)
     assert (begun.text + ended.text).encode() == bytes(echo_tokens(prompt, 50))
+
+
+@pytest.mark.parametrize("served", [{"slots": 1, "step_ms": 2.0}], indirect=True)
+def test_a_slot_that_was_promised_is_not_taken_by_who_is_faster(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway that has just had the slot asks for it again at once, and must wait: else a busy one starves the
+    others."""
+    monkeypatch.setattr(dataplane, "PROMISE_S", 30.0)
+    busy, waiting = Client(served.path), Client(served.path)
+    assert isinstance(busy.receive(), Welcome)
+    assert isinstance(waiting.receive(), Welcome)
+    busy.send(submit("long", "x", 4000))
+    assert isinstance(busy.receive(), Step)
+    waiting.send(submit("late", "y", 3))
+    assert [event.finish for event in waiting.events(1)["late"]] == [FinishReason.BUSY]
+
+    busy.send(Cancel("long"))
+    assert busy.events(1)["long"][-1].finish is FinishReason.CANCELLED
+    busy.send(submit("greedy", "z", 3))
+    refused = busy.events(1)["greedy"]
+    assert waiting.receive() == Room(1)
+    waiting.send(submit("late", "y", 3))
+
+    assert [event.finish for event in refused] == [FinishReason.BUSY]
+    assert waiting.events(1)["late"][-1].finish is FinishReason.LENGTH
