@@ -19,9 +19,10 @@ from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
 from orchestrator.gateway.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.exchange import Exchange
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import requests_for
-from orchestrator.gateway.http import Exchange, Handler, HttpServer
+from orchestrator.gateway.http import Handler, HttpServer
 from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
 from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.peers import Peers

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.gateway import errors
 from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.http import Exchange
+from orchestrator.gateway.exchange import Exchange
 from orchestrator.keys import ApiKey, KeyFile, KeyRing
 from orchestrator.settings import is_loopback
 

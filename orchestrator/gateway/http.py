@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import http
 import itertools
 import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import httptools
-import msgspec
 
 from orchestrator.gateway import errors
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.exchange import Exchange, Request
 
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
-    from orchestrator.gateway.tracing import TraceHandle
-    from orchestrator.keys import ApiKey
 
 log = logging.getLogger(__name__)
 
-Headers = Sequence[tuple[bytes, bytes]]
-JSON = b"application/json"
 MAX_PIPELINED = 64  # requests that wait for their turn on one connection
 MAX_HEADERS = 100
 LARGE_BYTES = 2**16  # a body above this is not read before it is known who sends it
@@ -39,157 +34,7 @@ MAX_UNREAD_BYTES = 2**30  # of bodies that are not whole, of all connections
 MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before a further piece: only who has stopped reading gets there
 LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
 LONGEST_ID = 128
-_STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
 _NEVER = math.inf
-_encode = msgspec.json.encode
-
-
-class Request:
-    """What a client sent, whole."""
-
-    __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "received_at", "version")
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        query: str,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        version: str,
-        keep_alive: bool,
-        received_at: float,
-    ) -> None:
-        self.method = method
-        self.path = path  # percent signs and all, without the query
-        self.query = query
-        self.headers = headers  # names in lower case; of one that is given twice, the last
-        self.body = body
-        self.version = version  # "1.1" or "1.0"
-        self.keep_alive = keep_alive
-        self.received_at = received_at  # monotonic, of its last byte
-
-
-class Exchange:
-    """One request and its answer: ``respond`` once, or ``begin``, ``write`` and ``end``."""
-
-    __slots__ = (
-        "_chunked",
-        "_connection",
-        "_extra",
-        "began",
-        "code",
-        "ended",
-        "id",
-        "key",
-        "note",
-        "on_gone",
-        "request",
-        "status",
-        "trace",
-    )
-
-    def __init__(self, request: Request, connection: HttpConnection, id: str) -> None:
-        self.request = request
-        self.id = id  # of the request, as the client named it
-        self.key: ApiKey | None = None
-        self.status = 0
-        self.began = False  # the head is written
-        self.ended = False
-        self.on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
-        self.trace: TraceHandle | None = None
-        self.note: Any = None  # what its handler has to tell of it
-        self.code: str | None = None  # of the error that it ended with
-        self._connection = connection
-        self._extra: Headers = ()
-        self._chunked = False
-
-    def respond(self, status: int, body: bytes, *, headers: Headers = (), content_type: bytes = JSON) -> None:
-        """The whole answer. Nothing happens when the client is gone."""
-        if self.ended:
-            return
-        self.status = status
-        request = self.request
-        parts = [_STATUS[status], self._connection.server.date]
-        if body or status not in (204, 304):
-            parts.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)))
-        self._head(parts, headers)
-        if request.method != "HEAD":
-            parts.append(body)
-        self._connection.write(b"".join(parts))
-        self._finish()
-
-    def fail(self, error: ApiError) -> None:
-        """Answer with an error."""
-        headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
-        self.code = error.code or str(error.status)
-        self.respond(error.status, _encode(error.body()), headers=headers)
-
-    def begin(self, status: int, headers: Headers, first: bytes = b"") -> None:
-        """The head of a streamed answer, and its first piece."""
-        if self.ended:
-            return
-        self.began = True
-        self.status = status
-        self._chunked = self.request.version == "1.1"
-        parts = [_STATUS[status], self._connection.server.date]
-        if self._chunked:
-            parts.append(b"transfer-encoding: chunked\r\n")
-        else:
-            self.request.keep_alive = False  # the end of the connection is the end of the answer
-        self._head(parts, headers)
-        if first:
-            parts.append(b"%x\r\n%b\r\n" % (len(first), first) if self._chunked else first)
-        self._connection.write(b"".join(parts))
-
-    def write(self, piece: bytes) -> None:
-        """A further piece of a streamed answer, not empty."""
-        if not self.ended:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
-
-    def end(self, last: bytes = b"") -> None:
-        """The end of a streamed answer."""
-        if self.ended:
-            return
-        if self._chunked:
-            last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
-        if last:
-            self._connection.write(last)
-        self._finish()
-
-    def allow_origin(self, headers: Headers) -> None:
-        """Send these with the answer, whatever it will be."""
-        self._extra = headers
-
-    @property
-    def connection(self) -> HttpConnection:
-        return self._connection
-
-    def count_for(self, key: str) -> int:
-        """Count the connection as one of the key's; gives how many it has."""
-        return self._connection.count_for(key)
-
-    def gone(self) -> None:
-        """The connection is lost; told to whoever works on the answer."""
-        if not self.ended:
-            self.ended = True
-            if self.on_gone is not None:
-                self.on_gone()
-
-    def _head(self, parts: list[bytes], headers: Headers) -> None:
-        parts.append(b"x-request-id: %b\r\n" % self.id.encode())
-        for name, value in (*headers, *self._extra):
-            parts.append(b"%b: %b\r\n" % (name, value))
-        if not self.request.keep_alive:
-            parts.append(b"connection: close\r\n")
-        elif self.request.version == "1.0":
-            parts.append(b"connection: keep-alive\r\n")
-        parts.append(b"\r\n")
-
-    def _finish(self) -> None:
-        self.ended = True
-        self.on_gone = None
-        self._connection.finished(self)
 
 
 Handler = Callable[[Exchange], Awaitable[None] | None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from orchestrator.gateway import errors
 from orchestrator.gateway.answers import Answer, Choice, error_event
 from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.http import Exchange
+from orchestrator.gateway.exchange import Exchange
 from orchestrator.gateway.ticket import Ticket
 from workers.requests import FinishReason, TokenEvent
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.exchange import Exchange, Request
 from orchestrator.gateway.gate import Gate, host_name
-from orchestrator.gateway.http import Exchange, HttpConnection, HttpServer, Request
+from orchestrator.gateway.http import HttpConnection, HttpServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.keys import KeyFile
 
