@@ -6,9 +6,8 @@ guidellm is installed into a virtual environment of its own in a temporary folde
 same order: one request at a time, eight at a time, and 5.3 a second at even distances, so that both tools send at the
 same times. Each result is the larger of the two figures over the smaller.
 
-With eight at a time the TTFT says more of the tools: the next request is sent when one has ended, which is when a step of the
-server begins, and how much of that step it waits for depends on how soon a tool sends it. That is the load, not how it
-is measured.
+With eight at a time the TTFT says as much of the load: the next request is sent when one has ended, which is when a
+step of the server begins, and how much of that step it waits for depends on how soon a tool sends it.
 """
 
 from __future__ import annotations
