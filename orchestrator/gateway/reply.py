@@ -138,9 +138,9 @@ class Reply:
             if ticket.trace is not None:
                 ticket.trace.first_token()
             received_at = self._exchange.request.received_at
-            metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at, new)
-        else:
-            metrics.token(now - ticket.last_at, new)
+            metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at)
+            new -= 1  # what came in the same read came at once
+        metrics.token(now - ticket.last_at, new)
         ticket.counted = ticket.produced
         ticket.last_at = now
 

@@ -514,7 +514,7 @@ def test_a_model_answers_to_its_aliases(gateway: LiveGateway, replica: Make) -> 
 
 def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: LiveGateway, replica: Make) -> None:
     """vLLM's names, with what was really asked and answered; a refusal counts as one."""
-    fresh_gateway.serve(routes("m", replica(step_ms=5)))
+    fresh_gateway.serve(routes("m", replica()))
     for stream in (False, True):
         complete(fresh_gateway, max_tokens=7, stream=stream)
     complete(fresh_gateway, temperature=9)
