@@ -621,6 +621,7 @@ def rollout_in(state: str, **more: Any) -> dict[str, Any]:
     return {**ROLLOUT, "state": state, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "code"), [("complete", 0), ("canary", 0), ("failed", 1), ("rolled_back", 1)])
 @pytest.mark.parametrize("command", ["apply new.yaml", "rollout status"])
 def test_waiting_ends_with_the_rollout(
