@@ -1,6 +1,6 @@
 """The CPU engine through the batcher, against transformers' own ways, side by side in one process on one thread.
 
-    .venv/bin/python -m benchmarks.engine
+    .venv/bin/python -m benchmarks.engine [--only rivals|prefix]
 
 Rivals: transformers' continuous batching, its manager running and warm as it would be in a server, and `generate` of
 the whole batch, left-padded (static). Its cache has room for 16 requests of 256 tokens, as ours has; other sizes of
@@ -8,10 +8,12 @@ pages and batches were not faster.
 Two models of random weights, 1, 4 and 16 requests with ragged prompts, every answer of the same length. The rounds of
 the three alternate, so that a noisy machine disturbs all alike, and a ratio is the median of the rounds' ratios.
 "In flight": 16 requests of which one arrives every other step. The batcher's own time is a step's without the engine.
+``prefix`` is in ``benchmarks/prefixes.py``.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import random
 import statistics
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import prefixes
 from benchmarks.report import Target, finish
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from workers.batcher import Batcher
@@ -40,7 +43,7 @@ TARGETS = {
     f"{model}.16.{rival}": Target(least)
     for model in MODELS
     for rival, least in (("over_continuous", 1.0), ("over_static", 0.9))
-}
+} | {f"{model}.prefix.ttft_over_without": Target(1.0, at_least=False) for model in MODELS}
 
 
 class TimedEngine:
@@ -208,6 +211,9 @@ def main() -> None:
     import torch
     import transformers
 
+    parser = argparse.ArgumentParser(prog="benchmarks.engine")
+    parser.add_argument("--only", choices=("rivals", "prefix"))
+    only = parser.parse_args().only
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
@@ -218,9 +224,12 @@ def main() -> None:
         for name, size in MODELS.items():
             path = Path(folder) / name
             make_checkpoint(path, "llama", **size)
-            bench = Bench(path)
-            measured |= measure(name, bench)
-            bench.close()
+            if only != "prefix":
+                bench = Bench(path)
+                measured |= measure(name, bench)
+                bench.close()
+            if only != "rivals":
+                measured |= prefixes.measure(name, path, ROUNDS[name])
     finish("engine", measured, TARGETS)
 
 

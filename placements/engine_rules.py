@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 from placements.case import Case, Judged
 from placements.engines import (
@@ -20,6 +21,7 @@ from placements.engines import (
     TNX_SAMPLING,
     TNX_UNPADDED,
     Engine,
+    Option,
     needs_neuron,
     newest_nxd,
     reaches,
@@ -344,20 +346,26 @@ def _own_options(case: Case) -> Iterator[Problem]:
     known = ENGINE_OPTIONS.get(engine, {})
     for name, value in case.model.engine_options.items():
         path, option = ("engine_options", name), known.get(name)
-        if option is None:
+        if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"known for {engine}: {', '.join(known) or 'none'}"
             if engine == "auto":
                 hint = f"name the engine whose option it is: {' or '.join(PACKAGES)}"
             what = f'engine_options: "{name}" is no option of the engine {engine}'
             yield case.problem("unknown-engine-option", path, what, hint)
-        elif isinstance(value, bool) or not isinstance(value, int if option.whole else int | float):
-            wanted = "a whole number" if option.whole else "a number"
+        elif not _is_of(option, value):
+            wanted = "true or false" if option is None else "a whole number" if option.whole else "a number"
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             yield case.problem("wrong-type", path, f"engine_options.{name} is {shown}; it must be {wanted}")
-        elif not option.least <= value <= option.most:
+        elif option is not None and not option.least <= value <= option.most:
             what = f"engine_options.{name} is {value}; it must be from {option.least} to {option.most}"
             yield case.problem("out-of-range", path, what)
+
+
+def _is_of(option: Option | None, value: Any) -> bool:
+    if option is None or isinstance(value, bool):
+        return option is None and isinstance(value, bool)
+    return isinstance(value, int if option.whole else int | float)
 
 
 def engine_can_share_heads(case: Case) -> Iterator[Problem]:

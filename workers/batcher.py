@@ -6,17 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
 from workers import sampling
 from workers.buckets import smallest_bucket
-from workers.engine import DraftingEngine, GenerateEngine, RunEngine, SamplingEngine
+from workers.engine import DraftingEngine, GenerateEngine, PrefixEngine, RunEngine, SamplingEngine
 from workers.guidance import Guides
 from workers.logprobs import token_logprobs
 from workers.penalties import changes_choice
+from workers.prefixes import Prefixes, Reuse
 from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 from workers.slots import Slots
 from workers.speculation import agreed
@@ -44,6 +45,8 @@ class BatcherStats:
     failed: str | None  # why the engine cannot go on
     drafted: int = 0  # tokens guessed by a draft model since the start
     accepted: int = 0  # of these, those that were the model's own
+    prefix_queries: int = 0  # prompt tokens that were looked for in the slots' KV caches, since the start
+    prefix_hits: int = 0  # of these, those that were there, and were not read
 
 
 @dataclass(eq=False)
@@ -57,6 +60,8 @@ class _Sequence:
     produced: int = 0
     last_token: int = -1
     token_before_last: int = -1
+    ids: list[int] = field(default_factory=list)  # of the answer
+    start: int = 0  # tokens of the prompt that the slot has before the prefill
 
     @property
     def last_two(self) -> tuple[int, int]:
@@ -90,6 +95,7 @@ class _Sequence:
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token
+        self.ids.append(token)
         text: str
         finish: FinishReason | None
         if token in self.ending_ids and (self.produced > request.min_tokens or self.is_complete):
@@ -149,9 +155,9 @@ class Batcher:
        an engine that is not continuous admits only when no slot is live.
        Requests join in the order of their arrival: as many as there are free slots, while (2c) the padded prompts
        together are no longer than the longest single prompt could be, so that no prefill stalls the live requests for
-       longer than that one would; or (2d) where the engine is not continuous, while the longest of the prompts and the
-       longest of the answers fit into a slot together: it pads all prompts to one length, and all rows share a
-       position.
+       longer than that one would (of a prompt, what its slot has of it already does not count); or (2d) where the
+       engine is not continuous, while the longest of the prompts and the longest of the answers fit into a slot
+       together: it pads all prompts to one length, and all rows share a position.
     3. Otherwise it is a decode of every live slot, sorted; where the engine drafts, of several tokens each, of which
        the plainly greedy requests get those that are the model's own choice, and all others the first; where it
        speculates within its own step, of as many as come.
@@ -177,9 +183,12 @@ class Batcher:
         self._drafting = cast(DraftingEngine, engine) if self._spec.draft_k else None
         self._sampling = cast(SamplingEngine, engine) if self._spec.device_top_k else None
         self._running = cast(RunEngine, engine) if self._spec.run_k else None
+        self._continuing = cast(PrefixEngine, engine) if self._spec.prefix_block else None
         self._guides = Guides(tokenizer, self._spec.vocab_size, self._spec.eos_token_ids)
         self._changed = threading.Condition()  # guards all below
         self._slots: Slots[_Sequence] = Slots(self._spec.slots)
+        self._prefixes = Prefixes(self._spec.slots, self._spec.prefix_block) if self._continuing else None
+        self._copies: list[tuple[int, int, int]] = []  # source, slot and tokens, before the prefill that comes now
         self._waiting: deque[_Sequence] = deque()
         self._accepted: dict[str, _Sequence] = {}
         self._cancelled: set[str] = set()
@@ -193,6 +202,8 @@ class Batcher:
         self._tokens = 0
         self._drafted = 0
         self._accepted_drafts = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
         self._step_started_at: float | None = None
         self._last_step_at: float | None = None
 
@@ -258,6 +269,8 @@ class Batcher:
                 failed=self._failed,
                 drafted=self._drafted,
                 accepted=self._accepted_drafts,
+                prefix_queries=self._prefix_queries,
+                prefix_hits=self._prefix_hits,
             )
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
@@ -359,14 +372,14 @@ class Batcher:
         self._waiting = deque(s for s in self._waiting if s.request.id not in self._cancelled)
         for slot, sequence in self._slots.live():
             if sequence.request.id in self._cancelled:
-                self._slots.release(slot)
+                self._release(slot, FinishReason.CANCELLED)
         self._cancelled.clear()
         return events
 
     def _end_all(self, error: str) -> list[TokenEvent]:
         events = [sequence.end(FinishReason.ERROR, error) for sequence in self._accepted.values()]
         for slot, _ in self._slots.live():
-            self._slots.release(slot)
+            self._release(slot, FinishReason.ERROR)
         self._accepted.clear()
         self._waiting.clear()
         self._cancelled.clear()
@@ -380,13 +393,40 @@ class Batcher:
         joining: list[tuple[int, _Sequence]] = []
         prompt = answer = 0  # the longest of those that join
         while self._waiting and self._slots.free_count:
-            request = self._waiting[0].request
-            prompt, answer = max(prompt, len(request.prompt_ids)), max(answer, request.max_tokens)
+            sequence = self._waiting[0]
+            request, reuse = sequence.request, self._reuse(sequence)
+            sequence.start = 0 if reuse is None else reuse.count
+            prompt, answer = max(prompt, len(request.prompt_ids) - sequence.start), max(answer, request.max_tokens)
             if joining and not self._join_fits(len(joining) + 1, prompt, answer):
                 break
-            sequence = self._waiting.popleft()
-            joining.append((self._slots.take(sequence), sequence))
+            joining.append((self._take(sequence, reuse), self._waiting.popleft()))
         return sorted(joining, key=lambda row: row[0])
+
+    def _reuse(self, sequence: _Sequence) -> Reuse | None:
+        """The free slot that it would join in; None for the lowest, where no engine keeps prefixes."""
+        if self._prefixes is None:
+            return None
+        return self._prefixes.place(sequence.request.prompt_ids, self._slots.free())
+
+    def _take(self, sequence: _Sequence, reuse: Reuse | None) -> int:
+        if reuse is None or self._prefixes is None:
+            return self._slots.take(sequence)
+        self._prefixes.drop(reuse.slot)  # until the prefill is done, what it holds is not known
+        if reuse.source is not None:
+            self._copies.append((reuse.source, reuse.slot, reuse.count))
+        self._prefix_queries += len(sequence.request.prompt_ids)
+        self._prefix_hits += reuse.count
+        return self._slots.take(sequence, reuse.slot)
+
+    def _release(self, slot: int, finish: FinishReason) -> None:
+        """Free the slot of a request that has ended. What it holds is certain unless it ended by an error."""
+        sequence = self._slots.release(slot)
+        if self._prefixes is None:
+            return
+        if finish is FinishReason.ERROR:
+            self._prefixes.drop(slot)
+        else:
+            self._prefixes.hold(slot, [*sequence.request.prompt_ids, *sequence.ids][: sequence.position])
 
     def _join_fits(self, count: int, prompt: int, answer: int) -> bool:
         """2c, 2d: whether ``count`` requests may join together; the lengths are those of the longest of them."""
@@ -406,10 +446,7 @@ class Batcher:
             events = self._take_runs(self._running, slots, sequences)
         else:
             if is_prefill:
-                if self._sampling is not None:
-                    most = self._spec.device_top_k
-                    self._sampling.sample_by(slots, [sampling.on_device(s.request, most) for s in sequences])
-                output = self._engine.prefill(slots, [s.request.prompt_ids for s in sequences])
+                output = self._prefill(slots, sequences)
             else:
                 output = self._engine.decode(slots, [s.last_token for s in sequences], [s.position for s in sequences])
             chosen = self._chosen(output, sequences)
@@ -417,9 +454,11 @@ class Batcher:
         with self._changed:
             for (slot, sequence), event in zip(rows, events, strict=True):
                 if event.finish is not None:
-                    self._slots.release(slot)
+                    self._release(slot, event.finish)
                     del self._accepted[sequence.request.id]
                     self._cancelled.discard(sequence.request.id)
+                elif is_prefill and self._prefixes is not None:
+                    self._prefixes.hold(slot, sequence.request.prompt_ids)
             self._just_prefilled = is_prefill
             self._steps += 1
             self._tokens += sum(len(event.token_ids) for event in events)
@@ -427,6 +466,20 @@ class Batcher:
             self._step_started_at = None
             self._last_step_at = self._clock()
         return events
+
+    def _prefill(self, slots: Sequence[int], sequences: Sequence[_Sequence]) -> Any:
+        """Step 2, from where each prompt's slot has no more of it."""
+        if self._sampling is not None:
+            most = self._spec.device_top_k
+            self._sampling.sample_by(slots, [sampling.on_device(s.request, most) for s in sequences])
+        prompts, starts = [s.request.prompt_ids for s in sequences], [s.start for s in sequences]
+        if self._continuing is None or not any(starts):
+            return self._engine.prefill(slots, prompts)
+        # In the order in which they were decided on: a slot that is copied from may be written over by a later one.
+        for source, slot, count in self._copies:
+            self._continuing.copy_prefix(source, slot, count)
+        self._copies.clear()
+        return self._continuing.prefill_from(slots, prompts, starts)
 
     def _draft_length(self, sequences: Sequence[_Sequence]) -> int:
         """How many tokens to draft; 0 for an ordinary decode.

@@ -23,6 +23,7 @@ class EngineSpec:
     draft_k: int = 0  # tokens that it drafts ahead of a step, where it is a ``DraftingEngine``; 0: it is none
     device_top_k: int = 0  # the largest top_k of a ``SamplingEngine``; 0: it is none, and returns logits or is greedy
     run_k: int = 0  # tokens that it guesses within a step, where it is a ``RunEngine``; 0: it is none
+    prefix_block: int = 0  # tokens of a block of its prefix cache, where it is a ``PrefixEngine``; 0: it is none
 
 
 class GenerateEngine(Protocol):
@@ -71,6 +72,22 @@ class VerifyingEngine(GenerateEngine, Protocol):
         last written position of a slot is never read, so a caller takes tokens back by writing over them.
         ``positions[i] + q`` is at most ``spec.max_len``.
         """
+        ...
+
+
+class PrefixEngine(GenerateEngine, Protocol):
+    """An engine whose prompts may begin with what a slot holds already. ``spec.keeps_idle_slots`` is True.
+
+    A free slot keeps what its last owner left; a slot's cache has the tokens that were prefilled, and each that was
+    decoded, at their positions. What stands behind the last of them is never read.
+    """
+
+    def copy_prefix(self, source: int, slot: int, count: int) -> None:
+        """The first ``count`` positions of the slot ``source``, live or free, come to be those of ``slot`` too."""
+        ...
+
+    def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
+        """As ``prefill``, where ``slots[i]`` holds the first ``starts[i]`` tokens of ``prompts[i]``, but never all."""
         ...
 
 

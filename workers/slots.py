@@ -14,8 +14,8 @@ class SlotError(RuntimeError):
 class Slots(Generic[Owner]):
     """The engine's batch rows and their owners; the only place that counts them.
 
-    The lowest free slot is taken first, so live slots stay packed at the low end and engines can read one block.
-    Not thread-safe: the batcher guards it.
+    Unless a certain one is asked for, the lowest free slot is taken first, so live slots stay packed at the low end and
+    engines can read one block. Not thread-safe: the batcher guards it.
     """
 
     def __init__(self, count: int) -> None:
@@ -42,14 +42,23 @@ class Slots(Generic[Owner]):
         """Every live slot with its owner, sorted by slot: the rows of the next decode."""
         return [(slot, owner) for slot, owner in enumerate(self._owners) if owner is not None]
 
-    def take(self, owner: Owner) -> int:
-        """Give the lowest free slot to ``owner``. Raises ``SlotError`` when all are live."""
-        for slot, present in enumerate(self._owners):
-            if present is None:
-                self._owners[slot] = owner
-                self._live += 1
-                return slot
-        raise SlotError(f"all {len(self._owners)} slots are live")
+    def free(self) -> list[int]:
+        """Every slot without an owner, ascending."""
+        return [slot for slot, owner in enumerate(self._owners) if owner is None]
+
+    def take(self, owner: Owner, slot: int | None = None) -> int:
+        """Give ``slot`` to ``owner``, None: the lowest free one. Raises ``SlotError`` when it, or all, are live."""
+        if slot is None:
+            slot = next((slot for slot, present in enumerate(self._owners) if present is None), None)
+            if slot is None:
+                raise SlotError(f"all {len(self._owners)} slots are live")
+        elif not 0 <= slot < len(self._owners):
+            raise SlotError(f"slot {slot} does not exist, there are {len(self._owners)}")
+        elif self._owners[slot] is not None:
+            raise SlotError(f"slot {slot} is live already")
+        self._owners[slot] = owner
+        self._live += 1
+        return slot
 
     def release(self, slot: int) -> Owner:
         """Free ``slot`` and return who owned it. Raises ``SlotError`` when it is free or does not exist."""

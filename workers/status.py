@@ -53,6 +53,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0  # how long this process has compiled, or waited for another that compiles the same
     drafted: int = 0  # tokens by the draft model, as of this reading
     accepted: int = 0  # of these, what the model agreed with
+    prefix_queries: int = 0  # prompt tokens that were looked for in KV caches, as of this reading
+    prefix_hits: int = 0  # of these, what was there already
     slots: int = 0  # requests that can run at once; 0 before it is loaded
     steps: int = 0  # of the engine, as of this reading
     tokens: int = 0  # produced, as of this reading

@@ -33,6 +33,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     max_len: int  # tokens: prompt + generated
     max_prompt: int  # tokens: the largest prefill bucket
     vocab_size: int
+    prefix_block: int = 0  # tokens of a block of its prefix cache; 0: each prompt is read from its beginning
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -25,7 +25,8 @@ PACKAGES = (
     "pytest-timeout",
     "hypothesis",
 )
-EXACTNESS = "16_ragged or window or chunks or half"
+EXACTNESS = "16_ragged or window or chunks or half or conversations or full_to_its_end"
+TESTS = ("tests/workers/test_cpu_engine.py", "tests/workers/test_prefix_cpu.py")
 
 
 @pytest.mark.slow
@@ -40,7 +41,7 @@ def test_every_family_equals_generate_on_transformers_4_57(tmp_path: Path) -> No
     found = run(began, python, "-c", "import transformers; print(transformers.__version__)")
     assert found.strip() == "4.57.6"
 
-    told = run(began, python, "-m", "pytest", "tests/workers/test_cpu_engine.py", "-k", EXACTNESS)
+    told = run(began, python, "-m", "pytest", *TESTS, "-k", EXACTNESS)
 
     assert " passed" in told
 

@@ -67,6 +67,16 @@ def test_drafts_are_counted() -> None:
     ]
 
 
+def test_what_prefixes_save_is_counted() -> None:
+    """The tokens of prompts, and those of them that were not read."""
+    told = Told()
+    told.record(IDLE)
+    assert told.record(replace(IDLE, prefix_queries=40, prefix_hits=32)) == [
+        ("prefix_cache_queries_total", 40),
+        ("prefix_cache_hits_total", 32),
+    ]
+
+
 def test_gauges_are_told_again_since_ray_forgets_them() -> None:
     """Nothing has changed, and yet after a while the gauges come anew; counters do not."""
     told = Told()

@@ -89,22 +89,24 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
         chunk = config.engine_options.get("prefill_chunk")
         prefill_chunk = None if chunk is None else int(chunk)
+        prefix_cache = bool(config.engine_options.get("prefix_cache", False))
 
-        def opened(source: str) -> CpuEngine:
+        def opened(source: str, prefix_cache: bool = False) -> CpuEngine:
             return CpuEngine(
                 source,
                 slots=config.slots,
                 max_len=config.max_len,
                 dtype=config.dtype,
                 prefill_chunk=prefill_chunk,
+                prefix_cache=prefix_cache,
                 allow_pickle=config.allow_pickle,
             )
 
         if config.draft_source is None:
-            return opened(config.source)
+            return opened(config.source, prefix_cache)
         from workers.engines.speculative import SpeculativeEngine
 
-        return SpeculativeEngine(opened(config.source), opened(config.draft_source), config.draft_k)
+        return SpeculativeEngine(opened(config.source, prefix_cache), opened(config.draft_source), config.draft_k)
     if config.engine == "transformers-neuronx":
         from workers.engines.transformers_neuronx import open_transformers_neuronx
 

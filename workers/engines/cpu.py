@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
 
+PREFIX_BLOCK = 16  # tokens; fewer would save less than the general way to read a prompt costs
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 
 
@@ -97,12 +98,15 @@ class CpuEngine:
         prefill_buckets: Sequence[int] | None = None,
         decode_buckets: Sequence[int] | None = None,
         prefill_chunk: int | None = None,
+        prefix_cache: bool = False,
         allow_pickle: bool = False,
     ) -> None:
         """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
 
         ``prefill_chunk`` is how many tokens of each prompt go through the model together; None: all of them. The scores
         of a prompt's attention then need room for chunk x length numbers a head, and not for length x length.
+
+        ``prefix_cache``: callers may begin a prompt with what slots hold of it (``PrefixEngine``), and are told to.
 
         ``allow_pickle``: where there are no safetensors, ``pytorch_model.bin`` and its shards will do. Even so they are
         read with torch's ``weights_only``, which makes tensors and plain containers and calls no function that the file
@@ -118,6 +122,7 @@ class CpuEngine:
         self._prefill_buckets = prefill_buckets
         self._decode_buckets = decode_buckets
         self._prefill_chunk = prefill_chunk
+        self._prefix_cache = prefix_cache
         self._allow_pickle = allow_pickle
         self._spec: EngineSpec | None = None
         self._reach = _Reach()
@@ -180,42 +185,82 @@ class CpuEngine:
             decode_buckets=decode_buckets,
             vocab_size=int(model.config.vocab_size),
             eos_token_ids=eos,
+            prefix_block=PREFIX_BLOCK if self._prefix_cache else 0,
         )
         self._warm_up()
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
+        return self._logits(slots, self._read_prompts(slots, prompts))
+
+    def copy_prefix(self, source: int, slot: int, count: int) -> None:
+        """See ``PrefixEngine.copy_prefix``."""
+        import torch
+
+        with torch.inference_mode():
+            for layer in self._cache.layers:
+                layer.keys[slot, :, :count] = layer.keys[source, :, :count]
+                layer.values[slot, :, :count] = layer.values[source, :, :count]
+
+    def prefill_from(
+        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """See ``PrefixEngine.prefill_from``. Whole prompts go through the model apart, without reading the cache."""
+        import torch
+
+        hidden: list[Any] = [None] * len(prompts)
+        whole = [row for row, start in enumerate(starts) if not start]
+        rest = [row for row, start in enumerate(starts) if start]
+        if whole:
+            read = self._read_prompts([slots[row] for row in whole], [prompts[row] for row in whole])
+            for row, last in zip(whole, read, strict=True):
+                hidden[row] = last
+        if rest:
+            chunk = self._prefill_chunk or self._max_len
+            of = [slots[row] for row in rest], [prompts[row] for row in rest], [starts[row] for row in rest]
+            for row, last in zip(rest, self._read_chunks(*of, chunk), strict=True):
+                hidden[row] = last
+        return self._logits(slots, torch.stack(hidden))
+
+    def _read_prompts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The hidden states ``[rows, hidden]`` of the last token of each whole prompt."""
         import torch
 
         longest = max(len(prompt) for prompt in prompts)
         if self._prefill_chunk is not None and longest > self._prefill_chunk:
-            return self._prefill_in_chunks(slots, prompts, self._prefill_chunk)
+            return self._read_chunks(slots, prompts, [0] * len(prompts), self._prefill_chunk)
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         self._reach.move(slots, None, longest)
         # The padding comes after the prompt, so the causal mask alone keeps it out.
         positions = self._kv_positions[None, :longest]
-        hidden = self._forward(ids, positions)
-        return self._logits(slots, hidden[torch.arange(len(prompts)), last])
+        return self._forward(ids, positions)[torch.arange(len(prompts)), last]
 
-    def _prefill_in_chunks(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], chunk: int) -> torch.Tensor:
-        """Each chunk attends to the prompt's earlier ones in the cache. Prompts that are through leave the batch."""
+    def _read_chunks(
+        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int], chunk: int
+    ) -> torch.Tensor:
+        """The same, from ``starts`` on: each chunk attends to what stands before it in the cache.
+
+        Prompts that are through leave the batch. A padded piece that would reach beyond the slot begins earlier, and
+        reads some tokens again.
+        """
         import torch
 
         last: list[Any] = [None] * len(prompts)
-        for start in range(0, max(len(prompt) for prompt in prompts), chunk):
-            rows = [row for row, prompt in enumerate(prompts) if len(prompt) > start]
-            pieces = [prompts[row][start : start + chunk] for row in rows]
-            width = max(len(piece) for piece in pieces)
+        for offset in range(0, max(len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)), chunk):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) - starts[row] > offset]
+            width = min(chunk, max(len(prompts[row]) - starts[row] - offset for row in rows))
+            begins = [min(starts[row] + offset, self._max_len - width) for row in rows]
+            pieces = [prompts[row][begin : begin + width] for row, begin in zip(rows, begins, strict=True)]
             ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
-            positions = self._kv_positions[None, start : start + width]
-            kv_len = start + width
-            self._reach.move([slots[row] for row in rows], positions, kv_len)
+            together = len(set(begins)) == 1
+            positions = torch.tensor(begins[:1] if together else begins)[:, None] + self._kv_positions[:width]
+            self._reach.move([slots[row] for row in rows], positions, max(begins) + width)
             hidden = self._forward(ids, positions)
-            for index, row in enumerate(rows):
-                if len(prompts[row]) <= start + width:
-                    last[row] = hidden[index, len(prompts[row]) - 1 - start]
-        return self._logits(slots, torch.stack(last))
+            for index, (row, begin) in enumerate(zip(rows, begins, strict=True)):
+                if len(prompts[row]) <= begin + width:
+                    last[row] = hidden[index, len(prompts[row]) - 1 - begin]
+        return torch.stack(last)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See ``GenerateEngine.decode``. All rows read as much of the KV cache as the longest fills."""

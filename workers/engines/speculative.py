@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from workers.engine import EngineLoadError, EngineSpec, VerifyingEngine
+from workers.engine import EngineLoadError, EngineSpec, PrefixEngine, VerifyingEngine
 
 
 class SpeculativeEngine:
@@ -46,6 +46,14 @@ class SpeculativeEngine:
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         self._draft.prefill(slots, prompts)
         return self._target.prefill(slots, prompts)
+
+    def copy_prefix(self, source: int, slot: int, count: int) -> None:
+        cast(PrefixEngine, self._target).copy_prefix(source, slot, count)
+
+    def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
+        """The draft engine reads whole prompts: it has seen no token of a slot that it was not asked to draft for."""
+        self._draft.prefill(slots, prompts)
+        return cast(PrefixEngine, self._target).prefill_from(slots, prompts, starts)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         return self._target.decode(slots, tokens, positions)

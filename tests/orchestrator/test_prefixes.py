@@ -1,0 +1,112 @@
+"""Which replica has been sent the beginning of a prompt, and a session's last request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.prefixes import PrefixMemory, Sessions, chain
+
+PROMPT = list(range(1000, 1160))
+
+
+def test_the_share_is_that_of_the_blocks_from_the_beginning_on() -> None:
+    """Whole blocks count, up to the first that differs; what is left over at the end is not looked at."""
+    memory = PrefixMemory()
+    memory.note(PROMPT, 16)
+    assert memory.match(PROMPT, 16) == 1.0
+    assert memory.match([*PROMPT, *range(160)], 16) == 0.5
+    assert memory.match([*PROMPT[:85], 1, *PROMPT[86:]], 16) == 0.5
+    assert memory.match([1, *PROMPT[1:]], 16) == 0.0
+    assert memory.match([*PROMPT, 7, 8], 16) == 1.0
+
+
+def test_a_prompt_of_less_than_a_block_is_nowhere() -> None:
+    """Nothing could be saved."""
+    memory = PrefixMemory()
+    memory.note([1, 2, 3], 16)
+    assert (memory.match([1, 2, 3], 16), len(memory)) == (0.0, 0)
+
+
+def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
+    """Ten blocks of room: a third prompt of four leaves the first with its beginning only."""
+    memory = PrefixMemory(blocks=10)
+    prompts = [[number] * 64 for number in range(3)]
+    for prompt in prompts:
+        memory.note(prompt, 16)
+    assert [memory.match(prompt, 16) for prompt in prompts] == [0.5, 1.0, 1.0]
+    memory.note(prompts[0], 16)
+    assert [memory.match(prompt, 16) for prompt in prompts] == [1.0, 0.5, 1.0]
+
+
+def test_of_a_prompt_longer_than_the_memory_the_beginning_is_kept() -> None:
+    """Which is all that another prompt can have in common with it."""
+    memory = PrefixMemory(blocks=4)
+    memory.note(PROMPT, 16)
+    assert (len(memory), memory.match(PROMPT, 16)) == (4, 0.4)
+
+
+def test_a_replica_that_began_anew_has_nothing() -> None:
+    """After ``clear``."""
+    memory = PrefixMemory()
+    memory.note(PROMPT, 16)
+    memory.clear()
+    assert (memory.match(PROMPT, 16), len(memory)) == (0.0, 0)
+
+
+def test_one_chain_serves_all_replicas() -> None:
+    """``keep`` and ``share`` of the chain are ``note`` and ``match`` of the prompt."""
+    memory = PrefixMemory()
+    memory.keep(chain(PROMPT[:96], 16))
+    assert memory.share(chain(PROMPT, 16)) == memory.match(PROMPT, 16) == 0.6
+
+
+def test_digests_are_the_same_in_every_process() -> None:
+    """So that two runs decide alike."""
+    code = "from orchestrator.prefixes import chain; print(chain(range(64), 16))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == str(chain(range(64), 16))
+
+
+def test_settings_that_remember_nothing_are_refused() -> None:
+    """With the number."""
+    with pytest.raises(ValueError, match="not 0"):
+        chain([1], 0)
+    with pytest.raises(ValueError, match="0 blocks"):
+        PrefixMemory(0)
+    with pytest.raises(ValueError, match="0 sessions"):
+        Sessions(0, 1.0)
+    with pytest.raises(ValueError, match="for 0 s"):
+        Sessions(1, 0.0)
+
+
+def test_a_session_stays_until_its_time_is_over() -> None:
+    """Each request begins it anew; to the second."""
+    sessions = Sessions[str](ttl_s=10.0)
+    sessions.put("a", "r0", 0.0)
+    assert (sessions.get("a", 9.9), sessions.get("b", 9.9)) == ("r0", None)
+    sessions.put("a", "r1", 9.0)
+    assert (sessions.get("a", 18.9), sessions.get("a", 19.0), len(sessions)) == ("r1", None, 0)
+
+
+def test_old_sessions_make_room() -> None:
+    """Beyond the most, the one that asked longest ago; those whose time is over go when another comes."""
+    sessions = Sessions[int](most=2, ttl_s=10.0)
+    for number, session in enumerate("abac"):
+        sessions.put(session, number, float(number))
+    assert [sessions.get(session, 4.0) for session in "abc"] == [2, None, 3]
+    sessions.put("d", 4, 12.5)
+    assert len(sessions) == 2
+    sessions.put("e", 5, 100.0)
+    assert len(sessions) == 1
+
+
+def test_sessions_of_a_replica_that_is_gone_are_free() -> None:
+    """The others stay where they are."""
+    sessions = Sessions[str]()
+    for session, replica in (("a", "r0"), ("b", "r1"), ("c", "r0")):
+        sessions.put(session, replica, 0.0)
+    sessions.forget("r0")
+    assert [sessions.get(session, 1.0) for session in "abc"] == [None, "r1", None]
