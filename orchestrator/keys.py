@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
+import msgspec.structs
 
 from orchestrator.failure import Failed
 
@@ -42,10 +43,53 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}", re.ASCII)
 _NAME_RULE = "letters, digits and . _ @ -, at most 63 of them, beginning with a letter or digit; 8 hex digits are an id"
 _SPAN = re.compile(r"([0-9]{1,9})([smhdw])", re.ASCII)
 _SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+NONE = "none"  # of a limit that is taken away
+MOST: dict[str, int] = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**6}
+WEIGHTS = (0.01, 100.0)  # least and most
+MOST_PRIORITY = 10**6  # either way, as in a request's body
+LIMIT_RULE = (
+    f"a weight is {WEIGHTS[0]:g} to {WEIGHTS[1]:g}; a priority -{MOST_PRIORITY} to {MOST_PRIORITY}; "
+    f"a limit a whole number from 1 on, or {NONE}; at most "
+    + ", ".join(f"{most} {name}" for name, most in MOST.items())
+)
+LONGEST_NUMBER = 12  # digits
+VERSION = 2  # of the file, where a key has a weight or a limit; without any it is 1, which older versions read too
 EXPIRY_RULE = "a span like 90m, 12h, 30d or 8w, or a time like 2027-01-31 or 2027-01-31T18:00+01:00 (UTC without one)"
 
 
-class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How much one key may ask for, and its share where many wait: what of a key may change while it lives."""
+
+    weight: float = 1.0  # of weight 3: three times the tokens of a key of weight 1, while requests of both wait
+    priority: int = 0  # the most urgent that its requests may be, and those that name none; lower goes first
+    requests_per_minute: int | None = None  # None: without limit; so for the others
+    tokens_per_minute: int | None = None  # of prompts and answers together
+    max_concurrent: int | None = None  # requests at a time, those in the queue among them
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is anything to count."""
+        return (
+            self.requests_per_minute is not None
+            or self.tokens_per_minute is not None
+            or self.max_concurrent is not None
+        )
+
+    def wrong(self) -> str | None:
+        """What is out of bounds, if anything."""
+        least, most = WEIGHTS
+        if not least <= self.weight <= most:
+            return f"a weight of {self.weight:g} is not between {least:g} and {most:g}"
+        if not -MOST_PRIORITY <= self.priority <= MOST_PRIORITY:
+            return f"a priority of {self.priority} is not between -{MOST_PRIORITY} and {MOST_PRIORITY}"
+        for name, highest in MOST.items():
+            limit: int | None = getattr(self, name)
+            if limit is not None and not 1 <= limit <= highest:
+                return f"{name} of {limit} is not between 1 and {highest}"
+        return None
+
+
+class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One key, without its secret."""
 
     id: str
@@ -68,10 +112,15 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: Literal[1]
+    version: Literal[1, 2]
     keys: list[ApiKey]
 
 
+class _Versioned(msgspec.Struct):
+    version: int = VERSION
+
+
+UNLIMITED = Allowance()
 _NOBODY = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # what an unknown id is compared with
 
 
@@ -141,6 +190,9 @@ class KeyFile:
         try:
             if len(data) > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES} bytes")
+            version = msgspec.json.decode(data, type=_Versioned).version
+            if version > VERSION:
+                raise ValueError(f"it is of version {version}; this corewright reads up to {VERSION}")
             keys = msgspec.json.decode(data, type=_Kept).keys
             _check(keys)
         except (ValueError, RecursionError) as error:  # of which msgspec's are some
@@ -180,9 +232,12 @@ class KeyFile:
         scopes: Sequence[Scope] = ("inference",),
         models: Sequence[str] = (),
         expires: float | None = None,
+        allowance: Allowance = UNLIMITED,
         now: float | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key, and its text, which is nowhere else. Raises Failed for a name that is taken or none."""
+        """A new key, and its text, which is nowhere else. Raises Failed for a name that is taken or none, and for an
+        allowance out of bounds."""
+        _demand_bounds(allowance)
         if not _NAME.fullmatch(name) or _ID.fullmatch(name):
             raise Failed("key-name-wrong", f"{name!r} is no name of a key", _NAME_RULE)
         for model in models:
@@ -205,21 +260,37 @@ class KeyFile:
                 models=tuple(dict.fromkeys(models)),
                 created=now,
                 expires=expires,
+                **msgspec.structs.asdict(allowance),
             )
             self._write([*keys, key])
         return key, f"{PREFIX}-{id}-{secret}"
 
+    def change(self, id_or_name: str, **changes: float | None) -> ApiKey:
+        """Give a key another weight or other limits: ``changes`` are fields of Allowance, the others stay. Raises
+        Failed when there is no such key, and for what is out of bounds."""
+        with self._found(id_or_name) as (keys, found):
+            changed = msgspec.structs.replace(found, **changes)
+            _demand_bounds(changed)
+            self._write([changed if key is found else key for key in keys])
+        return changed
+
     def revoke(self, id_or_name: str) -> ApiKey:
         """Take a key away. Raises Failed when there is none of that id or name."""
+        with self._found(id_or_name) as (keys, found):
+            self._write([key for key in keys if key is not found])
+        return found
+
+    @contextlib.contextmanager
+    def _found(self, id_or_name: str) -> Iterator[tuple[Sequence[ApiKey], ApiKey]]:
+        """All keys, and the one of that id or name, while no other process writes. Raises Failed without it."""
         if not self.path.exists():
             raise _unknown(id_or_name, ())
         with self._locked():
             keys = self.read().keys
-            found = [key for key in keys if id_or_name in (key.id, key.name)]
-            if not found:
+            found = next((key for key in keys if id_or_name in (key.id, key.name)), None)
+            if found is None:
                 raise _unknown(id_or_name, keys)
-            self._write([key for key in keys if key is not found[0]])
-        return found[0]
+            yield keys, found
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -236,7 +307,8 @@ class KeyFile:
 
     def _write(self, keys: Sequence[ApiKey]) -> None:
         draft = self.path.with_suffix(".new")
-        data = msgspec.json.format(msgspec.json.encode(_Kept(version=1, keys=list(keys))), indent=2)
+        plain = all(_allowance(key) == UNLIMITED for key in keys)
+        data = msgspec.json.format(msgspec.json.encode(_Kept(version=1 if plain else 2, keys=list(keys))), indent=2)
         try:
             draft.unlink(missing_ok=True)  # one that somebody left might be open to others
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -262,6 +334,16 @@ def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:
     return Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
 
 
+def _allowance(key: ApiKey) -> Allowance:
+    return Allowance(**{name: getattr(key, name) for name in Allowance.__struct_fields__})
+
+
+def _demand_bounds(allowance: Allowance) -> None:
+    wrong = allowance.wrong()
+    if wrong is not None:
+        raise Failed("key-limit-wrong", wrong, LIMIT_RULE)
+
+
 def _unwritable(path: Path, error: OSError) -> Failed:
     return Failed("keys-unwritable", f"{path} cannot be written: {error.strerror}", "nothing was changed")
 
@@ -282,10 +364,23 @@ def _check(keys: Sequence[ApiKey]) -> None:
             raise ValueError(f"{key.name!r} has no scope, or one twice")
         if not all(math.isfinite(at) for at in (key.created, key.expires or 0.0)):
             raise ValueError(f"the times of {key.name!r} are none")
+        if (wrong := key.wrong()) is not None:
+            raise ValueError(f"of {key.name!r}, {wrong}")
     for what in ("id", "name"):
         values = [getattr(key, what) for key in keys]
         if len({*values}) != len(values):
             raise ValueError(f"two keys have one {what}")
+
+
+def read_limit(option: str, text: str) -> int | None:
+    """A limit as it was typed: a whole number, or `none`, which takes it away. Raises Failed for anything else; bounds
+    are for the file to check."""
+    told = text.strip()
+    if told == NONE:
+        return None
+    if not (told.isascii() and told.isdecimal() and len(told) <= LONGEST_NUMBER):
+        raise Failed("key-limit-wrong", f"{option} {text!r} is no limit", LIMIT_RULE)
+    return int(told)
 
 
 def read_expiry(text: str, now: float) -> float:

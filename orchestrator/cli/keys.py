@@ -1,4 +1,4 @@
-"""Commands about who may do what, and who did: keys create, keys list, keys revoke, audit. They need no fleet."""
+"""Commands about who may do what, and who did: keys create, set, list and revoke, audit. They need no fleet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,29 @@ if TYPE_CHECKING:
 
 keys = group("keys", "The API keys of this home. A running fleet takes notice within a second.")
 
+ALLOWED = ("WEIGHT", "PRIORITY", "REQ/MIN", "TOK/MIN", "AT ONCE")
 LATEST = 20  # actions that are shown unless more are asked for
+
+WeightOption = Annotated[
+    float | None,
+    typer.Option(metavar="W", help="Its share where several keys wait; a new key has 1.", show_default=False),
+]
+PriorityOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="P", help="The best that its requests may have; lower goes first; a new key has 0.", show_default=False
+    ),
+]
+RequestsOption = Annotated[
+    str | None, typer.Option(metavar="N|none", help="At most so many requests a minute.", show_default=False)
+]
+TokensOption = Annotated[
+    str | None,
+    typer.Option(metavar="N|none", help="At most so many tokens a minute, prompts and answers.", show_default=False),
+]
+ConcurrentOption = Annotated[
+    str | None, typer.Option(metavar="N|none", help="At most so many requests at a time.", show_default=False)
+]
 
 
 class ScopeName(str, Enum):
@@ -39,12 +61,17 @@ def create(
     expires: Annotated[
         str | None, typer.Option(metavar="WHEN", help="30d, 12h, or a date; default never.", show_default=False)
     ] = None,
+    weight: WeightOption = None,
+    priority: PriorityOption = None,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_concurrent: ConcurrentOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Make a key. Its text is printed once, and kept nowhere."""
     from orchestrator.audit import Audit, caller, recorded
     from orchestrator.home import Home
-    from orchestrator.keys import SCOPES, KeyFile, read_expiry
+    from orchestrator.keys import SCOPES, Allowance, KeyFile, read_expiry
 
     home = Home.from_environment()
     now = time.time()
@@ -52,13 +79,45 @@ def create(
     asked = {one.value for one in scope or (ScopeName.INFERENCE,)}
     scopes = tuple(one for one in SCOPES if one in asked)
     models = tuple(model or ())
+    limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
+    allowance = Allowance(**limits)
     home.prepare()
-    told = {"name": name, "scopes": scopes, "models": models, "expires": ends}
+    told = {"name": name, "scopes": scopes, "models": models, "expires": ends, **_told(limits)}
     with recorded(Audit(home.audit), "command", "keys create", told, by=caller()):
-        key, text = KeyFile(home.keys).create(name, scopes=scopes, models=models, expires=ends, now=now)
+        key, text = KeyFile(home.keys).create(
+            name, scopes=scopes, models=models, expires=ends, allowance=allowance, now=now
+        )
     if output is Format.TABLE:
         say(f"{key.name}: {_may(key)}, {_until(key)}. It is not shown again:")
     show({**_as_dict(key), "key": text}, output, text)
+
+
+@keys.command("set")
+def change(
+    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="As `keys list` shows it.")],
+    weight: WeightOption = None,
+    priority: PriorityOption = None,
+    requests_per_minute: RequestsOption = None,
+    tokens_per_minute: TokensOption = None,
+    max_concurrent: ConcurrentOption = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Give a key another weight or other limits. What is not named stays."""
+    from orchestrator.audit import Audit, caller, recorded
+    from orchestrator.home import Home
+    from orchestrator.keys import KeyFile, shown
+
+    limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
+    if not limits:
+        raise typer.BadParameter("are what can be set; none is given", param_hint="a weight and limits")
+    home = Home.from_environment()
+    with contextlib.ExitStack() as stack:
+        if home.path.is_dir():  # else there is no key either, and nothing to write down
+            told = {"key": shown(key), **_told(limits)}
+            stack.enter_context(recorded(Audit(home.audit), "command", "keys set", told, by=caller()))
+        changed = KeyFile(home.keys).change(key, **limits)
+    told_of = f"weight {changed.weight:g}, priority {changed.priority}, {_limited(changed)}"
+    show(_as_dict(changed), output, f"{changed.name} ({changed.id}): {told_of}")
 
 
 @keys.command("list")
@@ -75,12 +134,17 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
             key.name,
             ",".join(key.scopes),
             ",".join(key.models) or "all",
+            f"{key.weight:g}",
+            key.priority,
+            key.requests_per_minute,
+            key.tokens_per_minute,
+            key.max_concurrent,
             _time(key.created),
             "never" if key.expires is None else _time(key.expires) + (" (expired)" if key.expired(now) else ""),
         )
         for key in found
     ]
-    table = columns(("ID", "NAME", "SCOPES", "MODELS", "CREATED", "EXPIRES"), rows) if rows else "no keys"
+    table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
     show({"keys": [_as_dict(key) for key in found]}, output, table)
 
 
@@ -145,7 +209,53 @@ def _as_dict(key: ApiKey) -> dict[str, Any]:
         "models": list(key.models),
         "created": key.created,
         "expires": key.expires,
+        "weight": key.weight,
+        "priority": key.priority,
+        "requests_per_minute": key.requests_per_minute,
+        "tokens_per_minute": key.tokens_per_minute,
+        "max_concurrent": key.max_concurrent,
     }
+
+
+def _limits(
+    weight: float | None,
+    priority: int | None,
+    requests_per_minute: str | None,
+    tokens_per_minute: str | None,
+    max_concurrent: str | None,
+) -> dict[str, Any]:
+    """What was given of it, as fields of Allowance. Raises Failed for what is no limit."""
+    from orchestrator.keys import read_limit
+
+    given = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+    }
+    found: dict[str, Any] = {} if weight is None else {"weight": weight}
+    found |= {} if priority is None else {"priority": priority}
+    for name, text in given.items():
+        if text is not None:
+            found[name] = read_limit(f"--{name.replace('_', '-')}", text)
+    return found
+
+
+def _told(limits: dict[str, Any]) -> dict[str, Any]:
+    """For the audit log, which leaves out what is null: that a limit was taken away is told too."""
+    return {name: "none" if value is None else value for name, value in limits.items()}
+
+
+def _limited(key: ApiKey) -> str:
+    parts = [
+        f"{limit} {unit}"
+        for limit, unit in (
+            (key.requests_per_minute, "requests/min"),
+            (key.tokens_per_minute, "tokens/min"),
+            (key.max_concurrent, "at a time"),
+        )
+        if limit is not None
+    ]
+    return ", ".join(parts) or "no limits"
 
 
 def _may(key: ApiKey) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from orchestrator import keys as keys_module
 from orchestrator.cli.main import run
 from orchestrator.failure import Failed
+from orchestrator.gateway import protocol
 from orchestrator.home import Home
-from orchestrator.keys import TEXT_LENGTH, KeyFile, KeyRing, read_expiry
+from orchestrator.keys import MOST_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
 
 NOW = 1_795_183_685.0  # 2026-11-20 14:08:05 UTC
 KEY = re.compile(r"cw-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
@@ -156,7 +158,9 @@ def test_a_name_is_there_once_and_what_is_not_there_is_not_revoked(file: KeyFile
     [
         "",
         "[]",
-        '{"version": 2, "keys": []}',
+        '{"version": 3, "keys": []}',
+        '{"version": 2, "keys": [{"weight": 0, "id": "0123abcd", "name": "a", "digest": "%s", "scopes": ["admin"], '
+        '"models": [], "created": 0, "expires": null}]}' % ("0" * 64),
         '{"version": 1, "keys": [{"id": "x"}]}',
         '{"version": 1, "keys": [], "more": 1}',
         "[" * 100_000,
@@ -215,6 +219,86 @@ def test_a_home_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     """Nothing is half done."""
     (tmp_path / "file").write_text("")
     assert failed(KeyFile(tmp_path / "file" / "keys.json").create, "ci").problem.id == "keys-unwritable"
+
+
+def test_a_keys_allowance_changes_while_it_lives(file: KeyFile) -> None:
+    """What is not named stays, and the key is the same."""
+    key, text = file.create("ci", allowance=Allowance(weight=3.0, tokens_per_minute=100))
+    assert (key.weight, key.tokens_per_minute, key.requests_per_minute, key.limited) == (3.0, 100, None, True)
+    file.create("other")
+    changed = file.change("ci", tokens_per_minute=None, max_concurrent=4)
+    assert (changed.weight, changed.tokens_per_minute, changed.max_concurrent) == (3.0, None, 4)
+    assert file.read().authenticate(text, NOW) == changed
+    assert not file.change(key.id, max_concurrent=None).limited
+    assert [key.name for key in file.read().keys] == ["ci", "other"]
+    assert failed(file.change, "nobody", weight=2.0).problem.id == "key-unknown"
+
+
+@pytest.mark.parametrize(
+    "allowance",
+    [
+        {"weight": 0.0},
+        {"weight": float("nan")},
+        {"weight": 100.1},
+        {"priority": MOST_PRIORITY + 1},
+        {"priority": -MOST_PRIORITY - 1},
+        {"requests_per_minute": 0},
+        {"requests_per_minute": 10**6 + 1},
+        {"tokens_per_minute": 10**9 + 1},
+        {"max_concurrent": 0},
+    ],
+)
+def test_an_allowance_out_of_bounds_is_refused(allowance: dict[str, Any], file: KeyFile) -> None:
+    """With the bounds; nothing is made or changed."""
+    assert failed(file.create, "new", allowance=Allowance(**allowance)).problem.id == "key-limit-wrong"
+    key, _ = file.create("ci")
+    wrong = failed(file.change, "ci", **allowance)
+    assert (wrong.problem.id, "is not between" in str(wrong)) == ("key-limit-wrong", True)
+    assert file.read().keys == (key,)
+
+
+def test_the_file_is_of_the_oldest_version_that_can_hold_it(file: KeyFile) -> None:
+    """An older corewright reads it as long as no key has what it does not know; a later file is told as one."""
+
+    def version() -> int:
+        found: int = json.loads(file.path.read_text())["version"]
+        return found
+
+    file.create("ci")
+    plain = file.path.read_text()
+    assert (version(), "weight" in plain, "max_concurrent" in plain) == (1, False, False)
+    file.change("ci", max_concurrent=1)
+    assert version() == 2
+    file.change("ci", max_concurrent=None)
+    assert file.path.read_text() == plain
+    file.path.write_text('{"version": 3, "keys": [], "more": 1}')
+    assert "is of version 3; this corewright reads up to 2" in str(failed(file.read))
+
+
+def test_a_file_of_before_there_were_limits_is_read(file: KeyFile) -> None:
+    """Its keys have none."""
+    key = {"id": "0123abcd", "name": "a", "digest": "0" * 64, "scopes": ["inference"], "models": [], "created": 1.0}
+    file.path.write_text(json.dumps({"version": 1, "keys": [{**key, "expires": None}]}))
+    file.path.chmod(0o600)
+    (found,) = file.read().keys
+    assert (found.weight, found.priority, found.limited) == (1.0, 0, False)
+
+
+@pytest.mark.parametrize(("text", "limit"), [("1", 1), (" 600 ", 600), ("none", None)])
+def test_a_limit_is_a_number_or_none(text: str, limit: int | None) -> None:
+    """None takes it away."""
+    assert read_limit("--max-concurrent", text) == limit
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "1e3", "unlimited", "١", "1_000", "9" * 13])
+def test_a_limit_that_is_none_is_refused(text: str) -> None:
+    """Of whatever it is made."""
+    assert failed(read_limit, "--max-concurrent", text).problem.id == "key-limit-wrong"
+
+
+def test_a_keys_priority_has_the_bounds_of_a_requests() -> None:
+    """Else a key could have one that no request may name."""
+    assert MOST_PRIORITY == protocol.MOST_PRIORITY
 
 
 WRITER = """
@@ -308,6 +392,27 @@ def test_the_commands_make_show_and_revoke_keys_without_a_fleet(
     assert [key["name"] for key in json.loads(capsys.readouterr().out)["keys"]] == ["ci"]
 
 
+def test_the_commands_give_a_key_its_limits_and_change_them(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was changed is in the audit log, a limit that was taken away too."""
+    limits = ["--weight", "3", "--requests-per-minute", "600", "--tokens-per-minute", "100000", "--max-concurrent", "8"]
+    assert run(["keys", "create", "ci", *limits, "--priority=-1"]) == 0
+    assert run(["keys", "set", "ci", "--tokens-per-minute", "none", "--weight", "0.5"]) == 0
+    assert "ci (" in capsys.readouterr().out
+    assert run(["keys", "list"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert row[header.index("WEIGHT") : header.index("CREATED")].split() == ["0.5", "-1", "600", "-", "8"]
+    assert run(["keys", "list", "-o", "json"]) == 0
+    (key,) = json.loads(capsys.readouterr().out)["keys"]
+    allowance = {name: key[name] for name in Allowance.__struct_fields__}
+    assert Allowance(**allowance) == Allowance(weight=0.5, priority=-1, requests_per_minute=600, max_concurrent=8)
+
+    assert run(["audit", "-o", "json"]) == 0
+    made, changed = json.loads(capsys.readouterr().out)["actions"]
+    assert made["arguments"]["max_concurrent"] == 8
+    assert (changed["action"], changed["status"]) == ("keys set", "done")
+    assert changed["arguments"] == {"key": "ci", "weight": 0.5, "tokens_per_minute": "none"}
+
+
 def test_what_the_commands_refuse_is_told(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """With its id, and without making anything."""
     assert run(["keys", "revoke", "nobody"]) == 1
@@ -316,3 +421,8 @@ def test_what_the_commands_refuse_is_told(at_home: Home, capsys: pytest.CaptureF
     assert run(["keys", "create", "ci", "--expires", "yesterday"]) == 1
     assert "error: key-expiry-wrong: " in capsys.readouterr().err
     assert run(["keys", "create", "ci", "--scope", "everything"]) == 64
+    assert run(["keys", "create", "ci", "--tokens-per-minute", "many"]) == 1
+    assert "error: key-limit-wrong: --tokens-per-minute 'many' is no limit" in capsys.readouterr().err
+    assert run(["keys", "set", "nobody", "--weight", "2"]) == 1
+    assert "error: key-unknown: " in capsys.readouterr().err
+    assert run(["keys", "set", "nobody"]) == 64

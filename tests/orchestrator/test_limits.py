@@ -1,0 +1,424 @@
+"""The limits of keys at the gateways: counted together, by whoever lives, and never at the cost of a request."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.gateway import counts as counts_module
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.limits import FREE, Limits
+from orchestrator.home import Home
+from orchestrator.keys import Allowance, ApiKey, KeyFile
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+
+NOW = 5000.0  # monotonic seconds
+
+
+def key(id: str = "0123abcd", **limits: Any) -> ApiKey:
+    return ApiKey(
+        id=id, name="ci", digest="0" * 64, scopes=("inference",), models=(), created=0.0, expires=None, **limits
+    )
+
+
+@pytest.fixture
+def gateways(tmp_path: Path) -> Iterator[Callable[[], Limits]]:
+    """Makes one more gateway of a fleet of two."""
+    made: list[Limits] = []
+
+    def one() -> Limits:
+        made.append(Limits(tmp_path / "limits", 2))
+        return made[-1]
+
+    yield one
+    for limits in made:
+        limits.close()
+
+
+def refusal(limits: Limits, of: ApiKey, tokens: int = 1, now: float = NOW, **named: Any) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        limits.take(of, tokens, now, **named)
+    return refused.value
+
+
+def told(limits: Limits, of: ApiKey, now: float = NOW) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in limits.headers(of, now)}
+
+
+def test_a_key_without_limits_costs_nothing(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+    """Nothing is counted, told or opened."""
+    limits = gateways()
+    assert limits.take(None, 10**9, NOW) is limits.take(key(weight=3.0), 10**9, NOW) is FREE
+    FREE.settle(10**9, NOW)
+    assert (limits.headers(None, NOW), limits.headers(key(), NOW)) == ((), ())
+    assert not (tmp_path / "limits").exists()
+
+
+def test_a_client_is_told_its_limits_as_openai_tells_them(gateways: Callable[[], Limits]) -> None:
+    """Of what is limited, and no other."""
+    limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
+    limits.take(ci, 864, NOW)
+    assert told(limits, ci) == {
+        "x-ratelimit-limit-requests": "600",
+        "x-ratelimit-remaining-requests": "599",
+        "x-ratelimit-reset-requests": "100ms",
+        "x-ratelimit-limit-tokens": "6000",
+        "x-ratelimit-remaining-tokens": "5136",
+        "x-ratelimit-reset-tokens": "8.64s",
+    }
+    assert "x-ratelimit-limit-requests" not in told(limits, key(tokens_per_minute=6000))
+    assert told(limits, key(max_concurrent=1)) == {}
+
+
+def test_over_a_limit_is_refused_until_the_time_that_is_told(gateways: Callable[[], Limits]) -> None:
+    """429, with a computed Retry-After; refused requests take nothing."""
+    limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
+    limits.take(ci, 5900, NOW)
+    for _ in range(3):
+        refused = refusal(limits, ci, 500)
+        assert (refused.status, refused.code, refused.retry_after_s) == (429, "rate_limit_exceeded", 4)
+    assert "6000 tokens per minute" in refused.message
+    assert refusal(limits, ci, 500, NOW + 3.9).retry_after_s == 1
+    assert limits.take(ci, 500, NOW + 4).reserved == 500
+    assert told(limits, ci, NOW + 4)["x-ratelimit-remaining-requests"] == "599"
+
+
+def test_a_request_that_can_never_pass_is_no_429(gateways: Callable[[], Limits]) -> None:
+    """Which clients would send again and again. Where the client named no number, its bucket is what is reserved."""
+    limits, ci = gateways(), key(tokens_per_minute=100)
+    refused = refusal(limits, ci, 101)
+    assert (refused.status, refused.code, refused.retry_after_s) == (400, "over_rate_limit", None)
+    assert refusal(limits, ci, 4096, least=101).code == "over_rate_limit"
+    assert limits.take(ci, 4096, NOW, least=100).reserved == 100
+
+
+def test_what_was_not_used_is_given_back_once(gateways: Callable[[], Limits]) -> None:
+    """And the place with it."""
+    limits, ci = gateways(), key(tokens_per_minute=6000, max_concurrent=1)
+    grant = limits.take(ci, 6000, NOW)
+    assert refusal(limits, ci).message.startswith("This API key may have 1 requests at a time")
+    grant.settle(1000, NOW)
+    grant.settle(0, NOW)
+    assert told(limits, ci)["x-ratelimit-remaining-tokens"] == "5000"
+    limits.take(ci, 1, NOW)
+    refused = refusal(limits, ci)
+    assert (refused.status, refused.code, refused.retry_after_s) == (429, "rate_limit_exceeded", 1)
+
+
+def test_one_of_several_that_ends_gives_one_place(gateways: Callable[[], Limits]) -> None:
+    """The others keep theirs."""
+    limits, ci = gateways(), key(max_concurrent=3)
+    first, *_ = [limits.take(ci, 1, NOW) for _ in range(3)]
+    first.settle(1, NOW)
+    limits.take(ci, 1, NOW)
+    assert refusal(limits, ci).status == 429
+
+
+def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], Limits]) -> None:
+    """Requests, tokens and places; each key for itself."""
+    one, other = gateways(), gateways()
+    ci = key(requests_per_minute=4, tokens_per_minute=100, max_concurrent=3)
+    grants = [one.take(ci, 10, NOW), other.take(ci, 10, NOW), one.take(ci, 10, NOW)]
+    assert told(one, ci) == told(other, ci)
+    assert told(other, ci)["x-ratelimit-remaining-tokens"] == "70"
+    assert "3 requests at a time" in refusal(other, ci).message
+    grants[0].settle(10, NOW)
+    other.take(ci, 10, NOW)
+    grants[1].settle(10, NOW)
+    assert "4 requests per minute" in refusal(one, ci).message
+    assert one.take(key("0123abce", requests_per_minute=1), 1, NOW).reserved == 1
+
+
+def test_a_limit_that_is_changed_holds_from_the_next_request_on(gateways: Callable[[], Limits]) -> None:
+    """For what runs too."""
+    limits = gateways()
+    limits.take(key(max_concurrent=2), 1, NOW)
+    assert "may have 1 requests" in refusal(limits, key(max_concurrent=1)).message
+    limits.take(key(max_concurrent=2), 1, NOW)
+    assert limits.take(key(requests_per_minute=1), 1, NOW).reserved == 1
+
+
+KEY = (
+    "ApiKey(id='0123abcd', name='ci', digest='', scopes=('inference',), models=(), created=0.0, expires=None, "
+    "max_concurrent=2, requests_per_minute=1000)"
+)
+PROCESS = f"""
+import sys
+from pathlib import Path
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.limits import Limits
+from orchestrator.keys import ApiKey
+limits, ci = Limits(Path(sys.argv[1]), 2), {KEY}
+"""
+TAKER = f"""{PROCESS}
+for _ in range(2):
+    limits.take(ci, 1, {NOW})
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_gateway_that_dies_keeps_no_places(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+    """However it dies; while it lives they are its own."""
+    limits, ci = gateways(), key(max_concurrent=2)
+    command = [sys.executable, "-c", TAKER, str(tmp_path / "limits")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "taken\n"
+        assert "2 requests at a time" in refusal(limits, ci).message
+        other.kill()
+        other.wait()
+    limits.take(ci, 1, NOW + 0.3)
+    limits.take(ci, 1, NOW + 0.3)
+    assert "2 requests at a time" in refusal(limits, ci, 1, NOW + 0.3).message
+
+
+def test_the_next_gateway_of_a_number_has_not_what_the_last_one_had(gateways: Callable[[], Limits]) -> None:
+    """It is another process, which has begun with nothing."""
+    one, first, ci = gateways(), gateways(), key(max_concurrent=2)
+    one.take(ci, 1, NOW)
+    first.take(ci, 1, NOW)
+    assert refusal(one, ci).status == 429
+    first.close()
+    second = gateways()
+    second.take(key("0123abce", max_concurrent=1), 1, NOW)
+    grant = one.take(ci, 1, NOW + 1)
+    assert refusal(second, ci, 1, NOW + 1).status == 429
+    grant.settle(1, NOW + 1)
+    second.take(ci, 1, NOW + 1)
+
+
+def broken(file: Path, how: str) -> None:
+    if how == "removed":
+        file.unlink()
+    elif how == "folder removed":
+        for path in [*file.parent.iterdir()]:
+            path.unlink()
+        file.parent.rmdir()
+    elif how == "cut":
+        os.truncate(file, 5)
+    else:
+        byte = {"ones": b"\xff", "text": b"a", "zeros": b"\0"}[how]
+        size = file.stat().st_size
+        file.write_bytes(byte * size)
+
+
+@pytest.mark.parametrize("how", ["removed", "folder removed", "cut", "ones", "text", "zeros"])
+def test_a_file_that_is_broken_costs_no_request_and_heals(
+    how: str, gateways: Callable[[], Limits], tmp_path: Path
+) -> None:
+    """Within a second the gateways count together again; what runs is known to the gateway that has it."""
+    one, other = gateways(), gateways()
+    ci = key(requests_per_minute=60, max_concurrent=2)
+    running = one.take(ci, 1, NOW)
+    other.take(ci, 1, NOW).settle(1, NOW)
+    (file,) = (tmp_path / "limits").glob("counts-*")
+    broken(file, how)
+
+    one.headers(ci, NOW + 1)
+    other.take(ci, 1, NOW + 1).settle(1, NOW + 1)
+    one.take(ci, 1, NOW + 1)
+    assert told(one, ci, NOW + 1) == told(other, ci, NOW + 1)
+    assert told(one, ci, NOW + 1)["x-ratelimit-remaining-requests"] == "58"
+    assert refusal(other, ci, 1, NOW + 1).status == refusal(one, ci, 1, NOW + 1).status == 429
+    running.settle(1, NOW + 1)
+    other.take(ci, 1, NOW + 1)
+
+
+def test_a_folder_that_cannot_be_used_leaves_each_gateway_to_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is logged once; as soon as it can be used again it is."""
+    (tmp_path / "limits").write_text("")
+    one, other = Limits(tmp_path / "limits", 2), Limits(tmp_path / "limits", 2)
+    ci = key(requests_per_minute=2, max_concurrent=2)
+    for second in range(3):
+        one.take(ci, 1, NOW + 60 * second).settle(1, NOW + 60 * second)
+    one.take(ci, 1, NOW + 120).settle(1, NOW + 120)
+    assert "2 requests per minute" in refusal(one, ci, 1, NOW + 120).message
+    other.take(ci, 1, NOW + 120).settle(1, NOW + 120)
+    assert len([record for record in caplog.records if "counts for itself" in record.message]) == 2
+    (tmp_path / "limits").unlink()
+    other.take(ci, 1, NOW + 121).settle(1, NOW + 121)
+    one.take(ci, 1, NOW + 121).settle(1, NOW + 121)
+    assert "2 requests per minute" in refusal(other, ci, 1, NOW + 121).message
+    one.close()
+    other.close()
+
+
+def test_a_gateway_waits_for_the_one_that_is_counting(
+    gateways: Callable[[], Limits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no count is lost."""
+    limits, ci, waited = gateways(), key(requests_per_minute=60), list[float]()
+    limits.take(ci, 1, NOW)
+    (file,) = (tmp_path / "limits").glob("counts-*")
+    with file.open("rb") as held:
+
+        def lets_go(seconds: float) -> None:
+            waited.append(seconds)
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(counts_module, "LOCK_S", 10.0)
+        monkeypatch.setattr(counts_module.time, "sleep", lets_go)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        limits.take(ci, 1, NOW)
+    assert len(waited) == 1
+
+
+def test_a_gateway_that_was_stopped_in_the_midst_holds_up_nobody(
+    gateways: Callable[[], Limits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count may be lost, and no request; after the first one nobody even waits."""
+    limits, ci = gateways(), key(requests_per_minute=60)
+    limits.take(ci, 1, NOW)
+    (file,) = (tmp_path / "limits").glob("counts-*")
+    with file.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        limits.take(ci, 1, NOW).settle(1, NOW)
+        monkeypatch.setattr(counts_module, "LOCK_S", 1e9)
+        limits.take(ci, 1, NOW).settle(1, NOW)
+    assert told(limits, ci)["x-ratelimit-remaining-requests"] == "57"
+
+
+@pytest.mark.parametrize("now", [NOW, 5.0])
+def test_keys_that_share_a_place_in_the_file_are_counted_each_for_itself(
+    now: float, gateways: Callable[[], Limits]
+) -> None:
+    """As long as no more than eight of them are in use; then one is forgotten, and nobody is refused for it. So soon
+    after the machine's start too."""
+    limits = gateways()
+    same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(9)]
+    keys = [key(id, requests_per_minute=60) for id in same]
+    for number, one in enumerate(keys[:8]):
+        for _ in range(number):
+            limits.take(one, 1, now)
+    left = [told(gateways(), one, now)["x-ratelimit-remaining-requests"] for one in keys]
+    assert left == [str(60 - n) for n in range(8)] + ["60"]
+    limits.take(keys[8], 1, now)
+    assert [told(limits, one, now)["x-ratelimit-remaining-requests"] for one in keys[7:]] == ["53", "59"]
+
+
+def test_what_is_forgotten_makes_room(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+    """A key that has not asked for two minutes has all its buckets full; the file needs no cell for it."""
+    limits = gateways()
+    same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(20)]
+    for number, id in enumerate(same):
+        limits.take(key(id, requests_per_minute=60), 1, NOW + 121 * number).settle(1, NOW + 121 * number)
+    (file,) = (tmp_path / "limits").glob("counts-*")
+    assert file.stat().st_size < 200
+
+
+def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[], Limits]) -> None:
+    """Who has counted there before looks again."""
+    one, other, later = gateways(), gateways(), NOW + 121
+    first, second = (
+        key(f"{n * (counts_module.CELLS - counts_module.PROBES):08x}", requests_per_minute=60) for n in (0, 1)
+    )
+    one.take(first, 1, NOW).settle(1, NOW)
+    for _ in range(5):
+        other.take(second, 1, later).settle(1, later)
+    one.take(first, 1, later)
+    for limits in (one, other):
+        assert told(limits, first, later)["x-ratelimit-remaining-requests"] == "59"
+        assert told(limits, second, later)["x-ratelimit-remaining-requests"] == "55"
+
+
+def test_nobody_else_can_read_or_write_the_counts(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+    """They tell who asks how much."""
+    gateways().take(key(requests_per_minute=1), 1, NOW)
+    folder = tmp_path / "limits"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+HAMMER = f"""{PROCESS}
+print("ready", flush=True)
+sys.stdin.readline()
+passed = 0
+for _ in range(2000):
+    try:
+        limits.take(ci, 1, {NOW}).settle(1, {NOW})
+        passed += 1
+    except ApiError:
+        pass
+print(passed, flush=True)
+"""
+
+
+def test_two_gateways_that_race_let_through_what_one_would(tmp_path: Path) -> None:
+    """To the request."""
+    command = [sys.executable, "-c", HAMMER, str(tmp_path / "limits")]
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for one in both:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+    told = [one.communicate("go\n", timeout=60)[0] for one in both]
+    assert sum(int(text) for text in told) == 1000
+
+
+# Over HTTP
+
+
+def test_a_client_of_a_limited_key_is_told_with_every_answer(replica: Callable[..., Served]) -> None:
+    """Refused ones too; a change of the key holds on the connection that is open. What was reserved comes back."""
+    live = LiveGateway()
+    try:
+        keys = KeyFile(Home(live.home).keys)
+        _, text = keys.create("ci", allowance=Allowance(requests_per_minute=2, tokens_per_minute=1000))
+        live.serve(routes("m", replica()))
+
+        def ask(**fields: Any) -> httpx.Response:
+            body = {"model": "m", "prompt": "hello", "max_tokens": 7, **fields}
+            return live.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {text}"})
+
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        first, second, third = ask(), ask(stream=True, max_tokens=900), ask()
+        assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
+        assert third.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(third.headers["retry-after"]) <= 30
+        assert [answer.headers["x-ratelimit-limit-requests"] for answer in (first, second, third)] == ["2"] * 3
+        assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, second, third)] == [
+            "1",
+            "0",
+            "0",
+        ]
+        assert int(second.headers["x-ratelimit-remaining-tokens"]) <= 95
+
+        keys.change("ci", requests_per_minute=None)
+        changed = until(lambda: answer if (answer := ask()).status_code == 200 else None, 5, "the limit is gone")
+        assert "x-ratelimit-limit-requests" not in changed.headers
+        assert ask(max_tokens=1500).json()["error"]["code"] == "over_rate_limit"
+    finally:
+        live.close()
+
+
+def test_a_client_that_goes_away_gives_back_its_place(replica: Callable[..., Served]) -> None:
+    """And what it had reserved."""
+    live = LiveGateway()
+    try:
+        _, text = KeyFile(Home(live.home).keys).create("ci", allowance=Allowance(max_concurrent=1))
+        live.serve(routes("m", replica(step_ms=50)))
+        body = {"model": "m", "prompt": "hello", "max_tokens": 900, "stream": True}
+        headers = {"Authorization": f"Bearer {text}"}
+
+        def ask() -> int:
+            return live.http.post("/v1/completions", json={**body, "max_tokens": 1}, headers=headers).status_code
+
+        until(lambda: live.http.get("/v1/models").status_code == 401, 5, "a key is demanded")
+        with live.http.stream("POST", "/v1/completions", json=body, headers=headers) as running:
+            assert running.status_code == 200
+            assert ask() == 429
+        until(lambda: ask() == 200, 5, "its place is free")
+    finally:
+        live.close()
