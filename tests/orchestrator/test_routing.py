@@ -1,0 +1,118 @@
+"""Which replica a request goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from orchestrator.routing import Pace, choose
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What the choice looks at."""
+
+    name: str
+    free_slots: int = 1
+    prefilling: int = 0
+    pace: float = 0.02
+
+
+def chosen(*replicas: Replica, **affinity: float) -> set[str | None]:
+    """The names of what is chosen in any order of the replicas."""
+
+    def speaks_for(replica: Replica) -> float:
+        return affinity.get(replica.name, 0.0)
+
+    found = (choose(order, speaks_for if affinity else None) for order in permutations(replicas))
+    return {None if replica is None else replica.name for replica in found}
+
+
+def test_without_a_free_slot_a_request_waits() -> None:
+    """Late binding: nowhere does it wait at a replica, even one that it has an affinity to."""
+    assert chosen(Replica("a", 0), Replica("b", -1), a=1.0) == {None}
+    assert choose([]) is None
+
+
+def test_a_prefill_stops_the_others() -> None:
+    """A replica that reads no prompt comes before a faster one that does, and before one with an affinity."""
+    assert chosen(Replica("a", 4, 1, 0.001), Replica("b", 1, 0), Replica("c", 0, 0), a=1.0) == {"b"}
+
+
+def test_fewer_prompts_are_better_where_all_read() -> None:
+    """The request waits for those before it."""
+    assert chosen(Replica("a", 4, 3), Replica("b", 1, 2), Replica("c", 4, 4)) == {"b"}
+
+
+def test_affinity_comes_before_speed_and_never_waits() -> None:
+    """A preference: where its replica has no slot, the request goes elsewhere at once."""
+    assert chosen(Replica("a", 4, 0, 0.01), Replica("b", 1, 0, 0.04), b=0.4) == {"b"}
+    assert chosen(Replica("a", 4, 0, 0.01), Replica("b", 1, 0, 0.04), Replica("c"), b=0.4, c=0.8) == {"c"}
+    assert chosen(Replica("a", 4, 0, 0.01), Replica("b", 0, 0, 0.04), b=1.0) == {"a"}
+
+
+def test_the_fastest_comes_before_the_emptiest() -> None:
+    """And one that nobody has measured before both, so that it is."""
+    assert chosen(Replica("a", 1, 0, 0.01), Replica("b", 4, 0, 0.04)) == {"a"}
+    assert chosen(Replica("a", 1, 0, 0.01), Replica("b", 1, 0, 0.0)) == {"b"}
+
+
+def test_the_emptiest_of_equals() -> None:
+    """There a prefill stops the fewest decodes; a tie goes to the first."""
+    assert chosen(Replica("a", 1), Replica("b", 3), Replica("c", 2)) == {"b"}
+    assert choose([Replica("a"), Replica("b")]) == Replica("a")
+
+
+def test_the_replica_whose_step_ends_first() -> None:
+    """A prompt is read between two steps: of equals the one that has been in its step the longest, however many slots
+    are free elsewhere; but not before a faster one, or one with an affinity."""
+    replicas = [Replica("a", 4), Replica("b", 1), Replica("c", 2)]
+    times = {"a": 10.02, "b": 10.01, "c": 10.03, "fast": 10.04}
+    for order in permutations(replicas):
+        assert choose(order, None, lambda replica: times[replica.name]) == Replica("b", 1)
+    assert choose([*replicas, fast := Replica("fast", pace=0.01)], None, lambda one: times[one.name]) is fast
+    assert choose(replicas, lambda one: float(one.name == "c"), lambda one: times[one.name]) == Replica("c", 2)
+
+
+def test_affinity_is_not_asked_where_it_cannot_count() -> None:
+    """It may be dear: replicas without a slot, or with more prompts to read than another, are left out."""
+    asked = []
+
+    def speaks_for(replica: Replica) -> float:
+        asked.append(replica.name)
+        return 0.0
+
+    choose([Replica("a"), Replica("b", 0), Replica("c", 1, 1)], speaks_for)
+    assert asked == ["a"]
+
+
+def test_noise_does_not_tell_equal_replicas_apart() -> None:
+    """Answers whose seconds a token vary by half give paces that differ by one step at most."""
+    random, paces = Random(1), [Pace() for _ in range(20)]
+    for pace in paces:
+        for _ in range(200):
+            tokens = random.randint(5, 500)
+            pace.ended(tokens * 0.0205 * random.uniform(0.75, 1.25), tokens)
+    assert len({pace.value for pace in paces}) <= 2
+
+
+def test_a_pace_follows_what_changes() -> None:
+    """After some requests at half the speed it says twice the time; it is within a tenth of what is measured."""
+    pace = Pace()
+    assert pace.value == 0.0
+    pace.ended(2.0, 100)
+    assert pace.value == pytest.approx(0.02, rel=0.1)
+    for _ in range(100):
+        pace.ended(4.0, 100)
+    assert pace.value == pytest.approx(0.04, rel=0.1)
+
+
+def test_an_answer_without_a_second_token_says_nothing() -> None:
+    """Nor one whose tokens came at once."""
+    pace = Pace()
+    pace.ended(0.0, 5)
+    pace.ended(1.0, 0)
+    assert pace.value == 0.0

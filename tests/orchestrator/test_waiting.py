@@ -1,0 +1,341 @@
+"""Who is next of those that wait for a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from orchestrator.waiting import REMEMBERED, Line, LineFull, Order
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """Something that waits."""
+
+    name: str
+    tenant: str = ""
+    priority: int = 0
+    arrived_at: float = 0.0
+    deadline: float | None = None
+    size: int = 1
+    tokens: int = 1
+
+
+def line(*items: Item, order: Order = "fair", count: int = 100, size: int = 1000) -> Line[Item]:
+    made: Line[Item] = Line(count, size, order=order)
+    for item in items:
+        made.push(item)
+    return made
+
+
+def names(made: Line[Item]) -> str:
+    """Of all, in their order."""
+    return "".join(item.name for item in made.clear())
+
+
+def test_of_one_tenant_who_came_first_is_next() -> None:
+    """Without keys and priorities a line is first come, first served."""
+    assert names(line(*(Item(name, arrived_at=float(at)) for at, name in enumerate("abcdef")))) == "abcdef"
+
+
+def test_a_lower_priority_goes_first() -> None:
+    """As in vLLM: the lower number, whatever the order of arrival and however much its tenant had."""
+    made = line(Item("a"), Item("b", priority=3), Item("c", "x", priority=-1), Item("d"))
+    made.served("x", 1000, priority=-1)
+    assert names(made) == "cadb"
+
+
+def test_the_tenant_with_the_least_tokens_is_next() -> None:
+    """A prompt's token is charged once, an answer's twice, over the weight."""
+    made = line(Item("a", "a"), Item("b", "b"), Item("c", "c"))
+    made.set_weight("c", 4.0)
+    made.served("a", prompt_tokens=100)
+    made.served("b", output_tokens=49)
+    made.served("c", prompt_tokens=100, output_tokens=100)
+    assert (made.counter("a"), made.counter("b"), made.counter("c")) == (100, 98, 75)
+    assert names(made) == "cba"
+
+
+def test_with_equal_counters_who_came_first_is_next() -> None:
+    """Also when the first of a tenant has left meanwhile."""
+    gone = Item("a", "a", arrived_at=1.0)
+    made = line(gone, Item("b", "b", arrived_at=2.0), Item("c", "a", arrived_at=3.0), Item("d", "d", arrived_at=4.0))
+    assert made.remove(gone)
+    assert names(made) == "bcd"
+
+
+def test_weights_share_the_tokens() -> None:
+    """Of two tenants that always wait, the one with three times the weight gets three times the requests."""
+    made = line()
+    made.set_weight("big", 3.0)
+    served = {"big": 0, "small": 0}
+    for tenant in ("big", "small", "big", "small"):  # two: who pops its last one does not wait any more
+        made.push(Item(tenant, tenant))
+    for _ in range(400):
+        item = made.pop()
+        served[item.tenant] += 1
+        made.served(item.tenant, 50, 50)
+        made.push(Item(item.tenant, item.tenant))
+    assert served["big"] == pytest.approx(300, abs=2)
+
+
+def test_a_tenant_that_was_away_is_lifted_to_those_that_wait() -> None:
+    """It has saved nothing up: it and the other take turns from now on."""
+    made = line(Item("a", "a"), Item("a", "a"), Item("a", "a"))
+    made.served("a", 1000)
+    for name in "bbb":
+        made.push(Item(name, "b"))
+    order = ""
+    while made:
+        order += made.pop().name
+        made.served(order[-1], 10)
+    assert order == "ababab"
+
+
+def test_a_tenant_that_never_waits_saves_nothing_up() -> None:
+    """Requests that get a slot at once count as much for the lift as those that wait."""
+    made = line()
+    for _ in range(10):
+        made.pass_by(Item("a", "a"))
+        made.served("a", 100)
+    made.push(Item("b", "b"))  # the first to wait, and it had no token yet
+    made.push(Item("a", "a"))
+    assert made.counter("b") == made.counter("a") == 1000
+
+
+def test_each_priority_has_counters_of_its_own() -> None:
+    """What a tenant had with one priority is no debt with another."""
+    made = line(Item("a", "a", arrived_at=1.0), Item("b", "b", arrived_at=2.0))
+    made.served("a", 1000, priority=-5)
+    assert names(made) == "ab"
+
+
+def test_what_is_put_back_goes_first() -> None:
+    """Before all others of its tenant and priority, and in their old order when several come back; the bounds are not
+    asked, and what was charged can be taken back."""
+    made = line(*(Item(name, "a") for name in "abc"), count=3)
+    first, second = made.pop(), made.pop()
+    made.served("a", 20)
+    made.push(Item("d", "a"))
+    made.push(Item("e", "b"))
+    for item in (second, first):
+        made.put_back(item)
+    made.served("a", -20)
+    assert made.counter("a") == 0
+    assert len(made) == 5
+    assert names(made) == "abcde"
+
+
+def test_charges_that_are_taken_back_restore_the_turn() -> None:
+    """A tenant whose charge was wrong is next again, although another had overtaken it."""
+    made = line(Item("a", "a"), Item("b", "b"))
+    made.served("a", 50)
+    assert [item.name for item in made if item is made.peek()] == ["b"]
+    made.served("a", -50)
+    made.served("b", 1)
+    assert names(made) == "ab"
+
+
+def test_a_line_is_bounded_in_count() -> None:
+    """One more than fits is refused with the numbers, and nothing changes."""
+    made = line(Item("a"), Item("b"), count=2)
+    with pytest.raises(LineFull, match="2 requests wait; 1 more would exceed 2") as caught:
+        made.push(Item("c"))
+    assert (caught.value.dimension, caught.value.used, caught.value.asked, caught.value.limit) == ("count", 2, 1, 2)
+    assert names(made) == "ab"
+
+
+def test_a_line_is_bounded_in_bytes() -> None:
+    """One that is too large is refused with the numbers; a smaller one may still come."""
+    made = line(Item("a", size=60), size=100)
+    with pytest.raises(LineFull, match="60 bytes of requests wait; 41 more would exceed 100") as caught:
+        made.push(Item("b", size=41))
+    assert caught.value.dimension == "bytes"
+    made.push(Item("c", size=40))
+    assert made.bytes == 100
+    assert names(made) == "ac"
+    assert made.bytes == 0
+
+
+def test_bounds_may_change_while_requests_wait() -> None:
+    """What waits stays; the next is measured with the new bound."""
+    made = line(Item("a"), Item("b"), count=2)
+    made.max_count = 1
+    with pytest.raises(LineFull):
+        made.push(Item("c"))
+    made.max_count = 3
+    made.push(Item("d"))
+    assert names(made) == "abd"
+
+
+def test_who_left_is_not_served() -> None:
+    """It frees its place and its bytes; to leave twice does nothing."""
+    leaving = Item("b", size=7)
+    made = line(Item("a"), leaving, Item("c"))
+    assert made.remove(leaving)
+    assert not made.remove(leaving)
+    assert not made.remove(Item("never there", priority=9))
+    assert (len(made), made.bytes) == (2, 2)
+    assert names(made) == "ac"
+
+
+def test_a_less_urgent_request_gives_way_in_a_full_line() -> None:
+    """A flood of low priority does not keep a high one out: its last request leaves."""
+    made = line(*(Item(name, priority=5) for name in "abc"), count=3)
+    assert [item.name for item in made.make_room(Item("d"))] == ["c"]
+    made.push(Item("d"))
+    assert made.make_room(Item("e", priority=5)) == []
+    assert names(made) == "dab"
+
+
+def test_the_tenant_that_holds_the_most_gives_way_in_a_full_line() -> None:
+    """Until the other holds as much for its weight; nobody gives way to himself."""
+    made = line(*(Item(name, "flood") for name in "abcd"), count=4)
+    made.set_weight("flood", 3.0)
+    assert [item.name for item in made.make_room(Item("e", "other"))] == ["d"]
+    made.push(Item("e", "other"))
+    assert made.make_room(Item("f", "other")) == []
+    assert made.make_room(Item("g", "flood")) == []
+    assert len(made) == 4
+
+
+def test_nobody_leaves_for_a_request_that_is_too_large_anyhow() -> None:
+    """All that would have to leave keep their places."""
+    made = line(Item("a", priority=1), Item("b", size=30), Item("c", priority=1), size=40)
+    assert made.make_room(Item("d", size=20)) == []
+    assert made.bytes == 32
+    assert names(made) == "bac"
+
+
+def test_only_as_many_leave_as_must() -> None:
+    """For its bytes several small ones may have to."""
+    made = line(*(Item(name, priority=1, size=10) for name in "abcd"), size=40)
+    assert [item.name for item in made.make_room(Item("e", size=15))] == ["d", "c"]
+
+
+def test_the_earliest_deadline_is_next() -> None:
+    """Within a priority; those without a deadline come last, in the order of their arrival."""
+    made = line(
+        Item("a", arrived_at=1.0),
+        Item("b", arrived_at=2.0, deadline=50.0),
+        Item("c", arrived_at=3.0, deadline=20.0),
+        Item("d", arrived_at=4.0, deadline=20.0),
+        Item("e", arrived_at=5.0),
+        Item("f", arrived_at=6.0, priority=-1),
+        order="deadline",
+    )
+    assert names(made) == "fcdbae"
+
+
+def test_ahead_are_those_that_go_first() -> None:
+    """All of lower priorities, its own that came before it, and of another tenant those that its counter lets by."""
+    mine = Item("c", "mine")
+    made = line(Item("a", "mine", priority=-1), Item("b", "mine"), mine, Item("d", "mine"), Item("e", priority=7))
+    assert made.ahead_of(mine) == 2
+    for name in "fghij":
+        made.push(Item(name, "other"))
+    made.served("other", 30)
+    made.served("mine", 20)
+    made.pop()
+    assert made.ahead_of(mine) < made.ahead_of(Item("k", "mine")) < made.ahead_of(Item("l", "other"))
+    assert made.ahead_of(Item("m", priority=9)) == len(made)
+
+
+def test_tenants_that_take_turns_are_counted_so() -> None:
+    """With a mean charge of 10, who has two before it lets three by of an equal tenant that waits already; of one that
+    has had 10 more, two, and of one with twice the weight, all five."""
+    made = line()
+    for _ in range(4):
+        made.push(Item("x", "x"))
+        made.pop()
+        made.pass_by(Item("y", "x"))
+        made.served("x", 20)
+    for name, tenant in (*(("m", "mine"),) * 2, *(("o", "other"),) * 5):
+        made.push(Item(name, tenant))
+    assert made.counter("mine") == made.counter("other") == 80
+    newcomer = Item("n", "mine")
+    assert made.ahead_of(newcomer) == 2 + 3
+    made.served("other", 10)
+    assert made.ahead_of(newcomer) == 2 + 2
+    made.served("other", -10)
+    made.set_weight("other", 2.0)
+    assert made.ahead_of(newcomer) == 2 + 5
+
+
+def test_who_is_put_back_late_has_saved_nothing_up() -> None:
+    """A retry after a long time: its tenant is as far as those that were served meanwhile."""
+    made = line(Item("a", "a"), *(Item("b", "b") for _ in range(5)))
+    retried = made.pop()
+    for _ in range(3):
+        made.served(made.pop().tenant, 100)
+    made.put_back(retried)
+    assert made.counter("a") == 200  # the third of the others was next at that
+    assert names(made) == "abb"
+
+
+def test_after_a_pause_of_all_the_last_counts() -> None:
+    """Where nobody waits, a newcomer is lifted to the tenant that was the last to."""
+    made = line(Item("a", "a"))
+    made.pop()
+    made.served("a", 500)
+    made.push(Item("b", "b"))
+    assert made.counter("b") == 500
+
+
+def test_ahead_by_deadline() -> None:
+    """Those that are due before it."""
+    due = [Item(str(at), deadline=float(at)) for at in (10, 30, 20)]
+    made = line(*due, order="deadline")
+    assert [made.ahead_of(item) for item in due] == [0, 2, 1]
+    assert made.ahead_of(Item("x", deadline=15.0)) == 1
+    assert made.ahead_of(Item("y")) == 3
+
+
+def test_tenants_are_those_that_wait() -> None:
+    """Not those that have."""
+    made = line(Item("a", "a"), Item("b", "a"), Item("c", "c"))
+    assert made.tenants == 2
+    made.clear()
+    assert made.tenants == 0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_is_above_zero(weight: float) -> None:
+    """Others have no meaning."""
+    with pytest.raises(ValueError, match="above 0"):
+        line().set_weight("a", weight)
+
+
+def test_nothing_is_next_of_nothing() -> None:
+    """An empty line says so."""
+    made = line()
+    assert made.peek() is None
+    assert not made
+    with pytest.raises(IndexError, match="nothing waits"):
+        made.pop()
+
+
+def test_clients_cannot_fill_the_memory_with_priorities_and_tenants() -> None:
+    """Counters of those that are not here any more are forgotten where that changes nothing, and at some number."""
+    made = line()
+    for number in range(3 * REMEMBERED):
+        made.push(Item("a", priority=number))
+        made.pop()
+    assert len(made._classes) <= REMEMBERED
+    for number in range(3 * REMEMBERED):
+        made.push(Item("a", f"tenant {number}"))
+        made.served(made.pop().tenant, 1)
+    fair = made._classes[0]
+    assert len(fair._lanes) <= REMEMBERED + 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("order", ["fair", "deadline"])
+def test_clients_that_leave_leave_nothing_behind(order: Order) -> None:
+    """The heap does not grow with those that came and left."""
+    made = line(Item("stays", "s", deadline=1.0), order=order)
+    for number in range(2000):
+        item = Item("goes", f"t{number % 50}", deadline=2.0)
+        made.push(item)
+        assert made.remove(item)
+    assert len(made._classes[0]._heap) < 150
