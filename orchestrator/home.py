@@ -80,6 +80,11 @@ class Home:
         return self.path / "keys.json"
 
     @property
+    def traces(self) -> Path:
+        """What was asked of the models, in lengths: `corewright trace export` reads it."""
+        return self.path / "traces"
+
+    @property
     def audit(self) -> Path:
         """What was asked of the fleets of this home, and by whom."""
         return self.path / "audit.log"

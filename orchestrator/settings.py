@@ -251,6 +251,7 @@ SETTINGS = (
     _time("read_s", 30.0, "Seconds for a request to arrive, from its first byte to its last."),
     _time("idle_s", 75.0, "Seconds between two requests on one connection."),
     _time("write_s", 30.0, "Seconds that a client may take nothing of its answer; then it is disconnected."),
+    _time("keep_alive_s", 10.0, "Seconds between two comments to a streaming client whose request waits for a slot."),
     Setting(
         "log_format",
         "COREWRIGHT_LOG_FORMAT",

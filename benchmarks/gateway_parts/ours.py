@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.gateway_parts.child import argument, say
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN
+from orchestrator.demand import DemandReport
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
@@ -37,6 +38,9 @@ class Controller:
 
     async def wake(self, model: str) -> None:
         """Every model is awake."""
+
+    async def demand(self, report: DemandReport) -> None:
+        """Nobody decides from it."""
 
     async def metrics(self) -> list[MetricFamily]:
         return []

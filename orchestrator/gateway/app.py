@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import msgspec.structs
 
+from orchestrator.demand import DemandReport
 from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
 from orchestrator.gateway.chat import chat_prompt, tool_parser_for
@@ -23,12 +25,15 @@ from orchestrator.gateway.exchange import Exchange
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import requests_for
 from orchestrator.gateway.http import Handler, HttpServer
+from orchestrator.gateway.limits import Limits
 from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
 from orchestrator.gateway.openapi import openapi
 from orchestrator.gateway.peers import Peers
 from orchestrator.gateway.queue import ModelQueue
+from orchestrator.gateway.recorder import Recorder
 from orchestrator.gateway.reply import Note, Reply
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.gateway.terms import terms_of
 from orchestrator.gateway.tokenize import detokenized, tokenized
 from orchestrator.gateway.tokenizers import TokenizerShelf
 from orchestrator.gateway.toolcalls import ToolParser
@@ -39,12 +44,15 @@ from orchestrator.logs import Access, access_log
 from orchestrator.routes import RouteTable
 from orchestrator.version import corewright_version
 from workers.metric_family import MetricFamily
+from workers.requests import GenerateRequest
 from workers.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 CONTROLLER_SILENT_S = 10.0  # the controller answers a long poll every few seconds
 CONTROLLER_METRICS_S = 1.0
+REPORT_S = 1.0  # between two reports of demand
+QUIET_REPORTS = 5  # of these, so often one is sent while nothing happens
 KEY_IN_USE_S = 300.0
 INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
@@ -63,6 +71,7 @@ class Controller(Protocol):
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
+    async def demand(self, report: DemandReport) -> None: ...
     async def metrics(self) -> list[MetricFamily]: ...
 
 
@@ -86,6 +95,8 @@ class Gateway:
         self.gate = Gate(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
         self._tracing = Tracing.from_environment(self._id)
+        self._limits = Limits(home.sockets / "limits", settings.gateways)
+        self._recorder = Recorder(home.traces, self._id)
         self.server = HttpServer(settings, self.handle, self.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
         folder = home.sockets / "gateways"
@@ -126,6 +137,32 @@ class Gateway:
             if version != seen:
                 seen = version
                 self._update(table)
+
+    async def report(self) -> None:
+        """Tell the controller once a second what is asked of the models. What it misses while it is away is lost: the
+        next report tells how long it covers."""
+        reported_at, quiet = time.monotonic(), 0
+        for number in itertools.count(1):
+            await asyncio.sleep(REPORT_S)
+            told = [queue.report() for queue in self.queues.values()]
+            now = time.monotonic()
+            busy = any(demand.arrived or demand.ended or demand.waiting or demand.live for demand, _ in told)
+            quiet = 0 if busy else quiet + 1
+            if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one ends what was told before
+                continue
+            report = DemandReport(
+                gateway=self._id,
+                number=number,
+                seconds=round(now - reported_at, 3),
+                models=[demand for demand, _ in told],
+                decisions=[decision for _, decision in told if decision is not None],
+            )
+            reported_at = now
+            try:
+                await asyncio.wait_for(self._controller.demand(report), CONTROLLER_SILENT_S)
+            except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
+                log.warning("the controller does not hear of the demand: %s", error)
+            self._recorder.flush()
 
     async def heard(self, within_s: float) -> None:
         """Returns when the controller has told the routes for the first time, or after ``within_s``."""
@@ -169,6 +206,8 @@ class Gateway:
     async def stop(self) -> None:
         """The gateway ends; every exchange is over."""
         await self._peers.leave()
+        self._recorder.close()
+        self._limits.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
@@ -210,6 +249,11 @@ class Gateway:
         """The exchange is over: count and log it."""
         note: Note | None = exchange.note
         self._log(exchange, note)
+        if exchange.grant is not None:
+            used = 0 if note is None else note.completion_tokens + (note.prompt_tokens if note.replica else 0)
+            exchange.grant.settle(used, time.monotonic())
+        if note is not None and note.replica is not None:
+            self._record(exchange, note)
         if exchange.trace is not None and note is not None:
             usage = note.prompt_tokens, note.completion_tokens
             exchange.trace.end(exchange.code or note.reason or "cancelled", usage, exchange.status or GONE)
@@ -217,6 +261,13 @@ class Gateway:
             self.metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
         if note is not None and note.overhead_s is not None:
             self.metrics.overhead(note.overhead_s)
+
+    def _record(self, exchange: Exchange, note: Note) -> None:
+        """For a trace of what was asked: lengths only."""
+        came = time.time() - (time.monotonic() - exchange.request.received_at)
+        key = "" if exchange.key is None else exchange.key.id
+        lengths = note.prompt_tokens, note.completion_tokens
+        self._recorder.note(came, note.model, *lengths, key, note.prefill_s, note.decode_s)
 
     def _log(self, exchange: Exchange, note: Note | None) -> None:
         request, key = exchange.request, exchange.key
@@ -420,6 +471,8 @@ class Gateway:
         default = None if chat else protocol.DEFAULT_COMPLETION_TOKENS
         limits = queue.limits.within(self._settings.max_prompt_tokens)
         requests = requests_for(asked, prompts, limits, default, names)
+        terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
+        self._charge(exchange, asked, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         answer = Answer(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{self._id}{next(numbers):x}",
@@ -438,11 +491,27 @@ class Gateway:
             for request, choice in zip(requests, choices, strict=True):
                 if parser is not None:
                     choice.parser = parser()
-                reply.add(queue.submit(request, reply, tokenizer, trace), choice)
+                reply.add(queue.submit(request, reply, tokenizer, trace, terms), choice)
                 trace = None  # of several choices, the first is followed
         except BaseException:
             reply.leave()
             raise
+        if queue.waiting:
+            reply.wait(self._settings.keep_alive_s)
+
+    def _charge(self, exchange: Exchange, asked: Asked, requests: Sequence[GenerateRequest], queue: ModelQueue) -> None:
+        """Take what the request may use from the limits of its key. Raises ApiError 429."""
+        key = exchange.key
+        if key is None or not key.limited:
+            return
+        expected = queue.mean_answer if asked.max_tokens is None else math.inf
+        tokens = sum(len(one.prompt_ids) + int(min(one.max_tokens, expected)) for one in requests)
+        least = sum(len(one.prompt_ids) for one in requests) if asked.max_tokens is None else None
+        now = time.monotonic()
+        try:
+            exchange.grant = self._limits.take(key, tokens, now, least=least)
+        finally:
+            exchange.add_headers(self._limits.headers(key, now))
 
     def _trace(self, exchange: Exchange, model: str, chat: bool) -> TraceHandle | None:
         if self._tracing is None:

@@ -148,9 +148,25 @@ def wrong_content_type(given: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
 
-def queue_full(model: str, waiting: int, retry_after_s: int) -> ApiError:
-    message = f"The queue of {model!r} is full: {waiting} requests wait. Try again in {retry_after_s} s."
+def queue_full(model: str, why: str, retry_after_s: int) -> ApiError:
+    message = f"The queue of {model!r} is full: {why}. Try again in {retry_after_s} s."
     return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
+
+
+def deadline_unreachable(model: str, wait_s: float, allowed_s: float, retry_after_s: int) -> ApiError:
+    """Told at once, instead of after the wait."""
+    wait = "without end" if wait_s == float("inf") else f"{wait_s:.1f} s"
+    message = (
+        f"A request to {model!r} would wait {wait} for a slot, and its first token is wanted within {allowed_s:.1f} s. "
+        f"Try again in {retry_after_s} s."
+    )
+    kind = "rate_limit_error"
+    return ApiError(429, message, type=kind, code="deadline_unreachable", retry_after_s=retry_after_s)
+
+
+def deadline_exceeded(model: str, waited_s: float) -> ApiError:
+    message = f"The request has waited {waited_s:.1f} s for a slot of {model!r}; its deadline has passed."
+    return ApiError(504, message, type="timeout_error", code="deadline_exceeded")
 
 
 def model_unavailable(model: str, state: str, reason: str | None) -> ApiError:
@@ -167,3 +183,31 @@ def replica_lost(model: str) -> ApiError:
 
 def engine_failed(model: str, what: str) -> ApiError:
     return ApiError(500, f"The engine of {model!r} failed: {what}", type="internal_error", code="engine_failed")
+
+
+def rate_limited(what: str, limit: int, used: int, asked: int, retry_after_s: int) -> ApiError:
+    """A limit of the API key. ``what`` such as "tokens per minute"."""
+    message = (
+        f"This API key's limit of {limit} {what} is reached: {used} are used, the request needs {asked}. "
+        f"Try again in {retry_after_s} s."
+    )
+    kind = "rate_limit_error"
+    return ApiError(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+def too_many_concurrent(limit: int, retry_after_s: int) -> ApiError:
+    message = (
+        f"This API key may have {limit} requests at a time, and has them. Wait for one to end, or try again in "
+        f"{retry_after_s} s."
+    )
+    kind = "rate_limit_error"
+    return ApiError(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+def over_rate_limit(tokens: int, limit: int) -> ApiError:
+    """No 429: clients send those again by themselves, and this request can never pass."""
+    message = (
+        f"This API key's limit is {limit} tokens per minute, and the request may use {tokens} at once. "
+        "Send a lower max_tokens or a shorter prompt."
+    )
+    return ApiError(400, message, param="max_tokens", code="over_rate_limit")

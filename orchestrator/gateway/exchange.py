@@ -12,6 +12,7 @@ from orchestrator.gateway.errors import ApiError
 
 if TYPE_CHECKING:
     from orchestrator.gateway.http import HttpConnection
+    from orchestrator.gateway.limits import Grant
     from orchestrator.gateway.tracing import TraceHandle
     from orchestrator.keys import ApiKey
 
@@ -57,6 +58,7 @@ class Exchange:
         "began",
         "code",
         "ended",
+        "grant",
         "id",
         "key",
         "note",
@@ -77,6 +79,7 @@ class Exchange:
         self.trace: TraceHandle | None = None
         self.note: Any = None  # what its handler has to tell of it
         self.code: str | None = None  # of the error that it ended with
+        self.grant: Grant | None = None  # what its key was charged, to be settled at the end
         self._connection = connection
         self._extra: Headers = ()
         self._chunked = False
@@ -134,9 +137,9 @@ class Exchange:
             self._connection.write(last)
         self._finish()
 
-    def allow_origin(self, headers: Headers) -> None:
+    def add_headers(self, headers: Headers) -> None:
         """Send these with the answer, whatever it will be."""
-        self._extra = headers
+        self._extra = (*self._extra, *headers)
 
     @property
     def connection(self) -> HttpConnection:

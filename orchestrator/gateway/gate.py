@@ -110,7 +110,7 @@ class Gate:
         origin = request.headers.get(b"origin", b"").decode("latin-1")
         if not origin or (origin in self._origins or "*" in self._origins):
             if origin:
-                exchange.allow_origin(_cors(origin))
+                exchange.add_headers(_cors(origin))
             return
         host = request.headers.get(b"host", b"").decode("latin-1")
         same = origin.partition("://")[2] == host and (self.demands_keys or is_loopback(host_name(host)))
@@ -136,7 +136,12 @@ def host_name(host: str) -> str:
     return (name if colon and port.isdecimal() else host).strip("[]")
 
 
-EXPOSED = b"x-request-id, x-corewright-replica, x-corewright-overhead-ms, retry-after"
+_RATES = b", ".join(
+    b"x-ratelimit-%b-%b" % (what, of) for of in (b"requests", b"tokens") for what in (b"limit", b"remaining", b"reset")
+)
+EXPOSED = (
+    b"x-request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, retry-after, %b" % _RATES
+)
 
 
 def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
@@ -152,6 +157,9 @@ def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
 
 PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id"),
+    (
+        b"access-control-allow-headers",
+        b"authorization, content-type, x-api-key, x-request-id, x-session-id, x-deadline-ms, x-corewright-explain",
+    ),
     (b"access-control-max-age", b"600"),
 )

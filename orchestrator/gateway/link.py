@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
 import workers
 from orchestrator.gateway.ticket import Ticket
+from orchestrator.prefixes import PrefixMemory
 from orchestrator.routes import Route
+from orchestrator.routing import Pace
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason
 from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Welcome, WireError, encode
 
 log = logging.getLogger(__name__)
+
+NEVER = -math.inf
 
 
 class ReplicaLink(asyncio.Protocol):
@@ -28,20 +33,22 @@ class ReplicaLink(asyncio.Protocol):
         *,
         gateway: str,
         token: str,
-        on_change: Callable[[float | None], None],
+        on_change: Callable[[], None],
+        on_ended: Callable[[Ticket, float], None],
         on_lost: Callable[[ReplicaLink, list[Ticket]], None],
         on_busy: Callable[[Ticket], None],
         later: Callable[[Callable[[], None]], object],
     ) -> None:
-        """``on_change`` is called when a slot may be free: with the seconds that its request held it, or None at the
-        Welcome. ``on_lost`` gets back the requests that the replica will not answer: at the end of the connection,
-        and one that it refuses because it is draining. ``on_busy`` gets back one for which another gateway has taken
-        the slot. ``later`` calls at the end of the event loop's turn."""
+        """``on_change`` is called at the Welcome, and when other gateways have left a slot; ``on_ended`` with a request
+        that is over, and the seconds that it has held its slot. ``on_lost`` gets back the requests that the replica
+        will not answer: at the end of the connection, and one that it refuses because it is draining. ``on_busy`` gets
+        back one for which another gateway has taken the slot. ``later`` calls at the end of the event loop's turn."""
         self.route = route
         self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
         self._hello = Hello(gateway, token, route.epoch)
         self._on_change = on_change
+        self._on_ended = on_ended
         self._on_lost = on_lost
         self._on_busy = on_busy
         self._later = later
@@ -54,6 +61,9 @@ class ReplicaLink(asyncio.Protocol):
         self._touched: list[Ticket] = []  # those with news, in the order in which it came
         self._retired = False
         self._drains = False  # it has refused a request: to send it there again would use up its retries
+        self.stepped_at = NEVER  # monotonic, when its last tokens came; NEVER while it has no request of ours
+        self._pace = Pace()
+        self.prefixes: PrefixMemory | None = None  # of an engine that keeps what it has read
         self.closed = asyncio.Event()
         self.refused = False  # by the replica; to ask again would give the same answer
 
@@ -71,6 +81,16 @@ class ReplicaLink(asyncio.Protocol):
     @property
     def live(self) -> int:
         return len(self._live)
+
+    @property
+    def pace(self) -> float:
+        """Seconds that a token takes there; 0.0 before it is known."""
+        return self._pace.value
+
+    @property
+    def tickets(self) -> Iterable[Ticket]:
+        """The requests that it has."""
+        return self._live.values()
 
     @property
     def kv_tokens(self) -> int:
@@ -138,7 +158,7 @@ class ReplicaLink(asyncio.Protocol):
             self._deliver(message)
         elif isinstance(message, Room):
             self._full = False
-            self._on_change(None)
+            self._on_change()
         elif isinstance(message, Welcome):
             self._receive_welcome(message)
         elif isinstance(message, Refused):
@@ -162,7 +182,9 @@ class ReplicaLink(asyncio.Protocol):
             self.close()
             return
         self.welcome = welcome
-        self._on_change(None)
+        if welcome.prefix_block:
+            self.prefixes = PrefixMemory(max(1, welcome.slots * welcome.max_len // welcome.prefix_block))
+        self._on_change()
 
     def _deliver(self, step: Step) -> None:
         busy: list[Ticket] = []
@@ -191,10 +213,18 @@ class ReplicaLink(asyncio.Protocol):
                 if not ticket.touched:
                     self._touch(ticket)
             self._full = False  # the slot that it had
-            self._on_change(time.monotonic() - ticket.sent_at)
+            self._measure(ticket, time.monotonic())
         for ticket in reversed(busy):  # each goes before all others: so they keep their order
             self._on_busy(ticket)
         self._hang_up_when_idle()
+
+    def _measure(self, ticket: Ticket, now: float) -> None:
+        """It is over: learn from it."""
+        if ticket.first_at:
+            self._pace.ended(now - ticket.first_at, ticket.produced - 1)
+        if not self._live:
+            self.stepped_at = NEVER
+        self._on_ended(ticket, now - ticket.sent_at)
 
     def _touch(self, ticket: Ticket) -> None:
         """It has news in this read."""
@@ -208,6 +238,8 @@ class ReplicaLink(asyncio.Protocol):
             return
         touched, self._touched = self._touched, []
         now = time.monotonic()
+        if self._live:
+            self.stepped_at = now
         for ticket in touched:
             ticket.touched = False
             if not ticket.left and ticket.events:

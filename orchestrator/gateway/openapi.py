@@ -24,6 +24,7 @@ from orchestrator.gateway.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from orchestrator.gateway.terms import LONGEST_DEADLINE_MS, LONGEST_SESSION
 from orchestrator.gateway.tokenize import Detokenized, Tokenized
 from orchestrator.openapi import Schema, components, json_content, json_response, operation_id
 from orchestrator.version import corewright_version
@@ -187,13 +188,27 @@ REFUSED: Mapping[int, str] = MappingProxyType(
         408: "The request came too slowly.",
         413: "The body is too large.",
         415: "The body is not `application/json`, or it is compressed.",
-        429: "The queue is full, or the key has too many connections.",
+        429: "The queue is full, the deadline cannot be kept, or a limit of the key is reached.",
         431: "The request line and headers are too large.",
         500: "The engine or the gateway failed.",
         503: "The model or the fleet is not ready, or there are too many connections.",
+        504: "The request has waited until its deadline.",
     }
 )
 _OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
+_HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request that waits for a slot
+    {
+        "x-session-id": (
+            "Requests of one name go to one replica while that has a free slot.",
+            {"type": "string", "maxLength": LONGEST_SESSION},
+        ),
+        "x-deadline-ms": (
+            "By when the first token is wanted, in milliseconds from now.",
+            {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
+        ),
+        "x-corewright-explain": ("The answer tells how it came to its replica.", {"type": "string", "enum": ["1"]}),
+    }
+)
 
 
 def openapi(*, needs_key: bool) -> Schema:
@@ -224,6 +239,8 @@ def openapi(*, needs_key: bool) -> Schema:
 def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key: bool) -> dict[str, Any]:
     responses = {"200": _answer(route, references)}
     statuses = {*_OF_ALL, *((404,) if route.of_a_model else ()), *((415,) if route.asks else ())}
+    if route.streams:
+        statuses.add(504)
     if route.probe:
         statuses -= {401, 429}
     for status in sorted(statuses):
@@ -247,6 +264,11 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
     if "{model}" in route.path:
         name = {"type": "string", "minLength": 1}
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": name}]
+    if route.streams:
+        operation["parameters"] = [
+            {"name": name, "in": "header", "required": False, "description": told, "schema": schema}
+            for name, (told, schema) in _HEADERS.items()
+        ]
     if route.probe and needs_key:
         operation["security"] = []
     return operation

@@ -23,6 +23,7 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI's
 MAX_PROMPTS = 2048
 MAX_TOOLS = 128  # as OpenAI's
 MOST = 2**31 - 1  # of any count or token id
+MOST_PRIORITY = 1_000_000  # either way
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -49,6 +50,7 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(  # of the fields of requests; th
         "frequency_penalty": Bound(-2, 2),
         "no_repeat_ngram_size": Bound(0, MOST),
         "n": Bound(1, MAX_CHOICES),
+        "priority": Bound(-MOST_PRIORITY, MOST_PRIORITY),
         "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
         "logprobs": Bound(0, MAX_TOP_LOGPROBS),  # of completions; a chat's is true or false
     }
@@ -211,6 +213,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None  # vLLM's: the ids beside the text
+    priority: int | None = None  # vLLM's: lower goes first; default 0
     # Ignored: they say nothing about the answer's tokens.
     user: Any = None
     metadata: Any = None

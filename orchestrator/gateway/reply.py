@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _REFUSED = (FinishReason.INVALID, FinishReason.ERROR)
+_WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class Note:
     completion_tokens: int = 0
     queue_s: float = 0.0
     overhead_s: float | None = None  # that the gateway itself has added to the first byte
+    prefill_s: float = 0.0  # from the slot to the first token, of an answer of one choice that came to its end
+    decode_s: float = 0.0  # from its first token to its last
     reason: str | None = None  # why the answer ended
     answer: str | None = None  # its text, where that is to be logged
 
@@ -57,6 +61,8 @@ class Reply:
         self._choices: dict[Ticket, Choice] = {}  # none once it is over: they know us, and we need not be collected
         self._open: set[Ticket] = set()
         self._keeps_text = keeps_text
+        self._opened = False  # the first event is written; before it there may be comments
+        self._reminder: asyncio.TimerHandle | None = None
         exchange.note = note
         exchange.on_gone = self._gone
 
@@ -64,6 +70,12 @@ class Reply:
         """One more choice; none has a token before all are added."""
         self._choices[ticket] = choice
         self._open.add(ticket)
+
+    def wait(self, every_s: float) -> None:
+        """While no token has come, send a streaming client a comment so often: what stands between it and us would
+        take a silent connection for a dead one."""
+        if self._note.stream and self._open and not self._opened:
+            self._reminder = asyncio.get_running_loop().call_later(every_s, self._remind, every_s)
 
     def leave(self) -> None:
         """Nobody waits for what is still open."""
@@ -76,7 +88,8 @@ class Reply:
     def came(self, ticket: Ticket, now: float) -> None:
         last = ticket.events[-1]
         self._measure(ticket, now)
-        if self._keeps_text:
+        # an answer that is not streamed is whole at its end, and not before
+        if self._keeps_text and (self._note.stream or last.finish is not None):
             self._note.answer = (self._note.answer or "") + "".join(event.text for event in ticket.events)
         if last.finish in _REFUSED:
             self._end(ticket, now, "error")
@@ -95,16 +108,32 @@ class Reply:
 
     # Inside
 
+    def _remind(self, every_s: float) -> None:
+        exchange = self._exchange
+        if self._opened or exchange.ended:
+            return
+        if exchange.began:
+            exchange.write(_WAITING)
+        else:
+            exchange.begin(200, _STREAM, _WAITING)
+        self.wait(every_s)
+
     def _write(self, ticket: Ticket, now: float) -> None:
         exchange, answer = self._exchange, self._answer
-        began = exchange.began
-        opening = b"" if began else b"".join([answer.opening(choice) for choice in self._choices.values()])
+        opening = b""
+        if not self._opened:
+            opening = b"".join([answer.opening(choice) for choice in self._choices.values()])
         piece = opening + answer.events(self._choices[ticket], ticket.take())
         if not self._open:
             piece += answer.closing(include_usage=self._include_usage)
-        if not began:
-            exchange.begin(200, (*_STREAM, *self._told(ticket, now)), piece)
-            piece = b""
+        if not self._opened:
+            self._opened = True
+            told = self._told(ticket, now)
+            if not exchange.began:
+                exchange.begin(200, (*_STREAM, *told), piece)
+                piece = b""
+            elif ticket.terms.explains:  # its headers have gone before anything was known
+                piece = b"".join([b": %b: %b\n\n" % header for header in told]) + piece
         if not self._open:
             exchange.end(piece)
             self._choices = {}
@@ -120,12 +149,15 @@ class Reply:
         """The headers that say who answered, and what the gateway has added."""
         note = self._note
         note.replica = ticket.link.route.id if ticket.link is not None else None
-        note.queue_s = ticket.sent_at - ticket.queued_at
-        note.overhead_s = (ticket.queued_at - self._exchange.request.received_at) + (time.monotonic() - now)
-        return [
+        note.queue_s = ticket.sent_at - ticket.arrived_at
+        note.overhead_s = (ticket.arrived_at - self._exchange.request.received_at) + (time.monotonic() - now)
+        told = [
             (b"x-corewright-replica", (note.replica or "").encode()),
             (b"x-corewright-overhead-ms", b"%.3f" % (note.overhead_s * 1000)),
         ]
+        if ticket.terms.explains and ticket.decision is not None:
+            told.append((b"x-corewright-decision", ticket.decision.as_header()))
+        return told
 
     def _measure(self, ticket: Ticket, now: float) -> None:
         new = ticket.produced - ticket.counted
@@ -137,8 +169,9 @@ class Reply:
             ticket.first_at = ticket.last_at = now
             if ticket.trace is not None:
                 ticket.trace.first_token()
+            ticket.began(now)
             received_at = self._exchange.request.received_at
-            metrics.first_token(now - received_at, ticket.sent_at - ticket.queued_at, now - ticket.sent_at)
+            metrics.first_token(now - received_at, ticket.sent_at - ticket.arrived_at, now - ticket.sent_at)
             new -= 1  # what came in the same read came at once
         metrics.token(now - ticket.last_at, new)
         ticket.counted = ticket.produced
@@ -149,10 +182,14 @@ class Reply:
         if ticket not in self._open:
             return
         self._open.discard(ticket)
+        if self._reminder is not None and not self._open:
+            self._reminder.cancel()
         self._note.completion_tokens += ticket.produced
         self._note.reason = reason
         metrics = ticket.metrics or self._metrics_of(ticket)
         decode_s = ticket.last_at - ticket.first_at
+        if ticket.first_at and reason in ("stop", "length") and len(self._choices) == 1:
+            self._note.prefill_s, self._note.decode_s = ticket.first_at - ticket.sent_at, decode_s
         e2e_s = now - self._exchange.request.received_at
         metrics.ended(reason, len(ticket.request.prompt_ids), ticket.produced, e2e_s, decode_s)
 

@@ -103,7 +103,8 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         _raise_file_limit()
         self._stopping = asyncio.Event()
-        tasks = [loop.create_task(self.gateway.follow()), loop.create_task(self._listen_and_sweep())]
+        works = (self.gateway.follow(), self.gateway.report(), self._listen_and_sweep())
+        tasks = [loop.create_task(work) for work in works]
         try:
             await asyncio.wait([*tasks, loop.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

@@ -31,6 +31,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     read_s: float = 30.0  # from a request's first byte to its last
     idle_s: float = 75.0  # between two requests on one connection
     write_s: float = 30.0  # a client that takes nothing for so long is disconnected
+    keep_alive_s: float = 10.0  # between two comments to a streaming client whose request waits
 
     log_format: Literal["text", "json"] = "text"
     log_prompts: bool = False  # prompts and answers in the log, for debugging

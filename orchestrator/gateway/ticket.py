@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec.structs
 
 from orchestrator.gateway.errors import ApiError, invalid
+from orchestrator.gateway.terms import Terms
 from workers.requests import GenerateRequest, TokenEvent
 from workers.wire import Submit, WireError, encode
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from orchestrator.demand import RoutingDecision
     from orchestrator.gateway.link import ReplicaLink
     from orchestrator.gateway.metrics import ModelMetrics
     from orchestrator.gateway.tracing import TraceHandle
+    from orchestrator.prefixes import Chain
 
 MAX_RETRIES = 2
 
@@ -32,15 +36,39 @@ class Sink(Protocol):
         ...
 
 
+class Owner(Protocol):
+    """Where tickets wait and are sent from: the queue of their model."""
+
+    def left(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more: take it out of wherever it is."""
+        ...
+
+    def began(self, ticket: Ticket, now: float) -> None:
+        """Its first token has been taken."""
+        ...
+
+
+_PLAIN = Terms()
+
+
 class Ticket:
-    """Events that its sink has not taken may still be thrown away, and the request sent to another replica; once one
-    is taken, the request stands or falls with its replica. All times are monotonic seconds, 0 before they have come."""
+    """``orchestrator.waiting.Waiting`` while it is in its queue.
+
+    Events that its sink has not taken may still be thrown away, and the request sent to another replica; once one is
+    taken, the request stands or falls with its replica. All times are monotonic seconds, 0 before they have come."""
 
     __slots__ = (
-        "_leave",
+        "_owner",
         "_taken",
+        "affinity",
+        "arrived_at",
         "canary",
+        "chain",
+        "charged",
+        "cold",
         "counted",
+        "deadline",
+        "decision",
         "events",
         "first_at",
         "frame",
@@ -48,26 +76,43 @@ class Ticket:
         "left",
         "link",
         "metrics",
+        "priority",
         "produced",
-        "queued_at",
         "request",
         "retries",
         "sent_at",
         "sink",
+        "size",
+        "tenant",
+        "terms",
+        "timer",
         "tokenizer",
+        "tokens",
         "touched",
         "trace",
     )
 
-    def __init__(self, request: GenerateRequest, sink: Sink, leave: Callable[[Ticket], None]) -> None:
-        """``leave`` takes the ticket out of wherever it is. Raises ApiError for a request that no frame can hold."""
+    def __init__(self, request: GenerateRequest, sink: Sink, owner: Owner, terms: Terms = _PLAIN) -> None:
+        """Raises ApiError for a request that no frame can hold."""
         self.request = request
         self.sink = sink
         try:
             self.frame = encode(Submit(request))
         except (OverflowError, WireError) as error:
             raise invalid(f"the request cannot be sent to a replica: {error}") from None
-        self.queued_at = time.monotonic()
+        self.arrived_at = time.monotonic()
+        self.terms = terms
+        self.tenant = terms.tenant
+        self.priority = terms.priority
+        self.deadline = terms.deadline  # in the queue
+        self.size = len(self.frame)  # bytes
+        self.tokens = len(request.prompt_ids)
+        self.timer: asyncio.TimerHandle | None = None  # of its deadline in the queue
+        self.cold = False  # no replica was ready when it came
+        self.charged = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt was
+        self.chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
+        self.affinity = ""  # why its replica was taken before others: session or prefix
+        self.decision: RoutingDecision | None = None  # where somebody wants to know
         self.sent_at = 0.0
         self.first_at = 0.0
         self.last_at = 0.0
@@ -82,7 +127,7 @@ class Ticket:
         self.events: list[TokenEvent] = []
         self.trace: TraceHandle | None = None
         self.touched = False  # its sink is to be told of events
-        self._leave = leave
+        self._owner = owner
         self._taken = False
 
     @property
@@ -128,6 +173,7 @@ class Ticket:
         self.back()
         self.events.clear()
         self.produced = self.counted = 0
+        self.charged = min(self.charged, 0)
         self.metrics = None
         self.first_at = self.last_at = 0.0
 
@@ -135,7 +181,11 @@ class Ticket:
         """Its client is gone, or has all that it wanted."""
         if not self.left:
             self.left = True
-            self._leave(self)
+            self._owner.left(self)
+
+    def began(self, now: float) -> None:
+        """Its first token has been taken."""
+        self._owner.began(self, now)
 
     def take(self) -> list[TokenEvent]:
         """The events since the last call."""

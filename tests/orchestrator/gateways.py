@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from orchestrator.demand import Demand, DemandReport
 from orchestrator.gateway.http import HttpServer
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.server import GatewayServer
@@ -31,6 +32,7 @@ class PlayedController:
         self.woken: list[str] = []
         self.answers = True
         self.families: list[MetricFamily] = []
+        self.reports: list[DemandReport] = []
         self._changed = threading.Condition()
 
     def set(self, *models: ModelRoutes, ready: bool = True, stopping: bool = False) -> None:
@@ -50,6 +52,18 @@ class PlayedController:
 
     async def metrics(self) -> list[MetricFamily]:
         return self.families
+
+    async def demand(self, report: DemandReport) -> None:
+        self.reports.append(report)
+
+    def demand_of(self, model: str) -> Demand:
+        """What the last report tells of it; nothing before the first."""
+        last = self.reports[-1].models if self.reports else []
+        return next((demand for demand in last if demand.model == model), Demand(model=model))
+
+    def total(self, count: str) -> float:
+        """Of all models and reports."""
+        return sum(getattr(demand, count) for report in list(self.reports) for demand in report.models)
 
     def _wait(self, seen: int, timeout_s: float) -> None:
         with self._changed:

@@ -13,8 +13,9 @@ import msgspec.structs
 import pytest
 from openai import NotFoundError, OpenAI
 
-from orchestrator.gateway import http
+from orchestrator.gateway import app, http
 from orchestrator.lifecycle import ModelState
+from orchestrator.logs import Access
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -528,6 +529,62 @@ def test_metrics_count_requests_and_tokens_by_model_and_replica(fresh_gateway: L
     assert sample(page, "vllm:inter_token_latency_seconds_count" + labels) == 12
     assert sample(page, 'vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}') == 2
     assert 'status="400"' in page
+
+
+def test_a_request_that_goes_to_another_replica_is_counted_with_the_reason(
+    fresh_gateway: LiveGateway, replica: Make
+) -> None:
+    """Of the model, once for each time."""
+    dying, living = replica(slots=1, step_ms=20), replica(slots=1)
+    fresh_gateway.serve(routes("m", dying))
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(complete(fresh_gateway, max_tokens=200)))
+    asking.start()
+    until(lambda: dying.batcher.stats.live == 1, 10, "it runs on the first replica")
+    fresh_gateway.serve(routes("m", dying, living))
+    dying.kill()
+    asking.join(20)
+
+    page = fresh_gateway.http.get("/metrics").text
+
+    assert answers[0].status_code == 200
+    assert sample(page, 'corewright_request_retries_total{kind="lost",model="m"}') == 1
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_the_line_of_a_request_has_its_prompt_only_where_that_is_wished(
+    log_prompts: bool, replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answer; of what asks no model, the body is nowhere."""
+    lines: list[Access] = []
+    monkeypatch.setattr(app, "access_log", lines.append)
+    live = LiveGateway(log_prompts=log_prompts)
+    try:
+        live.serve(routes("m", replica()))
+        complete(live, max_tokens=3)
+        complete(live, "nobody", max_tokens=3)
+        until(lambda: len(lines) == 2, 5, "both are over")
+    finally:
+        live.close()
+
+    told = [("hello" in (line.prompt or ""), line.answer) for line in lines]
+    assert told == [(log_prompts, echo_text("hello", 3) if log_prompts else None), (False, None)]
+    assert lines[1].prompt is None
+
+
+def test_a_gateway_knows_the_routes_before_it_listens(replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one has the same port, and answers meanwhile what this one would have to refuse."""
+    known: list[bool] = []
+    join = app.Gateway.join
+
+    async def joined(self: app.Gateway) -> bool:
+        known.append("m" in self.queues)
+        return await join(self)
+
+    monkeypatch.setattr(app.Gateway, "join", joined)
+    live = LiveGateway(models=(routes("m", replica()),))
+    live.close()
+    assert known == [True]
 
 
 def sample(page: str, name: str) -> float:

@@ -313,6 +313,24 @@ def test_a_hundred_pipelined_requests_are_answered(gateway: LiveGateway) -> None
         assert [wire.answer().status for _ in range(1000)] == [200] * 1000
 
 
+@pytest.mark.parametrize(("bytes_each", "answers"), [(BODY_BYTES // 2, 3), (BODY_BYTES // 2 + 1, 0)])
+def test_the_bodies_of_requests_that_wait_on_one_connection_have_a_limit_together(
+    gateway: LiveGateway, bytes_each: int, answers: int
+) -> None:
+    """That of one body: else a client fills the memory behind one slow request. It is disconnected."""
+    first = completion(max_tokens=50)
+    waiting = post({**SMALL, "user": ""})
+    padding = bytes_each - (len(waiting) - waiting.index(b"\r\n\r\n") - 4)
+    waiting = post({**SMALL, "user": "x" * padding})
+    with Wire(gateway.port) as wire:
+        wire.offer(first + waiting * 2)
+        if answers:
+            assert [wire.answer().status for _ in range(answers)] == [200] * answers
+        else:
+            with pytest.raises(Closed):
+                wire.answer()
+
+
 def test_a_malformed_request_behind_good_ones_is_answered_after_them(gateway: LiveGateway) -> None:
     """What is wrong ends the connection, in its turn."""
     with Wire(gateway.port) as wire:

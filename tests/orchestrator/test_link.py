@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from orchestrator.gateway.ticket import Ticket
 from orchestrator.routes import Route
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import Step, Welcome, encode
+from workers.wire import FrameReader, Hello, Step, Submit, Welcome, encode
 
 OWN = str(Path(workers.__file__).parent)
 
@@ -37,6 +38,14 @@ class Unread:
     def failed(self, ticket: Ticket, error: ApiError) -> None: ...
 
 
+class Nowhere:
+    """A queue that is not interested."""
+
+    def left(self, ticket: Ticket) -> None: ...
+
+    def began(self, ticket: Ticket, now: float) -> None: ...
+
+
 @pytest.mark.parametrize(("package", "taken"), [(OWN, True), ("", True), ("/elsewhere/workers", False)])
 def test_a_replica_of_another_corewright_is_refused(package: str, taken: bool) -> None:
     """By the folder of its code; one in an interpreter of its engine's own names none, and has been looked at."""
@@ -44,7 +53,8 @@ def test_a_replica_of_another_corewright_is_refused(package: str, taken: bool) -
         Route("m/0", 1, "/none"),
         gateway="g",
         token="t",
-        on_change=lambda _: None,
+        on_change=lambda: None,
+        on_ended=lambda *_: None,
         on_lost=lambda *_: None,
         on_busy=lambda _: None,
         later=lambda call: call(),
@@ -62,7 +72,8 @@ def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
         Route("m/0", 1, "/none"),
         gateway="g",
         token="t",
-        on_change=lambda _: None,
+        on_change=lambda: None,
+        on_ended=lambda *_: None,
         on_lost=lambda _, tickets: lost.extend(tickets),
         on_busy=lambda _: None,
         later=lambda call: call(),
@@ -71,7 +82,7 @@ def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
     welcome = Welcome(version=corewright_version(), package=OWN, slots=2, max_len=64, max_prompt=64, vocab_size=257)
     link.data_received(encode(welcome))
     assert link.free_slots == 2
-    ticket = Ticket(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), Unread(), lambda _: None)
+    ticket = Ticket(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
     link.send(ticket)
     assert link.free_slots == 1
 
@@ -79,3 +90,54 @@ def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
 
     assert lost == [ticket]
     assert link.free_slots == 0
+
+
+def opened(written: Written, on_busy: Callable[[Ticket], None] = lambda _: None) -> ReplicaLink:
+    """A link to a replica of four slots."""
+    link = ReplicaLink(
+        Route("m/0", 1, "/none"),
+        gateway="g",
+        token="t",
+        on_change=lambda: None,
+        on_ended=lambda *_: None,
+        on_lost=lambda *_: None,
+        on_busy=on_busy,
+        later=lambda call: call(),
+    )
+    link.connection_made(written)  # type: ignore[arg-type]
+    welcome = Welcome(version=corewright_version(), package=OWN, slots=4, max_len=64, max_prompt=64, vocab_size=257)
+    link.data_received(encode(welcome))
+    return link
+
+
+def ticket_of(id: str) -> Ticket:
+    return Ticket(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
+
+
+def test_requests_for_which_there_was_no_slot_keep_their_order() -> None:
+    """Each goes before all others in the queue: so the last one must go first."""
+    queue: list[str] = []
+    link = opened(Written(), on_busy=lambda ticket: queue.insert(0, ticket.id))
+    for id in ("first", "second", "third"):
+        link.send(ticket_of(id))
+
+    busy = [TokenEvent(id=id, token_ids=[], text="", finish=FinishReason.BUSY) for id in ("first", "second", "third")]
+    link.data_received(encode(Step(busy)))
+
+    assert queue == ["first", "second", "third"]
+
+
+def test_a_traced_request_takes_the_trace_to_its_replica() -> None:
+    """Of the attempt, which names the replica; one that is not traced takes none."""
+    written = Written()
+    link = opened(written)
+    traced, other = ticket_of("traced"), ticket_of("other")
+    traced.trace = SimpleNamespace(sent=lambda replica: f"00-of-{replica}")  # type: ignore[assignment]
+    link.send(traced)
+    link.send(other)
+
+    hello, *submitted = FrameReader().feed(written.data)
+
+    assert isinstance(hello, Hello)
+    traces = [(one.request.id, one.request.trace) for one in submitted if isinstance(one, Submit)]
+    assert traces == [("traced", "00-of-m/0"), ("other", None)]

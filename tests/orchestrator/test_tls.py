@@ -129,10 +129,11 @@ def test_a_renewed_certificate_is_taken_over(authority: Authority, pair: Pair) -
     files = CertificateFiles(str(pair.cert), str(pair.key))
     before = files.context
     assert files.renewed() is None
-    fresh = authority.sign("renewed")
+    fresh, ended = authority.sign("renewed", days=10), files.expires
     shutil.copy(fresh.key, pair.key)
     shutil.copy(fresh.cert, pair.cert)
     assert files.renewed() is files.context is not before
+    assert files.expires == pytest.approx(ended - 20 * 86_400, abs=60)  # what the metrics tell is of the new one
     assert files.renewed() is None
     assert handshake(files.context, trusting(authority))[2] == b"well"
 

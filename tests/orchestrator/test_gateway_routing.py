@@ -1,0 +1,291 @@
+"""Who is next, for how long one waits, and what is told of it: the gateway over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec.structs
+import pytest
+
+from orchestrator.keys import Allowance, KeyFile
+from orchestrator.lifecycle import ModelState
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.served import Served
+
+Make = Callable[..., Served]
+
+
+class Asked:
+    """A completion that is asked for on a thread, and its answer once it is there."""
+
+    def __init__(self, gateway: LiveGateway, *, headers: dict[str, str] | None = None, **fields: Any) -> None:
+        self.response: httpx.Response | None = None
+        body = {"model": "m", "prompt": "hello", "max_tokens": 3, **fields}
+        self._gateway = gateway
+        self._thread = threading.Thread(target=self._ask, args=(body, headers or {}), daemon=True)
+        self._thread.start()
+
+    def _ask(self, body: dict[str, Any], headers: dict[str, str]) -> None:
+        with contextlib.suppress(httpx.TransportError):  # the gateway may end first
+            self.response = httpx.post(f"{self._gateway.url}/v1/completions", json=body, headers=headers, timeout=30)
+
+    def answer(self) -> httpx.Response:
+        self._thread.join(30)
+        assert self.response is not None, "no answer within 30 s"
+        return self.response
+
+    def code(self) -> str:
+        found: str = self.answer().json()["error"]["code"]
+        return found
+
+
+@contextlib.contextmanager
+def filled(gateway: LiveGateway, served: Served, **fields: Any) -> Iterator[Asked]:
+    """The stepped replica's one slot is taken, until the end of the block."""
+    asked = Asked(gateway, max_tokens=2, **fields)
+    until(lambda: served.in_step, 10, "the slot is taken")
+    yield asked
+    served.run_free()
+    assert asked.answer().status_code == 200
+
+
+def waiting(gateway: LiveGateway, count: int) -> None:
+    until(lambda: gateway.queue("m").waiting == count, 10, f"{count} requests wait")
+
+
+def order_of(gateway: LiveGateway, served: Served, asks: list[dict[str, Any]]) -> list[str]:
+    """The prompts in the order in which their answers begin, when all have waited for one slot."""
+    began: list[str] = []
+    submit = served.batcher.submit
+
+    def noted(request: Any) -> None:
+        began.append(bytes(request.prompt_ids).decode())
+        submit(request)
+
+    with filled(gateway, served, prompt="first"):
+        asked = []
+        for number, ask in enumerate(asks, start=1):
+            asked.append(Asked(gateway, **ask))
+            waiting(gateway, number)
+        served.batcher.submit = noted  # type: ignore[method-assign]
+    for one in asked:
+        assert one.answer().status_code == 200
+    return began
+
+
+def test_an_urgent_request_goes_before_those_that_came_earlier(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """`priority` as vLLM has it: lower goes first, and among equals who came first."""
+    gateway = fresh_gateway  # whose queue remembers no other priorities
+    served = replica(slots=1, stepped=True)
+    gateway.serve(routes("m", served))
+    asks = [{"prompt": "a", "priority": 5}, {"prompt": "b"}, {"prompt": "c", "priority": -1}, {"prompt": "d"}]
+    assert order_of(gateway, served, asks) == ["c", "b", "d", "a"]
+
+
+def test_the_earliest_deadline_goes_first_where_the_spec_says_so(gateway: LiveGateway, replica: Make) -> None:
+    """`queue_order: deadline`; without a deadline one is last."""
+    served = replica(slots=1, stepped=True)
+    gateway.serve(msgspec.structs.replace(routes("m", served), queue_order="deadline"))
+    asks = [
+        {"prompt": "a"},
+        {"prompt": "b", "headers": {"x-deadline-ms": "60000"}},
+        {"prompt": "c", "headers": {"x-deadline-ms": "50000"}},
+    ]
+    assert order_of(gateway, served, asks) == ["c", "b", "a"]
+
+
+def test_a_full_queue_makes_room_for_who_is_more_urgent(fresh_gateway: LiveGateway, replica: Make) -> None:
+    """A flood of low priority keeps nobody out: its last request is refused instead."""
+    gateway = fresh_gateway  # whose queue remembers no other priorities
+    served = replica(slots=1, stepped=True)
+    gateway.serve(routes("m", served, max_queue=1))
+    with filled(gateway, served):
+        low = Asked(gateway, priority=3)
+        waiting(gateway, 1)
+        high = Asked(gateway)
+        assert (low.answer().status_code, low.code()) == (429, "queue_full")
+        waiting(gateway, 1)
+    assert high.answer().status_code == 200
+
+
+def test_a_deadline_that_cannot_be_kept_is_refused_at_once(gateway: LiveGateway, replica: Make) -> None:
+    """What has been measured says how long the wait will be; the answer names it, and when to come again."""
+    served = replica(slots=1, stepped=True)
+    gateway.serve(routes("m", served))
+    gateway.queue("m")._mean_service_s = 20.0
+    with filled(gateway, served):
+        before = Asked(gateway)
+        waiting(gateway, 1)
+        refused = Asked(gateway, headers={"x-deadline-ms": "5000"})
+        assert (refused.answer().status_code, refused.code()) == (429, "deadline_unreachable")
+        assert 25 <= int(refused.answer().headers["retry-after"]) <= 40
+        assert "40.0 s" in refused.answer().json()["error"]["message"]
+    assert before.answer().status_code == 200
+
+
+def test_a_deadline_that_passes_in_the_queue_ends_the_wait(gateway: LiveGateway, replica: Make) -> None:
+    """504, and the request takes no slot."""
+    served = replica(slots=1, stepped=True)
+    gateway.serve(routes("m", served))
+    gateway.queue("m")._mean_service_s = 0.001
+    with filled(gateway, served):
+        late = Asked(gateway, headers={"x-deadline-ms": "300"})
+        assert (late.answer().status_code, late.code()) == (504, "deadline_exceeded")
+        assert gateway.queue("m").waiting == 0
+
+
+def test_the_spec_bounds_every_wait(gateway: LiveGateway, replica: Make) -> None:
+    """`max_wait_s` is a deadline for requests that bring none, and for those that would wait longer."""
+    served = replica(slots=1, stepped=True)
+    gateway.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
+    gateway.queue("m")._mean_service_s = 0.001
+    with filled(gateway, served):
+        late = [Asked(gateway), Asked(gateway, headers={"x-deadline-ms": "60000"})]
+        assert [one.code() for one in late] == ["deadline_exceeded"] * 2
+
+
+@pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "1e12"])
+def test_a_deadline_that_is_none_is_a_clear_error(gateway: LiveGateway, replica: Make, given: str) -> None:
+    gateway.serve(routes("m", replica()))
+    refused = Asked(gateway, headers={"x-deadline-ms": given}).answer()
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-deadline-ms")
+
+
+def test_a_request_waits_for_a_model_at_zero_no_longer_than_the_spec_says(gateway: LiveGateway) -> None:
+    """`scaling.hold_s`: then it is 503, as if the model were down, and may come again."""
+    gateway.serve(
+        msgspec.structs.replace(routes("m", state=ModelState.UNLOADED, holds=True), hold_s=0.3),
+    )
+    held = Asked(gateway)
+    assert (held.answer().status_code, held.code()) == (503, "model_loading")
+    assert held.answer().headers["retry-after"]
+    assert gateway.queue("m").waiting == 0
+
+
+def test_a_stream_that_waits_gets_comments_and_then_its_answer(replica: Make) -> None:
+    """Proxies cut silent connections; clients of server-sent events skip comments."""
+    gateway = LiveGateway(keep_alive_s=0.05)
+    try:
+        gateway.serve(routes("m", state=ModelState.UNLOADED, holds=True))
+        body = {"model": "m", "prompt": "hello", "max_tokens": 3, "stream": True}
+        with gateway.http.stream(
+            "POST", "/v1/completions", json=body, headers={"x-corewright-explain": "1"}
+        ) as response:
+            lines = response.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+            gateway.serve(routes("m", replica(), holds=True))
+            rest = [line for line in lines if line]
+        data = [line.removeprefix("data: ") for line in rest if line.startswith("data: ")]
+        assert data[-1] == "[DONE]"
+        assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
+        told = [line for line in rest if line.startswith(": x-corewright-decision")]
+        assert len(told) == 1
+        assert "start=cold" in told[0]
+    finally:
+        gateway.close()
+
+
+def test_an_error_ends_a_stream_that_has_waited() -> None:
+    """Its 200 is sent already, so the error comes as an event."""
+    gateway = LiveGateway(keep_alive_s=0.05)
+    try:
+        gateway.serve(msgspec.structs.replace(routes("m", state=ModelState.UNLOADED, holds=True), hold_s=0.3))
+        body = {"model": "m", "prompt": "hello", "stream": True}
+        with gateway.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "model_loading"
+    finally:
+        gateway.close()
+
+
+def test_an_answer_tells_on_request_how_it_came_to_its_replica(gateway: LiveGateway, replica: Make) -> None:
+    """The decision record: time in the queue, replicas to choose from, slot, cold or warm."""
+    gateway.serve(routes("m", replica(slots=2), replica(slots=2)))
+    plain = Asked(gateway).answer()
+    told = Asked(gateway, headers={"x-corewright-explain": "1"}).answer()
+    assert "x-corewright-decision" not in plain.headers
+    found = dict(pair.split("=") for pair in told.headers["x-corewright-decision"].split("; "))
+    assert found.keys() == {"queue_ms", "candidates", "replica", "slot", "start", "retries"}
+    assert (found["candidates"], found["slot"], found["start"], found["retries"]) == ("2", "1/2", "warm", "0")
+    assert found["replica"] == told.headers["x-corewright-replica"]
+    assert 0 <= float(found["queue_ms"]) < 1000
+
+
+def test_a_session_stays_with_its_replica_while_that_has_a_slot(gateway: LiveGateway, replica: Make) -> None:
+    """A preference: where its replica is full, the session goes elsewhere rather than wait."""
+    first, second = replica(slots=1, stepped=True), replica(slots=1)
+    gateway.serve(routes("m", first, second))
+    session = {"x-session-id": "s"}
+    with filled(gateway, first):
+        assert Asked(gateway, headers=session).answer().headers["x-corewright-replica"] == "m/1"
+    explained = {**session, "x-corewright-explain": "1"}
+    answers = [Asked(gateway, headers=explained).answer() for _ in range(3)]
+    assert {answer.headers["x-corewright-replica"] for answer in answers} == {"m/1"}
+    assert all("affinity=session" in answer.headers["x-corewright-decision"] for answer in answers)
+
+
+def test_two_keys_share_by_their_weights_while_both_wait(replica: Make) -> None:
+    """Tokens 1:3, counted by the gateway's own metrics of who was served."""
+    gateway = LiveGateway()
+    try:
+        keys = KeyFile(gateway.home / "keys.json")
+        light = keys.create("light")[1]
+        heavy = keys.create("heavy", allowance=Allowance(weight=3.0))[1]
+        served = replica(slots=2, stepped=True)
+        gateway.serve(routes("m", served))
+        until(lambda: len(gateway._server.gateway.gate.keys) == 2, 5, "the keys are known")
+        began: list[str] = []
+        submit = served.batcher.submit
+
+        def noted(request: Any) -> None:
+            began.append(bytes(request.prompt_ids).decode())
+            submit(request)
+
+        served.batcher.submit = noted  # type: ignore[method-assign]
+        asked = []
+        for name, key in (("l", light), ("h", heavy)):
+            for _ in range(26):
+                headers = {"authorization": f"Bearer {key}"}
+                asked.append(Asked(gateway, prompt=name, max_tokens=4, headers=headers))
+        waiting(gateway, 50)
+        served.run_free()
+        for one in asked:
+            assert one.answer().status_code == 200
+        shares = Counter(began[4:28])  # while both wait, and beyond what came before anybody waited
+        assert 2.5 <= shares["h"] / shares["l"] <= 3.6
+    finally:
+        gateway.close()
+
+
+def test_the_controller_hears_what_is_asked_of_each_model(gateway: LiveGateway, replica: Make) -> None:
+    """Reports count each request once, and tell what waits and runs now."""
+    served = replica(slots=1, stepped=True)
+    gateway.controller.reports.clear()
+    gateway.serve(msgspec.structs.replace(routes("m", served, max_queue=1), ttft_s=1e-6))
+    with filled(gateway, served, prompt="abcd"):
+        other = Asked(gateway)
+        waiting(gateway, 1)
+        assert Asked(gateway).answer().status_code == 429
+        until(lambda: gateway.controller.demand_of("m").waiting == 1, 5, "the report tells of the wait")
+        assert gateway.controller.demand_of("m").live == 1
+        assert gateway.controller.demand_of("m").longest_wait_s > 0
+    assert other.answer().status_code == 200
+    until(lambda: gateway.controller.total("ended") == 2, 5, "both ends are told")
+    until(lambda: gateway.controller.demand_of("m").live == 0, 5, "nothing runs")
+    total = gateway.controller.total
+    assert (total("arrived"), total("refused"), total("cold")) == (3, 1, 0)
+    assert (total("prompt_tokens"), total("output_tokens")) == (4 + 5, 2 + 3)
+    assert (total("first_tokens"), total("late")) == (2, 2)
+    assert total("slot_s") > 0
+    numbers = [report.number for report in gateway.controller.reports]
+    assert numbers == sorted(set(numbers))
+    sampled = [decision for report in gateway.controller.reports for decision in report.decisions]
+    assert {decision.model for decision in sampled} == {"m"}
+    assert {decision.replica for decision in sampled} == {"m/0"}
