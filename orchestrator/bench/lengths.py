@@ -35,7 +35,7 @@ class Lengths:
     def within(self, max_len: int) -> Lengths:
         """Cut to a model whose prompt and answer together have ``max_len`` tokens, at least 2: first the answer down to
         half of them, then the prompt."""
-        cut = tuple(_cut(pair, max_len) for pair in self.pairs)
+        cut = tuple(cut_pair(pair, max_len) for pair in self.pairs)
         capped = sum(1 for old, new in zip(self.pairs, cut, strict=True) if old != new)
         return Lengths(self.name, self.source, cut, capped)
 
@@ -44,7 +44,8 @@ class Lengths:
         return random.Random(f"lengths {seed} {index}").choice(self.pairs)
 
 
-def _cut(pair: tuple[int, int], max_len: int) -> tuple[int, int]:
+def cut_pair(pair: tuple[int, int], max_len: int) -> tuple[int, int]:
+    """Of prompt and output tokens together ``max_len`` at most, at least 2: first the answer down to half of them."""
     prompt, output = pair
     if prompt + output <= max_len:
         return pair

@@ -1,0 +1,72 @@
+"""What a run is about: the spec, its hosts and how fast its models are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from orchestrator.simulate.model import SimModel
+from placements.checkpoints import Checkpoint
+from placements.hosts import Machine, hosts_for
+from placements.spec import HostsSpec, ModelSpec, Replicas, Spec
+from placements.topology import Host
+
+_MACHINE = Machine(tuple(range(8)))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``models`` are those of the spec, in its order."""
+
+    spec: Spec
+    hosts: tuple[Host, ...]
+    models: tuple[SimModel, ...]
+    gateways: int = 1
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def of(
+        cls, models: Sequence[SimModel], *, hosts: int, instance: str = "inf2.48xlarge", gateways: int = 1
+    ) -> Scenario:
+        """Models without a spec of their own, on so many hosts of a type: each gets one that says the same."""
+        specs = tuple(_spec_of(model) for model in models)
+        spec = Spec(hosts=(HostsSpec(emulate=instance, count=hosts),), models=specs)
+        return cls(spec, hosts_for(spec, _MACHINE), tuple(models), gateways)
+
+    @property
+    def cores(self) -> int:
+        """Of all hosts, without the reserved ones."""
+        return sum(usable_cores(host) for host in self.hosts)
+
+    def model(self, name: str) -> SimModel:
+        """Raises KeyError."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise KeyError(name)
+
+
+def usable_cores(host: Host) -> int:
+    """Those that replicas may have."""
+    return host.cores - len([core for core in host.reserved_cores if 0 <= core < host.cores])
+
+
+def prices(spec: Spec, hosts: Sequence[Host]) -> tuple[float, ...]:
+    """Of each host, for a core and an hour."""
+    wishes = [wish for wish in spec.hosts for _ in range(wish.count)]
+    return tuple(wish.price_per_core_hour for wish in wishes) or (0.0,) * len(hosts)
+
+
+def _spec_of(model: SimModel) -> ModelSpec:
+    return ModelSpec(
+        name=model.name,
+        source="./model",
+        engine="echo",
+        tp_degree=model.cores,
+        max_batch=model.slots,
+        replicas=Replicas(min=model.min, max=model.max),
+        priority=model.priority,
+        max_queue=model.max_queue,
+        allow_degrees=(model.cores,),
+    )

@@ -1,0 +1,179 @@
+"""What gateways record of their requests, and how it is read again."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrator.gateway.recorder import Recorder, parts
+from orchestrator.simulate.tracefile import read_page, read_trace, write_trace
+
+
+def note(recorder: Recorder, count: int, first: int = 0) -> None:
+    for i in range(first, first + count):
+        recorder.note(1_700_000_000.0 + i, "m", i + 1, 5, "k1", 0.02, 0.4)
+
+
+def pages(folder: Path, limit: int) -> list[int]:
+    """The prompt tokens of all that can be read, page by page."""
+    found, after, more = list[int](), "", True
+    while more:
+        page = read_page(folder, after, limit)
+        found += [request["prompt_tokens"] for request in page.requests]
+        after, more = page.next, page.more
+    return found
+
+
+def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
+    """Every field."""
+    recorder = Recorder(tmp_path / "traces", "g1")
+    note(recorder, 1)
+    recorder.close()
+    assert read_page(tmp_path / "traces", "", 10).requests == [
+        {
+            "time": 1_700_000_000.0,
+            "model": "m",
+            "prompt_tokens": 1,
+            "output_tokens": 5,
+            "key": "k1",
+            "first_ms": 20.0,
+            "decode_ms": 400.0,
+        }
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+def test_pages_hold_each_request_once(tmp_path: Path, limit: int) -> None:
+    """Of two gateways and several files, whatever the size of a page."""
+    for gateway, first in (("g1", 0), ("g2", 100)):
+        recorder = Recorder(tmp_path, gateway, file_bytes=300)
+        for i in range(0, 20, 5):
+            note(recorder, 5, first + i)
+            recorder.flush()
+    assert len(parts(tmp_path)["g1"]) > 1
+    assert sorted(pages(tmp_path, limit)) == [*range(1, 21), *range(101, 121)]
+
+
+def test_a_page_goes_on_behind_the_last_one(tmp_path: Path) -> None:
+    """What was written meanwhile is there, and nothing else."""
+    recorder = Recorder(tmp_path, "g1")
+    note(recorder, 3)
+    recorder.flush()
+    after = read_page(tmp_path, "", 10).next
+    note(recorder, 2, 3)
+    recorder.flush()
+    assert [request["prompt_tokens"] for request in read_page(tmp_path, after, 10).requests] == [4, 5]
+
+
+def test_the_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
+    """A place in them stays the same: the reader goes on with what is left."""
+    recorder = Recorder(tmp_path, "g1", file_bytes=100, files=3)
+    note(recorder, 1)
+    recorder.flush()
+    after = read_page(tmp_path, "", 10).next
+    for i in range(1, 40):
+        note(recorder, 1, i)
+        recorder.flush()
+        os.utime(parts(tmp_path)["g1"][-1][1], (i, i))  # the files' ages, without waiting for the clock
+    left = read_page(tmp_path, after, 100).requests
+    assert len(parts(tmp_path)["g1"]) == 3
+    assert left[-1]["prompt_tokens"] == 40
+    assert 1 < len(left) < 12
+
+
+def test_a_gateway_of_the_same_name_goes_on(tmp_path: Path) -> None:
+    """In the same file."""
+    for first in (0, 3):
+        recorder = Recorder(tmp_path, "g1")
+        note(recorder, 3, first)
+        recorder.close()
+    assert pages(tmp_path, 100) == [1, 2, 3, 4, 5, 6]
+
+
+def test_half_a_line_of_a_crash_is_passed_over(tmp_path: Path) -> None:
+    """And what the next gateway writes stands in a file of its own."""
+    recorder = Recorder(tmp_path, "g1")
+    note(recorder, 1)
+    recorder.close()
+    (_, path), *_ = parts(tmp_path)["g1"]
+    path.write_bytes(path.read_bytes() + b"1700000001.000,m,7")
+    again = Recorder(tmp_path, "g1")
+    note(again, 1, 1)
+    again.close()
+    assert pages(tmp_path, 100) == [1, 2]
+
+
+def test_a_full_disk_costs_lines_and_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted; what comes when there is room again is whole."""
+    recorder = Recorder(tmp_path, "g1")
+    note(recorder, 1)
+    recorder.flush()
+    monkeypatch.setattr(recorder, "_file", FullFile(recorder._file))
+    note(recorder, 5, 1)
+    recorder.flush()
+    note(recorder, 1, 6)
+    recorder.close()
+    assert (recorder.dropped, pages(tmp_path, 100)) == (5, [1, 7])
+
+
+class FullFile:
+    """Takes the half of what is written."""
+
+    def __init__(self, file: object) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        return int(self._file.write(data[: len(data) // 2]))  # type: ignore[attr-defined]
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._file.close()  # type: ignore[attr-defined]
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says so, once."""
+    (tmp_path / "file").write_text("")
+    recorder = Recorder(tmp_path / "file", "g1")
+    for _ in range(3):
+        note(recorder, 1)
+        recorder.flush()
+    assert recorder.dropped == 3
+    assert sum(os.strerror(errno.EEXIST) in line or "not recorded" in line for line in caplog.messages) == 1
+
+
+def test_a_place_that_no_page_has_told_is_refused(tmp_path: Path) -> None:
+    """It comes from a client."""
+    with pytest.raises(ValueError, match="no place"):
+        read_page(tmp_path, "../x", 10)
+
+
+def test_what_is_exported_is_read_as_a_trace(tmp_path: Path) -> None:
+    """In the order of the times, whichever gateway and whenever they ended."""
+    for gateway, first in (("g1", 50), ("g2", 0)):
+        recorder = Recorder(tmp_path, gateway)
+        note(recorder, 2, first)
+        recorder.close()
+    text = io.StringIO()
+    assert write_trace(read_page(tmp_path, "", 100).requests, text) == 4
+    text.seek(0)
+    trace = read_trace(text, "trace.csv", {"m": "m"})
+    assert [(arrival.at, arrival.prompt_tokens) for arrival in trace] == [(0.0, 1), (1.0, 2), (50.0, 51), (51.0, 52)]
+    assert trace.begins == 1_700_000_000.0
+
+
+def test_requests_without_an_answer_are_exported_too(tmp_path: Path) -> None:
+    """They came, and took a slot perhaps; one without a prompt is none."""
+    recorder = Recorder(tmp_path, "g1")
+    recorder.note(1_700_000_000.0, "m", 5, 0)
+    recorder.note(1_700_000_001.0, "m", 0, 0)
+    recorder.close()
+    text = io.StringIO()
+    write_trace(read_page(tmp_path, "", 100).requests, text)
+    text.seek(0)
+    assert [one.output_tokens for one in read_trace(text, "trace.csv", {"m": "m"})] == [1]

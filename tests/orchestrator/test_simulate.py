@@ -1,0 +1,285 @@
+"""The simulator's kernel: replicas, queues, the virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.bench.statistics import percentile
+from orchestrator.simulate.clock import Clock
+from orchestrator.simulate.desk import Measured
+from orchestrator.simulate.loop import serve_fixed
+from orchestrator.simulate.model import SimModel
+from orchestrator.simulate.replica import SimReplica
+from orchestrator.simulate.request import Arrival, SimRequest
+from workers.batcher import Batcher
+from workers.engines.echo import EchoEngine
+from workers.requests import GenerateRequest, TokenEvent
+from workers.tokenizer import ByteTokenizer
+
+MODEL = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, max_queue=10**6)
+
+
+def served(
+    arrivals: Sequence[tuple[float, int]], model: SimModel = MODEL, replicas: int = 1, gateways: int = 1
+) -> Measured:
+    """Of requests (time, output tokens)."""
+    asked = [Arrival(at, model.name, 10, tokens) for at, tokens in arrivals]
+    return serve_fixed([model], asked, replicas={model.name: replicas}, gateways=gateways)[model.name]
+
+
+def times(found: Measured) -> list[tuple[float, float]]:
+    """(TTFT, latency) in the order in which the requests ended."""
+    return [(round(a, 6), round(b, 6)) for a, b in zip(found.ttfts, found.latencies, strict=True)]
+
+
+def test_a_request_alone_takes_its_prefill_and_a_step_for_each_further_token() -> None:
+    """Nothing is in its way."""
+    assert times(served([(1.0, 3)])) == [(0.05, 0.25)]
+
+
+def test_a_request_of_one_token_ends_with_its_prefill() -> None:
+    """The prefill gives the first token."""
+    assert times(served([(0.0, 1)])) == [(0.05, 0.05)]
+
+
+def test_a_prompt_waits_for_the_step_that_runs() -> None:
+    """Steps run from 0.05 on; one that comes at 0.2 is read at 0.25."""
+    assert times(served([(0.0, 11), (0.2, 1)]))[0] == (0.1, 0.1)
+
+
+def test_a_prefill_stops_the_decodes_of_its_replica() -> None:
+    """The one that is under way ends later by the prefill of the other."""
+    assert times(served([(0.0, 11), (0.2, 1)]))[1] == (0.05, 1.1)
+
+
+def test_a_prefill_does_not_stop_another_replica() -> None:
+    """Each has steps of its own."""
+    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
+    assert times(served([(0.0, 11), (0.2, 1)], model, replicas=2)) == [(0.05, 0.05), (0.05, 1.05)]
+
+
+def test_after_a_prefill_the_live_ones_get_a_decode_before_the_next() -> None:
+    """Step 2a of the batcher: the third prompt is read one decode after the second."""
+    model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05)
+    found = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
+    assert sorted(ttft for ttft, _ in found) == pytest.approx([0.05, 0.14, 0.28])
+
+
+def test_prompts_that_wait_are_read_together_where_they_fit() -> None:
+    """Step 2c: two of 10 tokens within 32."""
+    model = SimModel("m", slots=3, step_s=0.1, prefill_base_s=0.05, prefill_tokens=32)
+    found = times(served([(0.0, 100), (0.06, 50), (0.07, 50)], model))
+    assert sorted(ttft for ttft, _ in found) == pytest.approx([0.05, 0.13, 0.14])
+
+
+def test_prompts_are_padded_to_their_bucket() -> None:
+    """10 tokens cost 16."""
+    model = SimModel("m", prefill_base_s=0.0, prefill_token_s=0.01, buckets=(16, 32))
+    assert times(served([(0.0, 1)], model)) == [(0.16, 0.16)]
+
+
+def test_a_request_for_a_full_model_waits_for_a_slot() -> None:
+    """It leaves when the first ends."""
+    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
+    found = served([(0.0, 11), (0.5, 1)], model)
+    assert list(found.queued) == pytest.approx([0.0, 0.55])
+
+
+def test_more_than_the_queue_holds_is_refused() -> None:
+    """One is served, one waits, one is refused."""
+    model = SimModel("m", slots=1, max_queue=1)
+    found = served([(0.0, 5), (0.01, 5), (0.02, 5)], model)
+    assert (found.answered, found.refused, found.open) == (2, 1, 0)
+
+
+def test_a_request_that_would_wait_too_long_is_refused() -> None:
+    """Its deadline cannot be kept: the one before it holds the only slot for far longer."""
+    model = SimModel("m", slots=1, step_s=0.1, max_wait_s=0.3)
+    found = served([(0.0, 100), (1.0, 5)], model)
+    assert (found.answered, found.refused) == (1, 1)
+
+
+def test_other_routers_may_send_more_than_there_are_slots() -> None:
+    """The replica keeps them, in their order."""
+    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05)
+    asked = [Arrival(0.0, "m", 10, 2), Arrival(0.01, "m", 10, 2)]
+    found = serve_fixed([model], asked, replicas={"m": 1}, choice=lambda replicas, _: replicas[0])["m"]
+    assert times(found) == [(0.05, 0.15), (0.19, 0.29)]
+
+
+def test_the_clock_calls_in_the_order_of_times_and_then_of_asking() -> None:
+    """What is asked for first goes first at one time."""
+    clock, seen = Clock(), list[tuple[float, str]]()
+    for at, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
+        clock.at(at, lambda name: seen.append((clock.now, name)), name)
+    clock.run([], lambda _: None)
+    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
+
+
+def test_arrivals_out_of_order_are_an_error() -> None:
+    """Time does not run backwards."""
+    with pytest.raises(ValueError, match="comes after"):
+        served([(2.0, 1), (1.0, 1)])
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 30)), max_size=60),
+    slots=st.integers(1, 4),
+    replicas=st.integers(1, 3),
+    gateways=st.integers(1, 3),
+    max_queue=st.integers(0, 8),
+    together=st.sampled_from((0, 40)),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_request_is_answered_or_refused_exactly_once(
+    arrivals: list[tuple[int, int]], slots: int, replicas: int, gateways: int, max_queue: int, together: int
+) -> None:
+    """And no answer is faster than its replica alone would be."""
+    model = SimModel("m", slots=slots, step_s=0.1, prefill_base_s=0.03, max_queue=max_queue, prefill_tokens=together)
+    asked = [(at / 20, tokens) for at, tokens in sorted(arrivals)]
+    found = served(asked, model, replicas, gateways)
+    assert (found.answered + found.refused, found.open) == (len(asked), 0)
+    assert found.output_tokens <= sum(tokens for _, tokens in asked)
+    assert all(ttft >= 0.03 - 1e-9 for ttft in found.ttfts)
+
+
+@given(
+    sends=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 60)), min_size=1, max_size=30),
+    slots=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_replica_takes_its_steps_as_the_batcher_does(sends: list[tuple[int, int, int]], slots: int) -> None:
+    """Production's batcher, with an engine whose steps take virtual time, begins and ends each request when the
+    simulator does: prompts that join each other among them."""
+    model = SimModel("m", slots=slots, step_s=0.125, prefill_base_s=0.0625, buckets=BUCKETS, prefill_tokens=BUCKETS[-1])
+    requests = [
+        SimRequest(Arrival(0.0, "m", prompt, tokens), i, at / 16 + i / 1024)  # none comes just as a step ends
+        for i, (at, tokens, prompt) in enumerate(sorted(sends))
+    ]
+    assert simulated(model, requests) == batched(model, requests)
+
+
+BUCKETS = (16, 32, 64, 128)
+
+
+def simulated(model: SimModel, requests: Sequence[SimRequest]) -> list[tuple[float, float]]:
+    """When each has its first token, and its last."""
+    replica, ends, at = SimReplica(model), dict[int, float](), 0
+    while at < len(requests) or replica.due != math.inf:
+        if at < len(requests) and requests[at].arrived_at <= replica.due:
+            replica.send(requests[at], requests[at].arrived_at)
+            at += 1
+        else:
+            now = replica.due
+            replica.advance(now)
+            ends |= {request.number: now for request in replica.ended}
+    return [(request.first_at, ends[request.number]) for request in requests]
+
+
+class TimedEngine(EchoEngine):
+    """Its steps take virtual time."""
+
+    def __init__(self, model: SimModel) -> None:
+        super().__init__(model.slots, BUCKETS[-1])
+        self.now = 0.0
+        self._model = model
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
+        self.now += self._model.prefill_base_s
+        return super().prefill(slots, prompts)
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
+        self.now += self._model.step_s
+        return super().decode(slots, tokens, positions)
+
+
+def batched(model: SimModel, requests: Sequence[SimRequest]) -> list[tuple[float, float]]:
+    """The same, by the batcher."""
+    engine = TimedEngine(model)
+    engine.load()
+    firsts, ends = dict[str, float](), dict[str, float]()
+
+    def emit(events: list[TokenEvent]) -> None:
+        for event in events:
+            firsts.setdefault(event.id, engine.now)
+            if event.finish is not None:
+                ends[event.id] = engine.now
+
+    batcher = Batcher(engine, ByteTokenizer(), emit, clock=lambda: engine.now)
+    coming = list(requests)
+    while coming or len(ends) < len(requests):
+        while coming and coming[0].arrived_at <= engine.now:
+            one = coming.pop(0)
+            prompt = [1] * one.tokens
+            batcher.submit(GenerateRequest(id=str(one.number), prompt_ids=prompt, max_tokens=one.output_tokens))
+        if not batcher.step():
+            engine.now = coming[0].arrived_at
+    return [(firsts[str(request.number)], ends[str(request.number)]) for request in requests]
+
+
+# Agreement with theory
+
+
+def exponential(rate: float, mean_steps: float, count: int, seed: int) -> Iterator[Arrival]:
+    """Poisson arrivals whose service is exponential, in steps."""
+    draw, at = Random(seed), 0.0
+    for _ in range(count):
+        at += draw.expovariate(rate)
+        yield Arrival(at, "m", 1, 1 + round(draw.expovariate(1.0 / mean_steps)))
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The probability of waiting in M/M/c with ``load`` Erlangs."""
+    terms = [load**k / math.factorial(k) for k in range(servers)]
+    last = load**servers / math.factorial(servers) * servers / (servers - load)
+    return last / (sum(terms) + last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2), (12, 10.0)])
+def test_single_slots_wait_as_queueing_theory_says(servers: int, load: float) -> None:
+    """M/M/c: the mean wait is C(c, a) / (c mu - lambda), within 8 %."""
+    model = SimModel("m", slots=1, step_s=0.001, prefill_base_s=1e-9, max_queue=10**9)
+    asked = exponential(load, 1000.0, 120_000, 5)
+    found = serve_fixed([model], asked, replicas={"m": servers}, since=100.0)["m"]
+    expected = erlang_c(servers, load) / (servers - load)
+    assert sum(found.queued) / len(found.queued) == pytest.approx(expected, rel=0.08)
+
+
+def test_fixed_lengths_wait_as_queueing_theory_says() -> None:
+    """M/D/1: the mean wait is rho / (2 (1 - rho)) of a service, within 8 %."""
+    draw, at, asked = Random(3), 0.0, list[Arrival]()
+    for _ in range(20_000):
+        at += draw.expovariate(0.6)
+        asked.append(Arrival(at, "m", 1, 101))
+    model = SimModel("m", slots=1, step_s=0.01, prefill_base_s=1e-9, max_queue=10**9)
+    found = serve_fixed([model], asked, replicas={"m": 1})["m"]
+    assert sum(found.queued) / len(found.queued) == pytest.approx(0.75, rel=0.08)
+
+
+def test_late_binding_has_shorter_tails_than_two_choices() -> None:
+    """At 85 % load, as `benchmarks/routing.py` measures at length."""
+    model = SimModel("m", slots=4, step_s=0.03, prefill_base_s=0.02, max_queue=10**6)
+    asked = list(exponential(16.0, 100.0, 6_000, 1))
+    draw = Random(2)
+
+    def two(replicas: Sequence[SimReplica], _: SimRequest) -> SimReplica:
+        one, other = draw.sample(range(len(replicas)), 2)
+        return min(replicas[one], replicas[other], key=lambda replica: replica.live)
+
+    ours = serve_fixed([model], asked, replicas={"m": 16})["m"]
+    theirs = serve_fixed([model], asked, replicas={"m": 16}, choice=two)["m"]
+    assert percentile(ours.ttfts, 99) < 0.5 * percentile(theirs.ttfts, 99)
+
+
+def test_gateways_share_the_slots_of_a_replica() -> None:
+    """None is given twice, and none stays free: three gateways take as long as one."""
+    asked = [(0.0, 10)] * 12
+    alone, shared = served(asked, MODEL), served(asked, MODEL, gateways=3)
+    assert sorted(shared.latencies) == pytest.approx(sorted(alone.latencies))

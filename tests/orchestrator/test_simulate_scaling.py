@@ -1,0 +1,201 @@
+"""The simulator with the planner and a policy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.autoscale import FleetNow, Targets
+from orchestrator.forecast import Load
+from orchestrator.simulate.model import SimModel
+from orchestrator.simulate.request import Arrival
+from orchestrator.simulate.run import Outcome, simulate
+from orchestrator.simulate.scaling import Fixed, Joint
+from orchestrator.simulate.scenario import Scenario
+from orchestrator.simulate.workload import Workload
+from placements.cores import CoreRange
+
+
+class Scripted:
+    """Says what it is told to, tick after tick."""
+
+    def __init__(self, script: list[dict[str, int]], tick_s: float = 10.0) -> None:
+        self.tick_s = tick_s
+        self.seen: list[FleetNow] = []
+        self._script = script
+
+    def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:
+        self.seen.append(fleet)
+        at = min(int(now / self.tick_s) - 1, len(self._script) - 1)
+        return Targets(self._script[max(0, at)], {})
+
+
+def model(name: str, cores: int = 8, **more: object) -> SimModel:
+    values: dict[str, object] = {"slots": 2, "step_s": 0.1, "load_s": 15.0, "min": 0, "max": 9, **more}
+    return SimModel(name, cores=cores, **values)  # type: ignore[arg-type]
+
+
+def held(outcome: Outcome) -> list[tuple[float, dict[tuple[str, int], str]]]:
+    """After every change: which core of which host is held by whom. Fails on a core that is held twice."""
+    cores: dict[tuple[str, int], str] = {}
+    found = []
+    for change in outcome.changes:
+        mine = {(change.host, core) for core in CoreRange.parse(change.cores)}
+        id = f"{change.model}/{change.replica}"
+        if change.what == "start":
+            assert not mine & set(cores), f"{id} at {change.at}"
+            cores |= dict.fromkeys(mine, id)
+        elif change.what == "end":
+            assert {cores.pop(core) for core in mine} == {id}
+        found.append((change.at, dict(cores)))
+    return found
+
+
+def kinds(outcome: Outcome, name: str) -> list[tuple[float, str]]:
+    return [(change.at, change.what) for change in outcome.changes if change.model == name]
+
+
+def test_a_replica_is_ready_when_it_has_loaded() -> None:
+    """Decided at the first tick, ready load_s later."""
+    asked = [Arrival(5.0, "a", 10, 2), Arrival(60.0, "a", 10, 2)]
+    outcome = simulate(Scenario.of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
+    assert kinds(outcome, "a") == [(5.0, "start"), (20.0, "ready")]
+
+
+def test_the_first_request_of_a_model_at_zero_is_decided_upon_at_once() -> None:
+    """And it is answered when the replica is ready: nothing is lost."""
+    outcome = simulate(Scenario.of([model("a")], hosts=1), [Arrival(1.0, "a", 10, 2)], Joint())
+    found = outcome.measured["a"]
+    assert (found.answered, round(found.ttfts[0], 3), outcome.loads["a"]) == (1, 15.016, 1)
+
+
+def test_cores_are_free_before_they_are_used_again() -> None:
+    """Shrink before grow: b starts when a's last request has ended, not when it was decided."""
+    asked = [Arrival(9.0, "a", 10, 101)]
+    scenario = Scenario.of([model("a", 24), model("b", 24)], hosts=1)
+    outcome = simulate(scenario, asked, Scripted([{"a": 0, "b": 1}]), initial={"a": 1}, record=True)
+    assert held(outcome)
+    assert kinds(outcome, "a")[2:] == [(10.0, "drain"), (pytest.approx(19.016), "end")]
+    assert kinds(outcome, "b")[0] == (pytest.approx(19.016), "start")
+
+
+def test_a_draining_replica_is_cut_off_at_its_deadline() -> None:
+    """300 s by default; what it had is lost, and counted."""
+    outcome = simulate(
+        Scenario.of([model("a")], hosts=1), [Arrival(9.0, "a", 10, 10_000)], Scripted([{"a": 0}]), initial={"a": 1}
+    )
+    assert (outcome.measured["a"].lost, outcome.measured["a"].open) == (1, 0)
+
+
+def test_a_replica_that_is_not_wanted_any_more_stops_loading() -> None:
+    """Its cores are free at once."""
+    asked = [Arrival(1.0, "b", 10, 1), Arrival(40.0, "b", 10, 1)]
+    script = Scripted([{"a": 1, "b": 1}, {"a": 0, "b": 1}])
+    outcome = simulate(Scenario.of([model("a", load_s=30.0), model("b")], hosts=1), asked, script, record=True)
+    assert kinds(outcome, "a") == [(1.0, "start"), (20.0, "end")]
+
+
+def test_requests_wait_for_a_first_replica_only_so_long() -> None:
+    """hold_s; there is no room for the model."""
+    asked = [Arrival(1.0, "a", 10, 1), Arrival(100.0, "a", 10, 1)]
+    outcome = simulate(Scenario.of([model("a", hold_s=30.0)], hosts=1), asked, Scripted([{"a": 0}]))
+    assert outcome.measured["a"].refused == 2
+
+
+def test_core_hours_count_from_the_start_to_the_end() -> None:
+    """Loading and draining ones hold their cores too."""
+    asked = [Arrival(5.0, "a", 10, 1), Arrival(104.0, "a", 10, 1)]
+    outcome = simulate(Scenario.of([model("a")], hosts=1), asked, Scripted([{"a": 1}]), record=True)
+    ended = outcome.seconds
+    assert outcome.core_s["a"] == pytest.approx(8 * (ended - 5.0))
+
+
+def test_the_policy_is_told_what_runs() -> None:
+    """Places, ready and starting replicas."""
+    scripted = Scripted([{"a": 2}, {"a": 2}, {"a": 2}])
+    simulate(Scenario.of([model("a")], hosts=1), [Arrival(29.0, "a", 10, 1)], scripted, initial={"a": 1})
+    seen = [(fleet.models[0].ready, fleet.models[0].starting, fleet.models[0].places) for fleet in scripted.seen[:2]]
+    assert seen == [(1, 0, ((0, 0),)), (1, 1, ((0, 0), (0, 8)))]
+
+
+def test_a_model_without_scaling_keeps_its_min() -> None:
+    """`scaling: {auto: false}`."""
+    asked = [Arrival(at / 10, "a", 10, 50) for at in range(600)]
+    outcome = simulate(Scenario.of([model("a", min=1, auto=False)], hosts=1), asked, Joint())
+    assert outcome.loads["a"] == 0
+
+
+@given(
+    script=st.lists(
+        st.fixed_dictionaries({"a": st.integers(0, 4), "b": st.integers(0, 3), "c": st.integers(0, 9)}), max_size=8
+    ),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=15, deadline=None)
+def test_cores_are_never_held_twice(script: list[dict[str, int]], seed: int) -> None:
+    """In any prefix of what happens, whatever the policy says; and no request is forgotten."""
+    models = [model("a", 8), model("b", 24, priority=1), model("c", 2, priority=-1)]
+    load = Workload("gamma", ("a", "b", "c"), 1.0, 100.0, seed)
+    outcome = simulate(Scenario.of(models, hosts=2), load, Scripted(script or [{}], 7.0), record=True)
+    held(outcome)
+    for found in outcome.measured.values():
+        assert found.arrived == found.answered + found.refused + found.lost + found.open
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1000), kind=st.sampled_from(("gamma", "onoff", "mixed")))
+@settings(max_examples=6, deadline=None)
+def test_the_autoscaler_never_asks_for_more_cores_than_there_are(seed: int, kind: str) -> None:
+    """Its targets together, at every decision."""
+    models = [model("a", 8, ttft_s=2.0), model("b", 24, ttft_s=2.0), model("c", 4, ttft_s=2.0, priority=1)]
+    load = Workload(kind, ("a", "b", "c"), 4.0, 1200.0, seed)  # type: ignore[arg-type]
+    outcome = simulate(Scenario.of(models, hosts=2), load, Joint(), record=True)
+    held(outcome)
+    targets, sizes = {"a": 0, "b": 0, "c": 0}, {one.name: one.cores for one in models}
+    for before, after in pairwise([*outcome.decisions, None]):
+        assert before is not None
+        targets[before.model] = before.after
+        if after is None or after.at != before.at:
+            assert sum(sizes[name] * count for name, count in targets.items()) <= 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.15, 0.3])
+def test_constant_load_makes_no_flapping(rate: float) -> None:
+    """An hour: what is started in its first ten minutes stays, give or take one."""
+    models = [model(name, 8, ttft_s=2.0, load_s=60.0) for name in "abc"]
+    load = Workload("poisson", ("a", "b", "c"), rate, 3600.0, 1)
+    outcome = simulate(Scenario.of(models, hosts=2), load, Joint(), record=True)
+    late = [decision for decision in outcome.decisions if 600 < decision.at < 3600]
+    assert len(late) <= 2, late
+
+
+def test_two_runs_are_equal_whatever_the_hash_seed() -> None:
+    """Byte for byte, in what a user sees."""
+    code = (
+        "import json, sys; from orchestrator.cli.main import run; "
+        "sys.exit(run(['simulate', 'placements/examples/demo.yaml', '--generate', 'mixed', '--rate', '2', "
+        "'--duration', '60', '--gateways', '2', '-o', 'json']))"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) > 1000
+
+
+def test_a_static_split_starts_nothing() -> None:
+    """`Fixed` for what a spec without scaling does."""
+    load = Workload("poisson", ("a",), 1.0, 60.0)
+    outcome = simulate(Scenario.of([model("a", min=1)], hosts=1), load, Fixed({"a": 1}))
+    assert outcome.loads["a"] == 0

@@ -1,0 +1,184 @@
+"""Loads: those that are read, and those that are made up."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+from statistics import mean, pstdev
+
+import pytest
+
+from orchestrator.bench.lengths import Lengths
+from orchestrator.failure import Failed
+from orchestrator.simulate.model import SimModel
+from orchestrator.simulate.request import Arrival
+from orchestrator.simulate.speeds import measured_speeds, parse_speeds, with_speeds
+from orchestrator.simulate.tracefile import MAX_PROBLEMS, TraceWrong, fitted, read_trace
+from orchestrator.simulate.workload import KINDS, Kind, Workload
+
+MODELS = {"a": "a", "alias": "a", "b": "b"}
+HEADER = "time,model,prompt_tokens,output_tokens,key\n"
+
+
+def read(text: str) -> list[Arrival]:
+    return list(read_trace(io.StringIO(text), "t.csv", MODELS))
+
+
+def wrong(text: str) -> list[tuple[str, str]]:
+    """(place, what) of all problems."""
+    with pytest.raises(TraceWrong) as raised:
+        read(text)
+    return [(problem.where, problem.what) for problem in raised.value.problems]
+
+
+def test_csv_is_read_by_the_names_of_its_columns() -> None:
+    """In any order, with more than is needed, and without keys."""
+    text = "model,time,output_tokens,prompt_tokens,more\na,1.5,20,10,x\nalias,2,1,1,\n"
+    assert read(text) == [Arrival(1.5, "a", 10, 20), Arrival(2.0, "a", 1, 1)]
+
+
+def test_json_lines_are_read() -> None:
+    """An object on each line."""
+    text = '{"time": 1, "model": "b", "prompt_tokens": 3, "output_tokens": 4, "key": "k"}\n\n'
+    assert read(text) == [Arrival(1.0, "b", 3, 4, "k")]
+
+
+def test_dates_begin_at_zero() -> None:
+    """Of ISO 8601, with a zone or as UTC."""
+    text = HEADER + "2024-05-10T00:00:10Z,a,1,1,\n2024-05-10T02:00:12.5+02:00,a,1,1,\n"
+    assert [arrival.at for arrival in read(text)] == [0.0, 2.5]
+
+
+def test_lines_may_stand_in_any_order() -> None:
+    """Requests of several gateways were put together."""
+    assert [arrival.at for arrival in read(HEADER + "3,a,1,1,\n1,a,1,1,\n2,a,1,1,\n")] == [1.0, 2.0, 3.0]
+
+
+def test_every_bad_line_is_told_with_its_place() -> None:
+    """What is wrong, and where."""
+    lines = ["1,a,0,1,", "x,a,1,1,", "1,c,1,1,", "1,a,1.5,1,", "1,a,1", "-1,a,1,1,", "1,a,,1,", "1,a,1,1,"]
+    assert wrong(HEADER + "\n".join(lines)) == [
+        ("t.csv:2", "prompt_tokens is a whole number from 1 on, not '0'"),
+        ("t.csv:3", "time is neither seconds nor a date of ISO 8601: 'x'"),
+        ("t.csv:4", "the spec has no model 'c'"),
+        ("t.csv:5", "prompt_tokens is no whole number: '1.5'"),
+        ("t.csv:6", "3 fields, the header has 5"),
+        ("t.csv:7", "time is a number of seconds from 0 on, not '-1'"),
+        ("t.csv:8", "prompt_tokens is missing"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ("t.csv:1", "the trace is empty")),
+        ("time,model\n", ("t.csv:1", "the header has no prompt_tokens and no output_tokens")),
+        ('{"time": 1}\n', ("t.csv:1", "model is missing")),
+        ('{"time": 1,\n', ("t.csv:1", "no JSON")),
+        ("{}\n[1]\n", ("t.csv:2", "no JSON object")),
+    ],
+)
+def test_a_file_that_is_no_trace_is_told(text: str, expected: tuple[str, str]) -> None:
+    """At its first line, or where it goes wrong."""
+    place, what = wrong(text)[-1]
+    assert (place, what.startswith(expected[1])) == (expected[0], True)
+
+
+def test_a_file_of_nonsense_does_not_fill_the_terminal() -> None:
+    """The first problems only."""
+    assert len(wrong(HEADER + "x\n" * 1000)) == MAX_PROBLEMS
+
+
+def test_requests_that_are_too_long_are_cut() -> None:
+    """To prompt and answer of the slot."""
+    trace = read_trace(io.StringIO(HEADER + "1,a,900,300,\n2,a,10,10,\n"), "t.csv", MODELS)
+    fit, cut = fitted(trace, {"a": 1000})
+    assert (cut, [(one.prompt_tokens, one.output_tokens) for one in fit]) == (1, [(700, 300), (10, 10)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_has_its_rate_and_its_order(kind: Kind) -> None:
+    """On average, over ten periods of what changes."""
+    load = Workload(kind, tuple("abcd"), 4.0, 20_000.0, 3, period_s=2000.0)
+    times = [arrival.at for arrival in load]
+    assert all(a <= b for a, b in pairwise(times))
+    assert times[0] >= 0
+    assert times[-1] < 20_000
+    assert len(times) / 20_000 == pytest.approx(4.0, rel=0.15)
+
+
+def test_the_same_seed_gives_the_same_load_and_another_seed_another() -> None:
+    """Of the arrivals and of the lengths."""
+    one, same, other = (list(Workload("mixed", ("a", "b"), 2.0, 300.0, seed)) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_a_model_is_asked_the_same_whatever_others_there_are() -> None:
+    """Each has draws of its own."""
+    alone = list(Workload("poisson", ("a",), 1.0, 300.0))
+    beside = [one for one in Workload("poisson", ("a", "b"), 2.0, 300.0) if one.model == "a"]
+    assert alone == beside
+
+
+@pytest.mark.parametrize(
+    ("kind", "cv", "expected"), [("poisson", None, 1.0), ("gamma", None, 4.0), ("gamma", 2.0, 2.0)]
+)
+def test_gaps_vary_as_they_should(kind: Kind, cv: float | None, expected: float) -> None:
+    """The coefficient of variation."""
+    times = [arrival.at for arrival in Workload(kind, ("a",), 10.0, 6000.0, 5, cv)]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert pstdev(gaps) / mean(gaps) == pytest.approx(expected, rel=0.1)
+
+
+def test_shares_divide_the_rate() -> None:
+    """Three to one, and nothing for 0."""
+    load = Workload("poisson", ("a", "b", "c"), 4.0, 5000.0, shares={"a": 3.0, "c": 0.0})
+    counts = {name: sum(1 for one in load if one.model == name) for name in "abc"}
+    assert (counts["a"] / counts["b"], counts["c"]) == (pytest.approx(3.0, rel=0.1), 0)
+
+
+def test_lengths_are_those_of_the_model() -> None:
+    """Each of the pairs that it was given."""
+    load = Workload("poisson", ("a",), 1.0, 60.0, lengths={"a": Lengths.parse("7:9")})
+    assert {(one.prompt_tokens, one.output_tokens) for one in load} == {(7, 9)}
+
+
+# Speeds
+
+
+def test_speeds_are_found_in_what_was_recorded() -> None:
+    """The undisturbed requests count, not those that waited for a prefill of another."""
+    requests = [
+        {
+            "model": "a",
+            "prompt_tokens": 10 + i,
+            "output_tokens": 21,
+            "first_ms": 5.0 + 0.5 * (10 + i) + (40.0 if i % 2 else 0.0),
+            "decode_ms": 20 * 30.0 + (200.0 if i % 3 == 0 else 0.0),
+        }
+        for i in range(200)
+    ]
+    found = measured_speeds(requests)["a"]
+    assert found["step_ms"] == pytest.approx(30.0)
+    assert found["prefill_token_ms"] == pytest.approx(0.5, rel=0.05)
+    assert found["prefill_base_ms"] == pytest.approx(5.0, abs=2.0)
+
+
+def test_few_requests_tell_nothing() -> None:
+    """Rather an estimate than a guess."""
+    one = {"model": "a", "prompt_tokens": 10, "output_tokens": 21, "first_ms": 5.0, "decode_ms": 9.0}
+    assert measured_speeds([one] * 5) == {}
+
+
+def test_speeds_replace_what_was_estimated() -> None:
+    """In seconds, and only what is told."""
+    told = parse_speeds('{"a": {"step_ms": 20, "load_s": 9, "source": "x"}, "gone": {}}', "s.json", ["a"])
+    model = with_speeds(SimModel("a", prefill_base_s=0.5), told["a"])
+    assert (model.step_s, model.load_s, model.prefill_base_s) == (0.02, 9.0, 0.5)
+
+
+@pytest.mark.parametrize("text", ["x", "[]", '{"a": 1}', '{"a": {"step_ms": "1"}}', '{"a": {"load_s": -1}}'])
+def test_speeds_that_are_none_are_refused(text: str) -> None:
+    """With the name of the file."""
+    with pytest.raises(Failed, match=r"s\.json"):
+        parse_speeds(text, "s.json", ["a"])
