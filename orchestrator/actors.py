@@ -15,6 +15,7 @@ from orchestrator import logs
 from orchestrator.admin import admin_app, serve_admin
 from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
+from orchestrator.demand import DemandReport
 from orchestrator.fleet import FleetSettings
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
@@ -75,6 +76,9 @@ class ControllerActor:
     async def wake(self, model: str) -> None:
         await self._controller.wake(model)
 
+    async def demand(self, report: DemandReport) -> None:
+        await self._controller.demand(report)
+
     async def metrics(self) -> list[MetricFamily]:
         return await self._controller.metrics()
 
@@ -130,6 +134,10 @@ class RemoteController:
 
     async def wake(self, model: str) -> None:
         await (await self._found()).wake.remote(model)
+
+    async def demand(self, report: DemandReport) -> None:
+        """What that gateway has seen since its last report; one that comes twice counts once."""
+        await (await self._found()).demand.remote(report)
 
     async def metrics(self) -> list[MetricFamily]:
         told: list[MetricFamily] = await (await self._found()).metrics.remote()

@@ -129,6 +129,11 @@ class LogWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     wait_s: Wait = 0.0
 
 
+class TraceWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    after: Annotated[str, msgspec.Meta(description="The `next` of an earlier answer; empty: from the oldest.")] = ""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1000
+
+
 # What is answered when it is refused
 
 
@@ -207,6 +212,10 @@ async def _logs(asked: Asked) -> dict[str, Any]:
     return await asked.fleet.logs(what.model, what.replica, what.offset, what.wait_s)
 
 
+async def _trace(asked: Asked) -> dict[str, Any]:
+    return await asked.fleet.trace(asked.what.after, asked.what.limit)
+
+
 async def _down(asked: Asked) -> dict[str, Any]:
     await asked.ask_down()
     return {"stopping": True}
@@ -259,6 +268,14 @@ ROUTES = (
         _logs,
         LogWanted,
         (404,),
+    ),
+    AdminRoute(
+        "GET",
+        "/trace",
+        "What was asked of the models: when, how long, by which key. No text.",
+        "`requests`, `next`, the `after` of the next question, `more`, `speeds`",
+        _trace,
+        TraceWanted,
     ),
     AdminRoute(
         "GET",

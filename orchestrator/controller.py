@@ -18,17 +18,19 @@ from typing import Any
 
 import msgspec.structs
 
+from orchestrator.demand import DemandReport
 from orchestrator.effects import Cluster, Owner, ReplicaDied, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.home import Home
 from orchestrator.journal import Journal, Quarantine
 from orchestrator.lifecycle import Signal, State, advance
-from orchestrator.metrics import Tally, engine_families, fleet_families
+from orchestrator.metrics import Tally, engine_families, fleet_families, scaling_changes
 from orchestrator.picture import Conditions, route_table, status
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.replica_config import replica_config
 from orchestrator.rollout import Target
 from orchestrator.routes import RouteTable
+from orchestrator.scaler import Scaler
 from orchestrator.snapshot import SETTLED_S, Observed, ReplicaView
 from orchestrator.starting import prepared
 from orchestrator.state import FleetState
@@ -70,6 +72,7 @@ class Controller:
         self.in_thread = in_thread
         self.settings = settings
         self.state = FleetState(settings, journal, clock, wall)
+        self.scaler = Scaler(self.state)
         self._cluster = cluster
         self._clock = clock
         self._tick_s = tick_s
@@ -106,7 +109,9 @@ class Controller:
                 log.exception("a round failed")
                 self._tally.failed_rounds += 1
             self._tally.rounds.observe(self._clock() - began)
-            tick = asyncio.get_running_loop().call_later(self._tick_s, self._wake.set)
+            soon = self.scaler.due_in()
+            rest = self._tick_s if soon is None else min(soon, self._tick_s)
+            tick = asyncio.get_running_loop().call_later(rest, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
             tick.cancel()
 
@@ -116,6 +121,7 @@ class Controller:
             return
         state = self.state
         state.try_to_write()
+        self._scale()
         goal = state.aim()
         rollback = state.follow_rollout()
         self._tally.rollout(state.current.number, state.rollout_state()[0])
@@ -127,6 +133,13 @@ class Controller:
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
         await self.publish()
+
+    def _scale(self) -> None:
+        try:
+            self.scaler.round()
+        except Exception:  # the numbers stay as they are, and what has failed is mended all the same
+            log.exception("no decision about the numbers of replicas")
+            self._tally.failed_rounds += 1
 
     def wake_up(self) -> None:
         """Something has changed: do not wait for the next tick."""
@@ -148,9 +161,19 @@ class Controller:
         spec = self.state.current.spec.model(model)
         if spec is None:
             raise KeyError(model)
-        if self.state.wanted(spec) == 0 and not self.state.sleeps(model):
-            self.state.tell("info", "Woken", "the first request starts it", model=model)
-            self.state.woken.add(model)
+        state = self.state
+        if state.wanted(spec) or state.sleeps(model) or state.bounds(spec).max == 0:
+            return
+        if spec.scaling.auto and self.scaler.active:  # it may need cores of others
+            self.scaler.wake(model)
+        else:
+            state.tell("info", "Woken", "the first request starts it", model=model)
+            state.woken.add(model)
+        self._wake.set()
+
+    async def demand(self, report: DemandReport) -> None:
+        """What one gateway has seen since its last report."""
+        if self.scaler.hear(report):
             self._wake.set()
 
     # What is there
@@ -546,7 +569,13 @@ class Controller:
 
     def status(self) -> dict[str, Any]:
         """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
-        return status(self.state, self._conditions, ready=self._was_ready, log_of=self._home.log)
+        return status(
+            self.state,
+            self._conditions,
+            ready=self._was_ready,
+            log_of=self._home.log,
+            scaling_of=self.scaler.told,
+        )
 
     async def metrics(self) -> list[MetricFamily]:
         """For `/metrics`: what has happened, how the fleet is, what its replicas count and its devices measure.
@@ -565,6 +594,7 @@ class Controller:
             *self._tally.families(),
             *fleet_families(self.status(), state.views, self._clock()),
             *engine_families(replicas),
+            scaling_changes(self.scaler.changes()),
             gauge("corewright_journal_sequence", "The number of the journal's last record.", state.journal.state().seq),
         ]
         real = [host.name for host in state.hosts if host.cores and not host.emulated and host.name not in state.lost]

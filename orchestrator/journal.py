@@ -73,6 +73,13 @@ class Scale(Record, frozen=True, kw_only=True):
     sleep: bool = False  # unloaded by hand: no request wakes it
 
 
+class Target(Record, frozen=True, kw_only=True):
+    """The autoscaler has decided how many replicas a model shall have."""
+
+    model: str
+    count: int | None  # None: as the spec and the requests say
+
+
 class Cordon(Record, frozen=True, kw_only=True):
     """Someone took cores out of planning, or gave them back. What runs there goes on."""
 
@@ -139,6 +146,7 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     rollout: RolloutState | None = None
     revisions: Mapping[int, Revision] = msgspec.field(default_factory=dict)  # by number, the newest KEEP_REVISIONS
     scales: Mapping[str, Scale] = msgspec.field(default_factory=dict)  # by model; none where the spec decides
+    targets: Mapping[str, int] = msgspec.field(default_factory=dict)  # by model; none where the spec decides
     outcomes: Mapping[int, RolloutState] = msgspec.field(default_factory=dict)  # the latest by revision, as many
     completed: int | None = None  # the latest revision that was complete once
     promoted: int | None = None  # the latest revision whose canary was ended
@@ -158,7 +166,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     state: JournalState
 
 
-AnyRecord = Revision | RolloutState | Scale | Cordon | Replace | Quarantine | Decision | Event | Snapshot
+AnyRecord = Revision | RolloutState | Scale | Target | Cordon | Replace | Quarantine | Decision | Event | Snapshot
 R = TypeVar("R", bound=Record)
 
 
@@ -217,6 +225,9 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     if isinstance(record, Scale):
         as_the_spec_says = record.count is None and not record.sleep
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))
+    if isinstance(record, Target):
+        targets = _set(state.targets, record.model, record.count or 0, record.count is None)
+        return replace(state, seq=seq, index=index, targets=targets)
     if isinstance(record, Cordon):
         cordoned = _cordoned(state.cordons.get(record.host, frozenset()), record)
         drained = state.drains - {record.host}

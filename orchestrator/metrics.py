@@ -136,6 +136,7 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     models = list(models)
     wanted = {(model["name"],): model["wanted"] for model in models}
     yield by_label("corewright_replicas_wanted", "gauge", "Replicas that the model should have.", ("model",), wanted)
+    yield from _scaling(models)
     counted = {
         (model["name"], state.value): sum(replica["state"] == state.value for replica in model["replicas"])
         for model in models
@@ -158,6 +159,30 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     }
     told = "Whether every replica that is wished has a place."
     yield by_label("corewright_model_placed", "gauge", told, ("model",), placed)
+
+
+def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    """What is decided from the demand, and the demand itself as the gateways tell it together."""
+    scaling = {(model["name"],): model["scaling"] for model in models}
+    told = "Replicas that the autoscaler aims at, whatever someone has scaled by hand."
+    targets = {name: one["target"] for name, one in scaling.items()}
+    yield by_label("corewright_target_replicas", "gauge", told, ("model",), targets)
+    for key, told in (("min", "The fewest replicas, as it holds now."), ("max", "The most replicas, as it holds now.")):
+        bound = {name: one[key] for name, one in scaling.items()}
+        yield by_label(f"corewright_replicas_{key}", "gauge", told, ("model",), bound)
+    demand = {name: one["demand"] for name, one in scaling.items() if one["demand"] is not None}
+    told = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
+    rates = {name: one["arrivals_per_s"] for name, one in demand.items()}
+    yield by_label("corewright_demand_arrivals_per_second", "gauge", told, ("model",), rates)
+    told = "Requests at all gateways now: waiting for a slot, or live in one."
+    there = {(*name, state): one[state] for name, one in demand.items() for state in ("waiting", "live")}
+    yield by_label("corewright_demand_requests", "gauge", told, ("model", "state"), there)
+
+
+def scaling_changes(counts: Mapping[tuple[str, ...], int]) -> MetricFamily:
+    """How often the numbers of replicas were changed by demand or schedule, or held back; by model and event."""
+    told = "Decisions about the number of replicas, by the event that tells of them."
+    return by_label("corewright_scaling_decisions", "counter", told, ("model", "kind"), counts)
 
 
 def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
@@ -206,4 +231,6 @@ def _stats(status: ReplicaStatus) -> BatcherStats:
         failed=None,
         drafted=status.drafted,
         accepted=status.accepted,
+        prefix_queries=status.prefix_queries,
+        prefix_hits=status.prefix_hits,
     )

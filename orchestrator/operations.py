@@ -14,8 +14,8 @@ class Refused(Failed):
     """An operation that changed nothing; ``problems`` are those of the spec that was to be applied, if it was one."""
 
     def __init__(self, id: str, what: str, hint: str, *, status: int = 409, problems: Sequence[Problem] = ()) -> None:
-        """``status`` is HTTP's: 404 for what does not exist, 409 for what the fleet's state forbids, 422 for a spec
-        with errors, 507 for a journal that cannot be written."""
+        """``status`` is HTTP's: 400 for what means nothing, 404 for what does not exist, 409 for what the fleet's state
+        forbids, 422 for a spec with errors, 507 for a journal that cannot be written."""
         super().__init__(id, what, hint)
         self.status = status
         self.problems = tuple(problems)
@@ -104,6 +104,11 @@ class Operations(Protocol):
 
     async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:
         """{replica, file, offset, text}: the last lines, or what came after ``offset`` bytes."""
+        ...
+
+    async def trace(self, after: str, limit: int) -> dict[str, Any]:
+        """What gateways have recorded from ``after`` on, the ``next`` of an earlier answer or "" for the oldest:
+        {requests: [{time, model, prompt_tokens, output_tokens, key, first_ms, decode_ms}], next, more, speeds}."""
         ...
 
     def config(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from orchestrator.operations import Refused
 from orchestrator.picture import rollout
 from orchestrator.rollout import Goal, Situation, Wish, aim
 from orchestrator.room import load_times, traffic
+from orchestrator.simulate.tracefile import read_page
 from orchestrator.snapshot import ReplicaView
 from orchestrator.specfile import SpecFile, examine, start_problems
 from orchestrator.suspects import absolve
@@ -428,8 +429,10 @@ class Operator:
         if count is not None and count > spec.replicas.max:
             what = f"{model}: {count} replicas are asked for, and the spec's max is {spec.replicas.max}"
             raise Refused("scale-over-max", what, "raise replicas.max in the spec, and apply it")
+        before = self._state.wanted(spec)
         self._write(Scale(model=model, count=count, by=by))
         self._state.woken.discard(model)
+        self._controller.scaler.released(spec, before if count is None else 0)
         wanted = self._state.wanted(spec)
         told = "as the spec says" if count is None else str(count)
         self._state.tell("info", "Scaled", f"{told} by {by}", model=model)
@@ -443,9 +446,10 @@ class Operator:
         return await self.scale(model, None if spec.replicas.min else 1, by)
 
     async def unload(self, model: str, by: str) -> dict[str, Any]:
-        self._model(model)
+        spec = self._model(model)
         self._write(Scale(model=model, count=None, by=by, sleep=True))
         self._state.woken.discard(model)
+        self._controller.scaler.released(spec, 0)
         self._state.tell("info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model)
         self._controller.wake_up()
         return {"model": model, "scaled": 0, "wanted": 0}
@@ -577,6 +581,16 @@ class Operator:
                 return {"replica": f"{model}/{number}", "file": str(path), "offset": end, "text": text}
             offset = end
             await asyncio.sleep(LOG_POLL_S)
+
+    async def trace(self, after: str, limit: int) -> dict[str, Any]:
+        folder = Home(Path(self.settings.home)).traces
+        try:
+            page = await self._controller.in_thread(read_page, folder, after, limit)
+        except ValueError as error:
+            hint = "take the `next` of an earlier answer, or begin without"
+            raise Refused("trace-cursor-wrong", str(error), hint, status=400) from None
+        speeds = {name: {"load_s": load_s} for name, load_s in self._controller.scaler.load_times().items()}
+        return {"requests": page.requests, "next": page.next, "more": page.more, "speeds": speeds}
 
     def config(self) -> dict[str, Any]:
         return {"values": list(self.settings.config)}

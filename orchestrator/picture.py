@@ -95,7 +95,12 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         tokenizer=own,
         max_len=max_len,
         max_queue=model.max_queue,
-        loads_on_request=model.replicas.min == 0 and not state.sleeps(model.name),
+        max_queue_bytes=model.max_queue_bytes,
+        max_wait_s=model.max_wait_s,
+        queue_order=model.queue_order,
+        ttft_s=None if model.objectives.ttft_ms is None else model.objectives.ttft_ms / 1000,
+        hold_s=model.scaling.hold_s,
+        loads_on_request=_loads_on_request(state, model),
         holds=way is not None and way.strategy == "hold",
         aliases=list(model.aliases),
         tool_parser=model.tool_parser,
@@ -105,8 +110,18 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     )
 
 
+def _loads_on_request(state: FleetState, model: ModelSpec) -> bool:
+    held = state.bounds(model)
+    return held.min == 0 and held.max > 0 and not state.sleeps(model.name)
+
+
 def status(
-    state: FleetState, conditions: Conditions, *, ready: bool, log_of: Callable[[str, int], Path]
+    state: FleetState,
+    conditions: Conditions,
+    *,
+    ready: bool,
+    log_of: Callable[[str, int], Path],
+    scaling_of: Callable[[ModelSpec], dict[str, Any]],
 ) -> dict[str, Any]:
     """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
     hosts = [_host_status(state, host) for host in state.hosts]
@@ -117,7 +132,9 @@ def status(
         "index": state.journal.state().index,
         "rollout": rollout(state),
         "conditions": conditions.told("fleet", _fleet_findings(state, ready, hosts)),
-        "models": [_model_status(state, model, conditions, log_of) for model in state.current.spec.models],
+        "models": [
+            _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
+        ],
         "hosts": hosts,
     }
 
@@ -141,7 +158,7 @@ def _model_rollout(state: FleetState, model: ModelSpec) -> dict[str, Any]:
     old, ready = (0, 0) if step is None else (step.old, step.ready)
     version = state.current.versions[model.name]
     updated = sum(view.version == version for view in state.replicas_of(model.name))
-    settled = step is not None and step.settled(state.wish(model))
+    settled = state.settled(model)
     return {
         "model": model.name,
         "strategy": None if way is None else way.strategy,
@@ -180,6 +197,8 @@ def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
     missing = [one for one in state.goal.plan.unplaced if one.model == model.name]
+    if sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
+        missing = []  # the autoscaler would have more, and may wait
     what = "; ".join(problem.what for one in missing for problem in one.problems)
     yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
     failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
@@ -193,7 +212,11 @@ def _health(failed: list[ReplicaView]) -> str:
 
 
 def _model_status(
-    state: FleetState, model: ModelSpec, conditions: Conditions, log_of: Callable[[str, int], Path]
+    state: FleetState,
+    model: ModelSpec,
+    conditions: Conditions,
+    log_of: Callable[[str, int], Path],
+    scaling: dict[str, Any],
 ) -> dict[str, Any]:
     told, reason = _state_of(state, model)
     scale = state.journal.state().scales.get(model.name)
@@ -203,6 +226,7 @@ def _model_status(
         "reason": reason,
         "wanted": state.wanted(model),
         "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
+        "scaling": scaling,
         "version": state.current.versions[model.name],
         "conditions": conditions.told(model.name, _model_findings(state, model)),
         "replicas": [
@@ -275,7 +299,9 @@ def _told_of(why: Owner | Suspect) -> dict[str, Any]:
 
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
     views = state.replicas_of(model.name)
-    told = model_state(state.wanted(model), (view.outlook for view in views))
+    failed = any(view.state is State.FAILED for view in views)
+    due = state.wanted(model) if failed else _due(state, model)
+    told = model_state(due, (view.outlook for view in views))
     reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
     reasons += [
         problem.what
@@ -288,6 +314,11 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
     if told is ModelState.UNLOADED and state.sleeps(model.name):
         reasons = ["unloaded by hand: corewright load " + model.name]
     return told, reasons[0] if reasons and told is not ModelState.READY else None
+
+
+def _due(state: FleetState, model: ModelSpec) -> int:
+    """How many replicas it must have; what the autoscaler adds beside the first comes in its time."""
+    return min(state.wanted(model), max(1, state.required(model)))
 
 
 def _speculation(view: ReplicaView) -> dict[str, float] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from orchestrator.lifecycle import ModelState
@@ -27,6 +29,11 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""  # changes when the same text gives other tokens
     max_len: int
     max_queue: int
+    max_queue_bytes: int = 256 * 2**20
+    max_wait_s: float | None = None  # that each request may wait for its first token
+    queue_order: Literal["fair", "deadline"] = "fair"
+    ttft_s: float | None = None  # of `objectives`: a first token that comes later is late
+    hold_s: float = 300.0  # that requests wait for a model which they have started
     loads_on_request: bool  # `min: 0`: a request is what loads it, and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
     aliases: list[str] = []  # other names of the model

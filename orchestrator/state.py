@@ -27,11 +27,13 @@ from orchestrator.journal import (
     Revision,
     RolloutState,
     Scale,
+    Target,
     failed_cores,
 )
 from orchestrator.lifecycle import State
 from orchestrator.rollout import Goal, Situation, Step, Wish, aim
 from orchestrator.room import Room, room_for
+from orchestrator.schedules import Bounds, bounds
 from orchestrator.snapshot import ReplicaView
 from orchestrator.ways import Way, choose
 from placements.hosts import Machine
@@ -82,6 +84,8 @@ class FleetState:
             self.current = read_generation(self._first_revision(known), self.machine)
             for model in known.scales:  # said of an earlier fleet; cordons are about the machine, and stay
                 self.note(Scale(model=model, count=None, by="up"))
+            for model in known.targets:
+                self.note(Target(model=model, count=None))
             for record in failed_cores(known):  # somebody may have mended them: they are tried again
                 self.note(msgspec.structs.replace(record, on=False))
             self.note(self.current.revision)
@@ -98,6 +102,8 @@ class FleetState:
         self.quarantined: dict[str, dict[int, Owner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
         self.woken: set[str] = set()  # models of min 0 that a request has started
+        self.targets = dict(journal.state().targets)  # what the autoscaler aims at, where it is not what the spec says
+        self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # and the minute that they hold in
         self.ways: dict[str, Way] = {}  # of models whose replicas are being replaced
         self.goal = Goal()
         self.room: Room | None = None  # that is being made for what is blocked
@@ -215,13 +221,59 @@ class FleetState:
         return tuple(host for host in self.hosts if host.name not in self.lost)
 
     def wanted(self, model: ModelSpec) -> int:
-        """How many replicas it should have: as someone has scaled it, else as the spec and the requests say."""
+        """How many replicas it should have: as someone has scaled it, else as the autoscaler and the spec say."""
         scale = self.journal.state().scales.get(model.name)
         if scale is not None and scale.sleep:
             return 0
         if scale is not None and scale.count is not None:
             return min(scale.count, model.replicas.max)
-        return max(model.replicas.min, 1 if model.name in self.woken else 0)
+        return self.target(model)
+
+    def target(self, model: ModelSpec) -> int:
+        """What it would be if nobody had scaled it by hand: what the autoscaler aims at, within the bounds."""
+        held = self.bounds(model)
+        count = self.targets.get(model.name) if model.scaling.auto else None
+        return min(max(held.min, self._least(model) if count is None else count), held.max)
+
+    def _least(self, model: ModelSpec) -> int:
+        """Without a decision of the autoscaler: min, or one that a request has started."""
+        return max(self.bounds(model).min, 1 if model.name in self.woken else 0)
+
+    def bounds(self, model: ModelSpec) -> Bounds:
+        """How many there are at least and at most, now: of the spec, and of the schedules that hold."""
+        if not model.scaling.schedules:
+            return Bounds(min(model.replicas.min, model.replicas.max), model.replicas.max)
+        minute = self.wall() // 60.0
+        known = self._bounds.get(model.name)
+        if known is None or known[0] is not model or known[1] != minute:
+            held = bounds(model.replicas, model.scaling.schedules, self.wall())
+            known = self._bounds[model.name] = model, minute, held
+        return known[2]
+
+    def aim_at(self, model: ModelSpec, count: int | None) -> None:
+        """The autoscaler has decided, or (None) is to be heard no longer: it is as the spec and the requests say."""
+        held = self.bounds(model)
+        if count == 0:
+            self.woken.discard(model.name)
+        if count is not None:
+            count = min(max(count, held.min), held.max)
+        told = None if count == self._least(model) else count
+        if told != self.targets.get(model.name):
+            self.targets.pop(model.name, None)
+            if told is not None:
+                self.targets[model.name] = told
+            self.note(Target(model=model.name, count=told))
+
+    def required(self, model: ModelSpec) -> int:
+        """Of those that are wanted the ones that a rollout waits for: what the autoscaler adds comes as cores allow."""
+        scaled = self.journal.state().scales.get(model.name)
+        wanted = self.wanted(model)
+        return wanted if scaled is not None else min(wanted, self._least(model))
+
+    def settled(self, model: ModelSpec) -> bool:
+        """Whether nothing of the rollout is left to do for it."""
+        step = self.goal.steps.get(model.name)
+        return step is not None and step.old == 0 and step.ready >= self.required(model)
 
     def sleeps(self, model: str) -> bool:
         """Whether it was unloaded by hand, so that no request starts it."""
@@ -259,7 +311,9 @@ class FleetState:
             canary=self.in_canary,
             frozen=self.frozen,
             lender=None if way is None else way.lender,
-            reachable=model.name in self._late or self.journal.state().completed == self.current.number,
+            reachable=model.name in self._late
+            or self.journal.state().completed == self.current.number
+            or self.wanted(model) > self.required(model),
         )
 
     def mixes(self, generation: Generation, model: ModelSpec) -> bool:
@@ -396,7 +450,7 @@ class FleetState:
         parts = []
         for model in self.current.spec.models:
             step = self.goal.steps.get(model.name)
-            if step is not None and not step.settled(self.wish(model)):
+            if step is not None and not self.settled(model):
                 parts.append(f"{model.name}: {step.ready} of {self.wanted(model)} ready, {step.old} old")
         return "; ".join(parts)
 
@@ -406,9 +460,7 @@ class FleetState:
         if state != "progressing":
             self.restart_progress()
             return None
-        unsettled = [
-            model for model in self.current.spec.models if not self.goal.steps[model.name].settled(self.wish(model))
-        ]
+        unsettled = [model for model in self.current.spec.models if not self.settled(model)]
         leaving = any(view.model not in self.goal.steps for view in self.views.values())
         if not unsettled and not leaving:
             self._end("complete", "every model is as the spec says")
@@ -516,7 +568,11 @@ class FleetState:
         self._late.clear()
         self.goal = aim(self.situation())  # the old one would tell of the new revision what was true of the last
         self.restart_progress()
-        self.woken &= {model.name for model in generation.spec.models}
+        names = {model.name for model in generation.spec.models}
+        self.woken &= names
+        for name in self.targets.keys() - names:
+            del self.targets[name]
+            self.note(Target(model=name, count=None))
 
     def restart_progress(self) -> None:
         """The deadline for progress begins anew."""

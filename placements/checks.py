@@ -67,6 +67,26 @@ def min_within_max(case: Case) -> Iterator[Problem]:
         yield case.problem("min-exceeds-max", ("replicas", "min"), what, f"raise max to {replicas.min} or lower min")
 
 
+def schedules_within_bounds(case: Case) -> Iterator[Problem]:
+    """What a schedule asks for is within replicas.max, and its own min within its max."""
+    replicas = case.model.replicas
+    for i, schedule in enumerate(case.model.scaling.schedules):
+        path = ("scaling", "schedules", i)
+        for key, count in (("min", schedule.min), ("max", schedule.max)):
+            if count is not None and count > replicas.max:
+                what = f"a schedule's {key} {count} exceeds replicas.max {replicas.max}"
+                hint = f"raise replicas.max to {count}, or lower the schedule's {key}"
+                yield case.problem("schedule-exceeds-max", (*path, key), what, hint)
+        least = replicas.min if schedule.min is None else schedule.min
+        if schedule.max is not None and least > schedule.max:
+            what = f"a schedule's max {schedule.max} is less than min {least}, which holds at that time"
+            hint = f"raise it to {least}, or set the schedule's min to {schedule.max}"
+            yield case.problem("min-exceeds-max", (*path, "max"), what, hint)
+        if schedule.min is None and schedule.max is None:
+            what = "a schedule without min and max changes nothing"
+            yield case.problem("schedule-without-effect", path, what, "give it a min or a max", "warning")
+
+
 def pins_within_max(case: Case) -> Iterator[Problem]:
     """There are no more pins than replicas that could use them."""
     pins, most = case.model.cores, case.model.replicas.max
@@ -336,6 +356,7 @@ _SIZES = frozenset(  # what decides how much memory a replica needs
 
 _RULES: tuple[Judged, ...] = (
     Judged(min_within_max, frozenset({"replicas"})),
+    Judged(schedules_within_bounds, frozenset({"replicas", "scaling"})),
     Judged(pins_within_max, frozenset({"replicas", "cores"})),
     Judged(pins_have_effect, frozenset({"engine"})),
     Judged(pins_on_known_hosts, frozenset()),

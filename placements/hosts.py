@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from placements.spec import HostsSpec, Spec
@@ -52,6 +53,12 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
                 at += 1
                 hosts.append(_emulated(called, topology, wish, share or machine.cpus))
     return tuple(hosts)
+
+
+def prices(spec: Spec, hosts: Sequence[Host]) -> dict[str, float]:
+    """What an hour of one core costs on each of the hosts that the spec means, by name."""
+    each = [wish.price_per_core_hour for wish in spec.hosts for _ in range(wish.count)]
+    return {host.name: each[i] if i < len(each) else 0.0 for i, host in enumerate(hosts)}
 
 
 def _what_is_there(machine: Machine) -> HostsSpec:

@@ -21,6 +21,7 @@ from placements.spec import (
     OPTLEVELS,
     OWN_FIELDS,
     QUANTIZATIONS,
+    QUEUE_ORDERS,
     SAMPLINGS,
     STRATEGIES,
     TOOL_PARSERS,
@@ -31,8 +32,11 @@ from placements.spec import (
     EngineSettings,
     HostsSpec,
     ModelSpec,
+    Objectives,
     Replicas,
     Reserve,
+    Scaling,
+    Schedule,
     Spec,
     Spread,
     Update,
@@ -54,7 +58,10 @@ _NESTED: Mapping[str, tuple[str, ...]] = {
     "spread": tuple(Spread.model_fields),
     "buckets": tuple(Buckets.model_fields),
     "compiler": tuple(Compiler.model_fields),
+    "objectives": tuple(Objectives.model_fields),
+    "scaling": tuple(Scaling.model_fields),
 }
+_SCHEDULE = tuple(Schedule.model_fields)
 _SETTINGS = tuple(EngineSettings.model_fields)
 _DEFAULTS = tuple(key for key in _MODEL if key not in OWN_FIELDS)
 
@@ -69,6 +76,22 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "replicas": ("replica", "num_replicas", "instances"),
     "engine": ("backend", "runtime", "model_loader"),
     "max_queue": ("queue", "queue_size", "max_queue_size"),
+    "max_queue_bytes": ("queue_bytes", "max_queue_size_bytes"),
+    "max_wait_s": ("queue_timeout", "max_wait", "max_wait_time", "queue_deadline_s", "request_timeout_s"),
+    "queue_order": ("queue_policy", "queue_discipline", "scheduling_policy"),
+    "objectives": ("slo", "slos", "objective", "targets", "service_level_objectives"),
+    "ttft_ms": ("ttft", "time_to_first_token_ms", "first_token_ms"),
+    "tpot_ms": ("tpot", "itl_ms", "itl", "time_per_output_token_ms"),
+    "queue_ms": ("queue_time_ms", "wait_ms"),
+    "scaling": ("autoscaling", "autoscaling_config", "autoscale", "autoscaler"),
+    "auto": ("enabled", "automatic"),
+    "idle_s": ("idle", "idle_timeout", "idle_timeout_s", "ttl", "scale_to_zero_after", "keep_alive"),
+    "schedules": ("schedule", "cron", "crons", "timers"),
+    "timezone": ("tz", "time_zone", "zone"),
+    "start": ("begin", "from"),
+    "end": ("stop", "until", "to"),
+    "worth_per_1000": ("worth", "value_per_1000"),
+    "price_per_core_hour": ("price", "cost", "core_price", "price_per_core"),
     "aliases": ("alias", "served_model_name", "served_model_names", "model_alias"),
     "tool_parser": ("tool_call_parser", "tool_calls", "tools"),
     "threads": ("omp", "omp_num_threads", "num_threads"),
@@ -179,6 +202,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "engine": ENGINES,
     "dtype": DTYPES,
     "strategy": STRATEGIES,
+    "queue_order": QUEUE_ORDERS,
     "tool_parser": TOOL_PARSERS,
     "version": ("1",),
     "quantize": QUANTIZATIONS,
@@ -231,6 +255,17 @@ _WANTS: Mapping[str, str] = {
     "strategy": "one of " + ", ".join(STRATEGIES),
     "rollback": "true or false",
     **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "compile_s", "step_s", "drain_s"), _SECONDS),
+    **dict.fromkeys(("max_wait_s", "idle_s"), _SECONDS),
+    **dict.fromkeys(("ttft_ms", "tpot_ms", "queue_ms"), "a number of milliseconds"),
+    **dict.fromkeys(("start", "end"), 'a cron expression, like "0 8 * * MON-FRI"'),
+    "timezone": "a time zone, like Europe/Berlin",
+    "objectives": "a mapping, like {ttft_ms: 500}",
+    "scaling": "a mapping, like {idle_s: 600}",
+    "schedules": 'a list, like [{start: "0 8 * * *", end: "0 18 * * *", min: 2}]',
+    "auto": "true or false",
+    "queue_order": "one of " + ", ".join(QUEUE_ORDERS),
+    "worth_per_1000": "a number",
+    "price_per_core_hour": "a number",
     "instance": _TEXT,
     "emulate": _TEXT,
     "reserve": "a mapping, like {vcpus: 8, cores: [23]}",
@@ -471,6 +506,13 @@ class _Reader:
         for key, allowed in _NESTED.items():
             if isinstance(values.get(key), dict):
                 values[key] = self._known(values[key], allowed, (*path, key))
+        scaling = values.get("scaling")
+        if isinstance(scaling, dict) and isinstance(scaling.get("schedules"), list):
+            inside: Path = (*path, "scaling", "schedules")
+            scaling["schedules"] = [
+                self._known(item, _SCHEDULE, (*inside, i)) if isinstance(item, dict) else item
+                for i, item in enumerate(scaling["schedules"])
+            ]
 
     def _known(self, values: dict[str, Any], allowed: tuple[str, ...], path: Path) -> dict[str, Any]:
         """The known keys. A key that is surely a misspelt one is reported, and read as what it was meant to be."""
@@ -560,6 +602,9 @@ class _Reader:
                 "neff_cache": "bad-source",
                 "name": "bad-name",
                 "aliases": "bad-name",
+                "start": "bad-cron",
+                "end": "bad-cron",
+                "timezone": "unknown-timezone",
             }
             what = str(context.get("error", error["msg"]))
             self._report(id.get(field, "wrong-type"), where, f"{label}: {what}", _VALUE_HINTS.get(field, ""))
@@ -646,6 +691,9 @@ _BOUND_HINTS = {
     "max": "a model that starts on its first request has replicas: {min: 0, max: 1}",
 }
 _VALUE_HINTS = {
+    "start": 'write it like "0 8 * * MON-FRI"',
+    "end": 'write it like "0 18 * * MON-FRI"',
+    "timezone": "take a name of the IANA database, like Europe/Berlin or UTC",
     "cores": 'write "0-7", or "inf2.48xlarge/0:0-7" to name the host as well',
     "source": "a source is a path, s3://bucket/prefix or a hub id like org/model",
 }
@@ -661,9 +709,16 @@ def _label(path: Path) -> str:
     return label or "the spec"
 
 
+_ITEMS = {
+    "cores": 'a range, like "0-7"',
+    "aliases": "a name",
+    "schedules": 'a mapping with a start and an end, like {start: "0 8 * * *", end: "0 18 * * *", min: 2}',
+}
+
+
 def _wanted(where: Path, field: str) -> str:
     if isinstance(where[-1] if where else "", int):
-        return {"cores": 'a range, like "0-7"', "aliases": "a name", "allow_degrees": _WHOLE}.get(field, _WHOLE)
+        return _ITEMS.get(field, _WHOLE)
     if where[:1] == ("hosts",) and field == "cores":
         return 'a list of core ids, like [20, "22-23"]'
     return _WANTS.get(field, _WHOLE)

@@ -183,6 +183,8 @@ def _mappings(field: _Schema, schema: _Schema) -> Iterator[_Schema]:
         yield from _mappings(schema["$defs"][field["$ref"].rpartition("/")[2]], schema)
     elif "properties" in field:
         yield field
+    elif "items" in field:
+        yield from _mappings(field["items"], schema)
     for one in field.get("anyOf", ()):
         yield from _mappings(one, schema)
 

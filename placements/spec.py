@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
+from zoneinfo import ZoneInfo
 
+from cronsim import CronSim, CronSimError
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -57,6 +60,8 @@ ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 TOOL_PARSERS: tuple[ToolParser, ...] = get_args(ToolParser)
 Strategy = Literal["auto", "surge", "in_place", "borrow", "hold"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+QueueOrder = Literal["fair", "deadline"]
+QUEUE_ORDERS: tuple[QueueOrder, ...] = get_args(QueueOrder)
 
 
 @dataclass(frozen=True, order=True)
@@ -135,6 +140,24 @@ def _location(value: str) -> str:
     return value
 
 
+def _cron(value: str) -> str:
+    if len(value.split()) != 5:
+        raise ValueError(f'"{value}" is no cron expression of five fields: minute, hour, day, month, weekday')
+    try:
+        CronSim(value, datetime(2000, 1, 1, tzinfo=timezone.utc))
+    except CronSimError as error:
+        raise ValueError(f'"{value}" is no cron expression: {str(error).lower()}') from error
+    return value
+
+
+def _zone(value: str) -> str:
+    try:
+        ZoneInfo(value)
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(f'"{value}" is not the name of a time zone') from error
+    return value
+
+
 def _interpreter(value: str) -> str:
     if not value.strip():
         raise ValueError("an interpreter is a path, like ~/envs/nxdi/bin/python")
@@ -207,15 +230,15 @@ class Replicas(_Frozen):
         1,
         ge=0,
         le=1000,
-        description="How many replicas run, unless `scale`, `load` or `unload` says otherwise. With 0 the first "
-        "request starts one.",
+        description="How many replicas run at least, unless `scale`, `load`, `unload` or a schedule says otherwise. "
+        "With 0 the first request starts one.",
     )
     max: int = Field(
         1,
         ge=1,
         le=1000,
-        description="The most that may run. Unless given it equals `min`, at least 1. `scale` goes up to it; nothing "
-        "else starts more than `min` yet.",
+        description="The most that may run. Unless given it equals `min`, at least 1. What is above `min` starts by "
+        "itself as requests ask for it, unless `scaling.auto` is false; `scale` goes up to it too.",
     )
 
     @model_validator(mode="before")
@@ -361,6 +384,78 @@ class Deadlines(_Frozen):
     )
 
 
+class Objectives(_Frozen):
+    """What a request of the model may take, in milliseconds."""
+
+    ttft_ms: float | None = Field(
+        None,
+        gt=0,
+        le=86_400_000,
+        description="Milliseconds until the first token. What comes later counts as late; the autoscaler works for few "
+        "such requests.",
+    )
+    tpot_ms: float | None = Field(None, gt=0, le=86_400_000, description="Milliseconds between one token and the next.")
+    queue_ms: float | None = Field(
+        None, gt=0, le=86_400_000, description="Milliseconds that a request may wait for a slot."
+    )
+
+
+class Schedule(_Frozen):
+    """Times at which a model has other bounds, from each ``start`` to the next ``end``."""
+
+    start: Annotated[str, AfterValidator(_cron)] = Field(
+        description="When it begins to hold: a cron expression of five fields, like `0 8 * * MON-FRI`."
+    )
+    end: Annotated[str, AfterValidator(_cron)] = Field(
+        description="When it ends: a cron expression of five fields, like `0 18 * * MON-FRI`."
+    )
+    timezone: Annotated[str, AfterValidator(_zone)] = Field(
+        "UTC", description="The zone in which `start` and `end` are meant, like `Europe/Berlin`."
+    )
+    min: int | None = Field(
+        None, ge=0, le=1000, description="How many replicas run at least while it holds. Unset: `replicas.min`."
+    )
+    max: int | None = Field(
+        None, ge=0, le=1000, description="The most that may run while it holds. Unset: `replicas.max`."
+    )
+
+
+class Scaling(_Frozen):
+    """How the number of replicas follows the requests."""
+
+    auto: bool = Field(
+        True,
+        description="Whether the number of replicas follows the requests, between `replicas.min` and `replicas.max`. "
+        "With false there are `min`; a model of `min: 0` is still started by its first request.",
+    )
+    idle_s: float = Field(
+        600.0,
+        ge=0,
+        le=31_536_000,
+        description="Seconds without a request for inference after which a model of `min: 0` has no replica any more. "
+        "They count from when its first replica was ready.",
+    )
+    hold_s: float = Field(
+        300.0,
+        ge=0,
+        le=86_400,
+        description="The longest that requests wait for a model which they have started.",
+    )
+    schedules: tuple[Schedule, ...] = Field(
+        (),
+        strict=False,
+        description="Other bounds at certain times. See Schedules.",
+        json_schema_extra=_words("list of mappings"),
+    )
+    worth_per_1000: float | None = Field(
+        None,
+        ge=0,
+        le=1_000_000_000,
+        description="What 1000 requests are worth, in the money of `hosts.price_per_core_hour`. Then a replica beyond "
+        "`min` starts only where it is worth more than its cores cost. Unset: their cost is no matter.",
+    )
+
+
 class EngineSettings(_Frozen):
     """What holds for one engine on every host."""
 
@@ -398,6 +493,12 @@ class HostsSpec(_Frozen):
         "twice as many cores, each with half of the HBM. Unset: 2.",
     )
     reserve: Reserve = Field(Reserve(), description="What replicas may not use, on each host.")
+    price_per_core_hour: float = Field(
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="What an hour of one core costs, in any money. 0: the host is paid for anyway.",
+    )
 
 
 class Reach(Enum):
@@ -476,6 +577,31 @@ class ModelSpec(_Frozen):
     )
     max_queue: Live[int] = Field(
         256, ge=0, le=1_000_000, description="Requests that may wait for a slot. One more gets 429."
+    )
+    max_queue_bytes: Live[int] = Field(
+        256 * 2**20,
+        ge=0,
+        le=1 << 40,
+        description="Bytes that the requests which wait for a slot may have together. One that would exceed them gets "
+        "429.",
+    )
+    max_wait_s: Live[float | None] = Field(
+        None,
+        gt=0,
+        le=86_400,
+        description="Seconds that a request may wait for its first token. One whose wait is predicted to be longer "
+        "gets 429 at once. Unset: no such limit.",
+    )
+    queue_order: Live[QueueOrder] = Field(
+        "fair",
+        description="Who goes first among waiting requests of the same priority. `fair`: the API keys in turn, by the "
+        "tokens that each has had, by weight; `deadline`: whose deadline is nearest.",
+    )
+    objectives: Live[Objectives] = Field(
+        Objectives(), description="How fast answers ought to be: what the autoscaler works for. See Scaling."
+    )
+    scaling: Live[Scaling] = Field(
+        Scaling(), description="How the number of replicas follows the requests. See Scaling."
     )
     aliases: Live[tuple[Annotated[str, AfterValidator(_alias)], ...]] = Field(
         (),
@@ -558,8 +684,9 @@ class ModelSpec(_Frozen):
     engine_options: Shape[dict[str, Any]] = Field(
         {},
         description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
-        "prompt go through the model together (unset: all). `echo`: `step_ms`, the milliseconds that each step takes. "
-        "The Neuron engines: by the packages' own names. See Options.",
+        "prompt go through the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that "
+        "begins with what a slot still holds is read from there on only. `echo`: `step_ms`, the milliseconds that each "
+        "step takes. The Neuron engines: by the packages' own names. See Options.",
     )
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
     broken: frozenset[str] = Field(frozenset(), exclude=True, repr=False)  # fields that could not be read

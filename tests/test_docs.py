@@ -28,6 +28,7 @@ from orchestrator.audit import Audit
 from orchestrator.changes import Tag, tag_of
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
+from orchestrator.demand import Demand, DemandReport
 from orchestrator.fleet import ADMIN_PATH
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.openapi import ROUTES as GATEWAY_ROUTES
@@ -55,8 +56,11 @@ from placements.spec import (
     EngineSettings,
     HostsSpec,
     ModelSpec,
+    Objectives,
     Replicas,
     Reserve,
+    Scaling,
+    Schedule,
     Spec,
     Spread,
     Update,
@@ -87,6 +91,7 @@ PAGES += [
         "bench",
         "metrics",
         "runbooks",
+        "simulate",
     )
 ]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
@@ -265,6 +270,9 @@ FIELDS = {
     **described("spread.", Spread),
     **described("buckets.", Buckets),
     **described("compiler.", Compiler),
+    **described("objectives.", Objectives),
+    **described("scaling.", Scaling),
+    **described("scaling.schedules.", Schedule),
     **described("engines.ENGINE.", EngineSettings),
 }
 BESIDE = {"defaults": ("a mapping", "unset"), "models": ("a mapping", "required")}  # no fields of the schema's classes
@@ -281,9 +289,8 @@ def default_of(field: FieldInfo) -> str:
         return "1"
     if isinstance(value, float):
         return f"{value:g}"
-    empty = dict.fromkeys(
-        ("{}", str(Reserve()), str(Update()), str(Deadlines()), str(Buckets()), str(Compiler())), "{}"
-    )
+    mappings = (Reserve(), Update(), Deadlines(), Buckets(), Compiler(), Objectives(), Scaling())
+    empty = dict.fromkeys(("{}", *map(str, mappings)), "{}")
     return {**empty, "()": "[]", "": '""', "False": "false", "True": "true"}.get(str(value), str(value))
 
 
@@ -763,7 +770,7 @@ def status_block(command: str) -> str:
 
 
 def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
-    """The status of a fleet with a replica that runs, one that failed, and a core that somebody else holds."""
+    """The status of a fleet with a replica that runs, a core that somebody else holds, and a gateway that tells."""
     text = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
 
     async def play() -> dict[str, Any]:
@@ -771,6 +778,8 @@ def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
         cluster.held = {1: 99}
         async with Played(tmp_path, cluster, text) as played:
             await played.settled()
+            report = DemandReport(gateway="g", number=1, seconds=1.0, models=[Demand(model="a")])
+            await played.controller.demand(report)
             return played.controller.status()
 
     return virtually(play)

@@ -34,7 +34,7 @@ from orchestrator.version import corewright_version
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
 
-__all__ = ["app", "bench", "hands", "keys", "main", "rollouts", "run", "views"]
+__all__ = ["app", "bench", "hands", "keys", "main", "rollouts", "run", "simulate", "views"]
 
 DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spare
 
@@ -287,7 +287,7 @@ def run(arguments: list[str]) -> int:
 
 
 # The other commands. They stand here so that `--help` lists those above first.
-from orchestrator.cli import rollouts, views, hands, keys, bench  # noqa: E402, I001
+from orchestrator.cli import rollouts, views, hands, keys, bench, simulate  # noqa: E402, I001
 
 if __name__ == "__main__":
     main()

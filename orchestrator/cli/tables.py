@@ -56,6 +56,7 @@ def _event_row(event: Mapping[str, Any]) -> Row:
 
 
 REPLICA = ("REPLICA", "STATE", "CORES", "HOST", "PID", "RESTARTS", "VERSION", "LIVE", "WAITING")
+NUMBERS = ("MODEL", "READY", "WANTED", "ARRIVALS/S", "WAITING", "LIVE", "WHY")
 EVENT = ("SEQ", "AT", "LEVEL", "REASON", "ABOUT", "MESSAGE")
 KINDS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any]], Row]]] = {
     "models": (("MODEL", "STATE", "READY", "VERSION", "REASON"), _model_row),
@@ -97,6 +98,7 @@ def status_text(data: Mapping[str, Any]) -> str:
     hosts = [(host["name"], host["cores"], host["leased"], host["free"], host["quarantined"]) for host in data["hosts"]]
     parts = [
         columns(REPLICA[:6], rows),
+        columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
         columns(("HOST", "CORES", "LEASED", "FREE", "QUARANTINED"), hosts),
         "\n".join([*notes, *(note for host in data["hosts"] for note in _host_notes(host))]),
     ]
@@ -104,6 +106,17 @@ def status_text(data: Mapping[str, Any]) -> str:
     if rollout and rollout["state"] != "complete":
         parts.append(rollout_line(rollout))
     return "\n\n".join(part for part in parts if part)
+
+
+def _numbers_row(model: Mapping[str, Any]) -> Row:
+    """How many replicas there are and are aimed at, what is asked for, and why."""
+    scaling = model.get("scaling") or {}
+    demand = scaling.get("demand") or {}
+    ready = sum(replica["state"] == "ready" for replica in model["replicas"])
+    scaled = model.get("scaled")
+    why = f"scaled by {scaled['by']}" if scaled else scaling.get("why")
+    asked = (demand.get(key) for key in ("arrivals_per_s", "waiting", "live"))
+    return (model["name"], ready, model["wanted"], *asked, why)
 
 
 def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
@@ -180,7 +193,7 @@ def _plain(key: str, value: Any) -> str:
     if isinstance(value, list):
         return cores_text(value) or "-"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
+        return ", ".join(f"{name.replace('_', ' ')} {_plain(name, item)}" for name, item in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:

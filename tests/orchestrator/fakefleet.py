@@ -75,6 +75,14 @@ STATUS: dict[str, Any] = {
             "reason": "replica-died: killed",
             "wanted": 2,
             "scaled": None,
+            "scaling": {
+                "auto": True,
+                "min": 2,
+                "max": 2,
+                "target": 2,
+                "why": None,
+                "demand": {"arrivals_per_s": 1.25, "waiting": 1, "live": 3},
+            },
             "version": "7d3f",
             "conditions": [condition("Available", True, "Serving", "1 of 2 replicas serve")],
             "replicas": [
@@ -99,6 +107,7 @@ STATUS: dict[str, Any] = {
             "reason": None,
             "wanted": 0,
             "scaled": {"count": 0, "by": "ada@wright"},
+            "scaling": {"auto": True, "min": 1, "max": 1, "target": 1, "why": None, "demand": None},
             "version": "91ac",
             "conditions": [],
             "replicas": [],
@@ -447,8 +456,32 @@ class FakeFleet:
         text, file = self.log[offset or 0 :].decode(), f"/logs/chat-{number}.log"
         return {"replica": f"{model}/{number}", "file": file, "offset": len(self.log), "text": text}
 
+    async def trace(self, after: str, limit: int) -> dict[str, Any]:
+        self._asked("trace", after, limit)
+        if after not in ("", "g:1", "g:2"):
+            raise Refused("trace-cursor-wrong", f"{after} is no place of a trace", "begin without", status=400)
+        begin = int(after[2:] or 0)
+        page = TRACE[begin : begin + limit]
+        end = begin + len(page)
+        speeds = {"chat": {"load_s": 4.2}}
+        return {"requests": page, "next": f"g:{end}", "more": end < len(TRACE), "speeds": speeds}
+
     def config(self) -> dict[str, Any]:
         return {"values": list(resolve({"port": 9000}, {"COREWRIGHT_HOME": "/home/ada/.corewright"}).as_dicts())}
+
+
+TRACE: list[dict[str, Any]] = [
+    {
+        "time": AT + n,
+        "model": "chat",
+        "prompt_tokens": 10 * n,
+        "output_tokens": 5,
+        "key": "k1",
+        "first_ms": 20.0,
+        "decode_ms": 80.0,
+    }
+    for n in (1, 2)
+]
 
 
 def bad_spec() -> Refused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from orchestrator.demand import Demand, DemandReport
 from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
 from tests.orchestrator.fakes import FakeCluster, Played
 from workers.device_metrics import Sums, device_families
@@ -67,5 +68,7 @@ async def played_families(home: Path) -> list[MetricFamily]:
         cluster.loads = False  # from now on a start goes on for ever
         await cluster.replicas["small/1.1"].die("killed by signal 9")
         await fleet.until(lambda: fleet.replica("small/1").get("restarts") == 1, "started again")
+        models = [Demand(model="chat", arrived=1, live=1), Demand(model="small", arrived=3, waiting=2)]
+        await fleet.controller.demand(DemandReport(gateway="g", number=1, seconds=1.0, models=models))
         await asyncio.sleep(0)
         return joined([*gateway_families(), *await fleet.controller.metrics(), *devices()])

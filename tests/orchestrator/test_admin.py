@@ -347,3 +347,13 @@ def test_the_documents_schema_takes_what_the_api_takes(path: str, body: dict[str
     judge = Draft202012Validator({**schema, "components": document["components"]})
     assert judge.is_valid(body)
     assert not judge.is_valid({**body, "nope": 1})
+
+
+def test_a_trace_is_read_page_by_page(http: httpx.Client) -> None:
+    """Each page tells where the next begins; a place that no page told, or too large a page, is refused."""
+    first = http.get("trace", params={"limit": 1}).json()
+    second = http.get("trace", params={"limit": 1, "after": first["next"]}).json()
+    assert [page["requests"][0]["prompt_tokens"] for page in (first, second)] == [10, 20]
+    assert (first["more"], second["more"]) == (True, False)
+    assert problem(http.get("trace", params={"after": "x"})) == (400, "trace-cursor-wrong")
+    assert http.get("trace", params={"limit": 10_001}).status_code == 400

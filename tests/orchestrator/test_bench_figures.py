@@ -24,7 +24,8 @@ from orchestrator.bench.http import Answer, Origin
 from orchestrator.bench.lag import ClientLoad
 from orchestrator.bench.lengths import Lengths
 from orchestrator.bench.measured import Measured, kinds
-from orchestrator.bench.page import bars, distribution, page, rates, scatter, ticks
+from orchestrator.bench.page import page, rates, scatter
+from orchestrator.bench.plots import bars, distribution, ticks
 from orchestrator.bench.prompts import FIRST_ID, LAST_ID, Prompts, Scale
 from orchestrator.bench.reading import measured
 from orchestrator.bench.report import latency_text, serving_data, serving_text, throughput_text

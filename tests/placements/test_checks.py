@@ -265,6 +265,12 @@ def test_a_neuron_engine_on_emulated_hosts_is_a_warning() -> None:
         ("engine: cpu\n    engine_options: {prefill_chunk: 0}", ["out-of-range 5:22"]),
         ("engine: cpu\n    engine_options: {prefill_chunk: 2.5}", ["wrong-type 5:22"]),
         ("engine: cpu\n    engine_options: {prefill_chunk: true}", ["wrong-type 5:22"]),
+        ("engine: cpu\n    engine_options: {prefix_cache: true}", []),
+        ("engine: cpu\n    engine_options: {prefix_cache: false, prefill_chunk: 64}", []),
+        ("engine: cpu\n    engine_options: {prefix_cache: 1}", ["wrong-type 5:22"]),
+        ("engine: cpu\n    engine_options: {prefix_cache: null}", ["wrong-type 5:22"]),
+        ("engine: cpu\n    engine_options: {prefix_cache: always}", ["wrong-type 5:22"]),
+        ("engine: echo\n    engine_options: {prefix_cache: true}", ["unknown-engine-option 5:22"]),
     ],
 )
 def test_engine_options_are_those_of_the_engine(fields: str, found: list[str]) -> None:

@@ -11,8 +11,11 @@ from placements.spec import (
     EngineSettings,
     HostsSpec,
     ModelSpec,
+    Objectives,
     Replicas,
     Reserve,
+    Scaling,
+    Schedule,
     Spread,
     Update,
     json_schema,
@@ -29,7 +32,10 @@ def rows(name: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     "kind",
-    [ModelSpec, HostsSpec, Reserve, Replicas, Spread, Draft, Update, Deadlines, Buckets, Compiler, EngineSettings],
+    [
+        *(ModelSpec, HostsSpec, Reserve, Replicas, Spread, Draft, Update, Deadlines, Buckets, Compiler, EngineSettings),
+        *(Objectives, Scaling, Schedule),
+    ],
 )
 def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
     """In the schema, so in editors too; one sentence at least."""
@@ -59,6 +65,10 @@ def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
         ("model", "allow_pickle", "true or false", "`false`"),
         ("model", "draft.source", "text", "required"),
         ("model", "deadlines.start_s", "number above 0, at most 86400", "`900`"),
+        ("model", "objectives.ttft_ms", "number above 0, at most 86400000", "unset"),
+        ("model", "scaling.schedules", "list of mappings", "`[]`"),
+        ("model", "scaling.schedules.start", "text", "required"),
+        ("hosts", "hosts.price_per_core_hour", "number, 0 to 1000000", "`0`"),
         ("model", "spread", "`host`, or a mapping", "unset"),
         ("model", "spread.host", "whole number, 1 to 1000", "`1`"),
         ("model", "buckets.prefill", "list of whole numbers, 1 to 16777216", "`[]`"),

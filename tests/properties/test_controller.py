@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.demand import Demand, DemandReport
 from orchestrator.journal import Journal, failed_cores
 from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
@@ -73,6 +74,7 @@ events = st.one_of(
     st.tuples(st.just("pause")),
     st.tuples(st.just("resume")),
     st.tuples(st.just("wake")),
+    st.tuples(st.just("demand"), st.sampled_from(["big", "small", "asleep"]), st.integers(0, 60), st.integers(1, 90)),
     st.tuples(st.just("canary"), st.integers(0, len(SPECS) - 1)),
     st.tuples(st.just("promote")),
     st.tuples(st.just("wait"), st.integers(1, 60)),
@@ -85,6 +87,7 @@ class World:
     def __init__(self, home: Path, tick_s: float = 1.0) -> None:
         self.home = home
         self.tick_s = tick_s
+        self.reports = 0
         self.cluster = FakeCluster()
         self.cluster.load_s = LOAD_S
         self.cluster.drain_s = 3.0
@@ -195,7 +198,7 @@ class World:
     async def _take_core(self, core: int) -> None:
         ours = {core for r in self.cluster.living() for core in r.config.cores if r.config.host.endswith("/0")}
         if core not in ours:
-            self.cluster.held[core] = 4711
+            self.cluster.held[core] = 7  # no pid of a replica, however many starts there were
 
     async def _free_cores(self) -> None:
         self.cluster.held.clear()
@@ -221,6 +224,16 @@ class World:
     async def _wake(self) -> None:
         if self.played.controller.state.current.spec.model("asleep") is not None:
             await self.played.controller.wake("asleep")
+
+    async def _demand(self, model: str, waiting: int, seconds: int) -> None:
+        """So many requests wait, for so long: a gateway tells it each second."""
+        for _ in range(seconds):
+            await asyncio.sleep(1.0)
+            told = Demand(model=model, arrived=waiting // 4, waiting=waiting, live=4, ended=1, slot_s=5.0)
+            self.reports += 1
+            report = DemandReport(gateway="g", number=self.reports, seconds=1.0, models=[told])
+            await self.played.controller.demand(report)
+            self.played.controller.wake_up()
 
     async def _wait(self, seconds: int) -> None:
         await asyncio.sleep(seconds)
@@ -363,6 +376,7 @@ KINDS = [
     "resume",
     "resume",
     "wake",
+    "demand",
     "canary",
     "promote",
     "wait",
@@ -386,6 +400,7 @@ def _drawn(rng: random.Random) -> tuple[Any, ...]:
         "take_core": (rng.randrange(24),),
         "lose_host": (number % HOSTS,),
         "break_loads": (rng.random() < 0.5,),
+        "demand": (model, 3 * number, 1 + number),
         "wait": (number,),
     }
     return kind, *arguments.get(kind, ())

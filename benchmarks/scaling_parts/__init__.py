@@ -1,0 +1,1 @@
+"""What benchmarks/scaling.py is made of."""

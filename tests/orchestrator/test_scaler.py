@@ -1,0 +1,245 @@
+"""What the autoscaler is told of a fleet, and what of its decisions is told: with an autoscaler that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.autoscale import FleetNow, History, Targets
+from orchestrator.demand import Demand, DemandReport
+from orchestrator.gateway.exposition import page
+from orchestrator.operations import Refused
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.promql import Page
+
+SPEC = """\
+version: 1
+hosts:
+  - {emulate: inf2.24xlarge, price_per_core_hour: 0.5, reserve: {cores: [11]}}
+  - {emulate: inf2.48xlarge, count: 2}
+defaults: {engine: echo}
+models:
+  a:
+    tp_degree: 4
+    max_batch: 8
+    replicas: {min: 1, max: 3}
+    priority: 7
+    objectives: {ttft_ms: 800, queue_ms: 250}
+    scaling: {worth_per_1000: 2.5}
+  b: {replicas: {min: 0, max: 2}, scaling: {idle_s: 30}}
+  fixed: {tp_degree: 2, scaling: {auto: false}}
+"""
+
+
+class Decider:
+    """Stands for `autoscale`: decides as it is told, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.reasons: dict[str, str] = {}
+        self.asked: list[tuple[History, FleetNow, float]] = []
+
+    def __call__(self, history: History, fleet: FleetNow, now: float) -> Targets:
+        self.asked.append((history, fleet, now))
+        return Targets({**{model.name: model.target for model in fleet.models}, **self.counts}, self.reasons)
+
+    @property
+    def last(self) -> FleetNow:
+        return self.asked[-1][1]
+
+
+@pytest.fixture
+def decider(monkeypatch: pytest.MonkeyPatch) -> Decider:
+    found = Decider()
+    monkeypatch.setattr("orchestrator.scaler.autoscale", found)
+    return found
+
+
+def play(tmp_path: Path, story: Callable[[Played], Coroutine[Any, Any, None]]) -> Played:
+    """The story on the fleet of SPEC, once all of it is ready."""
+    fleets: list[Played] = []
+
+    async def live() -> None:
+        cluster = FakeCluster()
+        cluster.load_s = 2.0
+        async with Played(tmp_path, cluster, SPEC) as fleet:
+            fleets.append(fleet)
+            await fleet.settled()
+            await story(fleet)
+
+    virtually(live)
+    return fleets[0]
+
+
+async def report(fleet: Played, first: int, last: int, *models: Demand, gateway: str = "g") -> None:
+    """The reports of those numbers, one a second."""
+    for number in range(first, last + 1):
+        await asyncio.sleep(1.0)
+        told = DemandReport(gateway=gateway, number=number, seconds=1.0, models=list(models))
+        await fleet.controller.demand(told)
+
+
+def told(fleet: Played, reason: str) -> list[str]:
+    return [event.message for event in fleet.journal.events() if event.reason == reason]
+
+
+def test_the_autoscaler_is_told_of_hosts_prices_and_cores_that_may_be_used(tmp_path: Path, decider: Decider) -> None:
+    """Reserved, cordoned and strange cores are none; a lost host is not there."""
+
+    async def story(fleet: Played) -> None:
+        await fleet.operator.cordon("inf2.48xlarge/0", "0-7", True, "tester")
+        await report(fleet, 1, 7)
+        assert decider.last.hosts == ((11, 0.5), (16, 0.0), (24, 0.0))
+        assert decider.last.blocked == (frozenset({11}), frozenset(range(8)), frozenset())
+        await fleet.cluster.lose("inf2.24xlarge/0")
+        await report(fleet, 8, 20)
+        assert decider.last.hosts == ((16, 0.0), (24, 0.0))
+
+    play(tmp_path, story)
+
+
+def test_the_autoscaler_is_told_what_each_model_wishes_and_has(tmp_path: Path, decider: Decider) -> None:
+    """The spec's wishes, what was measured, and where the replicas lie."""
+
+    async def story(fleet: Played) -> None:
+        await report(fleet, 1, 7)
+        a, b, fixed = decider.last.models
+        assert (a.name, a.cores, a.slots, a.min, a.max, a.priority) == ("a", 4, 8, 1, 3, 7)
+        assert (a.objectives.ttft_s, a.objectives.tpot_s, a.objectives.queue_s) == (0.8, None, 0.25)
+        assert (a.worth_per_1000, a.load_s, a.target, a.ready, a.starting, a.reachable) == (2.5, 2.0, 1, 1, 0, 1)
+        assert (a.override, a.first_ready_at, a.since) == (None, 2.0, 2.0)
+        assert a.places == ((0, 0),)
+        assert (b.idle_s, b.ready, b.since, b.first_ready_at, b.load_s) == (30.0, 0, None, None, 60.0)
+        assert fixed.override == 1
+        await fleet.operator.scale("a", 2, "tester")
+        await report(fleet, 8, 9)
+        await report(fleet, 10, 16)
+        assert (decider.last.models[0].override, decider.last.models[0].ready) == (2, 2)
+
+    play(tmp_path, story)
+
+
+def test_what_all_gateways_tell_between_two_decisions_is_one_load(tmp_path: Path, decider: Decider) -> None:
+    """Counts are sums, what is there is the latest of each."""
+
+    async def story(fleet: Played) -> None:
+        demand = Demand(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5, refused=1)
+        await report(fleet, 1, 1, gateway="other")
+        for number in range(1, 5):
+            for gateway in ("g", "h"):
+                sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[demand])
+                await fleet.controller.demand(sent)
+        await asyncio.sleep(5.0)
+        load = decider.asked[0][0].last("a")
+        assert (load.arrived, load.ended, load.slot_s, load.refused) == (24, 16, 64.0, 8)
+        assert (load.waiting, load.live, load.longest_wait_s) == (8, 10, 1.5)
+        assert load.seconds == pytest.approx(5.0, abs=1.1)
+
+    play(tmp_path, story)
+
+
+def test_each_change_is_an_event_and_shown_with_its_reason(tmp_path: Path, decider: Decider) -> None:
+    """In the status, and counted for /metrics."""
+
+    async def story(fleet: Played) -> None:
+        decider.counts, decider.reasons = {"a": 3, "b": 1}, {"a": "1 to 3: many came", "b": "somebody asks"}
+        await report(fleet, 1, 7, Demand(model="b", waiting=1, live=2))
+        decider.reasons = {}
+        await report(fleet, 8, 20)
+        decider.counts, decider.reasons = {"a": 2, "b": 0}, {"a": "3 to 2: few came"}
+        await report(fleet, 21, 27)
+        shown = fleet.model("a")["scaling"]
+        assert (shown["target"], shown["why"], shown["min"], shown["max"]) == (2, "3 to 2: few came", 1, 3)
+        assert shown["demand"] == {"arrivals_per_s": 0.0, "waiting": 0, "live": 0}
+        found = Page.read(page(await fleet.controller.metrics())[0].decode())
+        assert found.value("corewright_target_replicas", model="a") == 2
+        assert found.value("corewright_scaling_decisions_total", model="a", kind="ScaledUp") == 1
+        assert found.value("corewright_replicas_max", model="a") == 3
+        assert found.value("corewright_demand_requests", model="a", state="waiting") == 0
+
+    fleet = play(tmp_path, story)
+    assert told(fleet, "ScaledUp") == ["1 to 3: many came"]
+    assert told(fleet, "Woken") == ["0 to 1: somebody asks"]
+    assert told(fleet, "ScaledDown") == ["3 to 2: few came"]
+    assert told(fleet, "ScaledToZero") == ["1 to 0"]
+
+
+def test_a_model_that_is_held_back_is_told_of_when_it_begins_and_then_seldom(tmp_path: Path, decider: Decider) -> None:
+    """Twenty-five minutes of it are three events, not three hundred."""
+
+    async def story(fleet: Played) -> None:
+        decider.reasons = {"a": "held back: no cores"}
+        await report(fleet, 1, 1500)
+        decider.reasons = {}
+        await report(fleet, 1501, 1600)
+        decider.reasons = {"a": "held back: again"}
+        await report(fleet, 1601, 1610)
+
+    held = told(play(tmp_path, story), "HeldBack")
+    assert held == ["held back: no cores"] * 3 + ["held back: again"]
+
+
+def test_a_decision_about_what_is_not_its_business_is_not_followed(tmp_path: Path, decider: Decider) -> None:
+    """A model that is scaled by hand, one without auto, and numbers beyond the bounds."""
+
+    async def story(fleet: Played) -> None:
+        await fleet.operator.scale("b", 1, "tester")
+        decider.counts = {"a": 9, "b": 0, "fixed": 0}
+        await report(fleet, 1, 7)
+        state = fleet.controller.state
+        assert [state.wanted(model) for model in state.current.spec.models] == [3, 1, 1]
+
+    play(tmp_path, story)
+
+
+def test_a_gateway_that_begins_again_is_heard(tmp_path: Path, decider: Decider) -> None:
+    """Its numbers begin at one again."""
+
+    async def story(fleet: Played) -> None:
+        await report(fleet, 1, 7, Demand(model="a", arrived=1))
+        await report(fleet, 1, 1, Demand(model="a", arrived=100))
+        await report(fleet, 2, 6)
+        assert sum(history.last("a").arrived for history, _, _ in decider.asked) == 107
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_is_gone_is_forgotten(tmp_path: Path, decider: Decider) -> None:
+    """Its target and its history; a report that still names it is no fault."""
+
+    async def story(fleet: Played) -> None:
+        decider.counts = {"a": 3}
+        await report(fleet, 1, 7, Demand(model="a", arrived=1))
+        await fleet.apply(SPEC.replace("  a:\n", "  other:\n"))
+        decider.counts = {}
+        await report(fleet, 8, 14, Demand(model="a", arrived=1))
+        assert fleet.journal.state().targets == {}
+        assert decider.asked[-1][0].asked_at("a") is None
+        assert fleet.model("other")["wanted"] == 1
+
+    play(tmp_path, story)
+
+
+def test_a_trace_is_told_in_pages_with_the_measured_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that no page has told is refused."""
+    folder = tmp_path / "traces"
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path))
+
+    async def story(fleet: Played) -> None:
+        empty = await fleet.operator.trace("", 10)
+        assert empty == {
+            "requests": [],
+            "next": "",
+            "more": False,
+            "speeds": {"a": {"load_s": 2.0}, "fixed": {"load_s": 2.0}},
+        }
+        with pytest.raises(Refused) as refused:
+            await fleet.operator.trace("no place", 10)
+        assert (refused.value.status, refused.value.problem.id) == (400, "trace-cursor-wrong")
+
+    play(tmp_path, story)
+    assert not folder.exists()

@@ -1,0 +1,504 @@
+"""The numbers of replicas follow the demand that gateways tell: the controller's loop on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.demand import Demand, DemandReport, RoutingDecision
+from orchestrator.journal import Journal
+from orchestrator.scaler import AUTOSCALE_S
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.status import Failure, Phase
+
+HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
+SLEEPER = HEAD + "  m: {tp_degree: 8, replicas: {min: 0, max: 3}, max_batch: 4, scaling: {idle_s: 120}}\n"
+PAIR = HEAD + (
+    "  low: {tp_degree: 8, replicas: {min: 1, max: 3}, max_batch: 4}\n"
+    "  high: {tp_degree: 8, replicas: {min: 0, max: 3}, max_batch: 4, priority: 5, scaling: {idle_s: 120}}\n"
+)
+GROWING = {"scaled", "ScaledUp", "ScaledDown", "ScaledToZero", "Woken", "HeldBack"}
+
+
+class Demanding:
+    """A gateway that reports once a second what the requests of some models amount to.
+
+    Its requests hold a slot for ``service_s``; those for which no ready replica has one wait.
+    """
+
+    def __init__(self, fleet: Played, rates: Mapping[str, float], service_s: float = 5.0, name: str = "g") -> None:
+        self.fleet = fleet
+        self.rates = dict(rates)
+        self.service_s = service_s
+        self.name = name
+        self.waiting = dict.fromkeys(rates, 0.0)
+        self.live = dict.fromkeys(rates, 0.0)
+        self._owed = dict.fromkeys(rates, 0.0)
+        self._numbers = itertools.count(1)
+
+    async def run(self, seconds: float, step_s: float = 1.0) -> None:
+        """So long, on the virtual clock."""
+        for _ in range(int(seconds / step_s)):
+            await asyncio.sleep(step_s)
+            await self.fleet.controller.demand(self.report(step_s))
+
+    def report(self, seconds: float) -> DemandReport:
+        models = [self._demand(name, rate, seconds) for name, rate in self.rates.items()]
+        return DemandReport(gateway=self.name, number=next(self._numbers), seconds=seconds, models=models)
+
+    def _demand(self, name: str, rate: float, seconds: float) -> Demand:
+        self._owed[name] += rate * seconds
+        arrived = int(self._owed[name])
+        self._owed[name] -= arrived
+        ended = self.live[name] * min(1.0, seconds / self.service_s)
+        slots = 4 * self.fleet.controller.state.ready(name)
+        self.live[name] -= ended
+        self.waiting[name] += arrived
+        begun = min(self.waiting[name], max(0.0, slots - self.live[name]))
+        self.waiting[name] -= begun
+        self.live[name] += begun
+        return Demand(
+            model=name,
+            arrived=arrived,
+            cold=arrived if slots == 0 else 0,
+            ended=round(ended),
+            slot_s=round(ended) * self.service_s,
+            waiting=round(self.waiting[name]),
+            live=round(self.live[name]),
+            longest_wait_s=1.0 if self.waiting[name] >= 1 else 0.0,
+        )
+
+
+def play(
+    tmp_path: Path,
+    spec: str,
+    story: Callable[[Played], Coroutine[Any, Any, None]],
+    load_s: float = 5.0,
+    tick_s: float = 1.0,
+) -> Played:
+    """The story on a fleet of that spec, on the virtual clock; at every moment no core may be held twice."""
+    fleets: list[Played] = []
+
+    async def live() -> None:
+        cluster = FakeCluster()
+        cluster.load_s = load_s
+        async with Played(tmp_path, cluster, spec, tick_s=tick_s) as fleet:
+            fleets.append(fleet)
+            await fleet.controller.settled()
+            await story(fleet)
+            assert cluster.violations == []
+
+    virtually(live)
+    return fleets[0]
+
+
+def counts(fleet: Played) -> dict[str, int]:
+    state = fleet.controller.state
+    return {model.name: state.wanted(model) for model in state.current.spec.models}
+
+
+def changes(fleet: Played) -> list[str]:
+    """The reasons of the events about numbers of replicas."""
+    return [reason for reason in fleet.happened() if reason in GROWING - {"HeldBack"}]
+
+
+def test_a_burst_onto_a_model_at_zero_starts_it_and_more_of_it(tmp_path: Path) -> None:
+    """The first at once, not at the next decision."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"m": 0.0})
+        await gateway.run(3)
+        assert counts(fleet) == {"m": 0}
+        gateway.rates["m"] = 3.0
+        await gateway.run(2)
+        assert counts(fleet)["m"] >= 1
+        await gateway.run(120)
+        assert counts(fleet)["m"] >= 2
+        assert len(fleet.ready("m")) == counts(fleet)["m"]
+
+    assert changes(play(tmp_path, SLEEPER, story))[0] == "Woken"
+
+
+def test_a_wake_is_decided_at_once(tmp_path: Path) -> None:
+    """A request that asks for a model without replicas does not wait for the next report."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"m": 0.0})
+        await gateway.run(1)
+        await fleet.controller.wake("m")
+        await asyncio.sleep(0.1)
+        assert counts(fleet) == {"m": 1}
+
+    fleet = play(tmp_path, SLEEPER, story)
+    assert [event.message.startswith("0 to 1: ") for event in fleet.journal.events() if event.reason == "Woken"] == [
+        True
+    ]
+
+
+def test_without_a_gateway_that_tells_of_demand_a_wake_starts_one_and_nothing_ends_it(tmp_path: Path) -> None:
+    """As a fleet did before there was an autoscaler."""
+
+    async def story(fleet: Played) -> None:
+        await fleet.controller.wake("m")
+        await asyncio.sleep(3600)
+        assert counts(fleet) == {"m": 1}
+
+    assert changes(play(tmp_path, SLEEPER, story)) == ["Woken"]
+
+
+def test_after_idle_s_a_model_of_min_0_goes_to_zero(tmp_path: Path) -> None:
+    """Not before: the clock starts when its first replica is ready, and at its last request."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"m": 0.0})
+        await gateway.run(1)
+        await fleet.controller.wake("m")
+        await gateway.run(60)
+        gateway.rates["m"] = 1.0
+        await gateway.run(10)
+        gateway.rates["m"] = 0.0
+        await gateway.run(110)
+        assert counts(fleet)["m"] >= 1
+        await gateway.run(60)
+        assert counts(fleet) == {"m": 0}
+        assert fleet.model("m")["state"] == "unloaded"
+
+    assert changes(play(tmp_path, SLEEPER, story))[-1] == "ScaledToZero"
+
+
+def test_a_slow_load_is_no_idle_time(tmp_path: Path) -> None:
+    """It takes longer than idle_s until the first replica is ready."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"m": 0.0})
+        await gateway.run(1)
+        await fleet.controller.wake("m")
+        await gateway.run(300)
+        assert len(fleet.ready("m")) == 1
+
+    play(tmp_path, SLEEPER, story, load_s=290.0)
+
+
+def test_a_model_of_higher_priority_takes_the_cores_that_it_needs_from_one_below_it(tmp_path: Path) -> None:
+    """The low one has grown over all cores, and gets some again when the other needs them no longer."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+        await gateway.run(300)
+        assert counts(fleet) == {"low": 3, "high": 0}
+        gateway.rates["high"] = 6.0
+        await gateway.run(300)
+        assert counts(fleet)["high"] >= 2
+        assert len(fleet.ready("high")) == counts(fleet)["high"]
+        assert len(fleet.ready("low")) == 3 - counts(fleet)["high"]
+        gateway.rates["high"] = 0.0
+        gateway.waiting["high"] = 0.0
+        await gateway.run(600)
+        assert counts(fleet)["high"] == 0
+        assert len(fleet.ready("low")) == counts(fleet)["low"] >= 2
+
+    fleet = play(tmp_path, PAIR, story)
+    assert "ScaledDown" in changes(fleet)
+
+
+def test_a_schedule_raises_min_and_what_it_started_is_not_cut_off_at_its_end(tmp_path: Path) -> None:
+    """The virtual clock begins at midnight UTC: from ten past to half past, at least two."""
+    spec = HEAD + (
+        "  m: {tp_degree: 2, replicas: {min: 1, max: 3}, scaling: {schedules: ["
+        '{start: "10 * * * *", end: "30 * * * *", min: 2}]}}\n'
+    )
+
+    async def story(fleet: Played) -> None:
+        await asyncio.sleep(590)
+        assert counts(fleet) == {"m": 1}
+        await asyncio.sleep(20)
+        assert counts(fleet) == {"m": 2}
+        assert fleet.model("m")["scaling"]["min"] == 2
+        await asyncio.sleep(1170)
+        assert counts(fleet) == {"m": 2}
+        await asyncio.sleep(30)
+        assert counts(fleet) == {"m": 1}
+
+    fleet = play(tmp_path, spec, story)
+    assert changes(fleet) == ["ScaledUp", "ScaledDown"]
+    messages = [event.message for event in fleet.journal.events() if event.reason == "ScaledUp"]
+    assert messages == ["1 to 2: by schedule at least 2 and at most 3; it was 1 and 3"]
+
+
+def test_a_schedule_of_min_0_lets_a_request_start_the_model(tmp_path: Path) -> None:
+    """Its routes say so to the gateway, as long as the schedule holds."""
+    spec = HEAD + (
+        '  m: {replicas: {min: 1, max: 3}, scaling: {schedules: [{start: "10 * * * *", end: "30 * * * *", min: 0}]}}\n'
+    )
+
+    async def story(fleet: Played) -> None:
+        await asyncio.sleep(30)
+        assert not fleet.controller.routes().models[0].loads_on_request
+        await asyncio.sleep(600)
+        assert counts(fleet) == {"m": 0}
+        assert fleet.controller.routes().models[0].loads_on_request
+        await fleet.controller.wake("m")
+        await asyncio.sleep(30)
+        assert counts(fleet) == {"m": 1}
+
+    play(tmp_path, spec, story)
+
+
+def test_what_someone_scales_by_hand_comes_before_the_autoscaler(tmp_path: Path) -> None:
+    """And given back, it is what runs that is decided about: no replica with work is cut off."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"m": 2.0})
+        await gateway.run(120)
+        assert counts(fleet)["m"] > 1
+        await fleet.operator.scale("m", 1, "tester")
+        await gateway.run(60)
+        assert counts(fleet) == {"m": 1}
+        await fleet.operator.scale("m", 3, "tester")
+        await gateway.run(60)
+        assert counts(fleet) == {"m": 3}
+        await fleet.operator.scale("m", None, "tester")
+        assert counts(fleet) == {"m": 3}
+        await fleet.operator.unload("m", "tester")
+        await gateway.run(60)
+        assert counts(fleet) == {"m": 0}
+
+    play(tmp_path, SLEEPER, story)
+
+
+def test_without_auto_the_number_stays_at_min(tmp_path: Path) -> None:
+    """Whatever is asked for."""
+    spec = HEAD + "  m: {tp_degree: 8, replicas: {min: 1, max: 3}, scaling: {auto: false}}\n"
+
+    async def story(fleet: Played) -> None:
+        await Demanding(fleet, {"m": 10.0}).run(300)
+        assert counts(fleet) == {"m": 1}
+
+    assert changes(play(tmp_path, spec, story)) == []
+
+
+def test_an_hour_of_constant_demand_changes_nothing(tmp_path: Path) -> None:
+    """After the numbers have found their place: nothing goes up and down."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"low": 1.0, "high": 0.8})
+        await gateway.run(900, 5.0)
+        before, starts = counts(fleet), len(fleet.cluster.started)
+        seen = set()
+        for _ in range(60):
+            await gateway.run(60, 5.0)
+            seen.add(tuple(sorted(counts(fleet).items())))
+        assert seen == {tuple(sorted(before.items()))}
+        assert len(fleet.cluster.started) == starts
+
+    play(tmp_path, PAIR, story, tick_s=5.0)
+
+
+def test_two_gateways_are_summed_and_one_that_falls_silent_is_forgotten(tmp_path: Path) -> None:
+    """What waited at it waits no more."""
+
+    async def story(fleet: Played) -> None:
+        one, other = (
+            DemandReport(gateway=name, number=1, seconds=1.0, models=[Demand(model="m", waiting=2, live=1)])
+            for name in "ab"
+        )
+        await fleet.controller.demand(one)
+        await fleet.controller.demand(other)
+        assert demand(fleet)["waiting"] == 4
+        for number in range(2, 15):
+            await asyncio.sleep(1.0)
+            await fleet.controller.demand(
+                DemandReport(gateway="a", number=number, seconds=1.0, models=[Demand(model="m", waiting=2, live=1)])
+            )
+        assert (demand(fleet)["waiting"], demand(fleet)["live"]) == (2, 1)
+        await asyncio.sleep(20)
+        assert fleet.model("m")["scaling"]["demand"] is None
+
+    play(tmp_path, SLEEPER, story)
+
+
+def demand(fleet: Played) -> dict[str, Any]:
+    found: dict[str, Any] = fleet.model("m")["scaling"]["demand"]
+    return found
+
+
+def test_a_report_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    """The gateway sends it again when it got no answer."""
+
+    async def story(fleet: Played) -> None:
+        report = DemandReport(gateway="g", number=1, seconds=1.0, models=[Demand(model="m", arrived=100)])
+        for _ in range(10):
+            await fleet.controller.demand(report)
+        await asyncio.sleep(AUTOSCALE_S + 1)
+        once = demand(fleet)["arrivals_per_s"]
+        assert 0 < once < 10
+
+    play(tmp_path, SLEEPER, story)
+
+
+def test_a_sample_of_the_requests_is_told_at_most_once_a_minute_for_each_model(tmp_path: Path) -> None:
+    """With where it went and why."""
+    sample = RoutingDecision(
+        request="r1",
+        model="m",
+        queue_ms=12.0,
+        candidates=2,
+        replica="m/1",
+        slot=3,
+        slots=4,
+        cold=True,
+        affinity="session",
+    )
+
+    async def story(fleet: Played) -> None:
+        for number in range(1, 121):
+            await asyncio.sleep(1.0)
+            report = DemandReport(gateway="g", number=number, seconds=1.0, decisions=[sample, sample])
+            await fleet.controller.demand(report)
+
+    fleet = play(tmp_path, SLEEPER, story)
+    told = [event.message for event in fleet.journal.events() if event.reason == "Routed"]
+    assert (
+        told
+        == [
+            "r1 waited 12 ms, 2 had a free slot, m/1 took it as 3 of 4, for its session, "
+            "no replica was ready when it came"
+        ]
+        * 2
+    )
+
+
+@pytest.mark.parametrize("up", ["f", "another"])
+def test_a_controller_that_is_started_again_goes_on_with_the_numbers_and_a_new_fleet_does_not(
+    tmp_path: Path, up: str
+) -> None:
+    """What ran above min is not ended because the history is lost."""
+
+    async def live() -> None:
+        cluster, journal = FakeCluster(), Journal(None, clock=asyncio.get_running_loop().time)
+        cluster.load_s = 5.0
+        fleet = Played(tmp_path, cluster, PAIR, journal=journal)
+        async with fleet:
+            await fleet.controller.settled()
+            await Demanding(fleet, {"low": 6.0, "high": 0.0}).run(300)
+            assert counts(fleet) == {"low": 3, "high": 0}
+        again = Played(tmp_path, cluster, PAIR, journal=journal, fleet=up)
+        async with again:
+            await again.controller.settled()
+            await asyncio.sleep(30)
+            assert counts(again) == {"low": 3 if up == "f" else 1, "high": 0}
+
+    virtually(live)
+
+
+def test_a_rollout_does_not_wait_for_what_the_autoscaler_adds(tmp_path: Path) -> None:
+    """The numbers go on changing while it is paused, and its end is that of the spec's own number."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+        await gateway.run(30)
+        await fleet.apply(PAIR.replace("max_batch: 4", "max_batch: 8", 1))
+        await fleet.operator.pause("tester")
+        await gateway.run(120)
+        assert counts(fleet)["low"] == 3
+        await fleet.operator.resume("tester")
+        await gateway.run(300)
+        assert fleet.operator.rollout()["state"] == "complete"
+        assert len(fleet.ready("low")) == counts(fleet)["low"] == 3
+
+    play(tmp_path, PAIR, story)
+
+
+def test_a_fault_in_the_autoscaler_leaves_the_numbers_and_the_repairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A dead replica is started again all the same."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("orchestrator.scaler.autoscale", broken)
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+        await gateway.run(20)
+        await fleet.cluster.find("low/0").die("killed")
+        await gateway.run(20)
+        assert len(fleet.ready("low")) == 1
+
+    play(tmp_path, PAIR, story)
+    assert "no decision about the numbers of replicas" in caplog.text
+
+
+@given(
+    minimums=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+    priorities=st.lists(st.sampled_from([0, 0, 5]), min_size=3, max_size=3),
+    phases=st.lists(st.lists(st.sampled_from([0.0, 0.3, 2.0, 8.0]), min_size=3, max_size=3), min_size=1, max_size=4),
+    load_s=st.sampled_from([0.5, 7.0, 40.0]),
+)
+@settings(max_examples=int(os.environ.get("EXAMPLES", "5")), deadline=None)
+def test_whatever_is_asked_for_no_core_is_held_twice_and_no_min_is_taken_by_an_equal(
+    minimums: list[int], priorities: list[int], phases: list[list[float]], load_s: float
+) -> None:
+    """Three models on the cores of six replicas: at each second of any course of demand.
+
+    The fake cluster notes every start on cores that another process still holds.
+    """
+    names = ["a", "b", "c"]
+    lines = [
+        f"  {name}: {{tp_degree: 4, max_batch: 4, replicas: {{min: {least}, max: 5}}, priority: {priority}}}\n"
+        for name, least, priority in zip(names, minimums, priorities, strict=True)
+    ]
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, dict.fromkeys(names, 0.0))
+        for phase in phases:
+            gateway.rates = dict(zip(names, phase, strict=True))
+            for _ in range(60):
+                await gateway.run(1)
+                assert fleet.cluster.violations == []
+                check_classes(fleet)
+        for host in fleet.controller.status()["hosts"]:
+            assert host["leased"] + host["free"] == host["cores"]
+
+    with tempfile.TemporaryDirectory() as home:
+        play(Path(home), HEAD + "".join(lines), story, load_s)
+
+
+def check_classes(fleet: Played) -> None:
+    """No model lacks a replica of its min while one of the same priority has a place for more than its own."""
+    state = fleet.controller.state
+    placed = Counter(target.model for target in state.goal.targets)
+    for model in state.current.spec.models:
+        if placed[model.name] < model.replicas.min:
+            for other in state.current.spec.models:
+                beyond = other.priority == model.priority and placed[other.name] > other.replicas.min
+                assert not beyond, f"{model.name} lacks its min, and {other.name} has {placed[other.name]}"
+
+
+def test_a_model_that_grows_is_ready_and_one_whose_added_replica_fails_is_degraded(tmp_path: Path) -> None:
+    """What is added for the demand is no fault while it loads, nor while it finds no place."""
+
+    async def story(fleet: Played) -> None:
+        gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})
+        await fleet.settled()
+        fleet.cluster.loads = False
+        await gateway.run(60)
+        assert counts(fleet)["low"] >= 2
+        assert (len(fleet.ready("low")), fleet.model("low")["state"]) == (1, "ready")
+        assert {c["type"]: c["status"] for c in fleet.model("low")["conditions"]}["Placed"]
+        await fleet.cluster.find("low/1").tell(phase=Phase.FAILED, failure=Failure("engine-failed", "it is broken"))
+        await asyncio.sleep(0.5)
+        assert fleet.model("low")["state"] == "degraded"
+
+    play(tmp_path, PAIR, story)
