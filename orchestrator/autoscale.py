@@ -120,6 +120,9 @@ class _Seat:
     def _resident(self, now: float, rules: Rules) -> bool:
         """Whether its newest replica has had its time: what was measured before that one served tells nothing."""
         model = self.model
+        wanted = model.target if model.reachable is None else min(model.target, model.reachable)
+        if model.ready + model.starting < wanted:
+            return False  # its newest has not even begun: it waits for cores that become free
         if model.since is None:
             return model.starting == 0
         return model.starting == 0 and now - model.since >= max(rules.residency * model.load_s, rules.warm_up_s)
@@ -265,11 +268,17 @@ class _Table:
             return 0.0  # the planner is still looking for room for the last one
         if model.ready == 0 and model.starting and seat.count >= rules.first_steps:
             return 0.0
+        if seat.count == 0 and self._idle(seat) and not self._must_wake(seat):
+            return 0.0  # what is left of the forecast of a model that went to zero starts nothing
         left = seat.horizon_s - model.load_s
         if seat.worth.most_more(seat.count) * left < rules.least_served and not self._must_wake(seat):
             return 0.0
         served = self._served(seat)
         return served / max(1, model.cores) if served >= rules.least_served or self._must_wake(seat) else 0.0
+
+    def _idle(self, seat: _Seat) -> bool:
+        """Whether nobody has asked for it for so long that it goes to zero."""
+        return seat.asked_at is None or self.now - seat.asked_at >= seat.model.idle_s
 
     def _served(self, seat: _Seat) -> float:
         """Requests that one replica more serves in time within the horizon; for the first also those that wait."""
@@ -338,7 +347,11 @@ class _Table:
             freed = sum(self.seats[name].model.cores * count for name, count in offer.ends.items())
             if self.floor.free + freed - model.cores < self.promised:
                 continue
+            if offer.rank[0] and not least and seat.count and seat.worth.fits(seat.count):
+                continue  # its load fits without: nobody's min goes for that
             if not least and offer.equal:
+                if seat.count and self._abandons(offer):
+                    continue
                 if self.ended + offer.equal > self.rules.ends_a_tick:
                     continue
                 if worth <= self.rules.reluctance * offer.loss and not (starved and offer.keeps_one):
@@ -384,6 +397,11 @@ class _Table:
             equal += count
             keeps_one = keeps_one and seat.count > count
         return _Offer((short, loss + 1e-3 * lower, len(owners), place), place, ends, loss, equal, keeps_one)
+
+    def _abandons(self, offer: _Offer) -> bool:
+        """Whether requests wait for a model that would lose its last replica: not for a second one of another."""
+        ended = [self.seats[name] for name, count in offer.ends.items() if self.seats[name].count <= count]
+        return any(seat.last.waiting for seat in ended)
 
     def _starved(self, seat: _Seat) -> bool:
         return seat.count == 0 and seat.last.longest_wait_s >= self.rules.starved_s

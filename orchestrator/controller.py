@@ -47,6 +47,7 @@ from workers.status import Failure, Phase, Reaction, ReplicaStatus
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0  # how often the world is read again when nothing happens
+SOONEST_S = 0.05  # between two rounds that nobody has asked for
 LOG_LINES = 8
 LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
 DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
@@ -110,7 +111,7 @@ class Controller:
                 self._tally.failed_rounds += 1
             self._tally.rounds.observe(self._clock() - began)
             soon = self.scaler.due_in()
-            rest = self._tick_s if soon is None else min(soon, self._tick_s)
+            rest = self._tick_s if soon is None else max(SOONEST_S, min(soon, self._tick_s))
             tick = asyncio.get_running_loop().call_later(rest, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
             tick.cancel()

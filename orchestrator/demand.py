@@ -17,6 +17,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_tokens: int = 0  # of those that ended
     slot_s: float = 0.0  # seconds that those that ended have held their slots
     first_tokens: int = 0  # requests whose first token has come
+    prefill_s: float = 0.0  # seconds from the slot to the first token, of all of these
     late: int = 0  # of these, those for which it came later than the model's `objectives.ttft_ms`
     waiting: int = 0  # now, in the queue
     live: int = 0  # now, in slots

@@ -23,6 +23,11 @@ class Headroom:
         """Whether there have been several priorities lately."""
         return len(self._classes) > 1
 
+    @property
+    def present(self) -> int:
+        """Requests that are in the queue or in a slot now, of the priorities that are looked at."""
+        return sum(known.now for known in self._classes.values())
+
     def came(self, priority: int, now: float) -> None:
         """A request of the priority is in the queue or in a slot from now on; ``now`` in monotonic seconds."""
         known = self._classes.get(priority)

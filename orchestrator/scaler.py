@@ -30,6 +30,8 @@ SILENT_S = 10.0  # a gateway that has told nothing for so long is gone
 ROUTED_S = 60.0  # between two samples of a model's requests in the events
 HELD_BACK_S = 600.0  # between two events about a model that is held back all the time
 KINDS = ("Woken", "ScaledUp", "ScaledDown", "ScaledToZero", "HeldBack")  # events about numbers of replicas
+PREFILL_SHARE = 0.2  # of the newest interval in what a prompt takes
+UNKNOWN_PREFILL_S = 0.5  # at most half of what `ttft_ms` allows, while none was measured
 UNKNOWN_LOAD_S = 60.0  # to start a replica, of a model of which no start was measured
 
 
@@ -53,6 +55,7 @@ class _Sum:
     cold: int = 0
     late: int = 0
     first_tokens: int = 0
+    prefill_s: float = 0.0
 
     def add(self, told: Demand) -> None:
         self.arrived += told.arrived
@@ -62,6 +65,7 @@ class _Sum:
         self.cold += told.cold
         self.late += told.late
         self.first_tokens += told.first_tokens
+        self.prefill_s += told.prefill_s
 
 
 @dataclass
@@ -71,11 +75,19 @@ class _Memory:
     why: str | None = None  # the last reason
     bounds: tuple[ModelSpec, Bounds] | None = None  # seen last, and of which revision's model
     load_s: float | None = None  # of its last start
+    prefill_s: float | None = None  # from the slot to the first token; an exponential average
     first_ready_at: float | None = None  # since it had no replica last
     routed_at: float = float("-inf")
     held_at: float = float("-inf")  # when it was told that it is held back
     held_on: float = float("-inf")  # when it was held back last, told or not
     changes: dict[str, int] = field(default_factory=dict)  # how many events of each kind
+
+    def measure_prefill(self, told: _Sum) -> None:
+        """Learn from what was counted."""
+        if told.first_tokens:
+            mean = told.prefill_s / told.first_tokens
+            before = mean if self.prefill_s is None else self.prefill_s
+            self.prefill_s = before + PREFILL_SHARE * (mean - before)
 
 
 class Scaler:
@@ -221,6 +233,8 @@ class Scaler:
             self._known.pop(name, None)
         self._history = history
         self._since, self._urgent = now, False
+        for name, told in self._sums.items():
+            self._memory(name).measure_prefill(told)
         self._sums.clear()
         self._woken.clear()
         found = autoscale(history, self.fleet_now(), now)
@@ -342,6 +356,7 @@ class Scaler:
             reachable=placed if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
+            prefill_s=_prefill_s(memory.prefill_s, _seconds(wishes.ttft_ms)),
             places=tuple((hosts[view.host], view.cores.first) for view in views if view.cores is not None),
         )
 
@@ -411,3 +426,10 @@ def _sample(one: RoutingDecision) -> str:
     if one.retries:
         parts.append(f"{one.retries} tried before")
     return ", ".join(parts)
+
+
+def _prefill_s(measured: float | None, ttft_s: float | None) -> float:
+    """What of the time to the first token is not for waiting."""
+    if measured is not None:
+        return measured
+    return UNKNOWN_PREFILL_S if ttft_s is None else min(UNKNOWN_PREFILL_S, ttft_s / 2)

@@ -166,7 +166,12 @@ class ModelQueue:
             for each in self._lines:
                 each.set_weight(ticket.tenant, terms.weight)
         self._headroom.came(ticket.priority, ticket.arrived_at)
-        if len(line) or not self._send_now(ticket):
+        if routes.max_wait_s is not None:
+            latest = ticket.arrived_at + routes.max_wait_s
+            ticket.deadline = latest if ticket.deadline is None else min(ticket.deadline, latest)
+        first = line.peek()
+        is_next = first is None or ticket.priority < first.priority
+        if not (is_next and self._send_now(ticket)):
             try:
                 self._enqueue(ticket, line)
             except ApiError:
@@ -237,6 +242,7 @@ class ModelQueue:
         """Its first token has been taken."""
         tally, objective = self._tally, self.routes.ttft_s
         tally.first_tokens += 1
+        tally.prefill_s += now - ticket.sent_at
         if objective is not None and now - ticket.arrived_at > objective:
             tally.late += 1
 
@@ -270,9 +276,7 @@ class ModelQueue:
 
     def _enqueue(self, ticket: Ticket, line: Line[Ticket]) -> None:
         """Raises ApiError 429."""
-        routes, now = self.routes, ticket.arrived_at
-        if routes.max_wait_s is not None:
-            ticket.deadline = min(ticket.deadline or now + routes.max_wait_s, now + routes.max_wait_s)
+        now = ticket.arrived_at
         if ticket.deadline is not None and self.slots:
             wait_s, allowed_s = self._predicted_wait_s(line.ahead_of(ticket)), ticket.deadline - now
             if wait_s > allowed_s:
@@ -287,14 +291,16 @@ class ModelQueue:
         except LineFull as error:
             raise self._full(str(error)) from None
         self._pump()
-        if ticket.link is None:
-            self._start_timer(ticket, now)
+        self._start_timer(ticket, now)
 
     def _start_timer(self, ticket: Ticket, now: float) -> None:
-        """Of how long it may wait: until its deadline, and for a model that it has started as long as that may take."""
+        """Of how long one that is in a line may wait: until its deadline, and for a model that it has started as long
+        as that may take."""
+        if ticket.link is not None or ticket.left or ticket.timer is not None:
+            return
         until = [] if ticket.deadline is None else [ticket.deadline]
         if ticket.cold:
-            until.append(now + self.routes.hold_s)
+            until.append(ticket.arrived_at + self.routes.hold_s)
         if until:
             delay = max(0.0, min(until) - now)
             ticket.timer = asyncio.get_running_loop().call_later(delay, self._waited_enough, ticket)
@@ -334,7 +340,10 @@ class ModelQueue:
         return errors.queue_full(self.name, why, retry_after_s(wait_s))
 
     def _over(self, ticket: Ticket, now: float) -> None:
-        """It is in no line and no slot any more."""
+        """It is in no line and no slot any more; told once or more."""
+        if ticket.over:
+            return
+        ticket.over = True
         if ticket.timer is not None:
             ticket.timer.cancel()
             ticket.timer = None
@@ -404,15 +413,21 @@ class ModelQueue:
         if link.closed.is_set():
             self._links.pop(link.route, None)
             self._limits = None
+        now = time.monotonic()
         for ticket in reversed(tickets):
             if ticket.can_retry and not self._closed and ticket.tokenizer == self.routes.tokenizer:
+                if ticket.charged > 0:  # what is thrown away was not served
+                    tokens, priority = -ticket.charged, ticket.priority
+                    self._line_of(ticket).served(ticket.tenant, output_tokens=tokens, priority=priority)
                 ticket.restart()
                 self._retried(self.name, "lost" if link.closed.is_set() else "draining")
                 self._line_of(ticket).put_back(ticket)
             else:
-                self._over(ticket, time.monotonic())
+                self._over(ticket, now)
                 ticket.fail(errors.replica_lost(self.name))
         self._pump()
+        for ticket in tickets:
+            self._start_timer(ticket, now)
 
     def _back(self, ticket: Ticket) -> None:
         """Another gateway was faster: it waits on, before all others, and nothing is lost."""
@@ -426,6 +441,7 @@ class ModelQueue:
             ticket.back()
             self._line_of(ticket).put_back(ticket)
             self._pump()
+            self._start_timer(ticket, time.monotonic())
 
     # To a slot
 
@@ -464,9 +480,10 @@ class ModelQueue:
         if link is None:
             return None
         if self._headroom.mixed:
-            kept = self._headroom.kept(ticket.priority, self.slots, time.monotonic())
-            if kept and sum(one.free_slots for one in links) <= kept:
-                return None
+            free = sum(one.free_slots for one in links)
+            slots = free + sum(one.live for one in links)
+            if free <= self._headroom.kept(ticket.priority, slots, time.monotonic()):
+                return None  # half of the slots are taken: when one is free again, it is looked at anew
         if affinity is not None and affinity(link):
             ticket.affinity = "prefix" if ticket.chain else "session"
         return link

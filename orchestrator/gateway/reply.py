@@ -170,6 +170,7 @@ class Reply:
             if ticket.trace is not None:
                 ticket.trace.first_token()
             ticket.began(now)
+            self._note.replica = None if ticket.link is None else ticket.link.route.id
             received_at = self._exchange.request.received_at
             metrics.first_token(now - received_at, ticket.sent_at - ticket.arrived_at, now - ticket.sent_at)
             new -= 1  # what came in the same read came at once

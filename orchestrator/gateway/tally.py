@@ -16,6 +16,7 @@ class Tally:
         "first_tokens",
         "late",
         "output_tokens",
+        "prefill_s",
         "prompt_tokens",
         "refused",
         "slot_s",
@@ -28,7 +29,7 @@ class Tally:
     def _reset(self) -> None:
         self.arrived = self.cold = self.refused = self.ended = 0
         self.prompt_tokens = self.output_tokens = 0
-        self.slot_s = 0.0
+        self.slot_s = self.prefill_s = 0.0
         self.first_tokens = self.late = 0
 
     def take(self, model: str, *, waiting: int, live: int, longest_wait_s: float) -> Demand:
@@ -43,6 +44,7 @@ class Tally:
             output_tokens=self.output_tokens,
             slot_s=self.slot_s,
             first_tokens=self.first_tokens,
+            prefill_s=self.prefill_s,
             late=self.late,
             waiting=waiting,
             live=live,

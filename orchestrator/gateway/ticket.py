@@ -76,6 +76,7 @@ class Ticket:
         "left",
         "link",
         "metrics",
+        "over",
         "priority",
         "produced",
         "request",
@@ -124,6 +125,7 @@ class Ticket:
         self.tokenizer = ""  # that its prompt was read with
         self.canary = False  # it goes to the version that is being tried
         self.left = False  # nobody waits for it any more
+        self.over = False  # it is in no line and no slot any more
         self.events: list[TokenEvent] = []
         self.trace: TraceHandle | None = None
         self.touched = False  # its sink is to be told of events

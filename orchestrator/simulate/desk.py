@@ -160,10 +160,11 @@ class Desk:
         line = lines[gateway]
         if not line and self._leave_at_once(request, line):
             return
-        if line.full(request) is not None:
+        late = self._would_be_late(request, line)
+        if not late and line.full(request) is not None:
             for other in line.make_room(request):
                 self._refuse(other)
-        if line.full(request) is not None or self._would_be_late(request, line):
+        if late or line.full(request) is not None:
             self._refuse(request)
         else:
             line.push(request)

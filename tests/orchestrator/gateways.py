@@ -163,6 +163,9 @@ class LiveGateway:
         return list(self._server.gateway._routes)
 
     def close(self) -> None:
+        """Raises AssertionError where a queue without requests counts some."""
         self.http.close()
+        counted = {queue.name: queue._headroom.present - queue.waiting - queue.live for queue in self.queues.values()}
         self._server.stop()
+        assert not any(counted.values()), counted
         self._home.cleanup()

@@ -283,9 +283,55 @@ def test_the_controller_hears_what_is_asked_of_each_model(gateway: LiveGateway, 
     assert (total("arrived"), total("refused"), total("cold")) == (3, 1, 0)
     assert (total("prompt_tokens"), total("output_tokens")) == (4 + 5, 2 + 3)
     assert (total("first_tokens"), total("late")) == (2, 2)
-    assert total("slot_s") > 0
+    assert total("slot_s") > total("prefill_s") > 0
     numbers = [report.number for report in gateway.controller.reports]
     assert numbers == sorted(set(numbers))
     sampled = [decision for report in gateway.controller.reports for decision in report.decisions]
     assert {decision.model for decision in sampled} == {"m"}
     assert {decision.replica for decision in sampled} == {"m/0"}
+
+
+def test_what_another_gateway_has_taken_the_slot_of_keeps_its_deadline(gateway: LiveGateway, replica: Make) -> None:
+    """The replica says BUSY, the request waits on, and its time goes on too."""
+    other = LiveGateway()
+    try:
+        served = replica(slots=1, stepped=True)
+        for one in (gateway, other):
+            one.serve(msgspec.structs.replace(routes("m", served), max_wait_s=0.3))
+        with filled(other, served):
+            late = Asked(gateway)
+            assert (late.answer().status_code, late.code()) == (504, "deadline_exceeded")
+    finally:
+        other.close()
+
+
+def test_choices_that_wait_when_their_model_changes_are_counted_once(replica: Make) -> None:
+    """One refusal takes all choices of a request back; what is counted of the queue adds up, which `close` looks at."""
+    gateway = LiveGateway()
+    served = replica(slots=1, stepped=True)
+    gateway.serve(routes("m", served))
+    with filled(gateway, served):
+        several = Asked(gateway, n=3)
+        waiting(gateway, 3)
+        gateway.controller.set(msgspec.structs.replace(routes("m", served), tokenizer="another"))
+        assert several.answer().status_code == 503
+    gateway.close()
+
+
+def test_an_urgent_request_takes_a_kept_slot_though_the_queue_is_full(replica: Make) -> None:
+    """It needs no place in the queue, so nobody has to leave for it."""
+    gateway = LiveGateway()
+    served = replica(slots=2, stepped=True)
+    gateway.serve(routes("m", served, max_queue=1))
+    gateway.queue("m")._headroom.came(-1, 0.0)
+    low = [Asked(gateway, max_tokens=2)]
+    until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
+    gateway.queue("m")._headroom.went(-1, 0.0)
+    low.append(Asked(gateway, max_tokens=2))
+    waiting(gateway, 1)
+    high = Asked(gateway, priority=-1, max_tokens=2)
+    until(lambda: gateway.queue("m").live == 2, 10, "the urgent one has the kept slot")
+    assert gateway.queue("m").waiting == 1
+    served.run_free()
+    assert [one.answer().status_code for one in (*low, high)] == [200] * 3
+    gateway.close()
