@@ -28,20 +28,20 @@ class Headroom:
         """Requests that are in the queue or in a slot now, of the priorities that are looked at."""
         return sum(known.now for known in self._classes.values())
 
-    def came(self, priority: int, now: float) -> None:
-        """A request of the priority is in the queue or in a slot from now on; ``now`` in monotonic seconds."""
+    def came(self, priority: int, now: float) -> bool:
+        """A request of the priority is in the queue or in a slot from now on; ``now`` in monotonic seconds. Says
+        whether it is counted: only then it ``went``."""
         known = self._classes.get(priority)
         if known is None:
             if len(self._classes) >= MOST_CLASSES:
-                return
+                return False
             known = self._classes[priority] = _Class(now)
         known.came(now)
+        return True
 
     def went(self, priority: int, now: float) -> None:
         """One of them is over."""
-        known = self._classes.get(priority)
-        if known is not None and known.now:
-            known.went(now)
+        self._classes[priority].went(now)
         if len(self._classes) > 1:
             self._forget(now)
 

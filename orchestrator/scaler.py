@@ -333,7 +333,9 @@ class Scaler:
     ) -> ModelNow:
         """``placed``: how many the last plan had; ``hosts``: the numbers of those that live, by name."""
         state, memory = self._state, self._memory(model.name)
+        every = list(every)
         views = [view for view in every if _counts(view) and view.host in hosts]
+        given_up = sum(view.state is State.FAILED and not _counts(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
         held, wanted = state.bounds(model), state.wanted(model)
         in_cores = any(takes_cores(state.current.engines[model.name], host) for host in state.living_hosts)
@@ -353,7 +355,7 @@ class Scaler:
             ready=ready,
             starting=len(views) - ready,
             since=max((_since(view) for view in views), default=None),
-            reachable=placed if model.name in state.goal.steps else None,
+            reachable=max(0, placed - given_up) if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
             prefill_s=_prefill_s(memory.prefill_s, _seconds(wishes.ttft_ms)),

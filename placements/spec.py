@@ -452,7 +452,8 @@ class Scaling(_Frozen):
         ge=0,
         le=1_000_000_000,
         description="What 1000 requests are worth, in the money of `hosts.price_per_core_hour`. Then a replica beyond "
-        "`min` starts only where it is worth more than its cores cost. Unset: it starts there only if its load does not fit on those that are there.",
+        "`min` starts only where it is worth more than its cores cost. Unset: it starts there only if its load does "
+        "not fit on those that are there.",
     )
 
 

@@ -165,7 +165,7 @@ class ModelQueue:
             self._weights[ticket.tenant] = terms.weight
             for each in self._lines:
                 each.set_weight(ticket.tenant, terms.weight)
-        self._headroom.came(ticket.priority, ticket.arrived_at)
+        ticket.over = not self._headroom.came(ticket.priority, ticket.arrived_at)
         if routes.max_wait_s is not None:
             latest = ticket.arrived_at + routes.max_wait_s
             ticket.deadline = latest if ticket.deadline is None else min(ticket.deadline, latest)
@@ -176,7 +176,7 @@ class ModelQueue:
                 self._enqueue(ticket, line)
             except ApiError:
                 tally.refused += 1
-                self._headroom.went(ticket.priority, ticket.arrived_at)
+                self._over(ticket, ticket.arrived_at)
                 raise
         if comes and state is ModelState.UNLOADED:
             self._wake(self.name)
@@ -299,7 +299,7 @@ class ModelQueue:
         if ticket.link is not None or ticket.left or ticket.timer is not None:
             return
         until = [] if ticket.deadline is None else [ticket.deadline]
-        if ticket.cold:
+        if ticket.cold and not ticket.sent_at:
             until.append(ticket.arrived_at + self.routes.hold_s)
         if until:
             delay = max(0.0, min(until) - now)
@@ -341,13 +341,12 @@ class ModelQueue:
 
     def _over(self, ticket: Ticket, now: float) -> None:
         """It is in no line and no slot any more; told once or more."""
-        if ticket.over:
-            return
-        ticket.over = True
         if ticket.timer is not None:
             ticket.timer.cancel()
             ticket.timer = None
-        self._headroom.went(ticket.priority, now)
+        if not ticket.over:
+            ticket.over = True
+            self._headroom.went(ticket.priority, now)
 
     # Links
 

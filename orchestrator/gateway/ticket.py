@@ -125,7 +125,7 @@ class Ticket:
         self.tokenizer = ""  # that its prompt was read with
         self.canary = False  # it goes to the version that is being tried
         self.left = False  # nobody waits for it any more
-        self.over = False  # it is in no line and no slot any more
+        self.over = False  # it is in no line and no slot any more, or was never counted
         self.events: list[TokenEvent] = []
         self.trace: TraceHandle | None = None
         self.touched = False  # its sink is to be told of events
@@ -172,6 +172,8 @@ class Ticket:
     def restart(self) -> None:
         """Its replica is gone and nothing was taken: as if it had just come."""
         self.retries += 1
+        if self.produced:
+            self.deadline = None  # it was kept
         self.back()
         self.events.clear()
         self.produced = self.counted = 0

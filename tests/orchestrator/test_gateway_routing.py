@@ -283,7 +283,8 @@ def test_the_controller_hears_what_is_asked_of_each_model(gateway: LiveGateway, 
     assert (total("arrived"), total("refused"), total("cold")) == (3, 1, 0)
     assert (total("prompt_tokens"), total("output_tokens")) == (4 + 5, 2 + 3)
     assert (total("first_tokens"), total("late")) == (2, 2)
-    assert total("slot_s") > total("prefill_s") > 0
+    assert total("slot_s") > 0
+    assert total("prefill_s") > 0
     numbers = [report.number for report in gateway.controller.reports]
     assert numbers == sorted(set(numbers))
     sampled = [decision for report in gateway.controller.reports for decision in report.decisions]
