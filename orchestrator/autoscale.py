@@ -45,6 +45,7 @@ class ModelNow:
     ready: int = 0
     starting: int = 0
     since: float | None = None  # when its newest replica became ready, or began to start if that is not ready yet
+    given_up: int = 0  # that have failed and are not started again for now
     reachable: int | None = None  # how many the planner could place last
     worth_per_1000: float | None = None  # of requests that are answered in time, in the currency of the prices
     first_ready_at: float | None = None  # when a replica was ready first since it had none: the idle clock starts there
@@ -121,11 +122,16 @@ class _Seat:
         """Whether its newest replica has had its time: what was measured before that one served tells nothing."""
         model = self.model
         wanted = model.target if model.reachable is None else min(model.target, model.reachable)
-        if model.ready + model.starting < wanted:
+        if model.ready + model.starting + model.given_up < wanted:
             return False  # its newest has not even begun: it waits for cores that become free
         if model.since is None:
             return model.starting == 0
         return model.starting == 0 and now - model.since >= max(rules.residency * model.load_s, rules.warm_up_s)
+
+    @property
+    def reachable(self) -> int:
+        """How many the planner has found room for; what it has none for holds no cores that others could have."""
+        return self.count if self.model.reachable is None else max(self.low, self.model.reachable)
 
     @property
     def changed(self) -> int:
@@ -214,7 +220,7 @@ class _Table:
     # 4.
     def settle(self) -> None:
         """Each replica gets its cores; what is without is cut."""
-        ranked = sorted(self.seats.values(), key=lambda seat: -seat.model.priority)
+        ranked = sorted(self.seats.values(), key=lambda seat: (-seat.model.priority, seat.model.name))
         for seat in ranked:
             for nth, place in enumerate(seat.model.places[: seat.count]):
                 if len(seat.places) == nth and self.floor.take((seat.model.name, nth), seat.model.cores, place):
@@ -225,8 +231,8 @@ class _Table:
 
     def _settle_rest(self, seats: list[_Seat], *, least: bool) -> None:
         """Cores for replicas that have none, the largest first within a priority."""
-        for seat in sorted(seats, key=lambda seat: (-seat.model.priority, -seat.model.cores)):
-            while len(seat.places) < (seat.low if least else seat.count):
+        for seat in sorted(seats, key=lambda seat: (-seat.model.priority, -seat.model.cores, seat.model.name)):
+            while len(seat.places) < (seat.low if least else min(seat.count, seat.reachable)):
                 place = self._free_place(seat, least=least)
                 if place is None and least:
                     place = self._vacate(seat, least=True)
@@ -238,7 +244,7 @@ class _Table:
         """What is beyond min and has no cores goes; and what min asks for, where there are not even the cores."""
         left = self.total - sum(seat.model.cores * len(seat.places) for seat in self.seats.values())
         for seat in ranked:
-            missing = seat.count - len(seat.places)
+            missing = min(seat.count, seat.reachable) - len(seat.places)
             if missing <= 0:
                 continue
             cores = max(1, seat.model.cores)

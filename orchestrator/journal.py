@@ -227,7 +227,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))
     if isinstance(record, Target):
         targets = _set(state.targets, record.model, record.count or 0, record.count is None)
-        return replace(state, seq=seq, index=index, targets=targets)
+        return replace(state, seq=seq, targets=targets)  # not the index: what somebody has planned stands
     if isinstance(record, Cordon):
         cordoned = _cordoned(state.cordons.get(record.host, frozenset()), record)
         drained = state.drains - {record.host}

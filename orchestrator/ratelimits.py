@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 MINUTE_S = 60.0
-DEBT = 2.0  # capacities: more than this is never owed, whatever was used, or whatever stands in a file
+DEBT = 10.0  # capacities: more than this is never owed, whatever was used, or whatever stands in a file
 SKEW_S = 1.0  # a time later than now by more than this is of another clock: the machine was started again
 EXACT = 1e-9  # of a capacity: what the sums of floats may be off
 

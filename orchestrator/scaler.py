@@ -100,6 +100,7 @@ class Scaler:
         self._since = 0.0  # when the last decision was, or the first report began
         self._urged_at = float("-inf")  # when it was decided at once last
         self._woken: set[str] = set()  # models that a request asks for
+        self._urged: set[str] = set()  # models that were decided about at once since the last decision in its time
         self._urgent = False
         self._history = History()
         self._known: dict[str, _Memory] = {}
@@ -125,7 +126,8 @@ class Scaler:
         self._gateways[report.gateway] = _Gateway(report.number, now, told)
         for name, demand in told.items():
             self._sums.setdefault(name, _Sum()).add(demand)
-            if demand.waiting and self._is_asleep(name):
+            if demand.waiting and name not in self._urged and self._is_asleep(name):
+                self._urged.add(name)
                 self._urgent = True
         self._tell_samples(report.decisions, now)
         return self._urgent
@@ -168,9 +170,12 @@ class Scaler:
         self._forget_silent(now)
         self._watch()
         self._follow_schedules()
-        if self.active and (now - self._since >= AUTOSCALE_S or self.due_in() == 0.0):
+        in_time = now - self._since >= AUTOSCALE_S
+        if self.active and (in_time or self.due_in() == 0.0):
             if self._urgent:
                 self._urged_at = now
+            if in_time:
+                self._urged.clear()
             self._decide(now)
         elif self._woken and not self.active:
             self._wake_all()
@@ -355,7 +360,8 @@ class Scaler:
             ready=ready,
             starting=len(views) - ready,
             since=max((_since(view) for view in views), default=None),
-            reachable=max(0, placed - given_up) if model.name in state.goal.steps else None,
+            given_up=given_up,
+            reachable=placed if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
             prefill_s=_prefill_s(memory.prefill_s, _seconds(wishes.ttft_ms)),

@@ -113,7 +113,7 @@ _MIXED: tuple[Kind, ...] = ((_steady, 4.0), (_diurnal, 4.0), (_on_off, 1.0), (_s
 _KINDS: dict[str, Callable[[int], Kind]] = {
     "gamma": lambda number: (_steady, 4.0),
     "diurnal": lambda number: (_diurnal, 4.0),
-    "onoff": lambda number: (_on_off, 1.0),
+    "onoff": lambda number: (_on_off, 4.0),
     "mixed": lambda number: _MIXED[number % 4],
     "drift": lambda number: (_drift, 2.0),
 }

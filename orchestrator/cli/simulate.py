@@ -36,7 +36,7 @@ def simulate(
         str | None, typer.Option(metavar="KIND", help="Or made up: poisson, gamma, diurnal, onoff or mixed.")
     ] = None,
     rate: Annotated[
-        float, typer.Option(min=0.0001, max=100000, metavar="R", help="Requests/s on average, of all models together.")
+        float, typer.Option(min=0.0001, max=100000, metavar="R", help="Requests/s in the long run, of all models.")
     ] = 1.0,
     cv: Annotated[
         float | None,

@@ -484,8 +484,15 @@ class Gateway:
         )
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
-        keeps_text = self._settings.log_prompts
-        reply = Reply(exchange, answer, note, self.metrics, include_usage=usage, keeps_text=keeps_text)
+        reply = Reply(
+            exchange,
+            answer,
+            note,
+            self.metrics,
+            include_usage=usage,
+            keep_alive_s=self._settings.keep_alive_s,
+            keeps_text=self._settings.log_prompts,
+        )
         trace = self._trace(exchange, queue.name, chat)
         try:
             for request, choice in zip(requests, choices, strict=True):
@@ -496,8 +503,6 @@ class Gateway:
         except BaseException:
             reply.leave()
             raise
-        if queue.waiting:
-            reply.wait(self._settings.keep_alive_s)
 
     def _charge(self, exchange: Exchange, asked: Asked, requests: Sequence[GenerateRequest], queue: ModelQueue) -> None:
         """Take what the request may use from the limits of its key. Raises ApiError 429."""

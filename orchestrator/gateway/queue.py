@@ -157,6 +157,7 @@ class ModelQueue:
             raise errors.model_unavailable(self.name, "updated", NEW_TOKENIZER)
         ticket.tokenizer = routes.tokenizer
         ticket.cold = not usable
+        ticket.held_since = ticket.arrived_at if ticket.cold else None
         if trace is not None:
             ticket.trace = trace
             trace.queued()
@@ -195,6 +196,8 @@ class ModelQueue:
         for route in routes.replicas:
             self._keep_link(route)
         self._pump()
+        if not routes.replicas:
+            self._hold_waiting()
         unloaded = routes.state is ModelState.UNLOADED
         if routes.loads_on_request and unloaded and self.waiting:
             self._wake(self.name)  # the controller may have been started again since we asked
@@ -278,7 +281,8 @@ class ModelQueue:
         """Raises ApiError 429."""
         now = ticket.arrived_at
         if ticket.deadline is not None and self.slots:
-            wait_s, allowed_s = self._predicted_wait_s(line.ahead_of(ticket)), ticket.deadline - now
+            kept = self._headroom.kept(ticket.priority, self.slots, now)
+            wait_s, allowed_s = self._predicted_wait_s(line.ahead_of(ticket) + kept), ticket.deadline - now
             if wait_s > allowed_s:
                 raise errors.deadline_unreachable(self.name, wait_s, allowed_s, retry_after_s(wait_s, allowed_s))
         full = line.full(ticket)
@@ -291,16 +295,27 @@ class ModelQueue:
         except LineFull as error:
             raise self._full(str(error)) from None
         self._pump()
-        self._start_timer(ticket, now)
+        self._wait_on(ticket, now)
+
+    def _wait_on(self, ticket: Ticket, now: float) -> None:
+        """It is in a line, if it has not got a slot just now."""
+        if ticket.link is None and not ticket.left:
+            if not self.routes.replicas and ticket.held_since is None:
+                ticket.held_since = now
+            self._start_timer(ticket, now)
+            ticket.sink.waits()
 
     def _start_timer(self, ticket: Ticket, now: float) -> None:
         """Of how long one that is in a line may wait: until its deadline, and for a model that it has started as long
         as that may take."""
-        if ticket.link is not None or ticket.left or ticket.timer is not None:
+        if ticket.link is not None or ticket.left:
             return
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+            ticket.timer = None
         until = [] if ticket.deadline is None else [ticket.deadline]
-        if ticket.cold and not ticket.sent_at:
-            until.append(ticket.arrived_at + self.routes.hold_s)
+        if ticket.held_since is not None:
+            until.append(ticket.held_since + self.routes.hold_s)
         if until:
             delay = max(0.0, min(until) - now)
             ticket.timer = asyncio.get_running_loop().call_later(delay, self._waited_enough, ticket)
@@ -311,8 +326,8 @@ class ModelQueue:
         if ticket.link is not None or ticket.left:
             return
         late = ticket.deadline is not None and now >= ticket.deadline - 0.001
-        if not late and self.slots:  # it need not be held any more: it waits as the others do
-            ticket.cold = False
+        if not late and self.routes.replicas:  # it need not be held any more: it waits as the others do
+            ticket.held_since = None
             self._start_timer(ticket, now)
             return
         self._tally.refused += 1
@@ -323,6 +338,15 @@ class ModelQueue:
             ticket.fail(errors.deadline_exceeded(self.name, waited_s))
         else:
             ticket.fail(errors.model_unavailable(self.name, "loading", f"it is not ready after {waited_s:.0f} s"))
+
+    def _hold_waiting(self) -> None:
+        """There is no replica any more: what waits is held from now on as if it had come now."""
+        now = time.monotonic()
+        for line in self._lines:
+            for ticket in line:
+                if ticket.held_since is None:
+                    ticket.held_since = now
+                    self._start_timer(ticket, now)
 
     def _predicted_wait_s(self, ahead: int) -> float:
         """Until a request with so many before it has a slot."""
@@ -397,8 +421,9 @@ class ModelQueue:
 
     def _ended(self, ticket: Ticket, held_s: float) -> None:
         """A request has ended after so long in its slot."""
-        self._mean_service_s += MEAN_SHARE * (held_s - self._mean_service_s)
-        self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
+        if ticket.produced and not ticket.left:  # what was refused or cut off says nothing of the others
+            self._mean_service_s += MEAN_SHARE * (held_s - self._mean_service_s)
+            self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
         tally = self._tally
         tally.ended += 1
         tally.slot_s += held_s
@@ -426,7 +451,7 @@ class ModelQueue:
                 ticket.fail(errors.replica_lost(self.name))
         self._pump()
         for ticket in tickets:
-            self._start_timer(ticket, now)
+            self._wait_on(ticket, now)
 
     def _back(self, ticket: Ticket) -> None:
         """Another gateway was faster: it waits on, before all others, and nothing is lost."""
@@ -440,7 +465,7 @@ class ModelQueue:
             ticket.back()
             self._line_of(ticket).put_back(ticket)
             self._pump()
-            self._start_timer(ticket, time.monotonic())
+            self._wait_on(ticket, time.monotonic())
 
     # To a slot
 

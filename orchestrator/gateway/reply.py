@@ -50,9 +50,12 @@ class Reply:
         metrics: GatewayMetrics,
         *,
         include_usage: bool,
+        keep_alive_s: float,
         keeps_text: bool = False,
     ) -> None:
-        """``keeps_text`` for a log that holds answers."""
+        """While no token has come, a streaming client whose request waits gets a comment every ``keep_alive_s``: what
+        stands between it and us would take a silent connection for a dead one. ``keeps_text`` for a log that holds
+        answers."""
         self._exchange = exchange
         self._answer = answer
         self._note = note
@@ -60,6 +63,7 @@ class Reply:
         self._include_usage = include_usage
         self._choices: dict[Ticket, Choice] = {}  # none once it is over: they know us, and we need not be collected
         self._open: set[Ticket] = set()
+        self._keep_alive_s = keep_alive_s
         self._keeps_text = keeps_text
         self._opened = False  # the first event is written; before it there may be comments
         self._reminder: asyncio.TimerHandle | None = None
@@ -71,12 +75,6 @@ class Reply:
         self._choices[ticket] = choice
         self._open.add(ticket)
 
-    def wait(self, every_s: float) -> None:
-        """While no token has come, send a streaming client a comment so often: what stands between it and us would
-        take a silent connection for a dead one."""
-        if self._note.stream and self._open and not self._opened:
-            self._reminder = asyncio.get_running_loop().call_later(every_s, self._remind, every_s)
-
     def leave(self) -> None:
         """Nobody waits for what is still open."""
         for ticket in list(self._open):
@@ -84,6 +82,10 @@ class Reply:
         self._open.clear()
 
     # Sink
+
+    def waits(self) -> None:
+        if self._note.stream and not self._opened and self._reminder is None:
+            self._reminder = asyncio.get_running_loop().call_later(self._keep_alive_s, self._remind)
 
     def came(self, ticket: Ticket, now: float) -> None:
         last = ticket.events[-1]
@@ -108,15 +110,16 @@ class Reply:
 
     # Inside
 
-    def _remind(self, every_s: float) -> None:
+    def _remind(self) -> None:
         exchange = self._exchange
+        self._reminder = None
         if self._opened or exchange.ended:
             return
         if exchange.began:
             exchange.write(_WAITING)
         else:
             exchange.begin(200, _STREAM, _WAITING)
-        self.wait(every_s)
+        self.waits()
 
     def _write(self, ticket: Ticket, now: float) -> None:
         exchange, answer = self._exchange, self._answer

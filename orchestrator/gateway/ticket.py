@@ -31,6 +31,10 @@ class Sink(Protocol):
         """There are events that nobody has taken; ``now`` (monotonic) is when they arrived."""
         ...
 
+    def waits(self) -> None:
+        """One of its tickets is in a queue, and may be for long. Told once or more."""
+        ...
+
     def failed(self, ticket: Ticket, error: ApiError) -> None:
         """No more events will come."""
         ...
@@ -72,6 +76,7 @@ class Ticket:
         "events",
         "first_at",
         "frame",
+        "held_since",
         "last_at",
         "left",
         "link",
@@ -110,6 +115,7 @@ class Ticket:
         self.tokens = len(request.prompt_ids)
         self.timer: asyncio.TimerHandle | None = None  # of its deadline in the queue
         self.cold = False  # no replica was ready when it came
+        self.held_since: float | None = None  # monotonic; it waits for a replica since then, at most so long
         self.charged = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt was
         self.chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
         self.affinity = ""  # why its replica was taken before others: session or prefix

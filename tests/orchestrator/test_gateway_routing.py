@@ -169,6 +169,18 @@ def test_a_request_waits_for_a_model_at_zero_no_longer_than_the_spec_says(gatewa
     assert gateway.queue("m").waiting == 0
 
 
+def test_what_waits_when_the_last_replica_goes_is_held_from_then_on(gateway: LiveGateway, replica: Make) -> None:
+    """It came while there was one, and waits no longer for the next than a request that comes now."""
+    served = replica(slots=1, stepped=True)
+    there = msgspec.structs.replace(routes("m", served), hold_s=0.3)
+    gateway.serve(there)
+    with filled(gateway, served):
+        held = Asked(gateway)
+        waiting(gateway, 1)
+        gateway.controller.set(msgspec.structs.replace(routes("m", state=ModelState.UNLOADED, holds=True), hold_s=0.3))
+        assert (held.answer().status_code, held.code()) == (503, "model_loading")
+
+
 def test_a_stream_that_waits_gets_comments_and_then_its_answer(replica: Make) -> None:
     """Proxies cut silent connections; clients of server-sent events skip comments."""
     gateway = LiveGateway(keep_alive_s=0.05)
