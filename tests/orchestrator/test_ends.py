@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from orchestrator.home import Home
 from tests.fleet import LiveFleet, until
@@ -65,6 +66,7 @@ def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path)
     assert second.processes() == []
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) -> None:
     """A checkpoint that is missing is named in `status` with the last log lines."""
     live = LiveFleet(
@@ -98,6 +100,7 @@ def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) ->
     assert live.processes() == []
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(home: Path) -> None:
     """With a stream that would keep the drain busy, the second signal ends the fleet within seconds, and wholly."""
     live = LiveFleet(SPEC, home=home).wait_ready()

@@ -91,6 +91,7 @@ def test_a_step_that_fails_for_want_of_memory_says_so() -> None:
     assert "a step of the engine" in failures[0].what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "spare", "id"),
     [(1, 256 * MIB, "loaded"), (1024, 256 * MIB, "out-of-memory"), (1, -256 * MIB, "out-of-memory")],

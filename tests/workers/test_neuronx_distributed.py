@@ -367,6 +367,7 @@ def test_a_model_is_compiled_once_in_a_process_of_its_own(
     assert "compile.log" in caplog.messages[0]
 
 
+@pytest.mark.slow
 def test_a_compile_that_is_killed_is_told_by_its_cause(
     neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
