@@ -310,18 +310,18 @@ def test_keys_that_share_a_place_in_the_file_are_counted_each_for_itself(
 
 
 def test_what_is_forgotten_makes_room(gateways: Callable[[], Limits], tmp_path: Path) -> None:
-    """A key that has not asked for two minutes has all its buckets full; the file needs no cell for it."""
+    """A key that has not asked for ten minutes has all its buckets full; the file needs no cell for it."""
     limits = gateways()
     same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(20)]
     for number, id in enumerate(same):
-        limits.take(key(id, requests_per_minute=60), 1, NOW + 121 * number).settle(1, NOW + 121 * number)
+        limits.take(key(id, requests_per_minute=60), 1, NOW + 601 * number).settle(1, NOW + 601 * number)
     (file,) = (tmp_path / "limits").glob("counts-*")
     assert file.stat().st_size < 200
 
 
 def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[], Limits]) -> None:
     """Who has counted there before looks again."""
-    one, other, later = gateways(), gateways(), NOW + 121
+    one, other, later = gateways(), gateways(), NOW + 601
     first, second = (
         key(f"{n * (counts_module.CELLS - counts_module.PROBES):08x}", requests_per_minute=60) for n in (0, 1)
     )

@@ -137,7 +137,7 @@ def test_two_tenants_get_tokens_by_their_weights(fleet: LiveFleet, keys: dict[st
         begin = time.monotonic() + 2
         draw = random.Random(0)
         async with client_of(fleet) as client:
-            names = ["one", "three"] * 8
+            names = ["one", "three"] * 24  # so that requests of both always wait
             await asyncio.gather(
                 *[one(client, name, random.Random(draw.random()), begin, begin + 20) for name in names]
             )
