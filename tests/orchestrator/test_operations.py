@@ -38,6 +38,7 @@ defaults:
   max_len: 4096
   engine_options: {step_ms: 5}
   deadlines: {drain_s: 60}
+  scaling: {auto: false}  # what is asked of it here must not change the numbers
 models:
   alpha: {replicas: {min: 2, max: 3}}
   high: {priority: 10}
