@@ -129,11 +129,6 @@ class _Seat:
         return model.starting == 0 and now - model.since >= max(rules.residency * model.load_s, rules.warm_up_s)
 
     @property
-    def reachable(self) -> int:
-        """How many the planner has found room for; what it has none for holds no cores that others could have."""
-        return self.count if self.model.reachable is None else max(self.low, self.model.reachable)
-
-    @property
     def changed(self) -> int:
         return self.count - self.model.target
 
@@ -232,7 +227,7 @@ class _Table:
     def _settle_rest(self, seats: list[_Seat], *, least: bool) -> None:
         """Cores for replicas that have none, the largest first within a priority."""
         for seat in sorted(seats, key=lambda seat: (-seat.model.priority, -seat.model.cores, seat.model.name)):
-            while len(seat.places) < (seat.low if least else min(seat.count, seat.reachable)):
+            while len(seat.places) < (seat.low if least else seat.count):
                 place = self._free_place(seat, least=least)
                 if place is None and least:
                     place = self._vacate(seat, least=True)
@@ -244,7 +239,7 @@ class _Table:
         """What is beyond min and has no cores goes; and what min asks for, where there are not even the cores."""
         left = self.total - sum(seat.model.cores * len(seat.places) for seat in self.seats.values())
         for seat in ranked:
-            missing = min(seat.count, seat.reachable) - len(seat.places)
+            missing = seat.count - len(seat.places)
             if missing <= 0:
                 continue
             cores = max(1, seat.model.cores)
