@@ -68,7 +68,7 @@ class ControllerActor:
         return await self._controller.change(seen, timeout_s), self._controller.routes()
 
     async def status(self, seen: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        for task in (self._running, self._admin):
+        for task in (self._running, self._admin, self._metrics):
             if task.done():
                 task.result()  # raises what ended it: a fleet without its loop must not look alive
         return await self._controller.change(seen, timeout_s), self._controller.status()

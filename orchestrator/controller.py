@@ -84,6 +84,7 @@ class Controller:
         self._heard: dict[str, tuple[int, ReplicaStatus]] = {}  # of each replica its epoch, and what it told last
         self._former: dict[int, float] = {}  # pids of replicas that were seen dead, and when
         self._busy: set[str] = set()  # replicas with an effect under way
+        self._followed: dict[str, int] = {}  # of each replica that somebody listens to, the epoch
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -122,6 +123,7 @@ class Controller:
             return
         state = self.state
         state.try_to_write()
+        self._listen_to_all()
         self._scale()
         goal = state.aim()
         rollback = state.follow_rollout()
@@ -217,7 +219,7 @@ class Controller:
             state.tell("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
             if phase is State.DRAINING:
                 self._spawn(self._drain(state.views[id]))
-            self._spawn(self._follow(id, config.epoch))
+            self._listen(id, config.epoch, self._follow(id, config.epoch))
 
     async def _observe_hosts(self) -> None:
         """Which hosts are gone, and which cores a process holds that is none of ours: those are quarantined."""
@@ -340,7 +342,7 @@ class Controller:
         state.configs[target.id] = config
         state.views[target.id] = dataclasses.replace(view, socket=config.socket)
         state.tell("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
-        self._spawn(self._start_and_follow(target.id, config))
+        self._listen(target.id, epoch, self._start_and_follow(target.id, config))
 
     def _socket(self, target: Target, epoch: int) -> Path:
         """Short, since names may be long."""
@@ -373,6 +375,9 @@ class Controller:
                 return
             self.state.configs[id] = ready
             await self._cluster.start(ready)
+            view = self._view(id, config.epoch)
+            if view is None or view.state is State.STOPPING:  # and whoever ended it may have found no process yet
+                await self._cluster.end(actor_name(config.model, config.replica, config.epoch), None, None, config.host)
         except Exception as error:
             log.exception("%s cannot be started", id)
             view = self._view(id, config.epoch)
@@ -380,6 +385,23 @@ class Controller:
                 self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
         else:
             await self._follow(id, config.epoch)
+
+    def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+        """Run what hears of that replica until it is over, or fails."""
+        self._followed[id] = epoch
+
+        def over(_: object) -> None:
+            if self._followed.get(id) == epoch:
+                del self._followed[id]
+
+        self._spawn(work).add_done_callback(over)
+
+    def _listen_to_all(self) -> None:
+        """Replicas whose follower has failed are followed by another: else their death would not be heard of."""
+        for id, view in self.state.views.items():
+            lives = view.state in (State.PENDING, State.LOADING, State.READY, State.DRAINING)
+            if lives and not view.gone and self._followed.get(id) != view.epoch:
+                self._listen(id, view.epoch, self._follow(id, view.epoch))
 
     async def _follow(self, id: str, epoch: int) -> None:
         """Turn what a replica tells of itself into signals, until it is over."""
@@ -423,8 +445,9 @@ class Controller:
         log_file = str(self._home.log(view.model, view.replica))
         try:
             return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LAST_WORDS_S)
-        except asyncio.TimeoutError:
-            return None  # the fleet must not wait for a deaf host
+        except Exception as error:  # the fleet must not wait for a deaf host, nor a death for a log
+            log.warning("the last words of %s cannot be read: %s: %s", view.id, type(error).__name__, error)
+            return None
 
     def _view(self, id: str, epoch: int) -> ReplicaView | None:
         view = self.state.views.get(id)
@@ -492,15 +515,26 @@ class Controller:
         try:
             name = actor_name(view.model, view.replica, view.epoch)
             gone = await self._cluster.end(name, view.pid, view.started, view.host)
-            tail = await self._cluster.log_tail(str(self._home.log(view.model, view.replica)), LOG_LINES, view.host)
-            current = self._view(view.id, view.epoch)
-            if gone and view.pid is not None:
+            if not gone:
+                return
+            if view.pid is not None:
                 self._former[view.pid] = self._clock()
-            if gone and current is not None:
-                self._put(dataclasses.replace(current, gone=True, log=tuple(tail), **_NOTHING))
-        finally:
-            self._busy.discard(view.id)
+            tail = await self._tail(view)
+            current = self._view(view.id, view.epoch)
+            if current is not None:
+                self._put(dataclasses.replace(current, gone=True, log=tail, **_NOTHING))
             self._wake.set()
+        finally:  # what is not gone is asked for again by the next round
+            self._busy.discard(view.id)
+
+    async def _tail(self, view: ReplicaView) -> tuple[str, ...]:
+        """The end of its log, as far as that can be had."""
+        log_file = str(self._home.log(view.model, view.replica))
+        try:
+            return tuple(await asyncio.wait_for(self._cluster.log_tail(log_file, LOG_LINES, view.host), LAST_WORDS_S))
+        except Exception as error:  # the cores of the dead must not wait for a log
+            log.warning("the log of %s cannot be read: %s: %s", view.id, type(error).__name__, error)
+            return ()
 
     async def _take_down(self, id: str, drain_s: float) -> None:
         view = self.state.views[id]
@@ -513,10 +547,11 @@ class Controller:
         gone = await self._cluster.end(name, view.pid, view.started, view.host)
         log.info("%s: %s", view.id, "gone" if gone else "still alive")
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -539,12 +574,13 @@ class Controller:
             dict(state.ways),
             state.journal.state().seq,
             state.lost,
+            [state.bounds(model) for model in state.current.spec.models],  # schedules move them
             self._was_ready,
             self._closing,
         )
         if told != self._told:
-            self._told = told
             self.status()  # its conditions remember since when they hold
+            self._told = told
             self._version += 1
             async with self._changed:
                 self._changed.notify_all()

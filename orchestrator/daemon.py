@@ -296,6 +296,11 @@ class Daemon:
                 work()
             except Failed as failure:
                 self._asked.put(failure)
+            except Exception as error:
+                log.exception("a thread of `up` has failed")
+                self._asked.put(
+                    Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug: the log has more")
+                )
 
         thread = threading.Thread(target=run, daemon=True)
         self._threads.append(thread)

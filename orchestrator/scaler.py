@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.autoscale import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 from orchestrator.demand import Demand, DemandReport, RoutingDecision
-from orchestrator.lifecycle import State
+from orchestrator.lifecycle import STARTING, State
 from orchestrator.schedules import Bounds
 from orchestrator.snapshot import ReplicaView
 from orchestrator.state import FleetState
@@ -169,7 +169,7 @@ class Scaler:
         now = self._state.clock()
         self._forget_silent(now)
         self._watch()
-        self._follow_schedules()
+        self._follow_bounds()
         in_time = now - self._since >= AUTOSCALE_S
         if self.active and (in_time or self.due_in() == 0.0):
             if self._urgent:
@@ -213,19 +213,21 @@ class Scaler:
             elif not views:
                 memory.first_ready_at = None
 
-    def _follow_schedules(self) -> None:
-        """Tell when a schedule begins or ends. What runs goes on until the autoscaler finds it too much."""
+    def _follow_bounds(self) -> None:
+        """Tell when a schedule begins or ends. Where there may be fewer now, by a schedule or by a new revision, what
+        runs goes on until the autoscaler finds it too much."""
         for model in self._state.current.spec.models:
             memory, held = self._memory(model.name), self._state.bounds(model)
             known, memory.bounds = memory.bounds, (model, held)
-            if known is None or known[0] is not model or known[1] == held:
+            if known is None or known[1] == held:
                 continue
             before = known[1]
             had = min(max(before.min, self._state.targets.get(model.name, 0)), before.max)
             if self.active and model.scaling.auto and held.min < had:
                 self._state.aim_at(model, min(had, held.max))
-            why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
-            self._tell(model, had, self._state.wanted(model), why)
+            if known[0] is model:  # else somebody has applied it, which is an event of its own
+                why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
+                self._tell(model, had, self._state.wanted(model), why)
 
     def _decide(self, now: float) -> None:
         state = self._state
@@ -411,7 +413,7 @@ def _counts(view: ReplicaView) -> bool:
     """Whether it serves, or will before long."""
     if view.state is State.FAILED:
         return not view.stopped and not view.breaker_open
-    return view.state in (State.PENDING, State.LOADING, State.READY)
+    return view.state in STARTING or view.state is State.READY
 
 
 def _since(view: ReplicaView) -> float:

@@ -402,6 +402,9 @@ class ModelQueue:
                 log.warning("%s cannot be reached on %s: %s", route.id, route.socket, error)
                 await asyncio.sleep(RECONNECT_S)
                 continue
+            if route not in self.routes.replicas:  # it left while the link was being opened
+                link.close()
+                return
             if not link.closed.is_set():
                 self._links[route] = link
                 self._changed()  # its Welcome may be here already

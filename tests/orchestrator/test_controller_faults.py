@@ -1,0 +1,173 @@
+"""What goes wrong around the controller itself: hosts whose answers are errors, calls that fail once, clocks that turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec.structs
+
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.config import ReplicaConfig
+from workers.status import Failure, ReplicaStatus
+
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  m: {engine: echo, replicas: {min: %d, max: 2}%s}
+"""
+UNREADABLE = PermissionError(13, "Permission denied")
+
+
+def play(
+    tmp_path: Path, cluster: FakeCluster, story: Callable[[Played], Coroutine[Any, Any, None]], *, least: int = 1
+) -> None:
+    async def live() -> None:
+        async with Played(tmp_path, cluster, SPEC % (least, "")) as fleet:
+            await fleet.settled()
+            await story(fleet)
+
+    virtually(live)
+
+
+class DeafLogs(FakeCluster):
+    """Its hosts cannot read a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
+        self.asked += 1
+        raise UNREADABLE
+
+    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
+        raise UNREADABLE
+
+
+def test_a_log_that_cannot_be_read_holds_no_cores(tmp_path: Path) -> None:
+    """The dead replica is started again, and its host is asked once for each death."""
+    cluster = DeafLogs()
+
+    async def story(fleet: Played) -> None:
+        await cluster.find("m/0").die("killed")
+        await fleet.settled()
+        assert len(cluster.started) == 2
+        assert cluster.asked == 1
+
+    play(tmp_path, cluster, story)
+
+
+def test_last_words_that_cannot_be_read_hide_no_death(tmp_path: Path) -> None:
+    """The engines of AWS's packages leave words behind; without them a death is a death all the same."""
+    cluster = DeafLogs()
+
+    async def story(fleet: Played) -> None:
+        configs = fleet.controller.state.configs
+        configs["m/0"] = msgspec.structs.replace(configs["m/0"], engine="transformers-neuronx")
+        await cluster.find("m/0").die("killed")
+        await fleet.until(lambda: fleet.replica("m/0")["state"] != "ready", "its death is seen", 10.0)
+
+    play(tmp_path, cluster, story)
+
+
+class NotStillDead(FakeCluster):
+    """A process that its host cannot see dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
+        self.asked += 1
+        return False
+
+
+def test_a_process_that_does_not_die_is_asked_for_once_a_second(tmp_path: Path) -> None:
+    """And not as fast as the host answers."""
+    cluster = NotStillDead()
+
+    async def story(fleet: Played) -> None:
+        await cluster.find("m/0").die("killed")
+        await asyncio.sleep(30.0)
+        assert 10 <= cluster.asked <= 32
+
+    play(tmp_path, cluster, story)
+
+
+class OneBadAnswer(FakeCluster):
+    """The next watch fails in a way that nobody has foreseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = False
+
+    async def watch(self, name: str, seen: int) -> ReplicaStatus:
+        if self.bad:
+            self.bad = False
+            raise ValueError("once")
+        return await super().watch(name, seen)
+
+
+def test_a_replica_is_followed_again_after_an_unforeseen_error(tmp_path: Path) -> None:
+    """Its death afterwards is seen."""
+    cluster = OneBadAnswer()
+
+    async def story(fleet: Played) -> None:
+        cluster.bad = True
+        await cluster.find("m/0").tell(live=1)
+        await fleet.until(lambda: not cluster.bad, "the bad answer")
+        await asyncio.sleep(5.0)
+        await cluster.find("m/0").die("killed")
+        await fleet.until(lambda: len(cluster.started) == 2, "another start", 60.0)
+
+    play(tmp_path, cluster, story)
+
+
+class SlowStarts(FakeCluster):
+    """Ray takes a while to be asked for a process, as while a node seems away."""
+
+    async def start(self, config: ReplicaConfig) -> None:
+        await asyncio.sleep(2.0)
+        await super().start(config)
+
+
+def test_a_process_that_was_told_to_stop_while_it_was_asked_for_is_ended(tmp_path: Path) -> None:
+    """Else it would hold cores, and nobody would know it."""
+    cluster = SlowStarts()
+
+    async def story(fleet: Played) -> None:
+        await fleet.operator.load("m", by="tester")
+        await fleet.until(lambda: fleet.model("m")["replicas"], "a replica that is asked for")
+        await fleet.operator.unload("m", by="tester")
+        await asyncio.sleep(30.0)
+        assert cluster.started
+        assert not cluster.living()
+        assert not fleet.controller.state.views
+
+    play(tmp_path, cluster, story, least=0)
+
+
+def test_routes_follow_the_schedules(tmp_path: Path) -> None:
+    """An idle model that a schedule forbids to start, and then no longer, changes nothing but the routes."""
+    schedules = ', scaling: {schedules: [{start: "10 * * * *", end: "20 * * * *", max: 0}]}'
+
+    async def live() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC % (0, schedules)) as fleet:
+            await fleet.settled()
+            controller, told = fleet.controller, []
+            version, stale = 0, 0
+            for _ in range(3600):
+                await asyncio.sleep(1.0)
+                seen = await controller.change(version - 1, 0.0)
+                if seen != version:  # what a gateway takes over
+                    version = seen
+                    told.append(controller.routes().models[0].loads_on_request)
+                stale = stale + 1 if told[-1] != controller.routes().models[0].loads_on_request else 0
+                assert stale <= 2  # seconds: a round of the controller
+            assert {True, False} <= set(told)
+
+    virtually(live)
