@@ -105,6 +105,7 @@ class _Seat:
         self.reason: str | None = None
         self.last = history.last(model.name)
         self.asked_at = history.asked_at(model.name)
+        self.unserved_s = history.unserved_s(model.name, now)
         self.forecast: Forecast = history.forecast(model.name)
         self.worth = Worth(self.forecast, model.slots, self._slack_s(), model.objectives.tpot_s is not None, rules)
         self.horizon_s = max(rules.horizon_s, rules.horizon_loads * model.load_s)
@@ -230,7 +231,8 @@ class _Table:
             while len(seat.places) < (seat.low if least else seat.count):
                 place = self._free_place(seat, least=least)
                 if place is None and least:
-                    place = self._vacate(seat, least=True)
+                    offer = self._vacate(seat, least=True)
+                    place = None if offer is None else offer.place
                 if place is None and seat.model.cores:
                     break
                 self._put(seat, place)
@@ -297,13 +299,12 @@ class _Table:
         place = self._free_place(seat, least=False)
         where = f"on {model.cores} free cores"
         if place is None and model.cores:
-            ended = self.ended
-            place = self._vacate(seat, least=False)
-            if place is None:
+            offer = self._vacate(seat, least=False)
+            if offer is None:
                 if seat.reason is None:
                     seat.reason = f"held back: no cores that serve less elsewhere; {self._demand(seat)}"
                 return
-            where = f"on the cores of {_replicas(self.ended - ended)} that served less"
+            place, where = offer.place, f"on the cores of {_replicas(sum(offer.ends.values()))} that served less"
         self._put(seat, place)
         seat.count = len(seat.places)
         what = f"one more serves {gain:.2f} requests a second more"
@@ -334,8 +335,8 @@ class _Table:
         most = math.inf if least else self._worth(seat, seat.gain()) / model.cores
         return self.floor.room(model.cores, most=most)
 
-    def _vacate(self, seat: _Seat, *, least: bool) -> Place | None:
-        """Have others end where they serve the least, and return the cores; None where nobody may be asked to."""
+    def _vacate(self, seat: _Seat, *, least: bool) -> _Offer | None:
+        """Have others end where they serve the least, and return whose cores; None where nobody may be asked to."""
         model = seat.model
         if not model.cores:
             return None
@@ -362,7 +363,7 @@ class _Table:
             self.ended += offer.equal
             for name, count in offer.ends.items():
                 self._end(self.seats[name], count, f"its cores serve more for {model.name}")
-            return offer.place
+            return offer
         return None
 
     def _offers(self, cores: int, priority: int, *, least: bool) -> list[_Offer]:
@@ -405,7 +406,7 @@ class _Table:
         return any(seat.last.waiting for seat in ended)
 
     def _starved(self, seat: _Seat) -> bool:
-        return seat.count == 0 and seat.last.longest_wait_s >= self.rules.starved_s
+        return seat.count == 0 and seat.unserved_s >= self.rules.starved_s
 
     def _may_end(self, priority: int, other: _Seat, *, least: bool) -> int:
         """How many of a model's replicas may end for one of that priority."""

@@ -62,7 +62,10 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     if before is None or after is None:
         return ModelChange(one.name, Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART)
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
-    old["source"], new["source"] = before.source_path or before.source, after.source_path or after.source
+    for told, model in ((old, before), (new, after)):  # the same folder may be written in two ways
+        told["source"] = model.source_path or model.source
+        if model.draft is not None:
+            told["draft"] = {**told["draft"], "source": model.draft_path or model.draft.source}
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
     tags = [tag_of(change.field, engine) for change in fields]
     return ModelChange(one.name, max(tags, key=_ORDER.index, default=Tag.NONE), fields)

@@ -20,6 +20,7 @@ WINDOWS = 24  # of the last ones in which something came, so many are remembered
 OUTLIERS = 6  # one of so many is left out, the largest first: where a spell of work begins or ends is no burst
 PRIOR_DISPERSION = 4.0  # variance over mean of such counts before any were seen; Poisson arrivals have 1
 PRIOR_WINDOWS = 4  # that the prior counts for
+GIVEN_UP_S = 60.0  # without another request nobody is taken to wait any more for a model that serves none
 LONGER = 3.0  # what bursts over longer times than a window add to the dispersion, measured for gamma arrivals of CV 4
 
 
@@ -53,6 +54,7 @@ class Course:
     window: tuple[float, int] = (0.0, 0)  # seconds and arrivals of the window that is not full yet
     misses: tuple[float, ...] = ()  # of each window, how far it was off what was expected: squared, over the count
     asked_at: float | None = None  # when a request was there last: it came, it waited or it was answered
+    unserved_since: float | None = None  # when the first one came of those that nobody serves; None: none is there
     last: Load = field(default_factory=lambda: Load(0.0))
 
     def after(self, now: float, load: Load) -> Course:
@@ -73,8 +75,19 @@ class Course:
             ended=self.ended * keep + load.ended,
             slot_s=self.slot_s * keep + load.slot_s,
             asked_at=now if busy else self.asked_at,
+            unserved_since=self._unserved_since(now, load),
             last=load,
         )
+
+    def _unserved_since(self, now: float, load: Load) -> float | None:
+        """A request may leave after a while, as its client or `hold_s` has it: the next one waits on in its place."""
+        if load.live or load.ended:
+            return None
+        if load.waiting or load.arrived:
+            first = now - max(load.longest_wait_s, 0.0)
+            return first if self.unserved_since is None else min(first, self.unserved_since)
+        given_up = self.asked_at is None or now - self.asked_at > GIVEN_UP_S
+        return None if given_up else self.unserved_since
 
     def _counted(self, seconds: float, arrived: int) -> Course:
         """With the window that these seconds belong to; a full one tells how far off the forecast was."""
@@ -165,6 +178,12 @@ class History:
         """When a request for it was there last; None when none ever was."""
         course = self.courses.get(name)
         return None if course is None else course.asked_at
+
+    def unserved_s(self, name: str, now: float) -> float:
+        """For how long requests have come without one being served; 0.0 when none is there."""
+        course = self.courses.get(name)
+        since = None if course is None else course.unserved_since
+        return 0.0 if since is None else now - since
 
     def last(self, name: str) -> Load:
         """What was reported of it last."""

@@ -22,6 +22,8 @@ W_PROMPT = 1.0  # what a token of a prompt is charged; both weights are those of
 W_OUTPUT = 2.0
 REMEMBERED = 1024  # tenants without a request here, and priorities, whose counters are kept at the most
 RECENT = 1024  # requests over which the mean charge of a request is taken, about
+PACE_COUNT = 8  # requests of a tenant that must have left for their pace to count
+PACE_S = 60.0  # after so long the older half of them counts no more: there may have been other replicas
 
 Order = Literal["fair", "deadline"]
 
@@ -220,6 +222,14 @@ class Line(Generic[W]):
         group = self._classes.get(item.priority)
         return ahead + (0 if group is None else group.ahead_of(item))
 
+    def own_wait_s(self, item: W, now: float) -> float:
+        """How long ``item``, about to be pushed, would wait at the pace at which requests of its tenant got slots lately,
+        in seconds; 0.0 while nobody knows. Tenants that share with it need not wait here themselves to go before it:
+        those that ask again and again take their shares each time.
+        """
+        group = self._classes.get(item.priority)
+        return 0.0 if group is None else group.own_wait_s(item, now)
+
     def clear(self) -> list[W]:
         """All that waited, in their order."""
         return [self.pop() for _ in range(self._count)]
@@ -256,7 +266,7 @@ class Line(Generic[W]):
 class _Lane(Generic[W]):
     """What waits of one tenant in one priority, and what the tenant was charged."""
 
-    __slots__ = ("counter", "entry", "tenant", "waiting", "weight")
+    __slots__ = ("counter", "entry", "left", "seen", "tenant", "waiting", "weight")
 
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
@@ -264,6 +274,22 @@ class _Lane(Generic[W]):
         self.counter = 0.0
         self.waiting: OrderedDict[int, W] = OrderedDict()  # by id(): what waits need not be hashable
         self.entry: tuple[float, float, int, _Lane[W]] | None = None  # its valid one in the heap
+        self.left = 0  # requests that got a slot since something waits
+        self.seen: tuple[float, int] | None = None  # a time since then, and how many had left
+
+    def wait_s(self, now: float) -> float:
+        """How long one more would wait at the pace at which requests left lately; 0.0 while nobody knows."""
+        if not self.waiting:
+            self.seen = None
+            return 0.0
+        if self.seen is None or (self.seen[1] == self.left and now - self.seen[0] > PACE_S):
+            self.seen = now, self.left
+            return 0.0
+        at, before = self.seen
+        count = self.left - before
+        if count >= 2 * PACE_COUNT or (count > 1 and now - at > PACE_S):  # the older half counts no more
+            self.seen = (at + now) / 2, (before + self.left) // 2
+        return (len(self.waiting) + 1) * (now - at) / count if count >= PACE_COUNT else 0.0
 
 
 class _Fair(Generic[W]):
@@ -305,6 +331,7 @@ class _Fair(Generic[W]):
         if waiting:
             waiting[id(item)] = item
         else:
+            lane.seen = None
             self._lift(lane)
             waiting[id(item)] = item
             self._enter(lane)
@@ -345,6 +372,7 @@ class _Fair(Generic[W]):
         if lane.counter > self._floor:
             self._floor = lane.counter
         _, item = lane.waiting.popitem(last=False)
+        lane.left += 1
         self.count -= 1
         if lane.waiting:
             heapq.heapreplace(self._heap, self._entry(lane))
@@ -411,6 +439,12 @@ class _Fair(Generic[W]):
                 share = (then - lane.counter) * lane.weight
                 ahead += min(len(lane.waiting), int(share / mean) + 1) if mean > 0 else len(lane.waiting)
         return ahead
+
+    def own_wait_s(self, item: W, now: float) -> float:
+        if len(self._lanes) < 2:
+            return 0.0  # nobody shares with it: `ahead_of` knows all that goes before
+        lane = self._lanes.get(item.tenant)
+        return 0.0 if lane is None else lane.wait_s(now)
 
     def _count_one(self) -> None:
         """That got a slot: the mean charge is taken over those."""
@@ -554,6 +588,9 @@ class _Earliest(Generic[W]):
         due = self._waiting.get(id(item))
         key = self._key(item, self._number + 1) if due is None else due.key
         return sum(each.key < key for each in self._waiting.values())
+
+    def own_wait_s(self, item: W, now: float) -> float:
+        return 0.0
 
     def _key(self, item: W, number: int) -> tuple[float, float, int]:
         return math.inf if item.deadline is None else item.deadline, item.arrived_at, number

@@ -53,7 +53,8 @@ class Refusals:
         on = f" of {pin.host}" if pin.host else ""
         why = "; ".join(reasons[:3]) or "no host of that name is there"
         what = f"is pinned to cores {pin.cores}{on}, but {why}"
-        return Refusal("pin-taken", what, "end what holds them, or change the pin")
+        hint = "`corewright status` says who holds or withholds them: free them, or change the pin"
+        return Refusal("pin-taken", what, hint)
 
     def _why_taken(self, number: int, cores: CoreRange) -> str:
         host = self._ground.hosts[number]
@@ -65,7 +66,7 @@ class Refusals:
                 held = CoreRange.of_length(tenant.first, tenant.size).overlap(cores)
                 holders.append(f"{self._spec.models[tenant.model].name}/{tenant.replica} holds {held}")
         blocked = self._ground.blocked.get(host.name, ())
-        for label, found in (("quarantined", blocked), ("reserved", host.reserved_cores)):
+        for label, found in (("withheld", blocked), ("reserved", host.reserved_cores)):
             both = sorted(core for core in cores if core in found)
             holders.extend([f"{', '.join(map(str, both))} {'is' if len(both) == 1 else 'are'} {label}"] if both else [])
         return f"on {host.name} {' and '.join(holders) or 'memory, CPUs or spread keep it out'}"

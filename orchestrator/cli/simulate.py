@@ -133,6 +133,10 @@ def export(
         known = {name: {field: value for field, value in one.items() if value} for name, one in measured.items()}
         each = {name: {**known.get(name, {}), **fitted.get(name, {})} for name in {*known, *fitted}}
         _write(speeds, json.dumps({name: told for name, told in sorted(each.items()) if told}, indent=2) + "\n")
+        if unknown := sorted(name for name, told in fitted.items() if "prefill_token_ms" not in told):
+            say(
+                f"no prefill of {', '.join(unknown)}: its prompts were few, or of about one length; it will be estimated"
+            )
     say(f"{count} requests")
     if not count:
         raise typer.Exit(FAILED)

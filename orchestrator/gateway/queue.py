@@ -280,9 +280,11 @@ class ModelQueue:
     def _enqueue(self, ticket: Ticket, line: Line[Ticket]) -> None:
         """Raises ApiError 429."""
         now = ticket.arrived_at
+        own_wait_s = line.own_wait_s(ticket, now) if self.slots else 0.0
         if ticket.deadline is not None and self.slots:
             kept = self._headroom.kept(ticket.priority, self.slots, now)
-            wait_s, allowed_s = self._predicted_wait_s(line.ahead_of(ticket) + kept), ticket.deadline - now
+            wait_s = max(self._predicted_wait_s(line.ahead_of(ticket) + kept), own_wait_s)
+            allowed_s = ticket.deadline - now
             if wait_s > allowed_s:
                 raise errors.deadline_unreachable(self.name, wait_s, allowed_s, retry_after_s(wait_s, allowed_s))
         full = line.full(ticket)

@@ -205,9 +205,9 @@ class Desk:
         slots = self.model.slots * len(self.replicas)
         if not slots:
             return False
-        ahead = line.ahead_of(request)
+        own_wait_s = line.own_wait_s(request, self.clock.now)
         taken = [math.inf] * min(slots, self.live)
-        return predicted_wait_s(ahead, slots, self._mean_service_s, taken) > limit
+        return max(predicted_wait_s(line.ahead_of(request), slots, self._mean_service_s, taken), own_wait_s) > limit
 
     def _expire(self, request: SimRequest) -> None:
         line = self.lines[request.gateway]

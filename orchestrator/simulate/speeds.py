@@ -23,6 +23,7 @@ LOW = 0.2
 """The part of the requests that are taken for undisturbed. A prefill of another request stops the decodes of all, and a
 prompt waits for the step that runs: most measured times are longer than what is looked for, none is much shorter."""
 GROUPS = 8  # of prompts by length
+SPREAD = 2.0  # the longest of them over the shortest: below that nobody can tell what a prompt costs and what a token
 
 
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -30,7 +31,7 @@ def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
 
     1. step_ms: the pace of the undisturbed answers, of those with LEAST_TOKENS or more.
     2. prefill_base_ms and prefill_token_ms: a line through the undisturbed times to the first token of GROUPS groups of
-       prompts of similar length.
+       prompts of similar length; neither where all prompts were of about one length.
     """
     paces: dict[str, list[float]] = {}
     firsts: dict[str, list[tuple[int, float]]] = {}
@@ -46,8 +47,9 @@ def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
         if len(paces.get(name, ())) >= LEAST_REQUESTS:
             told["step_ms"] = round(_low(paces[name]), 4)
         if len(firsts.get(name, ())) >= LEAST_REQUESTS:
-            base, slope = _line(firsts[name])
-            told |= {"prefill_base_ms": round(base, 4), "prefill_token_ms": round(slope, 6)}
+            line = _line(firsts[name])
+            if line is not None:
+                told |= {"prefill_base_ms": round(line[0], 4), "prefill_token_ms": round(line[1], 6)}
         if told:
             found[name] = told
     return found
@@ -57,24 +59,27 @@ def _low(values: Sequence[float]) -> float:
     return sorted(values)[int(len(values) * LOW)]
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Least squares through the low ones of each group; neither number is below 0."""
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Least squares through the low ones of each group; neither number is below 0. None where the lengths are too
+    much alike, or longer prompts took no longer: such a line says nothing of other lengths."""
     ordered = sorted(points)
     size = max(1, math.ceil(len(ordered) / GROUPS))
     groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
     xs = [sum(tokens for tokens, _ in group) / len(group) for group in groups]
     ys = [_low([value for _, value in group]) for group in groups]
+    if xs[-1] < SPREAD * xs[0]:
+        return None
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread > 1e-9 else 0.0
-    slope = max(0.0, slope)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    if slope <= 0.0:
+        return None
     base = mean_y - slope * mean_x
     return (base, slope) if base >= 0 else (0.0, mean_y / mean_x)
 
 
 def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[str, float]]:
-    """A JSON object of models and their FIELDS, each in part; models that are not there are passed over, keys that are
-    not known too. Raises Failed."""
+    """A JSON object of models and their FIELDS, each in part; models that are not there are passed over. Raises Failed."""
     try:
         read = json.loads(text)
     except ValueError as error:
@@ -90,7 +95,9 @@ def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[
             found[model] = {}
         for field, value in told.items():
             if field not in FIELDS:
-                continue
+                raise Failed(
+                    "speeds-wrong", f"{name}: {model}.{field} is no speed; there are {', '.join(FIELDS)}", _HINT
+                )
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise Failed("speeds-wrong", f"{name}: {model}.{field} is no number from 0 on: {value!r}", _HINT)
             if model in known:

@@ -243,3 +243,27 @@ def test_a_trace_is_told_in_pages_with_the_measured_loads(tmp_path: Path, monkey
 
     play(tmp_path, story)
     assert not folder.exists()
+
+
+def test_a_lower_min_ends_nothing_by_itself(tmp_path: Path, decider: Decider) -> None:
+    """What runs goes on until the autoscaler finds it too much; a change of the process goes its own way too."""
+    more = SPEC.replace("replicas: {min: 1, max: 3}", "replicas: {min: 2, max: 3}")
+    none = SPEC.replace("replicas: {min: 1, max: 3}", "replicas: {min: 0, max: 3}").replace(
+        "max_batch: 8", "max_batch: 4"
+    )
+
+    async def story(fleet: Played) -> None:
+        await fleet.apply(more)
+        await fleet.settled()
+        await report(fleet, 1, 7)
+        await fleet.apply(none)
+        state, least = fleet.controller.state, 2
+        for number in range(8, 40):
+            await report(fleet, number, number)
+            least = min(least, state.ready("a"))
+        assert least == 2
+        decider.counts = {"a": 1}
+        await report(fleet, 40, 46)
+        assert state.wanted(state.current.spec.models[0]) == 1
+
+    assert told(play(tmp_path, story), "ScaledDown") == ["2 to 1"]

@@ -164,6 +164,14 @@ def test_speeds_are_found_in_what_was_recorded() -> None:
     assert found["prefill_base_ms"] == pytest.approx(5.0, abs=2.0)
 
 
+def test_prompts_of_one_length_tell_nothing_of_others() -> None:
+    """What a prompt costs and what each token of it costs cannot be told apart; nor where longer ones took no longer."""
+    one = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
+    assert measured_speeds([one] * 50) == {"a": {"step_ms": 3.0}}
+    falling = [{**one, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]
+    assert measured_speeds(falling) == {"a": {"step_ms": 3.0}}
+
+
 def test_few_requests_tell_nothing() -> None:
     """Rather an estimate than a guess."""
     one = {"model": "a", "prompt_tokens": 10, "output_tokens": 21, "first_ms": 5.0, "decode_ms": 9.0}
@@ -172,12 +180,14 @@ def test_few_requests_tell_nothing() -> None:
 
 def test_speeds_replace_what_was_estimated() -> None:
     """In seconds, and only what is told."""
-    told = parse_speeds('{"a": {"step_ms": 20, "load_s": 9, "source": "x"}, "gone": {}}', "s.json", ["a"])
+    told = parse_speeds('{"a": {"step_ms": 20, "load_s": 9}, "gone": {}}', "s.json", ["a"])
     model = with_speeds(SimModel("a", prefill_base_s=0.5), told["a"])
     assert (model.step_s, model.load_s, model.prefill_base_s) == (0.02, 9.0, 0.5)
 
 
-@pytest.mark.parametrize("text", ["x", "[]", '{"a": 1}', '{"a": {"step_ms": "1"}}', '{"a": {"load_s": -1}}'])
+@pytest.mark.parametrize(
+    "text", ["x", "[]", '{"a": 1}', '{"a": {"step_ms": "1"}}', '{"a": {"load_s": -1}}', '{"a": {"step_m": 3}}']
+)
 def test_speeds_that_are_none_are_refused(text: str) -> None:
     """With the name of the file."""
     with pytest.raises(Failed, match=r"s\.json"):

@@ -263,6 +263,32 @@ def test_tenants_that_take_turns_are_counted_so() -> None:
     assert made.ahead_of(newcomer) == 2 + 5
 
 
+def test_a_tenant_waits_as_its_requests_left_lately() -> None:
+    """Against three times its weight every fourth slot is its own."""
+    made = line(*(Item(name, tenant) for _ in range(6) for name, tenant in (("m", "mine"), ("o", "other"))))
+    made.set_weight("other", 3.0)
+    waits = []
+    for second in range(80):
+        item = made.pop()
+        made.served(item.tenant, 10)
+        made.push(Item(item.name, item.tenant, arrived_at=float(second)))
+        waits.append(made.own_wait_s(Item("q", "mine"), float(second)))
+    assert waits[0] == 0.0
+    assert waits[-1] == pytest.approx(7 * 4.0, rel=0.25)
+    for item in [item for item in made if item.tenant == "mine"]:
+        made.remove(item)
+    made.push(Item("m", "mine"))
+    assert made.own_wait_s(Item("q", "mine"), 81.0) == 0.0  # a new spell: what was before says nothing
+
+
+def test_who_shares_with_nobody_waits_for_what_is_before_it_only() -> None:
+    """No pace is asked of a line without keys."""
+    made = line(*(Item("a") for _ in range(30)))
+    for second in range(20):
+        made.pop()
+        assert made.own_wait_s(Item("q"), float(second)) == 0.0
+
+
 def test_who_is_put_back_late_has_saved_nothing_up() -> None:
     """A retry after a long time: its tenant is as far as those that were served meanwhile."""
     made = line(Item("a", "a"), *(Item("b", "b") for _ in range(5)))

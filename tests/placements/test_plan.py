@@ -234,7 +234,7 @@ def test_a_replica_that_runs_on_a_core_quarantined_later_stays() -> None:
 def test_a_pin_on_a_quarantined_core_is_not_moved() -> None:
     """The refusal names the core and the place of the pin."""
     drawn = planned(spec(model("a", 8, "0-7")), blocked={H0: frozenset({3, 5})})
-    assert why(drawn) == ["pin-taken: a/0 is pinned to cores 0-7, but on inf2.48xlarge/0 3, 5 are quarantined"]
+    assert why(drawn) == ["pin-taken: a/0 is pinned to cores 0-7, but on inf2.48xlarge/0 3, 5 are withheld"]
 
 
 def test_a_pin_where_another_replica_runs_waits() -> None:
