@@ -223,8 +223,8 @@ class Line(Generic[W]):
         return ahead + (0 if group is None else group.ahead_of(item))
 
     def own_wait_s(self, item: W, now: float) -> float:
-        """How long ``item``, about to be pushed, would wait at the pace at which requests of its tenant got slots lately,
-        in seconds; 0.0 while nobody knows. Tenants that share with it need not wait here themselves to go before it:
+        """Seconds that ``item``, about to be pushed, would wait at the pace at which requests of its tenant got slots
+        lately; 0.0 while nobody knows. Tenants that share with it need not wait here themselves to go before it:
         those that ask again and again take their shares each time.
         """
         group = self._classes.get(item.priority)

@@ -27,7 +27,7 @@ SPREAD = 2.0  # the longest of them over the shortest: below that nobody can tel
 
 
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By model, from what gateways have recorded (`tracefile.read_page`); nothing of a model with too few requests.
+    """By model, from what gateways have recorded (`orchestrator.recordings`); nothing of a model with too few requests.
 
     1. step_ms: the pace of the undisturbed answers, of those with LEAST_TOKENS or more.
     2. prefill_base_ms and prefill_token_ms: a line through the undisturbed times to the first token of GROUPS groups of
@@ -79,7 +79,10 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
 
 
 def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[str, float]]:
-    """A JSON object of models and their FIELDS, each in part; models that are not there are passed over. Raises Failed."""
+    """A JSON object of models and their FIELDS, each in part. Those of models that are not there are passed over.
+
+    Raises Failed.
+    """
     try:
         read = json.loads(text)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from orchestrator.autoscale import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 from orchestrator.queueing import delayed, occupied
+from orchestrator.worth import RULES, Worth
 
 HOST = (24, 0.0)
 
@@ -264,3 +266,282 @@ def test_bursty_arrivals_wait_more_often() -> None:
     assert late == sorted(late)
     assert 0.0 < late[0] < late[-1] < 1.0
     assert delayed(17.0, 1.0, 16.0, 8.0, 2.0) == 1.0
+
+
+# Each rule of docs/scaling.md
+
+
+def test_the_idle_time_begins_when_the_last_answer_ends() -> None:
+    """An answer that took longer than idle_s is inference to its end, not idle time."""
+    history = History().after(105.0, {"chat": Load(5.0, arrived=1, live=1)}).after(800.0, {"chat": Load(5.0, live=1)})
+    history = history.after(805.0, {"chat": Load(5.0, ended=1, slot_s=700.0)})
+    model = chat(target=1, idle_s=600.0)
+    assert decide(history, model, now=1400.0).counts == {"chat": 1}
+    assert decide(history, model, now=1405.0).counts == {"chat": 0}
+
+
+def test_a_long_load_is_no_idle_time_for_the_request_that_asked_for_it() -> None:
+    """The clock starts at the first ready replica, although the last request came before."""
+    history = History().after(100.0, {"chat": Load(5.0, arrived=1)})
+    model = chat(target=1, idle_s=600.0, first_ready_at=500.0)
+    assert decide(history, model, now=1099.0).counts == {"chat": 1}
+    assert decide(history, model, now=1100.0).counts == {"chat": 0}
+
+
+def test_a_replica_that_loads_fast_stays_for_its_warm_up() -> None:
+    """30 s at least: what is measured until then tells of its start."""
+    history = busy({"chat": 0.0, "code": 2.0})
+    young, old = chat(target=1, load_s=5.0, since=971.0), chat(target=1, load_s=5.0, since=970.0)
+    assert decide(history, young, chat("code", target=2)).counts == {"chat": 1, "code": 2}
+    assert decide(history, old, chat("code", target=2)).counts == {"chat": 0, "code": 3}
+
+
+def test_cores_move_for_more_than_two_and_a_half_times_what_they_served() -> None:
+    """A model that would serve somewhat more on another's cores does not get them."""
+    models = (chat(target=1), chat("code", target=2))
+    assert decide(busy({"chat": 0.4, "code": 1.0}), *models).counts == {"chat": 1, "code": 2}
+    assert decide(busy({"chat": 0.1, "code": 1.0}), *models).counts == {"chat": 0, "code": 3}
+
+
+def test_what_takes_long_to_load_gets_no_cores_for_a_gain_that_is_less_by_then() -> None:
+    """The same demand: while a replica loads it serves nothing, and what it replaces would have."""
+    history = busy({"chat": 0.2, "code": 1.5})
+    fast, slow = (chat("code", target=2, load_s=load_s) for load_s in (1.0, 60.0))
+    assert decide(history, chat(target=1), fast).counts == {"chat": 0, "code": 3}
+    assert decide(history, chat(target=1), slow).counts == {"chat": 1, "code": 2}
+
+
+def test_a_higher_priority_gives_up_a_replica_only_if_its_load_fits_on_one_fewer() -> None:
+    """The test on N-1: what has no load to spare keeps what it has, though it asks for no more."""
+    vip, bulk = chat("vip", target=2, priority=1), chat("bulk", target=1)
+    assert decide(busy({"vip": 0.1, "bulk": 1.5}), vip, bulk).counts == {"vip": 1, "bulk": 2}
+    assert decide(busy({"vip": 0.25, "bulk": 1.5}), vip, bulk).counts == {"vip": 2, "bulk": 1}
+
+
+def waited(seconds: float) -> History:
+    """One request waits for chat, and code is asked for more than it has."""
+    served = Load(5.0, arrived=10, ended=10, slot_s=80.0)
+    waits = Load(5.0, waiting=1, longest_wait_s=seconds)
+    return busy({"chat": 0.0, "code": 2.0}).after(605.0, {"chat": waits, "code": served})
+
+
+def test_after_a_minute_of_waiting_the_first_replica_goes_before_a_second_one_of_others() -> None:
+    """Whatever those serve; but not before the only one of another."""
+    model = chat(target=0)
+    assert decide(waited(59.0), model, chat("code", target=3), now=605.0).counts == {"chat": 0, "code": 3}
+    assert decide(waited(61.0), model, chat("code", target=3), now=605.0).counts == {"chat": 1, "code": 2}
+    alone = autoscale(waited(61.0), FleetNow((model, chat("code", target=1)), ((8, 0.0),)), 605.0)
+    assert alone.counts == {"chat": 0, "code": 1}
+
+
+def test_the_last_replica_of_a_model_that_requests_wait_for_does_not_end_for_a_second_one() -> None:
+    """Whatever the other would serve there."""
+    history = busy({"chat": 0.0, "code": 3.0})
+    served = Load(5.0, arrived=15, ended=15, slot_s=120.0)
+    models = (chat(target=1), chat("code", target=2))
+    waits = history.after(605.0, {"chat": Load(5.0, waiting=1), "code": served})
+    quiet = history.after(605.0, {"chat": Load(5.0), "code": served})
+    assert decide(waits, *models).counts == {"chat": 1, "code": 2}
+    assert decide(quiet, *models).counts == {"chat": 0, "code": 3}
+
+
+PLACES = ((0, 0), (0, 8), (0, 16))
+
+
+def on_paid(history: History, model: ModelNow) -> int:
+    """With a second host that costs."""
+    return autoscale(history, FleetNow((model,), (HOST, (24, 2.0))), 1000.0).counts["chat"]
+
+
+def test_without_a_worth_cores_that_cost_are_taken_and_kept_only_while_the_load_needs_them() -> None:
+    """What fits on the hosts without a price starts nothing there; what does not keeps what it has."""
+    full, paid = chat(target=3, places=PLACES), chat(target=4, places=(*PLACES, (1, 0)))
+    assert decide(busy({"chat": 0.8}), full, hosts=2).counts["chat"] == 4
+    assert on_paid(busy({"chat": 0.8}), full) == 3
+    assert on_paid(busy({"chat": 1.2}), paid) == 4
+
+
+def test_nothing_is_to_spare_while_requests_wait() -> None:
+    """Cores that cost are not given back then, whatever the forecast says."""
+    paid = chat(target=4, places=(*PLACES, (1, 0)))
+    quiet = busy({"chat": 0.05})
+    assert on_paid(quiet.after(605.0, {"chat": Load(5.0)}), paid) == 3
+    assert on_paid(quiet.after(605.0, {"chat": Load(5.0, waiting=1)}), paid) == 4
+
+
+def test_a_replica_that_costs_ends_when_it_is_clearly_not_worth_it() -> None:
+    """Between what starts one and what ends one is a quarter: a price at the edge makes no flapping."""
+    history = busy({"chat": 1.5})
+    loss = Worth(history.forecast("chat"), 4, 4.5, False, RULES)
+    even = 2.0 * 8 / ((loss.of(4) - loss.of(3)) * 3.6)  # worth per 1000 at which the fourth pays just what it costs
+    paid = chat(target=4, max=4, places=(*PLACES, (1, 0)))
+    assert on_paid(history, replace(paid, worth_per_1000=0.85 * even)) == 4
+    assert on_paid(history, replace(paid, worth_per_1000=0.75 * even)) == 3
+    full = chat(target=3, max=4, places=PLACES, worth_per_1000=0.85 * even)
+    assert on_paid(history, full) == 3
+
+
+def test_what_a_model_asked_for_at_its_busiest_is_remembered_for_an_hour() -> None:
+    """It is part of the forecast when the averages have forgotten, and fades."""
+    burst = busy({"chat": 3.0}, 300.0)
+    assert busy({"chat": 0.0}, 600.0, burst, 300.0).forecast("chat").rates[-1] > 2.0
+    assert busy({"chat": 0.0}, 7200.0, burst, 300.0).forecast("chat").rates[-1] < 0.5
+
+
+def test_with_an_objective_for_each_token_only_four_fifths_of_the_slots_count() -> None:
+    """Each prompt that is read stops the tokens of the others."""
+    guess = busy({"chat": 1.0}).forecast("chat")
+    assert Worth(guess, 5, 5.0, True, RULES).of(3) == Worth(guess, 4, 5.0, False, RULES).of(3)
+
+
+def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
+    """Not that of the hour: a burst that is under way is not spread over it."""
+    burst = busy({"chat": 4.0}, 60.0, busy({"chat": 0.1}, 3600.0), 3600.0).forecast("chat")
+    worth = Worth(burst, 4, 5.0, False, RULES)
+    assert not worth.fits(math.ceil(burst.rates[3] * burst.service_s / 4) + 1)
+    assert worth.fits(math.ceil(burst.rates[0] * burst.service_s / 4) + 2)
+
+
+def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_four() -> None:
+    """Where the first of several serves nothing in time yet, the model still grows."""
+    worth = Worth(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
+    assert worth.more(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
+    assert worth.more(5, 9) > 2 * worth.more(5, 6)
+
+
+def test_who_may_wait_longer_waits_more_seldom_too_long() -> None:
+    """The part of the requests that is late falls with the slack."""
+    late = [delayed(10.0, 1.0, 16.0, 8.0, slack) for slack in (0.0, 2.0, 10.0)]
+    assert late == sorted(late, reverse=True)
+    assert late[1] < late[0] / 2
+
+
+def test_of_lower_priorities_those_above_their_min_end_first() -> None:
+    """Even where one at its min serves nothing."""
+    models = (chat("vip", target=1, priority=1), chat("least", target=1, min=1), chat("bulk", target=1))
+    counts = decide(busy({"vip": 1.0, "bulk": 0.3}), *models).counts
+    assert counts == {"vip": 2, "least": 1, "bulk": 0}
+
+
+def test_the_min_of_a_lower_priority_goes_only_for_a_load_that_does_not_fit() -> None:
+    """What would merely be better with one more takes what is above min, and no min."""
+    vip, history = chat("vip", target=2, priority=1), busy({"vip": 0.5})
+    assert decide(history, vip, chat("least", target=1, min=1)).counts == {"vip": 2, "least": 1}
+    assert decide(history, vip, chat("least", target=1, min=0)).counts == {"vip": 3, "least": 0}
+    assert decide(busy({"vip": 1.0}), vip, chat("least", target=1, min=1)).counts == {"vip": 3, "least": 0}
+
+
+def test_free_cores_go_to_the_model_that_serves_more_there() -> None:
+    """One replica fits, and the name of the other comes first."""
+    counts = decide(busy({"first": 3.0, "second": 1.0}), chat("first", target=1), chat("second", target=1)).counts
+    assert counts == {"first": 1, "second": 2}
+
+
+def test_only_a_request_starts_a_model_again_that_went_to_zero() -> None:
+    """What is left of the forecast does not, though the cores are free."""
+    history = busy({"chat": 0.0}, 605.0, busy({"chat": 3.0}, 600.0), 600.0)
+    assert decide(history, chat(target=0, idle_s=600.0), now=1205.0).counts == {"chat": 0}
+    asked = history.after(1210.0, {"chat": Load(5.0, arrived=1, waiting=1)})
+    assert decide(asked, chat(target=0, idle_s=600.0), now=1210.0).counts == {"chat": 1}
+
+
+def test_a_replica_that_waits_for_its_cores_is_not_ended_and_one_given_up_is() -> None:
+    """The first has not had its time yet, and the other has had it."""
+    history = busy({"chat": 0.0, "code": 2.0})
+    waits = replace(chat(target=1), ready=0, since=None)
+    assert decide(history, waits, chat("code", target=2)).counts == {"chat": 1, "code": 2}
+    failed = replace(chat(target=1), ready=0, since=None, given_up=1)
+    assert decide(history, failed, chat("code", target=2)).counts == {"chat": 0, "code": 3}
+
+
+def test_the_shorter_objective_counts_and_of_ttft_what_reading_leaves() -> None:
+    """The same load needs a replica more where requests may wait less."""
+    history = busy({"chat": 0.6})
+
+    def count(objectives: Objectives, prefill_s: float = 0.1) -> int:
+        return decide(history, chat(target=3, objectives=objectives, prefill_s=prefill_s), hosts=2).counts["chat"]
+
+    assert count(Objectives(8.0)) == 3
+    assert count(Objectives(8.0), prefill_s=7.9) == 4
+    assert count(Objectives(8.0, queue_s=0.1)) == 4
+    assert count(Objectives(0.2, queue_s=8.0)) == 4
+
+
+def test_a_model_that_loads_for_longer_than_the_horizon_grows_too() -> None:
+    """It is looked ahead for three load times at least."""
+    assert decide(busy({"chat": 1.0}), chat(target=1, load_s=300.0)).counts == {"chat": 2}
+
+
+def test_a_replica_that_would_serve_less_than_one_request_is_not_started() -> None:
+    """Nor a second one for a few requests an hour, though the cores are free."""
+    assert decide(busy({"chat": 0.005}, 3600.0), chat(target=1)).counts == {"chat": 1}
+
+
+def test_long_waits_take_no_cores_for_a_second_replica() -> None:
+    """Only a model without any goes before the others."""
+    served = Load(5.0, arrived=3, ended=3, slot_s=24.0)
+    waits = Load(5.0, arrived=2, ended=2, slot_s=16.0, waiting=1, longest_wait_s=90.0)
+    late = busy({"chat": 0.4, "code": 0.6}).after(605.0, {"chat": waits, "code": served})
+    assert decide(late, chat(target=1), chat("code", target=2)).counts == {"chat": 1, "code": 2}
+
+
+def test_cores_that_are_promised_to_a_min_are_nobody_else_s() -> None:
+    """The planner may find room for it by moving others: who grows meanwhile leaves so many cores free."""
+    scattered = [chat(f"small-{i}", target=1, cores=4, min=1, max=1, places=((0, 8 * i),)) for i in range(3)]
+    eager = [chat(f"eager-{i}", target=0, cores=4) for i in range(2)]
+    targets = decide(busy({"eager-0": 1.0, "eager-1": 1.0}), chat(target=1, min=1), *scattered, *eager)
+    assert targets.counts["chat"] == 1
+    assert sum(targets.counts[one.name] for one in eager) == 1
+
+
+def test_cores_of_others_that_cost_are_taken_only_where_it_pays() -> None:
+    """A higher priority takes none that it would not start on if they were free."""
+    bulk = chat("bulk", target=1, places=((1, 0),))
+    vip = chat("vip", target=3, priority=1, places=PLACES)
+
+    def counts(worth: float) -> Mapping[str, int]:
+        models = (replace(vip, worth_per_1000=worth), replace(bulk, min=1))
+        return autoscale(busy({"vip": 3.0}), FleetNow(models, (HOST, (8, 2.0))), 1000.0).counts
+
+    assert counts(1.0) == {"vip": 3, "bulk": 1}
+    assert counts(500.0) == {"vip": 4, "bulk": 0}
+
+
+def test_a_replica_that_costs_has_its_least_time_too() -> None:
+    """What was measured before it served tells nothing of its worth."""
+    paid = chat(target=4, places=(*PLACES, (1, 0)), worth_per_1000=0.1)
+    assert on_paid(busy({"chat": 1.0}), replace(paid, since=950.0)) == 4
+    assert on_paid(busy({"chat": 1.0}), replace(paid, since=900.0)) == 3
+
+
+def test_whose_min_finds_no_cores_is_decided_by_priority() -> None:
+    """Twelve cores are free in pieces: the planner may find room for one of two, and it is the more important one."""
+    small = chat(target=1, cores=4, min=1, max=1, priority=2)
+    scattered = [replace(small, name=f"small-{i}", places=((0, 8 * i),)) for i in range(3)]
+    models = (chat("a", target=1, min=1), chat("z", target=1, min=1, priority=1))
+    counts = decide(History(), *models, *scattered).counts
+    assert (counts["a"], counts["z"]) == (0, 1)
+
+
+def test_what_is_promised_to_a_min_is_not_taken_together_with_a_lower_priority_s_cores() -> None:
+    """Four free cores and four of a lower priority are room for eight only if the min keeps its eight."""
+    scattered = [chat(f"small-{i}", target=1, cores=4, min=1, max=1, priority=3, places=((0, 8 * i),)) for i in (1, 2)]
+    third = chat("small-3", target=1, cores=4, min=1, max=1, priority=3, places=((0, 20),))
+    young = chat("bulk", target=1, cores=4, priority=1, places=((0, 0),), since=999.0)
+    waits, vip = chat(target=1, min=1), chat("vip", target=0, priority=2)
+    counts = decide(busy({"vip": 2.0}), waits, vip, young, *scattered, third).counts
+    assert counts["chat"] == 1
+    assert counts["vip"] == 0
+
+
+def test_cores_that_nobody_may_use_are_no_room() -> None:
+    """Nor together with those of others beside them."""
+    idle = chat(target=1, places=((0, 0),))
+    fleet = FleetNow((idle, chat("large", target=0, cores=16)), ((16, 0.0),), (frozenset(range(8, 16)),))
+    assert autoscale(busy({"chat": 0.0, "large": 3.0}), fleet, 1000.0).counts == {"chat": 1, "large": 0}
+
+
+def test_where_a_spell_of_work_begins_or_ends_is_no_burst() -> None:
+    """Demand that is steady within each spell counts as hardly burstier than Poisson arrivals."""
+    spells = busy({"chat": 0.0}, 300.0, busy({"chat": 1.0}, 300.0), 300.0)
+    assert busy({"chat": 1.0}, 300.0, spells, 600.0).forecast("chat").dispersion < 1.5

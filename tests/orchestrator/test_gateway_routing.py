@@ -348,3 +348,79 @@ def test_an_urgent_request_takes_a_kept_slot_though_the_queue_is_full(replica: M
     served.run_free()
     assert [one.answer().status_code for one in (*low, high)] == [200] * 3
     gateway.close()
+
+
+def keyed(gateway: LiveGateway, *names: str) -> list[tuple[str, dict[str, str]]]:
+    """Keys that the gateway knows: the id of each, and the headers of its requests."""
+    file = KeyFile(gateway.home / "keys.json")
+    made = [file.create(name) for name in names]
+    until(lambda: len(gateway._server.gateway.gate.keys) == len(names), 5, "the keys are known")
+    return [(key.id, {"authorization": f"Bearer {secret}"}) for key, secret in made]
+
+
+def test_a_tenant_whose_requests_never_wait_saves_nothing_up(replica: Make) -> None:
+    """Its counter is lifted when it gets a slot at once, as it is when it waits."""
+    gateway = LiveGateway()
+    try:
+        (seldom, rare), (often, much) = keyed(gateway, "seldom", "often")
+        gateway.serve(routes("m", replica()))
+        for headers, tokens in ((rare, 1), (much, 50), (rare, 1)):
+            assert Asked(gateway, headers=headers, max_tokens=tokens).answer().status_code == 200
+        line = gateway.queue("m")._line
+        assert line.counter(seldom) >= line.counter(often) >= 100
+    finally:
+        gateway.close()
+
+
+def test_a_prompt_for_which_there_was_no_slot_is_not_charged(replica: Make) -> None:
+    """Another gateway was faster: the request waits on, and its tenant owes nothing for that."""
+    gateway, other = LiveGateway(), LiveGateway()
+    try:
+        (first, own), (_, foreign) = keyed(gateway, "first", "second")
+        gateway.serve(routes("m", replica()))
+        for headers in (foreign, own):  # where one tenant alone has asked, nothing is counted
+            assert Asked(gateway, headers=headers).answer().status_code == 200
+        served = replica(slots=1, stepped=True)
+        for one in (gateway, other):
+            one.serve(routes("m", served))
+        line = gateway.queue("m")._line
+        before = line.counter(first)
+        with filled(other, served):
+            late = Asked(gateway, headers=own)
+            waiting(gateway, 1)
+            assert line.counter(first) == before
+        assert late.answer().status_code == 200
+    finally:
+        gateway.close()
+        other.close()
+
+
+def test_slots_that_are_kept_for_who_is_more_urgent_count_in_the_predicted_wait(replica: Make) -> None:
+    """A free slot that a request will not get does not make its deadline one that can be kept."""
+    gateway = LiveGateway()
+    served = replica(slots=2, stepped=True)
+    gateway.serve(routes("m", served))
+    gateway.queue("m")._mean_service_s = 20.0
+    gateway.queue("m")._headroom.came(-1, 0.0)
+    low = Asked(gateway, max_tokens=2)
+    until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
+    gateway.queue("m")._headroom.went(-1, 0.0)
+    refused = Asked(gateway, headers={"x-deadline-ms": "5000"})
+    assert (refused.answer().status_code, refused.code()) == (429, "deadline_unreachable")
+    served.run_free()
+    assert low.answer().status_code == 200
+    gateway.close()
+
+
+def test_a_deadline_is_not_refused_behind_an_answer_that_is_almost_over(gateway: LiveGateway, replica: Make) -> None:
+    """By the tokens that it may still get and the pace of its replica, whatever requests took on the average."""
+    served = replica(slots=1, stepped=True)
+    gateway.serve(routes("m", served))
+    queue = gateway.queue("m")
+    queue._mean_service_s = 60.0
+    for link in queue.links:
+        link._pace.value = 0.01
+    with filled(gateway, served):
+        waits = Asked(gateway, headers={"x-deadline-ms": "20000"})
+        waiting(gateway, 1)
+    assert waits.answer().status_code == 200

@@ -422,3 +422,12 @@ def test_a_client_that_goes_away_gives_back_its_place(replica: Callable[..., Ser
         until(lambda: ask() == 200, 5, "its place is free")
     finally:
         live.close()
+
+
+def test_the_time_that_is_told_is_never_too_short(gateways: Callable[[], Limits]) -> None:
+    """Whole seconds, rounded up: who comes again just then is let through."""
+    limits, ci = gateways(), key(requests_per_minute=7)  # one each 8.57 s
+    for _ in range(7):
+        limits.take(ci, 1, NOW)
+    assert refusal(limits, ci).retry_after_s == 9
+    assert limits.take(ci, 1, NOW + 9).reserved == 1

@@ -267,3 +267,51 @@ def test_a_lower_min_ends_nothing_by_itself(tmp_path: Path, decider: Decider) ->
         assert state.wanted(state.current.spec.models[0]) == 1
 
     assert told(play(tmp_path, story), "ScaledDown") == ["2 to 1"]
+
+
+def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decider) -> None:
+    """Not that of the gateway where a request came just now."""
+
+    async def story(fleet: Played) -> None:
+        for number in range(1, 8):
+            await asyncio.sleep(1.0)
+            for gateway, waited in (("g", 90.0), ("h", 1.0)):
+                waits = Demand(model="a", waiting=1, longest_wait_s=waited)
+                sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[waits])
+                await fleet.controller.demand(sent)
+        assert decider.asked[-1][0].last("a").longest_wait_s == 90.0
+
+    play(tmp_path, story)
+
+
+def test_the_idle_clock_of_a_model_that_was_at_zero_begins_anew(tmp_path: Path, decider: Decider) -> None:
+    """When its next replica is ready, and not when one was ready first an hour ago."""
+
+    async def story(fleet: Played) -> None:
+        decider.counts = {"b": 1}
+        await report(fleet, 1, 20)
+        first = decider.last.models[1].first_ready_at
+        decider.counts = {"b": 0}
+        await report(fleet, 21, 40)
+        assert decider.last.models[1].first_ready_at is None
+        decider.counts = {"b": 1}
+        await report(fleet, 41, 60)
+        again = decider.last.models[1].first_ready_at
+        assert first is not None
+        assert again is not None
+        assert again > first + 20
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_cannot_be_woken_is_decided_about_at_once_only_once_in_between(
+    tmp_path: Path, decider: Decider
+) -> None:
+    """Who waits for it all the time does not make every second one for a decision."""
+
+    async def story(fleet: Played) -> None:
+        decider.counts = {"b": 0}
+        await report(fleet, 1, 60, Demand(model="b", waiting=1))
+        assert 12 <= len(decider.asked) <= 26
+
+    play(tmp_path, story)

@@ -283,3 +283,24 @@ def test_gateways_share_the_slots_of_a_replica() -> None:
     asked = [(0.0, 10)] * 12
     alone, shared = served(asked, MODEL), served(asked, MODEL, gateways=3)
     assert sorted(shared.latencies) == pytest.approx(sorted(alone.latencies))
+
+
+def test_who_waits_longer_than_the_objective_of_the_queue_is_not_within_it() -> None:
+    """The second waits for 0.55 s."""
+    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, queue_s=0.5)
+    assert served([(0.0, 11), (0.5, 1)], model).attainment == 0.5
+
+
+def test_whose_tokens_come_slower_than_the_objective_is_not_within_it() -> None:
+    """A prefill stops the first for half a step in ten; of an answer of one token there is nothing to measure."""
+    model = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, tpot_s=0.102)
+    assert served([(0.0, 11), (0.2, 1)], model).attainment == 0.5
+
+
+def test_a_flood_of_one_key_keeps_no_other_out_of_a_full_queue() -> None:
+    """As in the gateway: the last request of the flood leaves for it."""
+    model = SimModel("m", slots=1, step_s=0.1, prefill_base_s=0.05, max_queue=2)
+    flood = [Arrival(0.01 * i, "m", 10, 1, "flood") for i in range(4)]
+    found = serve_fixed([model], [*flood, Arrival(0.045, "m", 10, 30, "other")], replicas={"m": 1})["m"]
+    assert (found.answered, found.refused) == (3, 2)
+    assert found.output_tokens == 1 + 1 + 30

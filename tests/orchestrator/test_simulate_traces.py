@@ -56,11 +56,11 @@ def test_lines_may_stand_in_any_order() -> None:
 
 def test_every_bad_line_is_told_with_its_place() -> None:
     """What is wrong, and where."""
-    lines = ["1,a,0,1,", "x,a,1,1,", "1,c,1,1,", "1,a,1.5,1,", "1,a,1", "-1,a,1,1,", "1,a,,1,", "1,a,1,1,"]
+    lines = ["1,a,0,1,", "x,a,1,1,", "x,c,1,1,", "1,a,1.5,1,", "1,a,1", "-1,a,1,1,", "1,a,,1,", "1,a,1,1,"]
     assert wrong(HEADER + "\n".join(lines)) == [
         ("t.csv:2", "prompt_tokens is a whole number from 1 on, not '0'"),
         ("t.csv:3", "time is neither seconds nor a date of ISO 8601: 'x'"),
-        ("t.csv:4", "the spec has no model 'c'"),
+        ("t.csv:4", "time is neither seconds nor a date of ISO 8601: 'x'"),
         ("t.csv:5", "prompt_tokens is no whole number: '1.5'"),
         ("t.csv:6", "3 fields, the header has 5"),
         ("t.csv:7", "time is a number of seconds from 0 on, not '-1'"),
@@ -85,15 +85,30 @@ def test_a_file_that_is_no_trace_is_told(text: str, expected: tuple[str, str]) -
 
 
 def test_a_file_of_nonsense_does_not_fill_the_terminal() -> None:
-    """The first problems only."""
-    assert len(wrong(HEADER + "x\n" * 1000)) == MAX_PROBLEMS
+    """The first problems only, and how many more there are."""
+    with pytest.raises(TraceWrong) as raised:
+        read(HEADER + "x\n" * 1000)
+    assert (len(raised.value.problems), raised.value.more) == (MAX_PROBLEMS, 1000 - MAX_PROBLEMS)
+
+
+def test_requests_of_other_models_are_counted() -> None:
+    """A fleet's recordings hold what earlier specs served, too."""
+    trace = read_trace(io.StringIO(HEADER + "1,a,1,1,\n2,old,1,1,\n3,old,1,1,\n"), "t.csv", MODELS)
+    assert (len(trace), trace.unknown) == (1, {"old": 2})
+
+
+def test_a_trace_of_other_models_only_is_refused() -> None:
+    """With whom it asks for, those with most requests first."""
+    lines = "".join(f"1,m{i},1,1,\n" for i in range(7)) + "1,m6,1,1,\n"
+    what = "no request is of a model of the spec; they are of m6 (2), m0 (1), m1 (1), m2 (1), m3 (1) and 2 more"
+    assert wrong(HEADER + lines) == [("t.csv:1", what)]
 
 
 def test_requests_that_are_too_long_are_cut() -> None:
     """To prompt and answer of the slot."""
     trace = read_trace(io.StringIO(HEADER + "1,a,900,300,\n2,a,10,10,\n"), "t.csv", MODELS)
     fit, cut = fitted(trace, {"a": 1000})
-    assert (cut, [(one.prompt_tokens, one.output_tokens) for one in fit]) == (1, [(700, 300), (10, 10)])
+    assert (dict(cut), [(one.prompt_tokens, one.output_tokens) for one in fit]) == ({"a": 1}, [(700, 300), (10, 10)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,7 +180,7 @@ def test_speeds_are_found_in_what_was_recorded() -> None:
 
 
 def test_prompts_of_one_length_tell_nothing_of_others() -> None:
-    """What a prompt costs and what each token of it costs cannot be told apart; nor where longer ones took no longer."""
+    """What a prompt costs and what each token of it costs cannot be told apart; nor where longer took no longer."""
     one = {"model": "a", "prompt_tokens": 9, "output_tokens": 21, "first_ms": 24.0, "decode_ms": 60.0}
     assert measured_speeds([one] * 50) == {"a": {"step_ms": 3.0}}
     falling = [{**one, "prompt_tokens": 10 + i, "first_ms": 90.0 - i} for i in range(50)]

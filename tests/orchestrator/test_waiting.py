@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.waiting import REMEMBERED, Line, LineFull, Order
+from orchestrator.waiting import RECENT, REMEMBERED, Line, LineFull, Order
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,3 +365,75 @@ def test_clients_that_leave_leave_nothing_behind(order: Order) -> None:
         made.push(item)
         assert made.remove(item)
     assert len(made._classes[0]._heap) < 150
+
+
+def test_who_gets_a_slot_at_once_after_a_pause_has_saved_nothing_up() -> None:
+    """Its counter is lifted as by waiting, to the tenant that was the last to have a request here."""
+    made = line()
+    made.pass_by(Item("a", "a"))
+    made.served("a", 1000)
+    made.pass_by(Item("b", "b"))
+    assert made.counter("b") == 1000
+
+
+def test_after_all_have_left_the_last_counts() -> None:
+    """A newcomer is lifted to the tenant that was the last to wait, also where that one's client went away."""
+    gone = Item("a", "a")
+    made = line(gone)
+    made.served("a", 500)
+    assert made.remove(gone)
+    made.push(Item("b", "b"))
+    assert made.counter("b") == 500
+
+
+def test_who_gives_way_is_found_by_weight() -> None:
+    """Three requests of a tenant of weight 3 are less than two of one of weight 1."""
+    made = line(*(Item(name, "big") for name in "abc"), Item("d", "small"), Item("e", "small"), count=5)
+    made.set_weight("big", 3.0)
+    assert [item.name for item in made.make_room(Item("f", "new"))] == ["e"]
+
+
+def test_nobody_gives_way_to_one_who_would_then_hold_as_much() -> None:
+    """Two tenants do not push each other's requests out of a full line in turn."""
+    made = line(Item("a", "a"), Item("b", "a"), Item("c", "b"), count=3)
+    assert made.make_room(Item("d", "b")) == []
+
+
+def test_of_less_urgent_tenants_the_last_that_came_gives_way() -> None:
+    """Whoever has waited for longer keeps its place."""
+    made = line(Item("a", "a", 5, arrived_at=1.0), Item("b", "b", 5, arrived_at=2.0), count=2)
+    assert [item.name for item in made.make_room(Item("c", arrived_at=3.0))] == ["b"]
+
+
+def test_nobody_leaves_for_a_request_that_just_fits() -> None:
+    """The bounds are what may wait, not what may not."""
+    made = line(Item("a", priority=1, size=30), size=40)
+    last = Item("b", size=10)
+    assert made.full(last) is None
+    assert made.make_room(last) == []
+    made.push(last)
+    assert made.bytes == 40
+
+
+def test_a_debt_is_kept_however_many_tenants_come() -> None:
+    """A tenant that has had more than those that wait is not forgotten for others, and so begins anew at nothing."""
+    made = line(Item("waits", "w"))
+    made.served("debtor", 1000)
+    for number in range(REMEMBERED + 10):
+        passing = Item("x", f"tenant {number}")
+        made.push(passing)
+        assert made.remove(passing)
+    assert made.counter("debtor") == 1000
+
+
+def test_the_mean_charge_is_that_of_the_last_requests_after_many() -> None:
+    """After 3000 requests of a charge of 10 each, who has had 15 more than the other lets one of its five by."""
+    made = line()
+    for _ in range(3 * RECENT):
+        made.push(Item("x", "x"))
+        made.pop()
+        made.served("x", 10)
+    for name, tenant in (*(("m", "mine"),) * 2, *(("o", "other"),) * 5):
+        made.push(Item(name, tenant))
+    made.served("other", 15)
+    assert made.ahead_of(Item("n", "mine")) == 2 + 1
