@@ -44,8 +44,9 @@ class Served:
         version: str | None = None,
         credentials: Credentials | None = None,
         stepped: bool = False,
+        prefix_block: int = 0,
     ) -> None:
-        """With ``credentials`` it listens on TCP with TLS, as for gateways of another host. ``stepped``: no engine step
+        """It says that it keeps prompts in blocks of ``prefix_block`` tokens. With ``credentials`` it listens on TCP with TLS, as for gateways of another host. ``stepped``: no engine step
         ends before a ``turn``."""
         self._credentials = credentials
         engine = SteppedEcho(slots, max_len) if stepped else EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
@@ -55,7 +56,9 @@ class Served:
         self.path = Path(self.folder.name) / "s"
         self.batcher = Batcher(engine, load_tokenizer("echo", None), lambda events: self.plane.emit(events))
         package = str(Path(workers.__file__).parent)
-        self._welcome = Welcome(version or corewright_version(), package, slots, max_len, max_len, 257)
+        self._welcome = Welcome(
+            version or corewright_version(), package, slots, max_len, max_len, 257, prefix_block=prefix_block
+        )
         self.restart_plane()
         self.thread = threading.Thread(target=self.batcher.run)
         self.thread.start()

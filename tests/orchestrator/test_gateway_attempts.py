@@ -1,0 +1,46 @@
+"""Which replica a request goes to for what it has read, and how often another one is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.test_gateway_routing import Asked, filled
+from tests.served import Served
+
+Make = Callable[..., Served]
+EXPLAINED = {"x-corewright-explain": "1"}
+
+
+def replica_of(asked: Asked) -> str:
+    return asked.answer().headers["x-corewright-replica"]
+
+
+def test_a_prompt_goes_where_its_beginning_was_read(gateway: LiveGateway, replica: Make) -> None:
+    """As a preference: a full replica is not waited for; and not for a small part of the prompt."""
+    first, second = replica(slots=1, stepped=True, prefix_block=4), replica(slots=1, prefix_block=4)
+    gateway.serve(routes("m", first, second))
+    with filled(gateway, first, prompt="nothing in common"):
+        assert replica_of(Asked(gateway, prompt="once upon a time there was")) == "m/1"
+    again = Asked(gateway, prompt="once upon a time there were two", headers=EXPLAINED)
+    assert replica_of(again) == "m/1"
+    assert "affinity=prefix" in again.answer().headers["x-corewright-decision"]
+    short = Asked(gateway, prompt="once" + " another tale altogether" * 4, headers=EXPLAINED)
+    assert "affinity" not in short.answer().headers["x-corewright-decision"]
+    other = Asked(gateway, prompt="nothing in common with that", headers=EXPLAINED)
+    assert replica_of(other) == "m/0"
+
+
+def test_a_request_is_tried_on_three_replicas_and_no_fourth(gateway: LiveGateway, replica: Make) -> None:
+    """Two retries; then its client hears that the replica was lost."""
+    dying = [replica(slots=1, stepped=True) for _ in range(3)]
+    gateway.serve(routes("m", dying[0]))
+    asked = Asked(gateway)
+    for number, served in enumerate(dying):
+        until(lambda served=served: served.in_step, 10, f"attempt {number}")
+        rest = [*dying[number + 1 : number + 2]] or [replica(slots=1)]
+        gateway.serve(routes("m", served, *rest))
+        served.kill()
+    assert asked.answer().status_code in (500, 502, 503)
+    assert asked.code() == "replica_lost"
