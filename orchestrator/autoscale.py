@@ -78,9 +78,9 @@ def autoscale(history: History, fleet: FleetNow, now: float, rules: Rules = RULE
     3. What costs money and is not worth it goes.
     4. Replicas that have cores keep them; those of min (or by hand) that have none get some: free ones, those of a
        lower priority, those of an equal one beyond its min. What is then without a place is cut.
-    5. From the highest priority to the lowest, and in each by what a core serves more: each model may grow by one, onto
-       free cores, onto those of lower priority, or onto those of equal priority that serve less there:
-       gain x (H - load) / H > 2.5 x loss. At most two replicas end for that.
+    5. From the highest priority to the lowest, and in each by what a core serves more: each model may grow by what
+       step_cores hold, onto free cores, onto those of lower priority, or onto those of equal priority that serve
+       less there: gain x (H - load) / H > 2.5 x loss. At most two replicas end for that.
 
     The cores of all targets together are never more than those of the hosts.
     """
@@ -98,6 +98,7 @@ class _Seat:
     def __init__(self, model: ModelNow, history: History, now: float, rules: Rules) -> None:
         by_hand = model.override
         self.model = model
+        self.rules = rules
         self.low = max(0, min(model.min, model.max) if by_hand is None else min(by_hand, model.max))
         self.high = max(self.low, model.max if by_hand is None else self.low)
         self.count = min(max(model.target, self.low), self.high)
@@ -137,9 +138,21 @@ class _Seat:
         """Requests a second that one replica more serves in time."""
         return self.worth.more(self.count, self.high)
 
+    @property
+    def step(self) -> int:
+        """Replicas that it may grow by in one decision."""
+        cores = self.model.cores
+        return max(1, self.rules.step_cores // cores) if cores else 1
+
     def loss(self, fewer: int = 1) -> float:
-        """Requests a second that so many fewer serve no longer in time."""
-        return self.worth.of(self.count) - self.worth.of(self.count - fewer)
+        """Requests a second, over the horizon, that so many fewer serve no longer in time.
+
+        Of a model that is idle only those are lost that come until a replica is loaded again, with some delay.
+        """
+        lost = self.worth.of(self.count) - self.worth.of(self.count - fewer)
+        if self.last.live or self.last.waiting or self.last.arrived:
+            return lost
+        return lost * min(1.0, self.rules.reload * self.model.load_s / self.horizon_s)
 
     def spare(self) -> bool:
         """Whether the load fits on one fewer."""
@@ -260,16 +273,22 @@ class _Table:
             bids = [bid for bid in bids if bid[0] > 0.0]
             bids.sort(key=lambda bid: (-bid[0], bid[1].model.cores, bid[1].model.name))
             for _, seat in bids:
-                self._grow(seat)
+                grown = True
+                while grown and self._bid(seat) > 0.0:
+                    before = seat.count
+                    self._grow(seat)
+                    grown = seat.count > before
 
     def _bid(self, seat: _Seat) -> float:
         """What a core would serve more for the rest of the horizon; 0.0 where the model is not to grow."""
         model, rules = seat.model, self.rules
-        if seat.count >= seat.high or seat.changed > 0 or seat.count < model.target or len(seat.places) < seat.count:
+        if seat.count >= seat.high or seat.count < model.target or len(seat.places) < seat.count:
+            return 0.0
+        if seat.changed >= seat.step:
             return 0.0
         if model.reachable is not None and model.reachable < model.target:
             return 0.0  # the planner is still looking for room for the last one
-        if model.ready == 0 and model.starting and seat.count >= rules.first_steps:
+        if model.ready == 0 and seat.count >= max(rules.first_steps, seat.step):
             return 0.0
         if seat.count == 0 and self._idle(seat) and not self._must_wake(seat):
             return 0.0  # what is left of the forecast of a model that went to zero starts nothing

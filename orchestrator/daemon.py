@@ -21,13 +21,16 @@ from typing import Any, Literal
 from orchestrator.audit import Audit, AuditLine, caller
 from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S, FleetSettings
-from orchestrator.gateway.server import bind
+from orchestrator.gateway.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home, daemon_alive, end_leftovers
+from orchestrator.home import FLEET_VARIABLE, WILDCARDS, FleetRecord, Home, daemon_alive, end_leftovers
+from orchestrator.telling import fetch_text, tenths
+from orchestrator.tls import certified_name
 from orchestrator.version import corewright_version
 from placements.problems import render
 from placements.topology import Host
 from workers import host as this_host
+from workers.artifacts.keeping import StoreSettings
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,20 @@ class UpOptions:
     config: tuple[dict[str, Any], ...] = ()  # the settings with their origins, for `GET config`
     allowed_sources: tuple[str, ...] | None = None  # what a spec may read; None: anything
     data_plane: Literal["unix", "tcp"] = "unix"
+    store_bytes: int | None = None  # of a host's disk, for fetched models
+    store_memory: str | None = None  # a folder of a tmpfs
+    store_memory_bytes: int | None = None
+
+
+def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
+    """Run ``work``; what it raises is told to ``ended``, foreseen or not."""
+    try:
+        work()
+    except Failed as failure:
+        ended(failure)
+    except Exception as error:
+        log.exception("a thread of `up` has failed")
+        ended(Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug: the log has more"))
 
 
 class Daemon:
@@ -216,7 +233,8 @@ class Daemon:
         return FleetRecord(
             fleet=self._fleet,
             name=self._name,
-            url=f"{'http' if gateway.tls_cert is None else 'https'}://{_in_url(gateway.host)}:{gateway.port}",
+            url=_url(gateway),
+            listens=gateway.host,
             admin_url=f"http://127.0.0.1:{admin_port}",
             token=secrets.token_urlsafe(32),
             dashboard_url=None,
@@ -271,6 +289,12 @@ class Daemon:
             log_format=self._options.gateway.log_format,
             allowed_sources=self._options.allowed_sources,
             data_plane=self._options.data_plane,
+            store=StoreSettings(
+                root=str(self._home.store),
+                budget=self._options.store_bytes,
+                memory=self._options.store_memory,
+                memory_budget=self._options.store_memory_bytes,
+            ),
             gateway=credentials.gateway,
             replica=credentials.replica,
         )
@@ -291,18 +315,7 @@ class Daemon:
     def _in_background(self, work: Callable[[], None]) -> None:
         """Run ``work``, which calls Ray, until it sees that the end has begun; what it raises ends the fleet."""
 
-        def run() -> None:
-            try:
-                work()
-            except Failed as failure:
-                self._asked.put(failure)
-            except Exception as error:
-                log.exception("a thread of `up` has failed")
-                self._asked.put(
-                    Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug: the log has more")
-                )
-
-        thread = threading.Thread(target=run, daemon=True)
+        thread = threading.Thread(target=watched, args=(work, self._asked.put), daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -347,10 +360,11 @@ class Daemon:
         for model in status["models"]:
             lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
             if not lines and model["reason"]:
-                lines[model["name"]] = f"{model['name']} {model['state']}: {model['reason']}"
-            for id, line in lines.items():
-                if self._told.get(id) != line and not self._ending:
-                    self._told[id] = line
+                told = f"{model['name']} {model['state']}: {model['reason']}"
+                lines[model["name"]] = told, told
+            for id, (news, line) in lines.items():
+                if self._told.get(id) != news and not self._ending:
+                    self._told[id] = news
                     self._tell(line)
         return bool(status["ready"])
 
@@ -463,11 +477,15 @@ def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:
     return msgspec.structs.replace(record, **changes)
 
 
-def _progress(replica: dict[str, Any]) -> str:
-    held = replica["cores"]
+def _progress(replica: dict[str, Any]) -> tuple[str, str]:
+    """What is news when it changes, and the line that tells it: of a fetch, each tenth of it."""
+    held, fetch = replica["cores"], replica["fetch"]
     cores = "" if held is None else f" on core{'s' if '-' in held else ''} {held}"
     reason = f": {replica['reason']}" if replica["reason"] else ""
-    return f"{replica['id']} {replica['state']}{cores}{reason}"
+    line = f"{replica['id']} {replica['state']}{cores}{reason}"
+    if fetch is None:
+        return line, line
+    return f"{line} {tenths(fetch)}", f"{replica['id']} {fetch_text(fetch)}"
 
 
 def _check_host_root() -> None:
@@ -494,5 +512,10 @@ def _free_port() -> int:
         return port
 
 
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _url(gateway: GatewaySettings) -> str:
+    """Where clients find it. Of one that listens on every address with a certificate: by a name that this one is for,
+    since no certificate is for 0.0.0.0."""
+    host, cert = gateway.host, gateway.tls_cert
+    if cert is not None and host in WILDCARDS:
+        host = certified_name(cert)
+    return f"{'http' if cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{gateway.port}"

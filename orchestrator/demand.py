@@ -4,30 +4,75 @@ from __future__ import annotations
 
 import msgspec
 
+from orchestrator.forecast import Load
+
+AUTOSCALE_S = 5.0  # between two decisions of the autoscaler
+
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model at one gateway: what has happened since its last report, and what is there at the time of this one."""
 
     model: str
     arrived: int = 0  # requests for inference, those that were refused for want of room among them
-    cold: int = 0  # of these, those that came while no replica was ready
-    refused: int = 0  # of these, those that were refused: a full queue, or a deadline that cannot be kept
     ended: int = 0  # requests that had a slot and are over
-    prompt_tokens: int = 0  # of those that ended
-    output_tokens: int = 0  # of those that ended
     slot_s: float = 0.0  # seconds that those that ended have held their slots
     first_tokens: int = 0  # requests whose first token has come
     prefill_s: float = 0.0  # seconds from the slot to the first token, of all of these
-    late: int = 0  # of these, those for which it came later than the model's `objectives.ttft_ms`
     waiting: int = 0  # now, in the queue
     live: int = 0  # now, in slots
     longest_wait_s: float = 0.0  # of those that are in the queue now
 
 
+class Counts:
+    """What has happened to one model since somebody asked last: at one gateway, at all of them, or in the simulator.
+
+    Plain attributes, as `Demand` has them: whoever counts adds to them, and begins anew with another one.
+    """
+
+    __slots__ = ("arrived", "ended", "first_tokens", "prefill_s", "slot_s")
+
+    def __init__(self) -> None:
+        self.arrived = self.ended = self.first_tokens = 0
+        self.slot_s = self.prefill_s = 0.0
+
+    def add(self, told: Demand) -> None:
+        self.arrived += told.arrived
+        self.ended += told.ended
+        self.slot_s += told.slot_s
+        self.first_tokens += told.first_tokens
+        self.prefill_s += told.prefill_s
+
+    def demand(self, model: str, *, waiting: int, live: int, longest_wait_s: float) -> Demand:
+        """With what is there now."""
+        return Demand(
+            model=model,
+            arrived=self.arrived,
+            ended=self.ended,
+            slot_s=self.slot_s,
+            first_tokens=self.first_tokens,
+            prefill_s=self.prefill_s,
+            waiting=waiting,
+            live=live,
+            longest_wait_s=longest_wait_s,
+        )
+
+    def load(self, seconds: float, *, waiting: int, live: int, longest_wait_s: float) -> Load:
+        """Of the ``seconds`` in which this was counted, with what is there now."""
+        return Load(
+            seconds=seconds,
+            arrived=self.arrived,
+            ended=self.ended,
+            slot_s=self.slot_s,
+            waiting=waiting,
+            live=live,
+            longest_wait_s=longest_wait_s,
+        )
+
+
 class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request came to its replica; a sample of them goes to the events."""
 
-    request: str
+    request: str  # the x-request-id of its answer
     model: str
     queue_ms: float
     candidates: int  # replicas with a free slot when it left the queue

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from placements.topology import Host
 
 Place = tuple[int, int]  # host, first core
+Rows = tuple[tuple[tuple[int, float], ...], tuple[frozenset[int], ...]]
+"""Of each host its usable cores with their price, and the numbers of those that nobody may use."""
 Owner = tuple[str, int]  # model, and the how-manyeth of its replicas
+_NOTHING: Mapping[str, Iterable[int]] = MappingProxyType({})
+
+
+def rows_of(
+    hosts: Sequence[Host], prices: Mapping[str, float], withheld: Mapping[str, Iterable[int]] = _NOTHING
+) -> Rows:
+    """``withheld``: cores by host that may not be used now, beside the reserved ones."""
+    blocked = tuple(
+        frozenset(core for core in {*withheld.get(host.name, ()), *host.reserved_cores} if 0 <= core < host.cores)
+        for host in hosts
+    )
+    rows = tuple((host.cores - len(shut), prices[host.name]) for host, shut in zip(hosts, blocked, strict=True))
+    return rows, blocked
 
 
 class Floor:

@@ -35,10 +35,6 @@ class Load:
     waiting: int = 0
     live: int = 0
     longest_wait_s: float = 0.0  # of those that wait
-    refused: int = 0
-    cold: int = 0  # that came while no replica was ready
-    late: int = 0  # of the first tokens, those later than the objective
-    first_tokens: int = 0
 
 
 @dataclass(frozen=True)

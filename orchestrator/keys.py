@@ -7,7 +7,6 @@ so that one round of SHA-256 is enough: a slow hash protects what people choose,
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import hashlib
 import hmac
@@ -25,6 +24,7 @@ import msgspec
 import msgspec.structs
 
 from orchestrator.failure import Failed
+from orchestrator.moments import moment, span_s
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ _ID = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}", re.ASCII)
 _NAME_RULE = "letters, digits and . _ @ -, at most 63 of them, beginning with a letter or digit; 8 hex digits are an id"
-_SPAN = re.compile(r"([0-9]{1,9})([smhdw])", re.ASCII)
-_SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 NONE = "none"  # of a limit that is taken away
 MOST: dict[str, int] = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**6}
 WEIGHTS = (0.01, 100.0)  # least and most
@@ -105,10 +103,6 @@ class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, o
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
-
-    def may_ask(self, model: str) -> bool:
-        """Whether answers of that model are its business."""
-        return "inference" in self.scopes and (not self.models or model in self.models)
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -386,14 +380,13 @@ def read_limit(option: str, text: str) -> int | None:
 def read_expiry(text: str, now: float) -> float:
     """When a key ends, in seconds since the epoch. Raises Failed for what is no time, or has passed."""
     told = text.strip()
-    span = _SPAN.fullmatch(told)
-    if span:
-        at = now + int(span[1]) * _SPAN_S[span[2]]
+    span = span_s(told)
+    if span is not None:
+        at = now + span
     else:
         try:
-            when = datetime.datetime.fromisoformat(told[:-1] + "+00:00" if told.endswith("Z") else told)
-            at = (when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)).timestamp()
-        except (ValueError, OverflowError):
+            at = moment(told)
+        except ValueError:
             raise Failed("key-expiry-wrong", f"--expires {text!r} is no time", EXPIRY_RULE) from None
     if not now < at <= now + LONGEST_LIFE_S:
         when_ = "has passed" if at <= now else "is more than 100 years away"

@@ -43,14 +43,6 @@ class PrefixMemory:
         """Blocks that it remembers."""
         return len(self._digests)
 
-    def note(self, prompt_ids: Sequence[int], block: int) -> None:
-        """The replica has been sent this prompt. As ``keep`` of its chain."""
-        self.keep(chain(prompt_ids, block))
-
-    def match(self, prompt_ids: Sequence[int], block: int) -> float:
-        """As ``share`` of the prompt's chain; who asks several replicas makes the chain once."""
-        return self.share(chain(prompt_ids, block))
-
     def keep(self, chain: Chain) -> None:
         """The replica has been sent a prompt of this chain."""
         digests = self._digests
@@ -73,10 +65,6 @@ class PrefixMemory:
             else:
                 unknown = middle
         return known / len(chain)
-
-    def clear(self) -> None:
-        """The replica began anew: it holds nothing."""
-        self._digests.clear()
 
 
 R = TypeVar("R")
@@ -117,8 +105,3 @@ class Sessions(Generic[R]):
             del self._held[session]
             return None
         return replica
-
-    def forget(self, replica: R) -> None:
-        """The replica is gone: its sessions have none. Looks at all sessions."""
-        for session in [session for session, (of, _) in self._held.items() if of == replica]:
-            del self._held[session]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.autoscale import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
-from orchestrator.demand import Demand, DemandReport, RoutingDecision
+from orchestrator.demand import AUTOSCALE_S, Counts, Demand, DemandReport, RoutingDecision
+from orchestrator.floor import rows_of
 from orchestrator.lifecycle import STARTING, State
 from orchestrator.schedules import Bounds
 from orchestrator.snapshot import ReplicaView
@@ -24,7 +25,6 @@ from placements.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-AUTOSCALE_S = 5.0  # between two decisions
 AT_ONCE_S = 1.0  # the same, when requests wait for a model without a replica
 SILENT_S = 10.0  # a gateway that has told nothing for so long is gone
 ROUTED_S = 60.0  # between two samples of a model's requests in the events
@@ -45,30 +45,6 @@ class _Gateway:
 
 
 @dataclass
-class _Sum:
-    """What has happened to one model since the last decision, at all gateways."""
-
-    arrived: int = 0
-    ended: int = 0
-    slot_s: float = 0.0
-    refused: int = 0
-    cold: int = 0
-    late: int = 0
-    first_tokens: int = 0
-    prefill_s: float = 0.0
-
-    def add(self, told: Demand) -> None:
-        self.arrived += told.arrived
-        self.ended += told.ended
-        self.slot_s += told.slot_s
-        self.refused += told.refused
-        self.cold += told.cold
-        self.late += told.late
-        self.first_tokens += told.first_tokens
-        self.prefill_s += told.prefill_s
-
-
-@dataclass
 class _Memory:
     """What is remembered of one model."""
 
@@ -82,7 +58,7 @@ class _Memory:
     held_on: float = float("-inf")  # when it was held back last, told or not
     changes: dict[str, int] = field(default_factory=dict)  # how many events of each kind
 
-    def measure_prefill(self, told: _Sum) -> None:
+    def measure_prefill(self, told: Counts) -> None:
         """Learn from what was counted."""
         if told.first_tokens:
             mean = told.prefill_s / told.first_tokens
@@ -96,7 +72,7 @@ class Scaler:
     def __init__(self, state: FleetState) -> None:
         self._state = state
         self._gateways: dict[str, _Gateway] = {}
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, Counts] = {}
         self._since = 0.0  # when the last decision was, or the first report began
         self._urged_at = float("-inf")  # when it was decided at once last
         self._woken: set[str] = set()  # models that a request asks for
@@ -125,7 +101,7 @@ class Scaler:
         told = {one.model: one for one in report.models if self._state.current.spec.model(one.model) is not None}
         self._gateways[report.gateway] = _Gateway(report.number, now, told)
         for name, demand in told.items():
-            self._sums.setdefault(name, _Sum()).add(demand)
+            self._sums.setdefault(name, Counts()).add(demand)
             if demand.waiting and name not in self._urged and self._is_asleep(name):
                 self._urged.add(name)
                 self._urgent = True
@@ -238,6 +214,7 @@ class Scaler:
         for name in history.courses.keys() - names:
             history = history.without(name)
             self._known.pop(name, None)
+            state.held_back.pop(name, None)
         self._history = history
         self._since, self._urgent = now, False
         for name, told in self._sums.items():
@@ -256,6 +233,8 @@ class Scaler:
         before = state.wanted(model)
         state.aim_at(model, count)
         after = state.wanted(model)
+        if after != before or why is None:
+            state.held_back.pop(model.name, None)
         if after != before:
             self._tell(model, before, after, why or "", woken=load.waiting > 0)
         elif why is not None:
@@ -284,6 +263,7 @@ class Scaler:
         memory = self._memory(model.name)
         memory.why = why
         began = now - memory.held_on > ROUTED_S
+        self._state.held_back.setdefault(model.name, why)  # as it began: its figures change all the time
         memory.held_on = now
         if now - memory.held_at >= (ROUTED_S if began else HELD_BACK_S):
             memory.held_at = now
@@ -293,20 +273,13 @@ class Scaler:
     # What it is decided from
 
     def _load(self, name: str, now: float) -> Load:
-        told = self._sums.get(name) or _Sum()
+        told = self._sums.get(name) or Counts()
         latest = self._latest(name)
-        return Load(
-            seconds=now - self._since,
-            arrived=told.arrived,
-            ended=told.ended,
-            slot_s=told.slot_s,
+        return told.load(
+            now - self._since,
             waiting=max(sum(one.waiting for one in latest), 1 if name in self._woken else 0),
             live=sum(one.live for one in latest),
             longest_wait_s=max((one.longest_wait_s for one in latest), default=0.0),
-            refused=told.refused,
-            cold=told.cold,
-            late=told.late,
-            first_tokens=told.first_tokens,
         )
 
     def _latest(self, name: str) -> list[Demand]:
@@ -315,13 +288,8 @@ class Scaler:
     def fleet_now(self) -> FleetNow:
         """The fleet as the autoscaler sees it: hosts that live, cores that may be used, replicas that do not end."""
         state = self._state
-        price = prices(state.current.spec, state.hosts)
         hosts = state.living_hosts
-        withheld = state.blocked()
-        blocked = tuple(
-            frozenset(core for core in {*withheld.get(host.name, ()), *host.reserved_cores} if core < host.cores)
-            for host in hosts
-        )
+        rows, blocked = rows_of(hosts, prices(state.current.spec, state.hosts), state.blocked())
         numbers = {host.name: i for i, host in enumerate(hosts)}
         views = self._views()
         placed = Counter(target.model for target in state.goal.targets)
@@ -331,7 +299,7 @@ class Scaler:
         )
         return FleetNow(
             models=tuple(models),
-            hosts=tuple((host.cores - len(shut), price[host.name]) for host, shut in zip(hosts, blocked, strict=True)),
+            hosts=rows,
             blocked=blocked,
         )
 

@@ -94,6 +94,20 @@ def _expiry(path: str, pem: bytes) -> float:
     return own.not_valid_after_utc.timestamp()
 
 
+def certified_name(cert: str) -> str:
+    """By which clients may call a server with this certificate: its first host name that is no pattern, else its first
+    address, else "localhost". Raises Failed `tls-unusable`."""
+    from cryptography import x509
+
+    try:
+        own = x509.load_pem_x509_certificate(_read(cert, "--tls-cert"))
+        names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return "localhost"
+    hosts = [name for name in names.get_values_for_type(x509.DNSName) if "*" not in name]
+    return next(iter([*hosts, *map(str, names.get_values_for_type(x509.IPAddress))]), "localhost")
+
+
 class CertificateFiles:
     """The listener's certificates: ``context`` is what new connections are served with, until ``expires`` (seconds
     since the epoch)."""

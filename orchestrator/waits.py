@@ -19,6 +19,8 @@ import math
 from collections.abc import Sequence
 
 RETRY_AFTER_S = (1, 60)  # the bounds of what a refused client is told
+MEAN_SHARE = 0.1  # of the newest request in the exponential averages
+FIRST_SERVICE_S = 1.0  # that a request holds a slot, before one has ended
 
 
 def predicted_wait_s(ahead: int, slots: int, mean_service_s: float, at_most_s: Sequence[float] = ()) -> float:
@@ -37,6 +39,21 @@ def predicted_wait_s(ahead: int, slots: int, mean_service_s: float, at_most_s: S
         nth = place - free
         wait += min(taken[nth], mean_service_s * (nth + 1) / len(taken))
     return wait
+
+
+class Waits:
+    """What is known of the waits for the slots of one model, in a gateway as in the simulator."""
+
+    def __init__(self) -> None:
+        self.mean_service_s = FIRST_SERVICE_S  # of one request in a slot; an exponential average
+
+    def ended(self, held_s: float) -> None:
+        """A request was answered, and has held its slot for so long."""
+        self.mean_service_s += MEAN_SHARE * (held_s - self.mean_service_s)
+
+    def until_s(self, ahead: int, slots: int, at_most_s: Sequence[float] = (), own_wait_s: float = 0.0) -> float:
+        """As `predicted_wait_s`, and no shorter than ``own_wait_s``: what the pace of the tenant's requests says."""
+        return max(predicted_wait_s(ahead, slots, self.mean_service_s, at_most_s), own_wait_s)
 
 
 def retry_after_s(wait_s: float, allowed_s: float = 0.0) -> int:

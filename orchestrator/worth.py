@@ -12,23 +12,25 @@ from orchestrator.queueing import delayed, occupied, peakedness
 class Rules:
     """The numbers of the autoscaler; docs/scaling.md says what each is for. Tuned by benchmarks/scaling.py."""
 
-    horizon_s: float = 180.0  # H: what a replica serves is counted for so long
+    horizon_s: float = 150.0  # H: what a replica serves is counted for so long
     horizon_loads: float = 3.0  # and for so many load times at least
     reluctance: float = 2.5  # what a replica has to serve more than the one that ends for it
+    reload: float = 4.0  # load times for which the loss of an idle replica counts: it can be loaded again
     residency: float = 2.0  # load times that a replica stays at least
     warm_up_s: float = 30.0  # of a new replica, whose measurements say nothing yet
     ends_a_tick: int = 2  # replicas that end for others of their priority, in one decision
     weights: tuple[float, ...] = (0.3, 0.2, 0.1, 0.32, 0.08)  # of the forecasts: those of SPANS_S, and the peak
-    least_served: float = 1.0  # requests that a replica more must serve in time within the horizon
+    least_served: float = 2.0  # requests that a replica more must serve in time within the horizon
     waiting_weight: float = 0.1  # of a request that waits for the first replica
     starved_s: float = 60.0  # after so long without a replica its requests go before second ones of others
-    first_steps: int = 2  # replicas of a model that wakes, until the first is ready
+    step_cores: int = 8  # by which a model may grow in one decision: several small replicas, or one large one
+    first_steps: int = 2  # replicas of a model that wakes, or those of step_cores, until the first is ready
     slack_s: float = 5.0  # what a request may wait where no objective says it
     late_share: float = 0.05  # of the requests that may be late where a replica fewer is tried
     keep_paid: float = 1.25  # a replica on cores that cost goes when it is worth so much less than they cost
     fluid: float = 0.25  # part of the worth that counts slots in use, not requests in time: overload has no other slope
-    patience: float = 0.5  # of the slack, what is counted on: those before may have waited too
-    ahead: int = 4  # replicas that are looked at together, since the first ones of several may serve nothing in time
+    patience: float = 0.35  # of the slack, what is counted on: those before may have waited too
+    ahead: int = 8  # replicas that are looked at together, since the first ones of several may serve nothing in time
     tpot_fill: float = 0.8  # part of the slots that is used where time per token has an objective
 
 

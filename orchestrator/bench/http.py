@@ -64,8 +64,10 @@ class Client:
     """Asks one origin, on as many connections as are needed at once; keeps those that the server leaves open. Use it in
     one event loop."""
 
-    def __init__(self, origin: Origin, key: str | None = None) -> None:
+    def __init__(self, origin: Origin, key: str | None = None, address: str | None = None) -> None:
+        """``address`` is connected to in place of the origin's host, whose certificate is asked for all the same."""
         self.origin = origin
+        self._address = address or origin.host
         lines = [f"Host: {origin.authority}", "User-Agent: corewright-bench", "Accept: */*"]
         if key:
             lines.append(f"Authorization: Bearer {key}")
@@ -112,7 +114,7 @@ class Client:
         loop = asyncio.get_running_loop()
         name = self.origin.host if self._tls else None
         making = loop.create_connection(
-            _Connection, self.origin.host, self.origin.port, ssl=self._tls, server_hostname=name
+            _Connection, self._address, self.origin.port, ssl=self._tls, server_hostname=name
         )
         _, connection = await asyncio.wait_for(making, CONNECT_S)
         return connection

@@ -9,7 +9,7 @@ from orchestrator.bench.measured import Measured, kinds
 from orchestrator.bench.serving import Serving
 from orchestrator.bench.statistics import PERCENTILES, Summary
 from orchestrator.bench.sweep import Cell, Sweep
-from orchestrator.cli.output import columns
+from orchestrator.columns import columns
 
 FIGURES = {
     "ttft_ms": "TTFT",

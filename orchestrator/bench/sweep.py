@@ -13,7 +13,6 @@ from orchestrator.bench.measured import Measured, kinds
 from orchestrator.bench.target import Target
 
 SHARES = (25, 50, 75)  # per cent of the length, as https://huggingface.co/blog/inferentia-llama2
-MIN_LENGTH = 8
 
 
 @dataclass(frozen=True)

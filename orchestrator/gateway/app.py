@@ -162,7 +162,7 @@ class Gateway:
                 await asyncio.wait_for(self._controller.demand(report), CONTROLLER_SILENT_S)
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
                 log.warning("the controller does not hear of the demand: %s", error)
-            self._recorder.flush()
+            self._recorder.write_soon()
 
     async def heard(self, within_s: float) -> None:
         """Returns when the controller has told the routes for the first time, or after ``within_s``."""
@@ -206,7 +206,7 @@ class Gateway:
     async def stop(self) -> None:
         """The gateway ends; every exchange is over."""
         await self._peers.leave()
-        self._recorder.close()
+        await asyncio.to_thread(self._recorder.close)
         self._limits.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -215,7 +215,12 @@ class Gateway:
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._woken)
+
+    def _woken(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # it is asked again with the next routes
+            log.warning("the controller was not asked for a first replica: %s", error)
 
     # Every request
 
@@ -498,7 +503,7 @@ class Gateway:
             for request, choice in zip(requests, choices, strict=True):
                 if parser is not None:
                     choice.parser = parser()
-                reply.add(queue.submit(request, reply, tokenizer, trace, terms), choice)
+                reply.add(queue.submit(request, reply, tokenizer, trace, terms, exchange.id), choice)
                 trace = None  # of several choices, the first is followed
         except BaseException:
             reply.leave()

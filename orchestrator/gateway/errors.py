@@ -44,6 +44,21 @@ class ApiError(Exception):
         return found
 
 
+def _too_many(message: str, *, code: str, retry_after_s: int) -> ApiError:
+    """The client may come again."""
+    return ApiError(429, message, type="rate_limit_error", code=code, retry_after_s=retry_after_s)
+
+
+def _unavailable(message: str, *, code: str, retry_after_s: int) -> ApiError:
+    """We cannot serve it now."""
+    return ApiError(503, message, type="service_unavailable", code=code, retry_after_s=retry_after_s)
+
+
+def _span(seconds: float) -> str:
+    """ "2.5 s", and below a second "5 ms"."""
+    return f"{seconds:.1f} s" if seconds >= 0.9995 else f"{max(0.0, seconds) * 1000:.3g} ms"
+
+
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -130,13 +145,13 @@ def origin_not_allowed(origin: str) -> ApiError:
 def too_many_connections(limit: int, of_key: bool = False) -> ApiError:
     whose = "with this API key" if of_key else "to this gateway"
     message = f"There are more than {limit} connections {whose}. Try again in 1 s."
-    kind = "rate_limit_error" if of_key else "service_unavailable"
-    return ApiError(429 if of_key else 503, message, type=kind, code="too_many_connections", retry_after_s=1)
+    made = _too_many if of_key else _unavailable
+    return made(message, code="too_many_connections", retry_after_s=1)
 
 
 def too_much_at_once() -> ApiError:
     message = "Too many large requests are being read. Try again in 1 s."
-    return ApiError(503, message, type="service_unavailable", code="too_many_bodies", retry_after_s=1)
+    return _unavailable(message, code="too_many_bodies", retry_after_s=1)
 
 
 def our_fault() -> ApiError:
@@ -150,22 +165,21 @@ def wrong_content_type(given: str) -> ApiError:
 
 def queue_full(model: str, why: str, retry_after_s: int) -> ApiError:
     message = f"The queue of {model!r} is full: {why}. Try again in {retry_after_s} s."
-    return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_s=retry_after_s)
+    return _too_many(message, code="queue_full", retry_after_s=retry_after_s)
 
 
 def deadline_unreachable(model: str, wait_s: float, allowed_s: float, retry_after_s: int) -> ApiError:
     """Told at once, instead of after the wait."""
-    wait = "without end" if wait_s == float("inf") else f"{wait_s:.1f} s"
+    wait, wanted = "without end" if wait_s == float("inf") else _span(wait_s), _span(allowed_s)
     message = (
-        f"A request to {model!r} would wait {wait} for a slot, and its first token is wanted within {allowed_s:.1f} s. "
+        f"A request to {model!r} would wait {wait} for a slot, and its first token is wanted within {wanted}. "
         f"Try again in {retry_after_s} s."
     )
-    kind = "rate_limit_error"
-    return ApiError(429, message, type=kind, code="deadline_unreachable", retry_after_s=retry_after_s)
+    return _too_many(message, code="deadline_unreachable", retry_after_s=retry_after_s)
 
 
 def deadline_exceeded(model: str, waited_s: float) -> ApiError:
-    message = f"The request has waited {waited_s:.1f} s for a slot of {model!r}; its deadline has passed."
+    message = f"The request has waited {_span(waited_s)} for a slot of {model!r}; its deadline has passed."
     return ApiError(504, message, type="timeout_error", code="deadline_exceeded")
 
 
@@ -173,12 +187,17 @@ def model_unavailable(model: str, state: str, reason: str | None) -> ApiError:
     """No replica of the model can serve now."""
     code = "model_loading" if state == "loading" else "model_unavailable"
     message = f"The model {model!r} is {state}" + (f": {reason}" if reason else "") + "."
-    return ApiError(503, message, type="service_unavailable", code=code, retry_after_s=2 if state == "loading" else 10)
+    return _unavailable(message, code=code, retry_after_s=2 if state == "loading" else 10)
 
 
 def replica_lost(model: str) -> ApiError:
     message = f"The replica of {model!r} that worked on this request is gone. Send it again."
-    return ApiError(503, message, type="service_unavailable", code="replica_lost", retry_after_s=1)
+    return _unavailable(message, code="replica_lost", retry_after_s=1)
+
+
+def tokenizer_unavailable(cause: object) -> ApiError:
+    message = f"The model's tokenizer cannot be loaded: {cause}"
+    return _unavailable(message, code="tokenizer_unavailable", retry_after_s=10)
 
 
 def engine_failed(model: str, what: str) -> ApiError:
@@ -191,8 +210,7 @@ def rate_limited(what: str, limit: int, used: int, asked: int, retry_after_s: in
         f"This API key's limit of {limit} {what} is reached: {used} are used, the request needs {asked}. "
         f"Try again in {retry_after_s} s."
     )
-    kind = "rate_limit_error"
-    return ApiError(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+    return _too_many(message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 def too_many_concurrent(limit: int, retry_after_s: int) -> ApiError:
@@ -200,8 +218,7 @@ def too_many_concurrent(limit: int, retry_after_s: int) -> ApiError:
         f"This API key may have {limit} requests at a time, and has them. Wait for one to end, or try again in "
         f"{retry_after_s} s."
     )
-    kind = "rate_limit_error"
-    return ApiError(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+    return _too_many(message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 def over_rate_limit(tokens: int, limit: int) -> ApiError:

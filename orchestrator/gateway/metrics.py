@@ -126,13 +126,13 @@ class ModelMetrics:
         self._gap_sum += gap_s * count
         self._generated += count
 
-    def first_token(self, ttft_s: float, queued_s: float, prefill_s: float, count: int = 1) -> None:
+    def first_token(self, ttft_s: float, queued_s: float, prefill_s: float) -> None:
         """The first step of a request: ``ttft_s`` after it came, ``queued_s`` of it in the queue, ``prefill_s`` in the
-        replica. ``count`` tokens came with it."""
+        replica."""
         self._first.observe(ttft_s)
         self._queued.observe(queued_s)
         self._prefill.observe(prefill_s)
-        self._generated += count
+        self._generated += 1
 
     def ended(self, reason: str, prompt_tokens: int, completion_tokens: int, e2e_s: float, decode_s: float) -> None:
         """A request is over, for whatever reason: once for each. ``decode_s``: from its first token to its last."""
@@ -173,7 +173,7 @@ class GatewayMetrics:
         self._refused[(model if model in self._names and model is not None else "", str(status), code)] += 1
 
     def retried(self, model: str, kind: str) -> None:
-        """A request goes to another replica; ``kind`` says why: `lost`, `draining`, `refused`."""
+        """A request goes to another replica; ``kind`` says why: `lost` or `draining`."""
         self._retries[(model, kind)] += 1
 
     def overhead(self, seconds: float) -> None:

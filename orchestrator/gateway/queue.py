@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import math
-import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 
 import msgspec.structs
 
-from orchestrator.demand import Demand, RoutingDecision
+from orchestrator.demand import Counts, Demand, RoutingDecision
 from orchestrator.gateway import errors
-from orchestrator.gateway.dial import open_link
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.generation import Limits
+from orchestrator.gateway.lines import Lines
 from orchestrator.gateway.link import ReplicaLink
-from orchestrator.gateway.tally import Tally
+from orchestrator.gateway.links import Links
 from orchestrator.gateway.terms import Terms
 from orchestrator.gateway.ticket import Sink, Ticket
 from orchestrator.gateway.tracing import TraceHandle
@@ -29,16 +25,11 @@ from orchestrator.prefixes import Sessions, chain
 from orchestrator.routes import ModelRoutes, Route
 from orchestrator.routing import choose
 from orchestrator.waiting import Line, LineFull
-from orchestrator.waits import predicted_wait_s, retry_after_s
+from orchestrator.waits import MEAN_SHARE, Waits, retry_after_s
 from workers.credentials import Credentials
 from workers.requests import GenerateRequest
 
-log = logging.getLogger(__name__)
-
-CONNECT_DEADLINE_S = 5.0
-RECONNECT_S = 0.1
 NEW_TOKENIZER = "its tokenizer is another one now"
-MEAN_SHARE = 0.1  # of the newest request in the exponential averages
 LEAST_PREFIX = 0.25  # of a prompt, for which its replica is preferred
 EXPECTED_TOKENS = 256.0  # of an answer, before any has ended
 
@@ -64,24 +55,19 @@ class ModelQueue:
         self.routes = routes
         self._gateway = gateway
         self._token = token
-        self._credentials = credentials
         self._wake = wake
         self._retried = retried
-        self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
         self._closed = False
-        self._line: Line[Ticket] = _line(routes)
-        self._canary_line: Line[Ticket] | None = None  # of the version that is being tried, where there is one
-        self._weights: dict[str, float] = {}  # of the tenants that have asked
+        self._lines = Lines(routes)
+        self._waits = Waits()
         self._headroom = Headroom()
         self._sessions: Sessions[str] = Sessions()
-        self._tally = Tally()
-        self._links: dict[Route, ReplicaLink] = {}
-        self._keeping: dict[Route, asyncio.Task[None]] = {}
-        self._random = random.Random()
-        self._limits: Limits | None = None  # until something changes
-        self._prefix_block: int | None = None  # likewise
-        self._mean_service_s = 1.0  # of one request in a slot; an exponential average
-        self.mean_answer = EXPECTED_TOKENS  # tokens, likewise
+        self._counts = Counts()
+        self._sample: RoutingDecision | None = None  # the first since the last report
+        self._links = Links(
+            routes, self._link, credentials=credentials, on_open=self._changed, on_unusable=self._unusable
+        )
+        self.mean_answer = EXPECTED_TOKENS  # tokens; an exponential average
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,40 +76,26 @@ class ModelQueue:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._lines))
+        return self._lines.waiting
 
     @property
     def live(self) -> int:
-        return sum(link.live for link in self._links.values())
+        return self._links.live
 
     @property
     def links(self) -> Iterable[ReplicaLink]:
         """Those that are open."""
-        return self._links.values()
+        return self._links
 
     @property
     def slots(self) -> int:
         """Of all connected replicas."""
-        return sum(link.welcome.slots for link in self._links.values() if link.welcome is not None)
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Tokens of the largest prefill bucket, as a replica has said it; None before one has."""
-        prompts = [link.welcome.max_prompt for link in self._links.values() if link.welcome is not None]
-        return max(prompts, default=None)
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Token ids are below this; None before a replica has said it."""
-        return next((link.welcome.vocab_size for link in self._links.values() if link.welcome is not None), None)
+        return self._links.slots
 
     @property
     def limits(self) -> Limits:
         """Of a request of this model, as far as a replica has told them."""
-        if self._limits is None:
-            longest = self.longest_prompt or self.routes.max_len
-            self._limits = Limits(self.routes.max_len, longest, self.vocab_size)
-        return self._limits
+        return self._links.limits
 
     def submit(
         self,
@@ -132,9 +104,10 @@ class ModelQueue:
         tokenizer: str | None = None,
         trace: TraceHandle | None = None,
         terms: Terms = _PLAIN,
+        known_as: str = "",
     ) -> Ticket:
         """Send a request to a free slot, or queue it. Its prompt was read with the routes' ``tokenizer`` of that time
-        (None: today's). ``trace`` is told what becomes of it.
+        (None: today's). ``trace`` is told what becomes of it. ``known_as`` is the x-request-id of its answer.
 
         Raises ApiError: 429 when the queue is full or its deadline cannot be kept, 503 when no replica can serve and
         none comes, or when the tokenizer is another one by now.
@@ -144,42 +117,36 @@ class ModelQueue:
         3. else                                            -> 503
         """
         routes, state = self.routes, self.routes.state
-        tally = self._tally
-        tally.arrived += 1
+        self._counts.arrived += 1
         comes = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
-        usable = len(routes.replicas) > len(self._refused)
-        if not usable:
-            tally.cold += 1
+        usable = self._links.usable
         if self._closed or not (usable or comes or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = Ticket(request, sink, self, terms)
         if tokenizer not in (None, routes.tokenizer):
             raise errors.model_unavailable(self.name, "updated", NEW_TOKENIZER)
         ticket.tokenizer = routes.tokenizer
+        ticket.known_as = known_as or request.id
         ticket.cold = not usable
         ticket.held_since = ticket.arrived_at if ticket.cold else None
         if trace is not None:
             ticket.trace = trace
             trace.queued()
-        line = self._line_for(ticket)
-        if self._weights.get(ticket.tenant) != terms.weight:
-            self._weights[ticket.tenant] = terms.weight
-            for each in self._lines:
-                each.set_weight(ticket.tenant, terms.weight)
+        line = self._lines.draw(ticket)
+        self._lines.weigh(ticket.tenant, terms.weight)
         ticket.over = not self._headroom.came(ticket.priority, ticket.arrived_at)
         if routes.max_wait_s is not None:
             latest = ticket.arrived_at + routes.max_wait_s
             ticket.deadline = latest if ticket.deadline is None else min(ticket.deadline, latest)
-        first = line.peek()
+        first = line.peek()  # 1, 2
         is_next = first is None or ticket.priority < first.priority
         if not (is_next and self._send_now(ticket)):
             try:
                 self._enqueue(ticket, line)
             except ApiError:
-                tally.refused += 1
                 self._over(ticket, ticket.arrived_at)
                 raise
-        if comes and state is ModelState.UNLOADED:
+        if comes and state is ModelState.UNLOADED:  # 2
             self._wake(self.name)
         return ticket
 
@@ -187,14 +154,9 @@ class ModelQueue:
         """Take over what the controller says: open links to new replicas, retire those that left."""
         if routes.tokenizer != self.routes.tokenizer:  # what waits was read with the old tokenizer
             self._fail_waiting(errors.model_unavailable(self.name, "updated", NEW_TOKENIZER))
-        before, self.routes = self.routes, routes
-        self._limits = self._prefix_block = None
-        self._refused &= set(routes.replicas)
-        self._reline(before)
-        for route, link in list(self._links.items()):
-            link.resume() if route in routes.replicas else link.retire()
-        for route in routes.replicas:
-            self._keep_link(route)
+        self.routes = routes
+        self._lines.update(routes, self._links.tickets)
+        self._links.update(routes)
         self._pump()
         if not routes.replicas:
             self._hold_waiting()
@@ -209,27 +171,22 @@ class ModelQueue:
         self._closed = True
         self.routes = msgspec.structs.replace(self.routes, replicas=[])
         self._fail_waiting(errors.model_unavailable(self.name, "stopping", None))
-        for link in self._links.values():
-            link.retire()
+        self._links.update(self.routes)
 
     async def stop(self) -> None:
         """Let go of the replicas: the gateway ends."""
-        pending = set(self._keeping.values())
-        while pending:  # more than once: up to Python 3.11 wait_for may swallow a cancellation
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=0.1)
-        for link in list(self._links.values()):
-            link.close()
+        await self._links.stop()
 
     def report(self) -> tuple[Demand, RoutingDecision | None]:
         """What was counted since the last call, and how one of the requests came to its replica."""
         now = time.monotonic()
-        oldest = min((ticket.arrived_at for line in self._lines for ticket in line), default=now)
-        decision = self._tally.decision
-        return self._tally.take(
+        oldest = min((ticket.arrived_at for ticket in self._lines.tickets), default=now)
+        told = self._counts.demand(
             self.name, waiting=self.waiting, live=self.live, longest_wait_s=round(now - oldest, 3)
-        ), decision
+        )
+        decision, self._sample = self._sample, None
+        self._counts = Counts()
+        return told, decision
 
     # Owner of its tickets
 
@@ -238,44 +195,15 @@ class ModelQueue:
         if ticket.link is not None:
             ticket.link.cancel(ticket)
             return
-        self._line_of(ticket).remove(ticket)
+        self._lines.of(ticket).remove(ticket)
         self._over(ticket, time.monotonic())
 
     def began(self, ticket: Ticket, now: float) -> None:
         """Its first token has been taken."""
-        tally, objective = self._tally, self.routes.ttft_s
-        tally.first_tokens += 1
-        tally.prefill_s += now - ticket.sent_at
-        if objective is not None and now - ticket.arrived_at > objective:
-            tally.late += 1
+        self._counts.first_tokens += 1
+        self._counts.prefill_s += now - ticket.sent_at
 
-    # The line
-
-    @property
-    def _lines(self) -> Sequence[Line[Ticket]]:
-        return (self._line,) if self._canary_line is None else (self._line, self._canary_line)
-
-    def _line_for(self, ticket: Ticket) -> Line[Ticket]:
-        """Of the version that is drawn for it."""
-        canary = self.routes.canary
-        ticket.canary = canary is not None and self._random.random() < canary
-        return self._line_of(ticket)
-
-    def _line_of(self, ticket: Ticket) -> Line[Ticket]:
-        return self._canary_line if ticket.canary and self._canary_line is not None else self._line
-
-    def _reline(self, before: ModelRoutes) -> None:
-        """Make the lines as the routes have them now; what waits keeps its place."""
-        routes = self.routes
-        for line in self._lines:
-            line.max_count, line.max_bytes = routes.max_queue, routes.max_queue_bytes
-        if (before.queue_order, before.canary is None) == (routes.queue_order, routes.canary is None):
-            return
-        waiting = [ticket for line in self._lines for ticket in line.clear()]
-        self._line = _line(routes, self._weights)
-        self._canary_line = None if routes.canary is None else _line(routes, self._weights)
-        for ticket in sorted(waiting, key=lambda ticket: ticket.arrived_at, reverse=True):
-            self._line_for(ticket).put_back(ticket)
+    # Waiting
 
     def _enqueue(self, ticket: Ticket, line: Line[Ticket]) -> None:
         """Raises ApiError 429."""
@@ -283,19 +211,18 @@ class ModelQueue:
         own_wait_s = line.own_wait_s(ticket, now) if self.slots else 0.0
         if ticket.deadline is not None and self.slots:
             kept = self._headroom.kept(ticket.priority, self.slots, now)
-            wait_s = max(self._predicted_wait_s(line.ahead_of(ticket) + kept), own_wait_s)
+            wait_s = self._predicted_wait_s(line.ahead_of(ticket) + kept, own_wait_s)
             allowed_s = ticket.deadline - now
             if wait_s > allowed_s:
                 raise errors.deadline_unreachable(self.name, wait_s, allowed_s, retry_after_s(wait_s, allowed_s))
         full = line.full(ticket)
         for victim in line.make_room(ticket) if full is not None else ():
-            self._tally.refused += 1
             self._over(victim, now)
-            victim.fail(self._full(str(full)))
+            victim.fail(self._full(line, str(full)))
         try:
             line.push(ticket)
         except LineFull as error:
-            raise self._full(str(error)) from None
+            raise self._full(line, str(error)) from None
         self._pump()
         self._wait_on(ticket, now)
 
@@ -332,36 +259,42 @@ class ModelQueue:
             ticket.held_since = None
             self._start_timer(ticket, now)
             return
-        self._tally.refused += 1
-        self._line_of(ticket).remove(ticket)
+        self._lines.of(ticket).remove(ticket)
         self._over(ticket, now)
         waited_s = now - ticket.arrived_at
         if late:
             ticket.fail(errors.deadline_exceeded(self.name, waited_s))
         else:
-            ticket.fail(errors.model_unavailable(self.name, "loading", f"it is not ready after {waited_s:.0f} s"))
+            ticket.fail(self._not_started(waited_s))
+
+    def _not_started(self, waited_s: float) -> ApiError:
+        """It has been held for as long as the spec says."""
+        routes = self.routes
+        if routes.state is not ModelState.UNLOADED:
+            return errors.model_unavailable(self.name, "loading", f"it is not ready after {waited_s:.0f} s")
+        why = f"no replica was started in {waited_s:.0f} s" + (f", {routes.reason}" if routes.reason else "")
+        return errors.model_unavailable(self.name, routes.state.value, why)
 
     def _hold_waiting(self) -> None:
         """There is no replica any more: what waits is held from now on as if it had come now."""
         now = time.monotonic()
-        for line in self._lines:
-            for ticket in line:
-                if ticket.held_since is None:
-                    ticket.held_since = now
-                    self._start_timer(ticket, now)
+        for ticket in self._lines.tickets:
+            if ticket.held_since is None:
+                ticket.held_since = now
+                self._start_timer(ticket, now)
 
-    def _predicted_wait_s(self, ahead: int) -> float:
+    def _predicted_wait_s(self, ahead: int, own_wait_s: float = 0.0) -> float:
         """Until a request with so many before it has a slot."""
         held = [
             (ticket.request.max_tokens - ticket.produced) * link.pace if link.pace else math.inf
-            for link in self._links.values()
+            for link in self._links
             for ticket in link.tickets
         ]
-        return predicted_wait_s(ahead, self.slots, self._mean_service_s, held)
+        return self._waits.until_s(ahead, self.slots, held, own_wait_s)
 
-    def _full(self, why: str) -> ApiError:
-        """It may come again when the next place is free."""
-        last = len(self._line)
+    def _full(self, line: Line[Ticket], why: str) -> ApiError:
+        """It may come again when the next place in its line is free."""
+        last = len(line)
         wait_s = self._predicted_wait_s(last) - self._predicted_wait_s(last - 1) if last and self.slots else math.inf
         return errors.queue_full(self.name, why, retry_after_s(wait_s))
 
@@ -374,83 +307,50 @@ class ModelQueue:
             ticket.over = True
             self._headroom.went(ticket.priority, now)
 
-    # Links
+    # What links tell
 
-    def _keep_link(self, route: Route) -> None:
-        if route not in self._keeping and route not in self._refused:
-            task = asyncio.get_running_loop().create_task(self._keep(route))
-            self._keeping[route] = task
-            task.add_done_callback(lambda _: self._keeping.pop(route))
+    def _link(self, route: Route) -> ReplicaLink:
+        """A new one, which is not connected yet."""
+        return ReplicaLink(
+            route,
+            gateway=self._gateway,
+            token=self._token,
+            on_change=self._changed,
+            on_ended=self._ended,
+            on_lost=self._lost,
+            on_busy=self._back,
+            later=asyncio.get_running_loop().call_soon,
+        )
 
-    async def _keep(self, route: Route) -> None:
-        """Hold a link to the replica for as long as it is in the routes: a lost link is not a lost replica."""
-        loop = asyncio.get_running_loop()
-        while route in self.routes.replicas:
-            make = functools.partial(
-                ReplicaLink,
-                route,
-                gateway=self._gateway,
-                token=self._token,
-                on_change=self._changed,
-                on_ended=self._ended,
-                on_lost=self._lost,
-                on_busy=self._back,
-                later=loop.call_soon,
-            )
-            try:
-                connecting = open_link(loop, make, route.socket, self._credentials)
-                _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
-            except (OSError, asyncio.TimeoutError) as error:
-                log.warning("%s cannot be reached on %s: %s", route.id, route.socket, error)
-                await asyncio.sleep(RECONNECT_S)
-                continue
-            if route not in self.routes.replicas:  # it left while the link was being opened
-                link.close()
-                return
-            if not link.closed.is_set():
-                self._links[route] = link
-                self._changed()  # its Welcome may be here already
-            await link.closed.wait()
-            if link.refused:
-                self._refused.add(route)
-                if not self.slots:
-                    self._fail_waiting(errors.model_unavailable(self.name, "unusable", "see the gateway's log"))
-                return
-            if link.welcome is None:
-                await asyncio.sleep(RECONNECT_S)  # it hung up at once; do not spin
+    def _unusable(self) -> None:
+        self._fail_waiting(errors.model_unavailable(self.name, "unusable", "see the gateway's log"))
 
     def _changed(self) -> None:
         """A link has opened, or its replica has a free slot again."""
-        self._limits = self._prefix_block = None
+        self._links.forget()
         self._pump()
 
     def _ended(self, ticket: Ticket, held_s: float) -> None:
         """A request has ended after so long in its slot."""
         if ticket.produced and not ticket.left:  # what was refused or cut off says nothing of the others
-            self._mean_service_s += MEAN_SHARE * (held_s - self._mean_service_s)
+            self._waits.ended(held_s)
             self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
-        tally = self._tally
-        tally.ended += 1
-        tally.slot_s += held_s
-        tally.prompt_tokens += ticket.tokens
-        tally.output_tokens += ticket.produced
-        self._charge(ticket)
+        self._counts.ended += 1
+        self._counts.slot_s += held_s
+        self._lines.charge(ticket)
         self._over(ticket, ticket.sent_at + held_s)
         self._pump()
 
     def _lost(self, link: ReplicaLink, tickets: list[Ticket]) -> None:
         if link.closed.is_set():
-            self._links.pop(link.route, None)
-            self._limits = None
+            self._links.lost(link)
         now = time.monotonic()
         for ticket in reversed(tickets):
             if ticket.can_retry and not self._closed and ticket.tokenizer == self.routes.tokenizer:
-                if ticket.charged > 0:  # what is thrown away was not served
-                    tokens, priority = -ticket.charged, ticket.priority
-                    self._line_of(ticket).served(ticket.tenant, output_tokens=tokens, priority=priority)
+                self._lines.take_back_answer(ticket)
                 ticket.restart()
                 self._retried(self.name, "lost" if link.closed.is_set() else "draining")
-                self._line_of(ticket).put_back(ticket)
+                self._lines.of(ticket).put_back(ticket)
             else:
                 self._over(ticket, now)
                 ticket.fail(errors.replica_lost(self.name))
@@ -464,11 +364,9 @@ class ModelQueue:
             self._over(ticket, time.monotonic())
             ticket.fail(errors.replica_lost(self.name))
         else:
-            if ticket.charged >= 0:
-                self._line_of(ticket).served(ticket.tenant, prompt_tokens=-ticket.tokens, priority=ticket.priority)
-                ticket.charged = -1
+            self._lines.take_back_prompt(ticket)
             ticket.back()
-            self._line_of(ticket).put_back(ticket)
+            self._lines.of(ticket).put_back(ticket)
             self._pump()
             self._wait_on(ticket, time.monotonic())
 
@@ -481,7 +379,9 @@ class ModelQueue:
     def _pump_line(self, line: Line[Ticket]) -> None:
         if not len(line):
             return
-        self._settle(line)
+        if line.tenants > 1:  # what live requests have produced decides who is next
+            for live in self._links.tickets:
+                self._lines.charge(live)
         while (ticket := line.peek()) is not None:
             link = self._link_for(ticket)
             if link is None:
@@ -494,16 +394,16 @@ class ModelQueue:
         link = self._link_for(ticket)
         if link is None:
             return False
-        if self._shared:
-            self._line_of(ticket).pass_by(ticket)
+        if self._lines.shared:
+            self._lines.of(ticket).pass_by(ticket)
         self._send(ticket, link)
         return True
 
     def _link_for(self, ticket: Ticket) -> ReplicaLink | None:
         """Where it goes, or None while it must wait."""
-        links: Iterable[ReplicaLink] = self._links.values()
+        links: Iterable[ReplicaLink] = self._links
         if self.routes.canary is not None:
-            links = self._of_version(ticket.canary) or self._of_version(not ticket.canary)
+            links = self._links.of_version(ticket.canary) or self._links.of_version(not ticket.canary)
         affinity = self._affinity(ticket)
         link = choose(links, affinity, _stepped_at)
         if link is None:
@@ -517,17 +417,11 @@ class ModelQueue:
             ticket.affinity = "prefix" if ticket.chain else "session"
         return link
 
-    def _of_version(self, canary: bool) -> list[ReplicaLink]:
-        return [link for link in self._links.values() if (link.route.id in self.routes.canaries) is canary]
-
     def _affinity(self, ticket: Ticket) -> Callable[[ReplicaLink], float] | None:
         """What speaks for a replica: that it has read the beginning of the prompt, or has served the session last."""
         session = ticket.terms.session
         home = self._sessions.get(session, ticket.arrived_at) if session else None
-        if self._prefix_block is None:
-            blocks = [link.welcome.prefix_block for link in self._links.values() if link.welcome is not None]
-            self._prefix_block = max(blocks, default=0)
-        block = self._prefix_block
+        block = self._links.prefix_block
         if block and ticket.chain is None:
             ticket.chain = chain(ticket.request.prompt_ids, block)
         if home is None and not ticket.chain:
@@ -543,12 +437,10 @@ class ModelQueue:
         if ticket.timer is not None:
             ticket.timer.cancel()
             ticket.timer = None
-        if self._shared and ticket.charged < 0:
-            ticket.charged = 0
-            self._line_of(ticket).served(ticket.tenant, prompt_tokens=ticket.tokens, priority=ticket.priority)
+        self._lines.sent(ticket)
         if ticket.terms.session:
             self._sessions.put(ticket.terms.session, link.route.id, ticket.arrived_at)
-        if ticket.terms.explains or self._tally.decision is None:
+        if ticket.terms.explains or self._sample is None:
             self._explain(ticket, link)
         if link.prefixes is not None and ticket.chain:
             link.prefixes.keep(ticket.chain)
@@ -557,10 +449,10 @@ class ModelQueue:
     def _explain(self, ticket: Ticket, link: ReplicaLink) -> None:
         """Record how it came to that replica."""
         ticket.decision = RoutingDecision(
-            request=ticket.id,
+            request=ticket.known_as,
             model=self.name,
             queue_ms=round((time.monotonic() - ticket.arrived_at) * 1000, 3),
-            candidates=sum(one.free_slots > 0 for one in self._links.values()),
+            candidates=sum(one.free_slots > 0 for one in self._links),
             replica=link.route.id,
             slot=link.live + 1,
             slots=0 if link.welcome is None else link.welcome.slots,
@@ -568,28 +460,8 @@ class ModelQueue:
             retries=ticket.retries,
             affinity=ticket.affinity,
         )
-        if self._tally.decision is None:
-            self._tally.decision = ticket.decision
-
-    # Whom tokens are counted to
-
-    @property
-    def _shared(self) -> bool:
-        """Whether more than one tenant has asked: only then are tokens counted."""
-        return len(self._weights) > 1
-
-    def _settle(self, line: Line[Ticket]) -> None:
-        """Charge what the live requests have produced, where that decides who is next."""
-        if line.tenants > 1:
-            for link in self._links.values():
-                for ticket in link.tickets:
-                    self._charge(ticket)
-
-    def _charge(self, ticket: Ticket) -> None:
-        new = ticket.produced - ticket.charged
-        if new > 0 and ticket.charged >= 0:
-            ticket.charged = ticket.produced
-            self._line_of(ticket).served(ticket.tenant, output_tokens=new, priority=ticket.priority)
+        if self._sample is None:
+            self._sample = ticket.decision
 
     def _fail_waiting(self, error: ApiError) -> None:
         now = time.monotonic()
@@ -601,10 +473,3 @@ class ModelQueue:
 
 def _stepped_at(link: ReplicaLink) -> float:
     return link.stepped_at
-
-
-def _line(routes: ModelRoutes, weights: Mapping[str, float] = MappingProxyType({})) -> Line[Ticket]:
-    line: Line[Ticket] = Line(routes.max_queue, routes.max_queue_bytes, order=routes.queue_order)
-    for tenant, weight in weights.items():
-        line.set_weight(tenant, weight)
-    return line

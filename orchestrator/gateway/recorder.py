@@ -6,21 +6,28 @@ import contextlib
 import errno
 import logging
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
+
+from orchestrator.recordings import parts
 
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 4 * 2**20  # of one file; about 80,000 requests
 FILES = 32  # of all gateways together; the oldest goes
 BUFFERED = 1024  # requests until they are written without being asked to
+MOST_BUFFERED = 64 * 1024  # while the disk takes nothing; those that come then are not recorded
+
+Noted = tuple[float, str, int, int, str, float, float]
 
 
 class Recorder:
     """A line of CSV for each request: time, model, prompt and output tokens, key, first_ms, decode_ms.
 
     The files are ``folder/<gateway>.<bytes that this gateway had written before>.csv``, so that a place in them has a
-    number that stays the same when the oldest is deleted (`orchestrator.simulate.tracefile.read_page`). A disk that is
+    number that stays the same when the oldest is deleted (`orchestrator.recordings.read_page`). A disk that is
     full, or a folder that cannot be written, costs lines, never a request.
     """
 
@@ -31,10 +38,12 @@ class Recorder:
         self._gateway = gateway
         self._file_bytes = file_bytes
         self._files = files
-        self._notes: list[tuple[float, str, int, int, str, float, float]] = []
+        self._notes: list[Noted] = []
+        self._writer: ThreadPoolExecutor | None = None  # of one thread
+        self._writing: Future[None] | None = None
         self._file: BinaryIO | None = None
         self._written = 0  # in this file
-        self._complained = False
+        self._told_dropped: int | None = None  # how many had been when it was complained of; None: all is well
 
     def note(
         self,
@@ -51,37 +60,60 @@ class Recorder:
         ``first_s`` is from when it was sent to its replica until its first token, ``decode_s`` from there to its last;
         0.0: unknown.
         """
+        if len(self._notes) >= MOST_BUFFERED:
+            self.dropped += 1
+            return
         self._notes.append((wall_time, model, prompt_tokens, output_tokens, key_id, first_s, decode_s))
         if len(self._notes) >= BUFFERED:
-            self.flush()
+            self.write_soon()
+
+    def write_soon(self) -> None:
+        """Write what was noted, in a thread: the disk may take its time. While it does, the next ones wait."""
+        if not self._notes or (self._writing is not None and not self._writing.done()):
+            return
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "recorder")
+        notes, self._notes = self._notes, []
+        self._writing = self._writer.submit(self._write_down, notes)
 
     def flush(self) -> None:
-        """Write what was noted. Blocks for as long as the disk takes."""
+        """Write all that was noted. Blocks for as long as the disk takes."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
         notes, self._notes = self._notes, []
-        if not notes:
-            return
+        if notes:
+            self._write_down(notes)
+
+    def close(self) -> None:
+        """Write what is left. It may be used again."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # Inside
+
+    def _write_down(self, notes: Sequence[Noted]) -> None:
+        """Of one thread at a time."""
         lines = "".join(
             f"{at:.3f},{model},{prompt},{output},{key},{first * 1000:.1f},{decode * 1000:.1f}\n"
             for at, model, prompt, output, key, first, decode in notes
         )
         try:
             self._write(lines.encode())
-            self._complained = False
+            if self._told_dropped is not None:
+                log.warning("requests are recorded again; %d were not", self.dropped - self._told_dropped)
+                self._told_dropped = None
         except OSError as error:
-            self.dropped += len(notes)
-            if not self._complained:
+            if self._told_dropped is None:
                 log.warning("requests are not recorded in %s: %s", self._folder, error)
-                self._complained = True
+                self._told_dropped = self.dropped
+            self.dropped += len(notes)
             self._mend()
-
-    def close(self) -> None:
-        """Write what is left. It may be used again."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    # Inside
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
@@ -127,16 +159,6 @@ class Recorder:
                 os.ftruncate(file.fileno(), self._written)
             with contextlib.suppress(OSError):
                 file.close()
-
-
-def parts(folder: Path) -> dict[str, list[tuple[int, Path]]]:
-    """The files of each gateway, with the number of the byte that each begins with, in order."""
-    found: dict[str, list[tuple[int, Path]]] = {}
-    for path in folder.glob("*.*.csv"):
-        gateway, _, start = path.name.removesuffix(".csv").rpartition(".")
-        if gateway and start.isascii() and start.isdecimal():
-            found.setdefault(gateway, []).append((int(start), path))
-    return {gateway: sorted(files) for gateway, files in sorted(found.items())}
 
 
 def _opened(path: Path) -> BinaryIO:

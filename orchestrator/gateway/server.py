@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import resource
-import socket
 import ssl
 import threading
 import time
@@ -16,6 +15,7 @@ import uvloop
 
 from orchestrator.gateway.app import Controller, Gateway
 from orchestrator.gateway.http import HttpConnection
+from orchestrator.gateway.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.tls import CertificateFiles
 
@@ -29,22 +29,6 @@ SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
 SEAT_POLL_S = 0.05  # how long a dead gateway is missed where there is a spare one
 FIRST_ROUTES_S = 5.0
-
-
-def bind(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A bound socket; ``shared`` lets a second gateway of the fleet have the same port. Until it listens the kernel
-    gives it no connection. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 class GatewayServer:
@@ -105,16 +89,18 @@ class GatewayServer:
         self._stopping = asyncio.Event()
         works = (self.gateway.follow(), self.gateway.report(), self._listen_and_sweep())
         tasks = [loop.create_task(work) for work in works]
+        stopping = loop.create_task(self._stopping.wait())
         try:
-            await asyncio.wait([*tasks, loop.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
             await self._end()
         finally:
+            stopping.cancel()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
 
     async def _listen_and_sweep(self) -> None:
         """Accept connections, and a few times a second see to deadlines, keys and certificates.

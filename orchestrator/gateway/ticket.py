@@ -67,6 +67,7 @@ class Ticket:
         "affinity",
         "arrived_at",
         "canary",
+        "carried",
         "chain",
         "charged",
         "cold",
@@ -77,6 +78,7 @@ class Ticket:
         "first_at",
         "frame",
         "held_since",
+        "known_as",
         "last_at",
         "left",
         "link",
@@ -117,6 +119,7 @@ class Ticket:
         self.cold = False  # no replica was ready when it came
         self.held_since: float | None = None  # monotonic; it waits for a replica since then, at most so long
         self.charged = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt was
+        self.carried = -1  # of ``charged``, what was charged to lines that are no more
         self.chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
         self.affinity = ""  # why its replica was taken before others: session or prefix
         self.decision: RoutingDecision | None = None  # where somebody wants to know
@@ -128,6 +131,7 @@ class Ticket:
         self.metrics: ModelMetrics | None = None  # from the first token on
         self.retries = 0
         self.link: ReplicaLink | None = None
+        self.known_as = ""  # to its client and in the log, where ``id`` is the replica's
         self.tokenizer = ""  # that its prompt was read with
         self.canary = False  # it goes to the version that is being tried
         self.left = False  # nobody waits for it any more
@@ -183,7 +187,7 @@ class Ticket:
         self.back()
         self.events.clear()
         self.produced = self.counted = 0
-        self.charged = min(self.charged, 0)
+        self.charged, self.carried = min(self.charged, 0), min(self.carried, 0)
         self.metrics = None
         self.first_at = self.last_at = 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway import errors
 from workers.engine import EngineLoadError
 from workers.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,7 +42,4 @@ class TokenizerShelf:
         try:
             return await asyncio.shield(self.fetch(engine, source, key))
         except EngineLoadError as error:
-            what = f"The model's tokenizer cannot be loaded: {error}"
-            raise ApiError(
-                503, what, type="service_unavailable", code="tokenizer_unavailable", retry_after_s=10
-            ) from error
+            raise errors.tokenizer_unavailable(error) from error

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from random import Random
 
+from orchestrator.demand import Counts
 from orchestrator.routing import choose
 from orchestrator.simulate.clock import Clock
 from orchestrator.simulate.link import SimLink
@@ -14,20 +15,10 @@ from orchestrator.simulate.model import SimModel
 from orchestrator.simulate.replica import SimReplica
 from orchestrator.simulate.request import Arrival, SimRequest
 from orchestrator.waiting import Line
-from orchestrator.waits import predicted_wait_s
+from orchestrator.waits import Waits
 
 Choice = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]
 """Where a request goes; None: it waits in the queue until something has ended. For routers other than production's."""
-
-
-class Tally:
-    """What has happened to a model since the last tick of the autoscaler, as `orchestrator.demand.Demand` counts it."""
-
-    __slots__ = ("arrived", "cold", "ended", "first_tokens", "late", "refused", "slot_s")
-
-    def __init__(self) -> None:
-        self.arrived = self.cold = self.refused = self.ended = self.first_tokens = self.late = 0
-        self.slot_s = 0.0
 
 
 class Measured:
@@ -69,7 +60,7 @@ class Desk:
         self.model = model
         self.clock = clock
         self.replicas: list[SimReplica] = []  # those that are routed to
-        self.tally = Tally()
+        self.counts = Counts()
         self.measured = Measured()
         self.since = 0.0  # requests that come earlier are not measured
         self.live = 0
@@ -87,7 +78,7 @@ class Desk:
         self._ttft_s = model.ttft_s
         if (model.ttft_s, model.tpot_s, model.queue_s) == (None, None, None):
             self._ttft_s = model.judged_ttft_s
-        self._mean_service_s = 1.0  # as `orchestrator.gateway.queue`
+        self._waits = Waits()
 
     @property
     def waiting(self) -> int:
@@ -149,7 +140,7 @@ class Desk:
         now = self.clock.now
         self._count += 1
         request = SimRequest(arrival, self._count, now)
-        self.tally.arrived += 1
+        self.counts.arrived += 1
         if now >= self.since:
             self.measured.arrived += 1
         if arrival.key:
@@ -170,10 +161,8 @@ class Desk:
             line.push(request)
             if request.deadline is not None:
                 self.clock.at(request.deadline, self._expire, request)
-        if not self.replicas:
-            self.tally.cold += 1
-            if self.on_cold is not None and self.waiting == 1:
-                self.on_cold()
+        if not self.replicas and self.on_cold is not None and self.waiting == 1:
+            self.on_cold()
 
     # Inside
 
@@ -207,7 +196,7 @@ class Desk:
             return False
         own_wait_s = line.own_wait_s(request, self.clock.now)
         taken = [math.inf] * min(slots, self.live)
-        return max(predicted_wait_s(line.ahead_of(request), slots, self._mean_service_s, taken), own_wait_s) > limit
+        return self._waits.until_s(line.ahead_of(request), slots, taken, own_wait_s) > limit
 
     def _expire(self, request: SimRequest) -> None:
         line = self.lines[request.gateway]
@@ -215,7 +204,6 @@ class Desk:
             self._refuse(request)
 
     def _refuse(self, request: SimRequest) -> None:
-        self.tally.refused += 1
         if request.arrived_at >= self.since:
             self.measured.refused += 1
 
@@ -277,24 +265,18 @@ class Desk:
             self.clock.at(due, self._advance, replica)
 
     def _have_begun(self, began: list[SimRequest], replica: SimReplica, now: float) -> None:
-        tally, ttft_s = self.tally, self.model.ttft_s
-        tally.first_tokens += len(began)
-        if ttft_s is not None:
-            for request in began:
-                if now - request.arrived_at > ttft_s:
-                    tally.late += 1
         if len(self.lines) > 1:
             for request in began:
                 self._link(replica, request).prefilling -= 1
 
     def _have_ended(self, replica: SimReplica, now: float) -> None:
-        tally, measured, ended = self.tally, self.measured, replica.ended
-        tally.ended += len(ended)
+        counts, measured, ended = self.counts, self.measured, replica.ended
+        counts.ended += len(ended)
         self.live -= len(ended)
         for request in ended:
             held = now - request.sent_at
-            tally.slot_s += held
-            self._mean_service_s += 0.1 * (held - self._mean_service_s)
+            counts.slot_s += held
+            self._waits.ended(held)
             if self._keys:
                 self.lines[request.gateway].served(request.tenant, 0, request.output_tokens)
             if request.arrived_at >= self.since:

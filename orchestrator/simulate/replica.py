@@ -52,8 +52,7 @@ class SimReplica:
         "told_busy",
     )
 
-    def __init__(self, model: SimModel, index: int = 0, *, step_s: float | None = None) -> None:
-        """``step_s`` is for a replica that is slower or faster than the model's others."""
+    def __init__(self, model: SimModel, index: int = 0) -> None:
         self.model = model
         self.index = index
         self.slots = model.slots
@@ -66,7 +65,7 @@ class SimReplica:
         self.ended: list[SimRequest] = []  # those that ended with it
         self.told_busy: deque[int] = deque()  # the gateways that will be told when a slot is free, in their order
         self._measured = Pace()
-        self._step_s = max(step_s if step_s is not None else model.step_s, 1e-6)
+        self._step_s = max(model.step_s, 1e-6)
         self._waiting: deque[SimRequest] = deque()
         self._reading: list[SimRequest] = []
         self._live = 0  # in slots
@@ -78,12 +77,6 @@ class SimReplica:
     def waiting(self) -> int:
         """Requests that are here without a slot."""
         return len(self._waiting)
-
-    @property
-    def outputs_left(self) -> int:
-        """Tokens still to come of what is here, as nobody but an oracle can know."""
-        waiting = sum(request.output_tokens for request in (*self._waiting, *self._reading))
-        return waiting + sum(end - self._decodes for end, _, _ in self._ends)
 
     def stepped_at(self, now: float) -> float:
         """When the last step that has ended did so, as the gateway sees it by the tokens; -inf while none runs."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.bench.statistics import Summary
-from orchestrator.cli.output import columns
+from orchestrator.columns import columns
 from orchestrator.simulate.fromspec import TTFT_S, Read
 from orchestrator.simulate.model import SimModel
 from orchestrator.simulate.run import Outcome
-from orchestrator.simulate.scenario import prices
 from orchestrator.simulate.timeline import sparkline, timeline
+from placements.hosts import prices
 
 BINS = 60  # of the picture
 MOST_DECISIONS = 1000  # in the JSON; the last ones
@@ -55,10 +55,10 @@ def _cost(outcome: Outcome) -> float | None:
     """Of the hosts for the time of the run, used or not; None where none has a price."""
     scenario = outcome.scenario
     each = prices(scenario.spec, scenario.hosts)
-    if not any(each):
+    if not any(each.values()):
         return None
     hours = outcome.seconds / 3600
-    return round(sum(price * host.cores * hours for price, host in zip(each, scenario.hosts, strict=True)), 2)
+    return round(sum(each[host.name] * host.cores * hours for host in scenario.hosts), 2)
 
 
 def _model_data(read: Read, outcome: Outcome, model: SimModel) -> dict[str, Any]:

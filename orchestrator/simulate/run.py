@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from orchestrator.autoscale import FleetNow, ModelNow
+from orchestrator.demand import Counts
+from orchestrator.floor import rows_of
 from orchestrator.forecast import Load
 from orchestrator.simulate.clock import Clock
-from orchestrator.simulate.desk import Choice, Desk, Measured, Tally
+from orchestrator.simulate.desk import Choice, Desk, Measured
 from orchestrator.simulate.fleet import Change, Phase, SimFleet
 from orchestrator.simulate.model import SimModel
 from orchestrator.simulate.replica import SimReplica
 from orchestrator.simulate.request import Arrival, SimRequest
 from orchestrator.simulate.scaling import ScalingPolicy
-from orchestrator.simulate.scenario import Scenario, prices, usable_cores
+from orchestrator.simulate.scenario import Scenario
+from placements.hosts import prices
 
 GRACE_S = 3600.0
 """How long after the last arrival a run waits for answers."""
@@ -102,11 +105,7 @@ class _Run:
         self.targets: dict[str, int] = {}
         self.decisions: list[Decision] | None = [] if record else None
         self._first_ready: dict[str, float | None] = dict.fromkeys(self.desks, None)
-        self._hosts = tuple(
-            (usable_cores(host), price)
-            for host, price in zip(scenario.hosts, prices(scenario.spec, scenario.hosts), strict=True)
-        )
-        self._blocked = tuple(host.reserved_cores for host in scenario.hosts)
+        self._hosts, self._blocked = rows_of(scenario.hosts, prices(scenario.spec, scenario.hosts))
         self._host_numbers = {host.name: i for i, host in enumerate(scenario.hosts)}
         self._by_request: set[str] = set()  # models without scaling that a request has started
         self._last_tick = 0.0
@@ -233,18 +232,7 @@ class _Run:
 
 def _load(desk: Desk, seconds: float) -> Load:
     """What has happened since the last tick; the count begins anew."""
-    tally, desk.tally = desk.tally, Tally()
+    counts, desk.counts = desk.counts, Counts()
     waiting = desk.waiting
-    return Load(
-        seconds=seconds,
-        arrived=tally.arrived,
-        ended=tally.ended,
-        slot_s=tally.slot_s,
-        waiting=waiting,
-        live=desk.live,
-        longest_wait_s=desk.longest_wait_s if waiting else 0.0,
-        refused=tally.refused,
-        cold=tally.cold,
-        late=tally.late,
-        first_tokens=tally.first_tokens,
-    )
+    longest_wait_s = desk.longest_wait_s if waiting else 0.0
+    return counts.load(seconds, waiting=waiting, live=desk.live, longest_wait_s=longest_wait_s)

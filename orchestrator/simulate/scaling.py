@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from orchestrator.autoscale import FleetNow, Targets, autoscale
+from orchestrator.demand import AUTOSCALE_S
 from orchestrator.forecast import History, Load
-
-TICK_S = 5.0  # as the controller
 
 
 class ScalingPolicy(Protocol):
@@ -25,8 +24,9 @@ class ScalingPolicy(Protocol):
 class Joint:
     """Production's: `orchestrator.autoscale`. One for each run: it remembers the demand."""
 
-    def __init__(self, tick_s: float = TICK_S) -> None:
-        self.tick_s = tick_s
+    tick_s = AUTOSCALE_S
+
+    def __init__(self) -> None:
         self._history = History()
 
     def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:
@@ -37,8 +37,9 @@ class Joint:
 class Fixed:
     """Always the same counts: no scaling, but for a model at zero, which its first request starts."""
 
-    def __init__(self, counts: Mapping[str, int], tick_s: float = TICK_S) -> None:
-        self.tick_s = tick_s
+    tick_s = AUTOSCALE_S
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = dict(counts)
 
     def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:

@@ -52,12 +52,6 @@ def usable_cores(host: Host) -> int:
     return host.cores - len([core for core in host.reserved_cores if 0 <= core < host.cores])
 
 
-def prices(spec: Spec, hosts: Sequence[Host]) -> tuple[float, ...]:
-    """Of each host, for a core and an hour."""
-    wishes = [wish for wish in spec.hosts for _ in range(wish.count)]
-    return tuple(wish.price_per_core_hour for wish in wishes) or (0.0,) * len(hosts)
-
-
 def _spec_of(model: SimModel) -> ModelSpec:
     return ModelSpec(
         name=model.name,

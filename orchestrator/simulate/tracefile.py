@@ -1,4 +1,4 @@
-"""Traces: read from a file, written to one, and taken in pages from what gateways have recorded."""
+"""Traces: read from a file, and written to one."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ import csv
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from orchestrator.bench.lengths import cut_pair
-from orchestrator.gateway.recorder import parts
+from orchestrator.moments import moment
 from orchestrator.simulate.request import Arrival
 from placements.problems import Problem
 
 MAX_PROBLEMS = 20
+NAMED = 5  # models in one sentence
 MOST_TOKENS = 1 << 24
 COLUMNS = ("time", "model", "prompt_tokens", "output_tokens", "key")
+MEASURED = ("first_ms", "decode_ms")  # further ones that an export has
 EPOCH = 1e8  # a first time beyond it is taken for seconds since the epoch, not since the beginning of the trace
 
 
 class TraceWrong(Exception):
-    """What is wrong with a trace, line by line; the first MAX_PROBLEMS."""
+    """What is wrong with a trace, line by line; the first MAX_PROBLEMS, and how many ``more`` there are."""
 
-    def __init__(self, problems: list[Problem]) -> None:
+    def __init__(self, problems: list[Problem], more: int = 0) -> None:
         super().__init__(problems[0].what)
         self.problems = tuple(problems)
+        self.more = more
 
 
 @dataclass(frozen=True)
 class Trace:
     """Arrivals in the order of their times, held small: 22 bytes each. ``begins``: the first one's time in seconds
-    since the epoch, where the file told it."""
+    since the epoch, where the file told it. ``unknown``: requests that were left out, by the name that no model has.
+    """
 
     models: tuple[str, ...]
     keys: tuple[str, ...]
@@ -44,6 +48,7 @@ class Trace:
     prompts: array[int]
     outputs: array[int]
     of_key: array[int]
+    unknown: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __len__(self) -> int:
         return len(self.times)
@@ -61,16 +66,16 @@ class Trace:
         return self.times[-1] if len(self.times) else 0.0
 
 
-def fitted(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, int]:
+def fitted(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, Counter[str]]:
     """With requests that are longer than ``limits`` allows for prompt and answer together cut as
-    `orchestrator.bench.lengths` cuts them; and how many were."""
+    `orchestrator.bench.lengths` cuts them; and how many were of each model."""
     most = [limits[model] for model in trace.models]
-    prompts, outputs, cut = array("I", trace.prompts), array("I", trace.outputs), 0
+    prompts, outputs, cut = array("I", trace.prompts), array("I", trace.outputs), Counter[str]()
     for i, model in enumerate(trace.of_model):
         if prompts[i] + outputs[i] > most[model]:
             prompts[i], outputs[i] = cut_pair((prompts[i], outputs[i]), most[model])
-            cut += 1
-    return (replace(trace, prompts=prompts, outputs=outputs), cut) if cut else (trace, 0)
+            cut[trace.models[model]] += 1
+    return (replace(trace, prompts=prompts, outputs=outputs), cut) if cut else (trace, cut)
 
 
 class _Gathering:
@@ -82,6 +87,7 @@ class _Gathering:
         self.times = array("d")
         self.of_model, self.of_key = array("H"), array("I")
         self.prompts, self.outputs = array("I"), array("I")
+        self.unknown = Counter[str]()
 
     def add(self, at: float, model: str, prompt: int, output: int, key: str) -> None:
         self.times.append(at)
@@ -105,29 +111,47 @@ class _Gathering:
             array("I", (self.prompts[i] for i in order)),
             array("I", (self.outputs[i] for i in order)),
             array("I", (self.of_key[i] for i in order)),
+            MappingProxyType(dict(self.unknown)),
         )
 
 
 def read_trace(stream: TextIO, name: str, models: Mapping[str, str]) -> Trace:
     """Read CSV, whose first line names the columns, or JSON lines; ``models`` gives the model that a name means.
 
-    Further columns are passed over. Raises TraceWrong; it says of each bad line where it is and what is wrong.
+    Further columns are passed over, and requests of other models counted. Raises TraceWrong; it says of each bad line
+    where it is and what is wrong, or that no request is of one of the models.
     """
-    gathered, problems = _Gathering(), list[Problem]()
+    gathered, problems, more = _Gathering(), list[Problem](), 0
     first = stream.readline()
     if not first.strip():
         raise TraceWrong([_problem(name, 1, "the trace is empty", "a header, or an object of JSON on each line")])
     rows = _json_rows(first, stream) if first.lstrip().startswith("{") else _csv_rows(first, stream, name)
     for number, row in rows:
         try:
-            gathered.add(*_fields(row, models))
+            at, called, prompt, output, key = _fields(row)
         except ValueError as error:
-            problems.append(_problem(name, number, str(error), "mend the line, or leave it out"))
-            if len(problems) >= MAX_PROBLEMS:
-                break
+            if len(problems) < MAX_PROBLEMS:
+                problems.append(_problem(name, number, str(error), "mend the line, or leave it out"))
+            else:
+                more += 1
+        else:
+            if (model := models.get(called)) is None:
+                gathered.unknown[called] += 1
+            else:
+                gathered.add(at, model, prompt, output, key)
     if problems:
-        raise TraceWrong(problems)
+        raise TraceWrong(problems, more)
+    if gathered.unknown and not gathered.times:
+        what = f"no request is of a model of the spec; they are of {by_model(gathered.unknown)}"
+        raise TraceWrong([_problem(name, 1, what, f"the spec has {', '.join(sorted({*models.values()}))}")])
     return gathered.trace()
+
+
+def by_model(counts: Mapping[str, int]) -> str:
+    """Such as "chat (12), mail (3) and 2 more": the first NAMED of them, those with most requests."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    told = ", ".join(f"{name} ({count})" for name, count in ordered[:NAMED])
+    return told if len(ordered) <= NAMED else f"{told} and {len(ordered) - NAMED} more"
 
 
 def _csv_rows(first: str, stream: TextIO, name: str) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
@@ -162,20 +186,16 @@ def _json_rows(first: str, stream: TextIO) -> Iterator[tuple[int, dict[str, Any]
         line, number = stream.readline(), number + 1
 
 
-def _fields(row: dict[str, Any] | ValueError, models: Mapping[str, str]) -> tuple[float, str, int, int, str]:
+def _fields(row: dict[str, Any] | ValueError) -> tuple[float, str, int, int, str]:
     """Raises ValueError."""
     if isinstance(row, ValueError):
         raise row
     for column in COLUMNS[:4]:
         if row.get(column) in (None, ""):
             raise ValueError(f"{column} is missing")
-    called = str(row["model"])
-    model = models.get(called)
-    if model is None:
-        raise ValueError(f"the spec has no model {called!r}")
     key = row.get("key")
     prompt, output = _tokens(row, "prompt_tokens"), _tokens(row, "output_tokens")
-    return _seconds(row["time"]), model, prompt, output, "" if key is None else str(key)
+    return _seconds(row["time"]), str(row["model"]), prompt, output, "" if key is None else str(key)
 
 
 def _tokens(row: Mapping[str, Any], column: str) -> int:
@@ -196,10 +216,9 @@ def _seconds(value: Any) -> float:
         seconds = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
         try:
-            moment = datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+            return moment(str(value))
         except ValueError:
             raise ValueError(f"time is neither seconds nor a date of ISO 8601: {value!r}") from None
-        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
     if not 0 <= seconds < math.inf:
         raise ValueError(f"time is a number of seconds from 0 on, not {value!r}")
     return seconds
@@ -222,83 +241,3 @@ def write_trace(requests: Iterable[Mapping[str, Any]], stream: TextIO) -> int:
     for request in whole:
         stream.write(",".join(str(request[column]) for column in (*COLUMNS, *MEASURED)) + "\n")
     return len(whole)
-
-
-# What gateways have recorded
-
-MEASURED = ("first_ms", "decode_ms")
-
-
-@dataclass(frozen=True)
-class Page:
-    """Requests in the order in which they were recorded, ``next`` to go on behind them, and whether there are more."""
-
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    next: str = ""
-    more: bool = False
-
-
-def read_page(folder: Path, after: str, limit: int) -> Page:
-    """Up to ``limit`` requests behind ``after``: "" is the oldest that is still there, else the ``next`` of a page.
-
-    What was deleted meanwhile is passed over. Lines that cannot be read, as the last one after a crash, are too. Raises
-    ValueError for a place that no page has told.
-    """
-    places = _places(after)
-    found: list[dict[str, Any]] = []
-    more = False
-    for gateway, files in parts(folder).items():
-        for start, path in files:
-            place = max(places.get(gateway, 0), start)
-            requests, places[gateway], left = _read_part(path, start, place, limit - len(found))
-            found += requests
-            if left:
-                more = True
-                break
-    told = ",".join(f"{gateway}:{place}" for gateway, place in sorted(places.items()))
-    return Page(found, told, more)
-
-
-def _read_part(path: Path, start: int, place: int, limit: int) -> tuple[list[dict[str, Any]], int, bool]:
-    """The lines from ``place`` on, where the next one begins, and whether there are more."""
-    found: list[dict[str, Any]] = []
-    try:
-        with path.open("rb") as stream:
-            stream.seek(place - start)
-            for line in stream:
-                if not line.endswith(b"\n"):  # it is being written
-                    break
-                if len(found) >= limit:
-                    return found, place, True
-                place += len(line)
-                if (request := _request(line)) is not None:
-                    found.append(request)
-    except FileNotFoundError:
-        pass
-    return found, place, False
-
-
-def _request(line: bytes) -> dict[str, Any] | None:
-    try:
-        at, model, prompt, output, key, first, decode = line.decode().rstrip("\n").split(",")
-        return {
-            "time": float(at),
-            "model": model,
-            "prompt_tokens": int(prompt),
-            "output_tokens": int(output),
-            "key": key,
-            "first_ms": float(first),
-            "decode_ms": float(decode),
-        }
-    except ValueError:
-        return None
-
-
-def _places(after: str) -> dict[str, int]:
-    places: dict[str, int] = {}
-    for part in after.split(",") if after else ():
-        gateway, _, place = part.rpartition(":")
-        if not (gateway and place.isascii() and place.isdecimal()):
-            raise ValueError(f"{part!r} is no place in a trace")
-        places[gateway] = int(place)
-    return places

@@ -43,7 +43,7 @@ def busy(
         counts = {name: round(rate * 5.0 * tick) - round(rate * 5.0 * (tick - 1)) for name, rate in loads.items()}
         known = known.after(
             at + 5.0 * tick,
-            {name: Load(5.0, arrived=n, ended=n, slot_s=8.0 * n, first_tokens=n) for name, n in counts.items()},
+            {name: Load(5.0, arrived=n, ended=n, slot_s=8.0 * n) for name, n in counts.items()},
         )
     return known
 
@@ -107,7 +107,7 @@ def test_at_most_two_replicas_end_for_others_in_one_decision() -> None:
 
 def test_the_first_request_wakes_a_model_at_zero() -> None:
     """One request that waits is enough, and it wakes one replica."""
-    history = History().after(1000.0, {"chat": Load(1.0, arrived=1, cold=1, waiting=1, longest_wait_s=0.1)})
+    history = History().after(1000.0, {"chat": Load(1.0, arrived=1, waiting=1, longest_wait_s=0.1)})
     targets = decide(history, chat(target=0, since=None, first_ready_at=None))
     assert targets.counts == {"chat": 1}
     assert "the first requests wake it" in targets.reasons["chat"]
@@ -140,7 +140,7 @@ def test_a_model_that_wakes_does_not_jump_to_its_max() -> None:
     """While none of its replicas is ready, the first burst's samples start two of them at most."""
     history, target = History(), 0
     for tick in range(1, 7):
-        history = history.after(5.0 * tick, {"chat": Load(5.0, arrived=100, cold=100, waiting=100 * tick)})
+        history = history.after(5.0 * tick, {"chat": Load(5.0, arrived=100, waiting=100 * tick)})
         model = chat(target=target, starting=target, since=5.0 * tick, first_ready_at=None)
         target = decide(history, model, now=5.0 * tick, hosts=4).counts["chat"]
     assert target == 2
@@ -356,8 +356,8 @@ def on_paid(history: History, model: ModelNow) -> int:
 def test_without_a_worth_cores_that_cost_are_taken_and_kept_only_while_the_load_needs_them() -> None:
     """What fits on the hosts without a price starts nothing there; what does not keeps what it has."""
     full, paid = chat(target=3, places=PLACES), chat(target=4, places=(*PLACES, (1, 0)))
-    assert decide(busy({"chat": 0.8}), full, hosts=2).counts["chat"] == 4
-    assert on_paid(busy({"chat": 0.8}), full) == 3
+    assert decide(busy({"chat": 0.9}), full, hosts=2).counts["chat"] == 4
+    assert on_paid(busy({"chat": 0.9}), full) == 3
     assert on_paid(busy({"chat": 1.2}), paid) == 4
 
 
@@ -402,7 +402,7 @@ def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
     assert worth.fits(math.ceil(burst.rates[0] * burst.service_s / 4) + 2)
 
 
-def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_four() -> None:
+def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_ones() -> None:
     """Where the first of several serves nothing in time yet, the model still grows."""
     worth = Worth(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
     assert worth.more(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
@@ -433,7 +433,7 @@ def test_the_min_of_a_lower_priority_goes_only_for_a_load_that_does_not_fit() ->
 
 def test_free_cores_go_to_the_model_that_serves_more_there() -> None:
     """One replica fits, and the name of the other comes first."""
-    counts = decide(busy({"first": 3.0, "second": 1.0}), chat("first", target=1), chat("second", target=1)).counts
+    counts = decide(busy({"first": 6.0, "second": 1.0}), chat("first", target=1), chat("second", target=1)).counts
     assert counts == {"first": 1, "second": 2}
 
 
@@ -456,7 +456,7 @@ def test_a_replica_that_waits_for_its_cores_is_not_ended_and_one_given_up_is() -
 
 def test_the_shorter_objective_counts_and_of_ttft_what_reading_leaves() -> None:
     """The same load needs a replica more where requests may wait less."""
-    history = busy({"chat": 0.6})
+    history = busy({"chat": 0.75})
 
     def count(objectives: Objectives, prefill_s: float = 0.1) -> int:
         return decide(history, chat(target=3, objectives=objectives, prefill_s=prefill_s), hosts=2).counts["chat"]
@@ -545,3 +545,23 @@ def test_where_a_spell_of_work_begins_or_ends_is_no_burst() -> None:
     """Demand that is steady within each spell counts as hardly burstier than Poisson arrivals."""
     spells = busy({"chat": 0.0}, 300.0, busy({"chat": 1.0}, 300.0), 300.0)
     assert busy({"chat": 1.0}, 300.0, spells, 600.0).forecast("chat").dispersion < 1.5
+
+
+def test_small_replicas_start_several_at_once_and_large_ones_one() -> None:
+    """As many as 8 cores hold: a spell of work onto small replicas would else be over before there are enough."""
+    history = busy({"chat": 4.0})
+    grown = {cores: decide(history, chat(target=2, cores=cores), hosts=4).counts["chat"] - 2 for cores in (1, 2, 4, 8)}
+    assert grown == {1: 6, 2: 4, 4: 2, 8: 1}
+
+
+def test_of_an_idle_model_only_what_comes_until_it_is_loaded_again_is_lost() -> None:
+    """Fast to load, it gives its cores up where a slow one keeps them, and where it has a request just now."""
+    code = Load(5.0, arrived=5, ended=5, slot_s=40.0)
+    history = busy({"chat": 0.3, "code": 1.0}, 600.0)
+    idle = history.after(605.0, {"chat": Load(5.0), "code": code})
+    live = history.after(605.0, {"chat": Load(5.0, live=1), "code": code})
+    fast, slow = (chat(target=1, load_s=load_s) for load_s in (5.0, 60.0))
+    other = chat("code", target=2)
+    assert decide(idle, fast, other).counts == {"chat": 0, "code": 3}
+    assert decide(idle, slow, other).counts == {"chat": 1, "code": 2}
+    assert decide(live, fast, other).counts == {"chat": 1, "code": 2}

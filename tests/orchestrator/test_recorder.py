@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import io
 import os
+import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from orchestrator.gateway.recorder import Recorder, parts
-from orchestrator.simulate.tracefile import read_page, read_trace, write_trace
+from orchestrator.gateway import recorder as recorder_of
+from orchestrator.gateway.recorder import BUFFERED, Recorder
+from orchestrator.recordings import parts, read_page
+from orchestrator.simulate.tracefile import read_trace, write_trace
 
 
 def note(recorder: Recorder, count: int, first: int = 0) -> None:
@@ -118,6 +122,55 @@ def test_a_full_disk_costs_lines_and_no_request(tmp_path: Path, monkeypatch: pyt
     note(recorder, 1, 6)
     recorder.close()
     assert (recorder.dropped, pages(tmp_path, 100)) == (5, [1, 7])
+
+
+class SlowFile:
+    """A disk that takes nothing before it is told to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def write(self, data: bytes) -> int:
+        self.asked.set()
+        assert self.may.wait(10)
+        return self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All streams of a gateway would stand still. What comes meanwhile is kept, up to a bound, and written then."""
+    monkeypatch.setattr(recorder_of, "MOST_BUFFERED", 2000)
+    recorder = Recorder(tmp_path, "g1")
+    note(recorder, 1)
+    recorder.flush()
+    assert recorder._file is not None
+    slow = SlowFile(recorder._file)
+    monkeypatch.setattr(recorder, "_file", slow)
+    note(recorder, BUFFERED, 1)
+    assert slow.asked.wait(10)
+    note(recorder, 2005, BUFFERED + 1)
+    recorder.write_soon()
+    slow.may.set()
+    recorder.close()
+    assert (recorder.dropped, pages(tmp_path, 5000)) == (5, [*range(1, BUFFERED + 2002)])
+
+
+def test_it_is_told_how_many_requests_were_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the disk takes them again."""
+    recorder = Recorder(tmp_path, "g1")
+    note(recorder, 1)
+    recorder.flush()
+    monkeypatch.setattr(recorder, "_file", FullFile(recorder._file))
+    note(recorder, 5, 1)
+    recorder.flush()
+    note(recorder, 1, 6)
+    recorder.close()
+    assert caplog.messages[-1] == "requests are recorded again; 5 were not"
 
 
 class FullFile:

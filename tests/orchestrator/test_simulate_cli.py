@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from orchestrator.bench.plots import areas
-from orchestrator.cli import simulate as command
+from orchestrator.cli import trace as command
 from orchestrator.cli.main import run
 from orchestrator.simulate.fleet import Change
 from orchestrator.simulate.fromspec import bounds_at, scenario_of
@@ -115,7 +115,49 @@ def test_a_trace_is_played(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     told = json.loads(captured.out)
     assert told["load"] == f"{trace}: 3 requests in 2 s"
     assert [model["answered"] for model in told["runs"][0]["models"]] == [2, 1]
-    assert "1 request is longer" in captured.err
+    assert captured.err == "1 request of small is longer than its slots, and cut to 2048 tokens\n"
+
+
+def test_requests_of_models_that_the_spec_lacks_are_left_out(
+    spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And told: what `trace export` gives may be older than the spec."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time,model,prompt_tokens,output_tokens\n0,chat,10,5\n1,old,10,5\n2,older,10,5\n3,old,1,1\n")
+    assert run(["simulate", spec, "--trace", str(trace), "-o", "json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "3 requests are left out, of models that the spec does not have: old (2), older (1)\n"
+    assert json.loads(captured.out)["runs"][0]["requests"] == 1
+
+
+def test_a_long_list_of_bad_lines_ends_with_how_many_more(
+    spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twenty are told."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time,model,prompt_tokens,output_tokens\n" + "0,chat,0,5\n" * 1254)
+    assert run(["simulate", spec, "--trace", str(trace)]) == 1
+    told = capsys.readouterr().err
+    assert told.count("trace-wrong") == 20
+    assert told.endswith("\nand 1234 more\n")
+
+
+def test_made_up_requests_that_are_cut_are_told(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many of which model, and to what: the figures are of shorter ones."""
+    assert run(asked(spec, "--lengths", "9999:2", "-o", "json")) == 0
+    captured = capsys.readouterr()
+    counts = {model["model"]: model["requests"] for model in json.loads(captured.out)["runs"][0]["models"]}
+    assert captured.err == "".join(
+        f"{counts[name]} requests of {name} are longer than its slots, and cut to 2048 tokens\n" for name in counts
+    )
+
+
+def test_warnings_of_the_spec_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `validate` and `plan` do: the speeds of a model without its config.json are a guess."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("hosts: {emulate: inf2.48xlarge}\nmodels: {chat: {source: ./none, max_len: 2048}}\n")
+    assert run(asked(str(path))) == 0
+    assert "checkpoint-unreadable" in capsys.readouterr().err
 
 
 def test_bad_lines_of_a_trace_are_told(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +223,7 @@ def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.Capt
     ("arguments", "told"),
     [
         ([], "--trace"),
-        (["--generate", "poisson", "--trace", "x"], "--trace"),
+        (["--generate", "poisson", "--trace", "x"], "does not go with --generate"),
         (["--generate", "tides"], "none of poisson"),
         (["--generate", "poisson", "--policy", "best"], "none of auto"),
         (["--generate", "poisson", "--lengths", "long"], "--lengths"),
@@ -267,3 +309,17 @@ def test_a_fleets_requests_are_exported(
     assert told["prefill_base_ms"] == pytest.approx(20.0, abs=2.0)
     assert run(["simulate", spec, "--trace", str(trace), "--speeds", str(speeds), "-o", "json"]) == 0
     assert data(capsys)["runs"][0]["models"][0]["answered"] == 60
+
+
+@pytest.mark.parametrize(("since", "count"), [("1700000040", None), ("2023-11-14T22:14:00Z", 20), ("60s", 0)])
+def test_an_export_may_leave_out_what_is_older(
+    since: str, count: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By an age or a time: what earlier fleets were asked is recorded too. 22:14:00 is 1_700_000_040."""
+    monkeypatch.setattr(command, "the_fleet", PlayedFleet)
+    code = run(["trace", "export", "--since", since])
+    captured = capsys.readouterr()
+    if count is None:
+        assert (code, "neither an age" in captured.err) == (64, True)
+    else:
+        assert (code, len(captured.out.splitlines()) - 1) == (0 if count else 1, count)

@@ -158,7 +158,7 @@ def play(fleet: FleetNow, rates: Mapping[str, float], seconds: float) -> list[di
         loads = {}
         for name, rate in rates.items():
             n = int(rate * now) - int(rate * (now - 5.0))
-            loads[name] = Load(5.0, arrived=n, ended=n, slot_s=6.0 * n, first_tokens=n)
+            loads[name] = Load(5.0, arrived=n, ended=n, slot_s=6.0 * n)
         history = history.after(now, loads)
         state = []
         for model in fleet.models:

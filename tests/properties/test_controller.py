@@ -13,6 +13,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
 from orchestrator.reconcile import reconcile
 from orchestrator.snapshot import Observed
+from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.status import Failure, Phase, Reaction
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 HOSTS = 2
 LOAD_S = 7.0
+FETCH_S = 40.0
 
 SPECS = [
     f"""\
@@ -40,16 +43,16 @@ name: fleet
 hosts: {{emulate: inf2.48xlarge, count: {HOSTS}}}
 defaults: {{engine: echo, max_batch: {batch}, update: {{progress_deadline_s: 300, strategy: {strategy}}}}}
 models:
-  big: {{tp_degree: {big}, replicas: {{min: 1, max: 3}}, priority: 5}}
+  big: {{engine: cpu, source: s3://models/{source}, tp_degree: {big}, replicas: {{min: 1, max: 3}}, priority: 5}}
   small: {{tp_degree: 2, replicas: {small}}}
 {extra}"""
-    for batch, strategy, big, small, extra in [
-        (4, "auto", 8, 3, ""),
-        (8, "auto", 8, 3, "  asleep: {replicas: {min: 0, max: 2}}\n"),
-        (4, "in_place", 12, 2, ""),
-        (4, "auto", 8, 5, '  pinned: {tp_degree: 4, cores: ["inf2.48xlarge/1:20-23"]}\n'),
-        (16, "hold", 8, 4, ""),
-        (2, "auto", 24, 4, ""),
+    for batch, strategy, source, big, small, extra in [
+        (4, "auto", "one", 8, 3, ""),
+        (8, "auto", "one", 8, 3, "  asleep: {replicas: {min: 0, max: 2}}\n"),
+        (4, "in_place", "two", 12, 2, ""),
+        (4, "auto", "one", 8, 5, '  pinned: {tp_degree: 4, cores: ["inf2.48xlarge/1:20-23"]}\n'),
+        (16, "hold", "two", 8, 4, ""),
+        (2, "auto", "three", 24, 4, ""),
     ]
 ]
 BROKEN_BATCH = 16  # replicas of the specs with this batch may be made unable to start
@@ -71,6 +74,9 @@ events = st.one_of(
     st.tuples(st.just("lose_host"), st.integers(0, HOSTS - 1)),
     st.tuples(st.just("host_back")),
     st.tuples(st.just("break_loads"), st.booleans()),
+    st.tuples(st.just("break_source"), st.sampled_from(["one", "two"]), st.booleans()),
+    st.tuples(st.just("new_content"), st.sampled_from(["one", "two"]), st.integers(2, 4)),
+    st.tuples(st.just("lose_store"), st.integers(0, HOSTS - 1)),
     st.tuples(st.just("pause")),
     st.tuples(st.just("resume")),
     st.tuples(st.just("wake")),
@@ -81,6 +87,13 @@ events = st.one_of(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        nobody_is_asked(patch, tmp_path_factory.mktemp("home"))
+        yield
+
+
 class World:
     """A fleet, and what befalls it."""
 
@@ -89,7 +102,7 @@ class World:
         self.tick_s = tick_s
         self.reports = 0
         self.cluster = FakeCluster()
-        self.cluster.load_s = LOAD_S
+        self.cluster.load_s, self.cluster.fetch_s = LOAD_S, FETCH_S
         self.cluster.drain_s = 3.0
         self.journal = Journal(None, clock=asyncio.get_running_loop().time)
         self.played = self._controller()
@@ -120,6 +133,7 @@ class World:
         """Everything foreign is taken back; after a while nothing is left to do."""
         self.cluster.held.clear()
         self.cluster.broken.clear()
+        self.cluster.unfetchable.clear()
         self.cluster.loads = True
         self.cluster.lost_now.clear()
         for host in range(HOSTS):
@@ -144,6 +158,7 @@ class World:
         assert {t.version for t in goal.targets} <= set(state.current.versions.values())
         living = {f"{r.config.model}/{r.config.replica}.{r.config.epoch}" for r in self.cluster.living()}
         assert living == {f"{view.id}.{view.epoch}" for view in state.views.values()}
+        assert self.cluster.fetching == []
 
     async def _apply(self, number: int) -> None:
         await self.played.apply(SPECS[number])
@@ -214,6 +229,18 @@ class World:
         if broken:
             versions = {r.config.version for r in self.cluster.replicas.values() if r.config.slots == BROKEN_BATCH}
             self.cluster.broken.update(dict.fromkeys(versions, Failure("engine-failed", "it is broken")))
+
+    async def _break_source(self, name: str, broken: bool) -> None:
+        self.cluster.unfetchable.pop(f"s3://models/{name}", None)
+        if broken:
+            self.cluster.unfetchable[f"s3://models/{name}"] = Failure("s3-denied", "no s3:GetObject")
+
+    async def _new_content(self, name: str, content: int) -> None:
+        self.cluster.contents[f"s3://models/{name}"] = str(content)
+
+    async def _lose_store(self, host: int) -> None:
+        if all(view.state is State.READY for view in self.played.controller.state.views.values()):
+            self.cluster.store.pop(f"inf2.48xlarge/{host}", None)  # else it is in use
 
     async def _pause(self) -> None:
         await self.played.operator.pause("tester")
@@ -372,6 +399,9 @@ KINDS = [
     "host_back",
     "host_back",
     "break_loads",
+    "break_source",
+    "new_content",
+    "lose_store",
     "pause",
     "resume",
     "resume",
@@ -400,6 +430,9 @@ def _drawn(rng: random.Random) -> tuple[Any, ...]:
         "take_core": (rng.randrange(24),),
         "lose_host": (number % HOSTS,),
         "break_loads": (rng.random() < 0.5,),
+        "break_source": (rng.choice(["one", "two"]), rng.random() < 0.5),
+        "new_content": (rng.choice(["one", "two"]), number),
+        "lose_store": (number % HOSTS,),
         "demand": (model, 3 * number, 1 + number),
         "wait": (number,),
     }

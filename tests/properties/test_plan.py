@@ -38,10 +38,11 @@ class Case:
     running: tuple[Running, ...] = ()
     checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
     moves: int | None = 0
+    held: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         given = (self.spec, self.hosts, self.checkpoints, self.running, self.wanted, self.blocked)
-        return plan(*given, moves=self.moves)
+        return plan(*given, moves=self.moves, held=self.held)
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
@@ -135,7 +136,9 @@ def cases(draw: st.DrawFn, pinned: bool = False) -> Case:
     shapes = {model.name: draw(st.sampled_from([None, *SHAPES])) for model in fleet}
     known = {name: shape for name, shape in shapes.items() if shape is not None}
     moves = draw(st.sampled_from([0, 0, 1, 3, None]))
-    return Case(Spec(models=fleet), where, wanted, blocked, checkpoints=known, moves=moves)
+    names = st.frozensets(st.sampled_from([model.name for model in fleet]))
+    held = draw(st.dictionaries(st.sampled_from([host.name for host in where]), names, max_size=3))
+    return Case(Spec(models=fleet), where, wanted, blocked, checkpoints=known, moves=moves, held=held)
 
 
 @st.composite
@@ -292,6 +295,24 @@ def test_what_runs_and_fits_the_spec_is_never_moved(case: Case) -> None:
             for other in kept
         )
         assert len(own) >= count or not fits or clash
+
+
+@quick
+@given(running_cases())
+def test_what_hosts_hold_changes_only_where_new_replicas_lie(case: Case) -> None:
+    """As many of each model are placed, for the same reasons some are not, and what runs lies where it lay."""
+    blind, drawn = replace(case, held={}).plan(), case.plan()
+    alike = [(p.model, p.replica) for p in blind.placements] == [(p.model, p.replica) for p in drawn.placements]
+    assert alike
+    assert [(one.model, one.replica) for one in blind.unplaced] == [(one.model, one.replica) for one in drawn.unplaced]
+    ran = set(case.running)
+    assert {p.running for p in blind.placements} & ran == {p.running for p in drawn.placements} & ran
+
+    def near(plan: Plan) -> int:
+        return sum(p.model in case.held.get(p.host, ()) for p in plan.placements)
+
+    event(f"{near(drawn) - near(blind)} more lie where they are held")
+    assert near(drawn) >= near(blind)
 
 
 def load_gib(case: Case, model: ModelSpec) -> float:

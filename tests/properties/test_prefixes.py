@@ -34,10 +34,10 @@ def test_with_room_the_share_is_the_best_of_all_prompts(history: list[list[int]]
     """The blocks in common with the prompt that begins most like it."""
     memory = PrefixMemory()
     for one in history:
-        memory.note(one, BLOCK)
+        memory.keep(chain(one, BLOCK))
     blocks = cut(prompt)
     best = max((alike(blocks, cut(one)) for one in history), default=0)
-    assert memory.match(prompt, BLOCK) == (best / len(blocks) if blocks else 0.0)
+    assert memory.share(chain(prompt, BLOCK)) == (best / len(blocks) if blocks else 0.0)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -48,13 +48,13 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
     """At most its blocks; never more than with room, all of the latest that fits, and the same when asked again."""
     small, large = PrefixMemory(room), PrefixMemory()
     for one in history:
-        small.note(one, BLOCK)
-        large.note(one, BLOCK)
+        small.keep(chain(one, BLOCK))
+        large.keep(chain(one, BLOCK))
         assert len(small) <= room
         blocks = cut(one)
-        assert not blocks or small.match(one, BLOCK) == min(room, len(blocks)) / len(blocks)
-    assert small.match(prompt, BLOCK) <= large.match(prompt, BLOCK)
-    assert small.match(prompt, BLOCK) == small.match(prompt, BLOCK)
+        assert not blocks or small.share(chain(one, BLOCK)) == min(room, len(blocks)) / len(blocks)
+    assert small.share(chain(prompt, BLOCK)) <= large.share(chain(prompt, BLOCK))
+    assert small.share(chain(prompt, BLOCK)) == small.share(chain(prompt, BLOCK))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -63,11 +63,11 @@ def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]
     """Of any prompt of the past, the blocks that are known are all before those that are not: halving finds the end."""
     memory = PrefixMemory(room)
     for one in history:
-        memory.note(one, BLOCK)
+        memory.keep(chain(one, BLOCK))
     for one in history:
         known = [memory.share([digest]) == 1.0 for digest in chain(one, BLOCK)]
         assert known == sorted(known, reverse=True)
-        assert memory.match(one, BLOCK) * len(known) == sum(known)
+        assert memory.share(chain(one, BLOCK)) * len(known) == sum(known)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -1,0 +1,92 @@
+"""What gateways have recorded of their requests, as files: read in pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Page:
+    """Requests in the order in which they were recorded, ``next`` to go on behind them, and whether there are more."""
+
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    next: str = ""
+    more: bool = False
+
+
+def read_page(folder: Path, after: str, limit: int) -> Page:
+    """Up to ``limit`` requests behind ``after``: "" is the oldest that is still there, else the ``next`` of a page.
+
+    What was deleted meanwhile is passed over. Lines that cannot be read, as the last one after a crash, are too. Raises
+    ValueError for a place that no page has told.
+    """
+    places = _places(after)
+    found: list[dict[str, Any]] = []
+    more = False
+    for gateway, files in parts(folder).items():
+        for start, path in files:
+            place = max(places.get(gateway, 0), start)
+            requests, places[gateway], left = _read_part(path, start, place, limit - len(found))
+            found += requests
+            if left:
+                more = True
+                break
+    told = ",".join(f"{gateway}:{place}" for gateway, place in sorted(places.items()))
+    return Page(found, told, more)
+
+
+def _read_part(path: Path, start: int, place: int, limit: int) -> tuple[list[dict[str, Any]], int, bool]:
+    """The lines from ``place`` on, where the next one begins, and whether there are more."""
+    found: list[dict[str, Any]] = []
+    try:
+        with path.open("rb") as stream:
+            stream.seek(place - start)
+            for line in stream:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                if len(found) >= limit:
+                    return found, place, True
+                place += len(line)
+                if (request := _request(line)) is not None:
+                    found.append(request)
+    except FileNotFoundError:
+        pass
+    return found, place, False
+
+
+def _request(line: bytes) -> dict[str, Any] | None:
+    try:
+        at, model, prompt, output, key, first, decode = line.decode().rstrip("\n").split(",")
+        return {
+            "time": float(at),
+            "model": model,
+            "prompt_tokens": int(prompt),
+            "output_tokens": int(output),
+            "key": key,
+            "first_ms": float(first),
+            "decode_ms": float(decode),
+        }
+    except ValueError:
+        return None
+
+
+def _places(after: str) -> dict[str, int]:
+    places: dict[str, int] = {}
+    for part in after.split(",") if after else ():
+        gateway, _, place = part.rpartition(":")
+        if not (gateway and place.isascii() and place.isdecimal()):
+            raise ValueError(f"{part!r} is no place in a trace")
+        places[gateway] = int(place)
+    return places
+
+
+def parts(folder: Path) -> dict[str, list[tuple[int, Path]]]:
+    """The files of each gateway, with the number of the byte that each begins with, in order."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in folder.glob("*.*.csv"):
+        gateway, _, start = path.name.removesuffix(".csv").rpartition(".")
+        if gateway and start.isascii() and start.isdecimal():
+            found.setdefault(gateway, []).append((int(start), path))
+    return {gateway: sorted(files) for gateway, files in sorted(found.items())}

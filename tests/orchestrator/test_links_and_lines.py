@@ -1,0 +1,161 @@
+"""What a model's queue is made of: the links to its replicas, and the lines in which requests wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import msgspec.structs
+import pytest
+
+from orchestrator.gateway import links as links_of
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.lines import Lines
+from orchestrator.gateway.link import ReplicaLink
+from orchestrator.gateway.links import Links
+from orchestrator.gateway.queue import ModelQueue
+from orchestrator.gateway.terms import Terms
+from orchestrator.gateway.ticket import Ticket
+from orchestrator.lifecycle import ModelState
+from orchestrator.routes import ModelRoutes, Route
+from tests.orchestrator.gateways import routes
+from workers.requests import GenerateRequest
+
+ROUTE = Route("m/0", 1, "/nowhere")
+WITHOUT = routes("m", state=ModelState.LOADING, holds=True)
+WITH = msgspec.structs.replace(WITHOUT, replicas=[ROUTE])
+
+
+class PlayedLink:
+    """As much of a link as is kept."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.refused = False
+        self.welcome = None
+        self.route = ROUTE
+
+    def resume(self) -> None: ...
+
+    def retire(self) -> None:
+        self.closed.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Dialled:
+    """Stands for `open_link`: the first ``broken`` calls fail as nothing should."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken = broken
+        self.opened: list[PlayedLink] = []
+
+    async def __call__(self, *_: Any) -> tuple[None, PlayedLink]:
+        if self.broken:
+            self.broken -= 1
+            raise RuntimeError("broken")
+        self.opened.append(PlayedLink())
+        return None, self.opened[-1]
+
+
+def kept(there: ModelRoutes) -> Links:
+    def make(route: Route) -> ReplicaLink:
+        raise AssertionError(route)
+
+    return Links(there, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
+
+
+async def within_a_second(dialled: Dialled, count: int) -> int:
+    """How many links were opened, at the latest after a second; it stops at ``count``."""
+    for _ in range(100):
+        if len(dialled.opened) >= count:
+            break
+        await asyncio.sleep(0.01)
+    return len(dialled.opened)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_route_that_comes_back_at_once_gets_a_link(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever turn of the event loop: also between the end of the task that kept it and what is told of that."""
+    dialled = Dialled()
+    monkeypatch.setattr(links_of, "open_link", dialled)
+    links = kept(WITHOUT)
+    links.update(WITH)
+    assert await within_a_second(dialled, 1) == 1
+    links.update(WITHOUT)
+    links.lost(cast("ReplicaLink", dialled.opened[0]))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    links.update(WITH)
+    assert await within_a_second(dialled, 2) == 2
+    await links.stop()
+
+
+async def test_a_link_that_fails_as_nothing_should_is_told_and_opened_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica without a link would stand idle until the routes change."""
+    dialled = Dialled(broken=1)
+    monkeypatch.setattr(links_of, "open_link", dialled)
+    links = kept(WITHOUT)
+    links.update(WITH)
+    assert await within_a_second(dialled, 1) == 1
+    assert "the link to m/0 is not kept" in caplog.text
+    await links.stop()
+
+
+class Nobody:
+    """A sink, and an owner, that are told nothing."""
+
+    def came(self, ticket: Ticket, now: float) -> None: ...
+    def waits(self) -> None: ...
+    def failed(self, ticket: Ticket, error: ApiError) -> None: ...
+    def left(self, ticket: Ticket) -> None: ...
+    def began(self, ticket: Ticket, now: float) -> None: ...
+
+
+def ticket(tenant: str) -> Ticket:
+    return Ticket(GenerateRequest(id="r", prompt_ids=[1] * 50, max_tokens=200), Nobody(), Nobody(), Terms(tenant))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_lines_that_are_no_more_were_charged_is_not_taken_back_from_new_ones(lost: bool) -> None:
+    """Else its tenant would begin there with a head start that it has not earned."""
+    lines = Lines(WITH)
+    for tenant in ("a", "b"):
+        lines.weigh(tenant, 1.0)
+    live = ticket("a")
+    lines.draw(live)
+    lines.sent(live)
+    live.produced = 100
+    lines.charge(live)
+    lines.update(msgspec.structs.replace(WITH, canary=0.0), [live])
+    live.produced = 130
+    lines.charge(live)
+    (line, _) = lines
+    before = line.counter("a")
+    if lost:
+        lines.take_back_answer(live)
+        live.restart()
+        assert (before > 0, line.counter("a")) == (True, 0.0)
+    else:
+        lines.take_back_prompt(live)
+        assert line.counter("a") == before
+    assert live.carried <= live.charged
+
+
+async def test_a_full_canary_line_says_when_its_own_next_place_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when one of the other line is."""
+    there = msgspec.structs.replace(WITHOUT, canary=1.0, max_queue=1)
+    queue = ModelQueue(there, gateway="g", token="t", credentials=None, wake=lambda name: None)
+    queue.update(there)
+    asked: list[int] = []
+    monkeypatch.setattr(ModelQueue, "slots", 1)
+    monkeypatch.setattr(queue, "_predicted_wait_s", lambda ahead, own_wait_s=0.0: asked.append(ahead) or 1.0)
+    request = GenerateRequest(id="r", prompt_ids=[1], max_tokens=1)
+    queue.submit(request, Nobody())
+    with pytest.raises(ApiError):
+        queue.submit(request, Nobody())
+    assert asked == [1, 0]
+    queue.close()
