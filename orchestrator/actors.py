@@ -26,6 +26,7 @@ from orchestrator.operator import Operator
 from orchestrator.ray_nodes import NAMESPACE, here
 from orchestrator.routes import RouteTable
 from placements.problems import Problem
+from workers.artifacts.keeping import StoreSettings
 from workers.metric_family import MetricFamily
 from workers.metrics import REFRESH_S
 
@@ -41,7 +42,7 @@ class ControllerActor:
         logs.set_up(Path(settings.home) / "logs" / "controller.log", settings.log_format)
         self._down = asyncio.Event()
         home = Home(Path(settings.home))
-        cluster = RayCluster()
+        cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)))
         self._controller = Controller(settings, cluster, Journal(home.journal))
         cluster.know_hosts(host.name for host in self._controller.state.hosts)
         self._operator = Operator(self._controller, cluster)

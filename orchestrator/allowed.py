@@ -1,8 +1,9 @@
-"""Where a spec may point: what its models may read, and which interpreters its engines may run in."""
+"""Where a spec may point: what its models may read, and what of it may run: interpreters, and code of checkpoints."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from placements.parse import parse
 from placements.problems import Problem
 from placements.spec import ModelSpec, Spec
 
-S3 = "s3://"
-BARRED = ("source-not-allowed", "interpreter-not-allowed")
+S3, HUB = "s3://", "hub:"
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+BARRED = ("source-not-allowed", "interpreter-not-allowed", "remote-code-not-allowed")
 _PATH_STARTS = ("/", "./", "../", "~")
 
 
@@ -23,8 +25,9 @@ _PATH_STARTS = ("/", "./", "../", "~")
 class Allowed:
     """None allows everything."""
 
-    prefixes: tuple[str, ...] | None = None  # absolute folders and s3:// prefixes
+    prefixes: tuple[str, ...] | None = None  # absolute folders, s3:// prefixes, and hub: with an organisation or an id
     interpreters: frozenset[str] | None = None  # exact paths
+    remote_code: frozenset[str] | None = None  # sources whose own code may run
 
     def problems(self, spec: Spec) -> tuple[Problem, ...]:
         """What the spec may not name, each with its place. Follows links, so that none leads out of a folder. Blocks.
@@ -35,10 +38,11 @@ class Allowed:
         found = [*self._of_interpreters(spec)]
         for model in spec.models:
             found += self._of_model(spec, model)
+            found += self._of_remote_code(spec, model)
         return tuple(found)
 
     def allows(self, place: str) -> bool:
-        """Whether an absolute path, or an s3:// address, lies at or below one of the prefixes."""
+        """Whether an absolute path, an s3:// address or an id of the hub lies at or below one of the prefixes."""
         if self.prefixes is None:
             return True
         if place.startswith(S3):
@@ -47,10 +51,15 @@ class Allowed:
                 return False
             known = [prefix[len(S3) :].rstrip("/").split("/") for prefix in self.prefixes if prefix.startswith(S3)]
             return any(segments[: len(prefix)] == prefix for prefix in known)
-        real = _real(place) if place.startswith("/") else None  # else an id of the hub
+        if not place.startswith("/"):
+            known = [prefix[len(HUB) :].strip("/").split("/") for prefix in self.prefixes if prefix.startswith(HUB)]
+            return _HUB_ID.fullmatch(place) is not None and any(
+                prefix == [""] or place.split("/")[: len(prefix)] == prefix for prefix in known
+            )
+        real = _real(place)
+        folders = [_real(prefix) for prefix in self.prefixes if not prefix.startswith((S3, HUB))]
         if real is None:
             return False
-        folders = [_real(prefix) for prefix in self.prefixes if not prefix.startswith(S3)]
         return any(folder is not None and (real == folder or folder in real.parents) for folder in folders)
 
     def _of_interpreters(self, spec: Spec) -> Iterator[Problem]:
@@ -61,6 +70,14 @@ class Allowed:
             what = f"engines.{engine}.python: {python} is none of the interpreters of the spec that `up` was given"
             hint = "an interpreter is a program: name it in the spec of `corewright up`"
             yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
+
+    def _of_remote_code(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+        if self.remote_code is None or not _trusted(model) - self.remote_code:
+            return
+        what = f"{model.name}: trust_remote_code runs code of {min(_trusted(model) - self.remote_code)}"
+        hint = "code is a program: name the model with trust_remote_code in the spec of `corewright up`"
+        where = spec.where("models", model.name, "trust_remote_code")
+        yield Problem("remote-code-not-allowed", "error", where, what, hint)
 
     def _of_model(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.prefixes is None:
@@ -84,19 +101,36 @@ def allowed_by_setting(fleet: FleetSettings) -> Allowed:
     """What `allowed_sources` says, to whoever applies a spec. Unset: everything."""
     if fleet.allowed_sources is None:
         return Allowed()
-    return Allowed(fleet.allowed_sources, _own_interpreters(fleet))
+    return Allowed(fleet.allowed_sources, *_own_programs(fleet))
 
 
 def allowed_to_keys(fleet: FleetSettings) -> Allowed:
     """To who comes with an API key, and so need not have a shell here. Unset: the folder of the spec that `up` was
     given."""
     prefixes = (fleet.base_dir,) if fleet.allowed_sources is None else fleet.allowed_sources
-    return Allowed(prefixes, _own_interpreters(fleet))
+    return Allowed(prefixes, *_own_programs(fleet))
 
 
-def _own_interpreters(fleet: FleetSettings) -> frozenset[str]:
+def _own_programs(fleet: FleetSettings) -> tuple[frozenset[str], frozenset[str]]:
+    """What the spec of `up` runs: interpreters, and the code of sources."""
     own = parse(fleet.spec_text, fleet.spec_file, fleet.base_dir).spec
-    return frozenset() if own is None else interpreters_of(own)
+    if own is None:
+        return frozenset(), frozenset()
+    return interpreters_of(own), frozenset().union(*map(_trusted, own.models))
+
+
+def _trusted(model: ModelSpec) -> frozenset[str]:
+    """The sources whose code the model would run, as `allows` takes them, with their revisions."""
+    if not model.trust_remote_code or model.engine == "echo" or "source" in model.broken:
+        return frozenset()
+    found = {_at(model.source_path or model.source, model.revision)}
+    if model.draft is not None:
+        found.add(_at(model.draft_path or model.draft.source, model.draft.revision))
+    return frozenset(found)
+
+
+def _at(place: str, revision: str | None) -> str:
+    return place if revision is None else f"{place}@{revision}"
 
 
 def _real(path: str) -> Path | None:

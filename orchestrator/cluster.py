@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec.structs
@@ -13,9 +15,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.effects import HostLost, Owner, ReplicaDied, Survivor, actor_name
+from orchestrator.effects import Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
 from orchestrator.host_actor import HostActor
 from orchestrator.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
+from workers.artifacts.bringing import Landed, Wanted, wanted_by, with_folders
+from workers.artifacts.keeping import StoreSettings
+from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
 from workers.dataplane import TLS_SCHEME
 from workers.interpreter import Interpreter
@@ -29,14 +34,18 @@ WATCH_S = 5.0  # a watch answers at least this often
 CALL_DEADLINE_S = 10.0  # silence for longer is a hung process: a call takes a millisecond
 ADOPT_S = 3.0  # for a living replica to say what it is, while nobody is served anew
 CONFIRM_DEATH_S = 10.0
+LONG_S = 2.0  # one question about what goes on for long
 
 
 class RayCluster:
     """``effects.Cluster`` on Ray nodes of this machine. Used from one event loop."""
 
-    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
-        """``labels``: for each of the planner's hosts the label of its Ray node. A host that is not among them has the
+    def __init__(self, store: StoreSettings, labels: Mapping[str, str] | None = None) -> None:
+        """``store`` is what each host keeps of artifacts.
+
+        ``labels``: for each of the planner's hosts the label of its Ray node. A host that is not among them has the
         label of its number (`inf2.48xlarge/1`: `emu-1`), and ``lost_hosts`` tells of it once it has been named."""
+        self._store = store
         self._labels = dict(labels or {})
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
@@ -46,6 +55,64 @@ class RayCluster:
         for node in self._nodes:
             if node.alive:
                 self._host_actor(node)  # before the first question comes
+
+    async def fetch(self, config: ReplicaConfig) -> Fetched | Failure:
+        began = time.monotonic()
+        both = wanted_by(config)
+        landed: list[Landed | None] = []
+        for wanted in both:
+            ended = None if wanted is None else await self._wait_for(config.host, "fetch", wanted)
+            if isinstance(ended, Failure):
+                return ended
+            landed.append(ended)
+        here = [one for one in landed if one is not None]
+        return Fetched(
+            with_folders(config, both, (landed[0], landed[1])),
+            bytes=sum(one.bytes for one in here),
+            moved=sum(one.moved for one in here),
+            seconds=time.monotonic() - began,
+            warning="; ".join(one.warning for one in here if one.warning),
+        )
+
+    async def progress(self, host: str) -> Sequence[FetchStatus]:
+        found: list[FetchStatus] = await self._ask(host, "progress")
+        return found
+
+    async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
+        async def of(host: str) -> frozenset[str]:
+            try:
+                return frozenset(await self._ask(host, "held", list(sources)))
+            except (HostLost, RayTaskError) as error:
+                log.warning("%s does not tell what it holds: %s", host, error)
+                return frozenset()
+
+        hosts = list(self._labels)
+        return dict(zip(hosts, await asyncio.gather(*map(of, hosts)), strict=True))
+
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+        told = await self._wait_for(config.host, "foresee", config)
+        if isinstance(told, Failure):
+            log.warning("what %s would compile cannot be told: %s", config.model, told)
+            return []
+        missing: list[str] = told.missing
+        return missing
+
+    async def compile(self, config: ReplicaConfig) -> Failure | None:
+        ended = await self._wait_for(config.host, "compile", config)
+        return ended if isinstance(ended, Failure) else None
+
+    async def _wait_for(self, host: str, question: str, about: Wanted | ReplicaConfig) -> Any:
+        """Ask, again and again, until it has ended: a host actor that is started again goes on where it was."""
+        waiter = secrets.token_hex(8)
+        try:
+            while (ended := await self._ask(host, question, waiter, about, LONG_S)) is None:
+                pass
+        except asyncio.CancelledError:
+            node = self._node_of(host)
+            if node is not None and node.alive:
+                self._host_actor(node).leave.remote(waiter)
+            raise
+        return ended
 
     async def start(self, config: ReplicaConfig) -> None:
         node = self._node_of(config.host)
@@ -217,8 +284,9 @@ class RayCluster:
                 name=f"host/{node.label or node.id[:8]}",
                 namespace=NAMESPACE,
                 get_if_exists=True,
+                lifetime="detached",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-            ).remote()
+            ).remote(self._store)
         return self._host_actors[node.id]
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:

@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec.structs
 
+from orchestrator.ahead import Preparation, get_ready
 from orchestrator.demand import DemandReport
-from orchestrator.effects import Cluster, Owner, ReplicaDied, actor_name
+from orchestrator.effects import Cluster, Fetched, Owner, ReplicaDied, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.home import Home
 from orchestrator.journal import Journal, Quarantine
-from orchestrator.lifecycle import Signal, State, advance
+from orchestrator.lifecycle import AHEAD, STARTING, Signal, State, advance
 from orchestrator.metrics import Tally, engine_families, fleet_families, scaling_changes
 from orchestrator.picture import Conditions, route_table, status
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
@@ -33,12 +34,15 @@ from orchestrator.routes import RouteTable
 from orchestrator.scaler import Scaler
 from orchestrator.snapshot import SETTLED_S, Observed, ReplicaView
 from orchestrator.starting import prepared
-from orchestrator.state import FleetState
+from orchestrator.state import FleetState, Level
 from orchestrator.suspects import expire, react
+from orchestrator.telling import size_text
 from placements.cores import CoreRange
 from placements.engines import AUTO_ENGINES
 from placements.spec import Deadlines
 from placements.topology import Host
+from workers.artifacts.bringing import wanted_by
+from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
 from workers.faults import after_serving
 from workers.metric_family import MetricFamily, gauge, joined, labelled
@@ -52,6 +56,8 @@ LOG_LINES = 8
 LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
 DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
 STALE_S = 30.0  # the Neuron tools' account of who holds a core is at most so old
+HELD_S = 60.0  # between two looks at what the hosts hold of sources elsewhere, when nothing was fetched
+TELL_S = 1.0  # for a host to tell how far its fetches are, while a round waits
 _NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
 
 
@@ -85,6 +91,9 @@ class Controller:
         self._former: dict[int, float] = {}  # pids of replicas that were seen dead, and when
         self._busy: set[str] = set()  # replicas with an effect under way
         self._followed: dict[str, int] = {}  # of each replica that somebody listens to, the epoch
+        self._ahead: dict[str, asyncio.Task[ReplicaConfig | Failure]] = {}  # of replicas that are made ready to start
+        self._preparing: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # for updates, by `Preparation.key`
+        self._held_until = float("-inf")  # what was told of what hosts hold counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -119,6 +128,7 @@ class Controller:
 
     async def _round(self) -> None:
         await self._observe_hosts()
+        await asyncio.gather(self._observe_held(), self._observe_fetches())
         if self._closing:
             return
         state = self.state
@@ -135,6 +145,7 @@ class Controller:
         observed = Observed(self._clock(), dict(state.views))
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
+        self._prepare_what_comes()
         await self.publish()
 
     def _scale(self) -> None:
@@ -153,6 +164,8 @@ class Controller:
         self._closing = True
         self._wake.set()
         await self.publish()
+        for work in self._preparing.values():
+            work.cancel()
         ended = await asyncio.gather(*(self._take_down(id, drain_s) for id in self.state.views), return_exceptions=True)
         for error in ended:
             if error is not None:
@@ -210,6 +223,7 @@ class Controller:
                 deadlines=self._deadlines(config.model),
             )
             state.configs[id] = config
+            state.pin(config)
             state.number_model(config.model, int(Path(config.socket).name.partition("-")[0]))
             state.epochs[id] = max(config.epoch, state.epochs.get(id, 0))
             model = state.current.spec.model(config.model)
@@ -253,6 +267,38 @@ class Controller:
             return
         self._deaf.discard(host.name)
         self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
+
+    async def _observe_held(self) -> None:
+        """Which hosts hold what would have to be fetched: a new replica had better go there."""
+        state = self.state
+        sources = frozenset(source for model in state.current.spec.models for source in state.sources(model))
+        if not sources or self._clock() < self._held_until:
+            return
+        self._held_until = self._clock() + HELD_S
+        try:
+            state.held = await asyncio.wait_for(self._cluster.held_sources(sources), TELL_S)
+        except Exception:  # it is only a preference
+            log.warning("the hosts do not tell what they hold", exc_info=True)
+
+    async def _observe_fetches(self) -> None:
+        """How far the fetches of replicas are, for those who look."""
+        fetching = [view for view in self.state.views.values() if view.state is State.FETCHING]
+        hosts = sorted({view.host for view in fetching} | {host for _, _, host in self._preparing})
+        told = await asyncio.gather(*(self._fetches_on(host) for host in hosts))
+        self.state.fetches = dict(zip(hosts, told, strict=True))
+        for view in fetching:
+            sources = {origin.source for origin in wanted_by(self.state.configs[view.id]) if origin is not None}
+            here = [one for one in self.state.fetches[view.host] if one.source in sources]
+            current = self._view(view.id, view.epoch)
+            if here and current is not None and current.state is State.FETCHING:
+                self._put(dataclasses.replace(current, fetch=here[0]))
+
+    async def _fetches_on(self, host: str) -> tuple[FetchStatus, ...]:
+        try:
+            return tuple(await asyncio.wait_for(self._cluster.progress(host), TELL_S))
+        except Exception:  # the fetch goes on all the same
+            log.debug("%s does not tell how far its fetches are", host, exc_info=True)
+            return ()
 
     def _quarantine(self, host: Host, held: dict[int, Owner]) -> None:
         state = self.state
@@ -350,6 +396,7 @@ class Controller:
 
     def forgive(self) -> None:
         """Failed starts so far do not count any more: somebody has mended the cause."""
+        self.state.preparations = {key: one for key, one in self.state.preparations.items() if one.done}
         for view in list(self.state.views.values()):
             self._put(dataclasses.replace(view, failures=0, stopped=False))
         self._wake.set()
@@ -366,14 +413,19 @@ class Controller:
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
         try:
-            ready = await prepared(config, self.state.current, self._cluster)
+            ready = await self._made_ready(id, config)
             view = self._view(id, config.epoch)
-            if view is None or view.state is not State.PENDING:
+            if ready is None or view is None or view.state not in STARTING:
                 return  # it was told to stop meanwhile
             if isinstance(ready, Failure):
                 self._fail(view, ready)
                 return
             self.state.configs[id] = ready
+            self.state.pin(ready)
+            if view.state in AHEAD:
+                view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
+            # all until here was aside: waiting for what others fetch and compile, and asking the engine, as well
+            self._put(dataclasses.replace(view, aside_s=self._clock() - view.begun))
             await self._cluster.start(ready)
             view = self._view(id, config.epoch)
             if view is None or view.state is State.STOPPING:  # and whoever ended it may have found no process yet
@@ -385,6 +437,68 @@ class Controller:
                 self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
         else:
             await self._follow(id, config.epoch)
+
+    async def _made_ready(self, id: str, config: ReplicaConfig) -> ReplicaConfig | Failure | None:
+        """What its process is to be told; None when it was told to stop meanwhile."""
+        ready = await prepared(config, self.state.current, self._cluster)
+        view = self._view(id, config.epoch)
+        if isinstance(ready, Failure) or view is None or view.state is not State.PENDING:
+            return ready
+        ready = self.state.pinned(ready)
+        self.state.configs[id] = ready
+        known = (config.model, config.version, config.host) in self.state.compiled_on
+        watching = _OfReplica(self, id, config.epoch)
+        work = asyncio.ensure_future(get_ready(ready, self._cluster, watching, self._clock, compiled=known))
+        self._ahead[id] = work
+        try:
+            await asyncio.wait({work})
+        finally:
+            work.cancel()
+            if self._ahead.get(id) is work:
+                del self._ahead[id]
+        return None if work.cancelled() else work.result()
+
+    def _prepare_what_comes(self) -> None:
+        """Bring what an update needs to where it will be, before anything old goes; stop what is needed no more."""
+        state, now = self.state, self._clock()
+        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.coming}
+        for key, (preparation, target) in wanted.items():
+            if key not in self._preparing and now >= preparation.retry_at and target.placement is not None:
+                config = replica_config(state.current, target.placement, self._home, self.settings)
+                self._preparing[key] = self._spawn(self._prepare(preparation, config))
+        for key in self._preparing.keys() - wanted.keys():
+            self._preparing.pop(key).cancel()
+        state.preparing = frozenset(self._preparing)
+
+    async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
+        state, watching = self.state, _OfUpdate(self, before)
+        deadlines = self._deadlines(before.model)
+        try:
+            ready = await prepared(config, state.current, self._cluster)
+            if not isinstance(ready, Failure):
+                work = get_ready(state.pinned(ready), self._cluster, watching, self._clock)
+                ready = await asyncio.wait_for(work, deadlines.fetch_s + deadlines.compile_s)
+        except asyncio.TimeoutError:
+            what = f"it is not ready after {deadlines.fetch_s:.0f} s, and {deadlines.compile_s:.0f} s to compile"
+            ready = Failure("fetch-deadline", what)
+        except Exception as error:
+            log.exception("%s cannot be made ready on %s", before.model, before.host)
+            ready = Failure("start-failed", f"{type(error).__name__}: {error}")
+        if isinstance(ready, Failure):
+            after = before.failed(ready, self._clock(), stopped=ready.reaction is Reaction.STOP)
+            what = f"{ready}; the old replicas go on serving"
+            state.tell("error", "PreparationFailed", what, model=before.model, host=before.host)
+        else:
+            after = dataclasses.replace(before, done=True, failures=0, reason=None)
+            state.pin(ready)
+            state.compiled_on.add(before.key)
+        state.preparations[before.key] = after
+        self._preparing.pop(before.key, None)
+        self._wake.set()
+
+    def _told_fetched(self, model: str, found: Fetched) -> None:
+        self._tally.fetched(model, found.moved, found.seconds)
+        self._held_until = float("-inf")
 
     def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
         """Run what hears of that replica until it is over, or fails."""
@@ -445,8 +559,8 @@ class Controller:
         log_file = str(self._home.log(view.model, view.replica))
         try:
             return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LAST_WORDS_S)
-        except Exception as error:  # the fleet must not wait for a deaf host, nor a death for a log
-            log.warning("the last words of %s cannot be read: %s: %s", view.id, type(error).__name__, error)
+        except Exception:  # the fleet must not wait for a deaf host, nor a death for a log
+            log.warning("the last words of %s cannot be read", view.id, exc_info=True)
             return None
 
     def _view(self, id: str, epoch: int) -> ReplicaView | None:
@@ -458,7 +572,7 @@ class Controller:
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
-            load_s = round(self._clock() - view.begun, 3)
+            load_s = round(self._clock() - view.begun - view.aside(self._clock()), 3)
             self._put(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
             self._signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
@@ -482,9 +596,15 @@ class Controller:
         if state is before.state:
             return before
         now = self._clock()
-        after = dataclasses.replace(before, state=state, since=now, reason=reason or before.reason)
+        aside_s = before.aside(now)
+        after = dataclasses.replace(
+            before, state=state, since=now, reason=reason or before.reason, aside_s=aside_s, fetch=None
+        )
+        if state not in STARTING and (work := self._ahead.pop(view.id, None)) is not None:
+            work.cancel()  # nobody waits for it any more
         if state is State.READY:  # only now is the last failure over
             after = dataclasses.replace(after, served=True, log=(), reason=None)
+            self.state.compiled_on.add((after.model, after.version, after.host))
             self._tally.loaded(after)
             self.state.tell("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
@@ -532,8 +652,8 @@ class Controller:
         log_file = str(self._home.log(view.model, view.replica))
         try:
             return tuple(await asyncio.wait_for(self._cluster.log_tail(log_file, LOG_LINES, view.host), LAST_WORDS_S))
-        except Exception as error:  # the cores of the dead must not wait for a log
-            log.warning("the log of %s cannot be read: %s: %s", view.id, type(error).__name__, error)
+        except Exception:  # the cores of the dead must not wait for a log
+            log.warning("the log of %s cannot be read", view.id, exc_info=True)
             return ()
 
     async def _take_down(self, id: str, drain_s: float) -> None:
@@ -646,6 +766,79 @@ class Controller:
             log.debug("%s does not tell what its devices measure", host, exc_info=True)
             return []
         return [labelled(family, "host", host) for family in measured]
+
+
+class _OfReplica:
+    """Tells of what a replica waits for (`ahead.Watching`)."""
+
+    def __init__(self, controller: Controller, id: str, epoch: int) -> None:
+        self._controller = controller
+        self._id = id
+        self._epoch = epoch
+
+    def fetching(self, sources: list[str]) -> None:
+        self._tell("info", "Fetching", ", ".join(sources), Signal.FETCH)
+
+    def fetched(self, found: Fetched) -> None:
+        self._controller._told_fetched(self._id.rpartition("/")[0], found)
+        self._tell("warning" if found.warning else "info", "Fetched", fetched_text(found))
+
+    def not_fetched(self, failure: Failure) -> None:
+        self._controller._tally.not_fetched(self._id.rpartition("/")[0])
+        self._tell("error", "FetchFailed", str(failure))
+
+    def compiling(self, missing: list[str]) -> None:
+        self._tell("info", "WillCompile", "; ".join(missing), Signal.COMPILE)
+
+    def compiled(self, seconds: float) -> None:
+        self._tell("info", "Compiled", f"ahead, in {seconds:.0f} s")
+
+    def _tell(self, level: Level, reason: str, message: str, signal: Signal | None = None) -> None:
+        view = self._controller._view(self._id, self._epoch)
+        if view is None or view.state not in STARTING:
+            return
+        if signal is not None:
+            view = self._controller._signal(view, signal)
+        self._controller.state.tell(level, reason, message, view=view)
+
+
+class _OfUpdate:
+    """Tells of what an update waits for (`ahead.Watching`)."""
+
+    def __init__(self, controller: Controller, preparation: Preparation) -> None:
+        self._controller = controller
+        self._of = preparation
+
+    def fetching(self, sources: list[str]) -> None:
+        self._tell("info", "Fetching", f"{', '.join(sources)}, while the old replicas serve")
+
+    def fetched(self, found: Fetched) -> None:
+        self._controller._told_fetched(self._of.model, found)
+        self._tell("warning" if found.warning else "info", "Fetched", fetched_text(found))
+
+    def not_fetched(self, failure: Failure) -> None:
+        self._controller._tally.not_fetched(self._of.model)
+        self._tell("error", "FetchFailed", str(failure))
+
+    def compiling(self, missing: list[str]) -> None:
+        self._tell("info", "WillCompile", "; ".join(missing))
+
+    def compiled(self, seconds: float) -> None:
+        self._tell("info", "Compiled", f"ahead, in {seconds:.0f} s")
+
+    def _tell(self, level: Level, reason: str, message: str) -> None:
+        self._controller.state.tell(level, reason, message, model=self._of.model, host=self._of.host)
+
+
+def fetched_text(found: Fetched) -> str:
+    """Such as "13.5 GB in 12.3 s, 1100 MB/s"."""
+    if found.moved:
+        rate = found.moved / max(found.seconds, 1e-3)
+        told = f"{size_text(found.moved)} in {found.seconds:.1f} s, {rate / 1e6:.0f} MB/s"
+        told += f"; {size_text(found.bytes - found.moved)} were here" if found.bytes > found.moved else ""
+    else:
+        told = f"0 bytes: {size_text(found.bytes)} were here"
+    return f"{told}; {found.warning}" if found.warning else told
 
 
 def _with(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:

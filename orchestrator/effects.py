@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
 from workers.interpreter import Interpreter
 from workers.metric_family import MetricFamily
@@ -44,6 +45,17 @@ class Survivor:
     status: ReplicaStatus
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """All that a replica loads is on its host."""
+
+    config: ReplicaConfig  # as its process is to be told
+    bytes: int  # of it all
+    moved: int = 0  # bytes that came over the network for it
+    seconds: float = 0.0
+    warning: str = ""  # it may not be what the sources have now
+
+
 def actor_name(model: str, replica: int, epoch: int) -> str:
     """New for each start, so that nothing can take the dying one for the new one."""
     return f"{model}/{replica}.{epoch}"
@@ -52,6 +64,32 @@ def actor_name(model: str, replica: int, epoch: int) -> str:
 class Cluster(Protocol):
     """What the controller does to replicas and asks of hosts. ``name`` is an ``actor_name``; ``host`` is the planner's
     name of a host, and without it the controller's own is asked."""
+
+    async def fetch(self, config: ReplicaConfig) -> Fetched | Failure:
+        """Bring what the replica loads to ``config.host``, where it is not a folder already; each artifact once at a
+        time, however many ask. Who cancels the call waits no longer, and what nobody waits for is stopped.
+
+        Raises HostLost.
+        """
+        ...
+
+    async def progress(self, host: str) -> Sequence[FetchStatus]:
+        """How far each fetch is that goes on there."""
+        ...
+
+    async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
+        """By host, which of these sources are there as a whole, of whatever date. Nobody is asked over the network."""
+        ...
+
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+        """What the start of a replica would have to compile that can be compiled ahead, each in words. Claims no core
+        and reads no weights. Raises HostLost."""
+        ...
+
+    async def compile(self, config: ReplicaConfig) -> Failure | None:
+        """Compile that, on its host and in a process of its own; once at a time, however many ask. As for ``fetch``,
+        who cancels the call waits no longer. Raises HostLost."""
+        ...
 
     async def start(self, config: ReplicaConfig) -> None:
         """Ask for the replica's process on ``config.host``. Returns at once; ``watch`` tells how it goes.

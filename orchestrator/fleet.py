@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from workers.artifacts.keeping import StoreSettings
 from workers.credentials import Credentials
 
 DRAIN_S = 20.0
@@ -30,6 +31,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     daemon_pid: int = 0
     config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin
     allowed_sources: tuple[str, ...] | None = None  # what a spec may read: folders and s3:// prefixes; None: anything
+    store: StoreSettings | None = None  # what each host keeps of artifacts; None: without a limit, in the home
     data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts

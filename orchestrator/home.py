@@ -20,6 +20,9 @@ from workers import host
 
 FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
 
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for every address of the machine, and the one of loopback among these."""
+
 
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`fleet.json`: how to speak to the fleet, and which process it is."""
@@ -34,6 +37,12 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: float  # the daemon's start, seconds since the epoch
     version: str
+    listens: str = ""  # the address that the gateway listens on
+
+    @property
+    def nearby(self) -> str | None:
+        """Where this machine finds a gateway that listens on every address, whatever name ``url`` has; else None."""
+        return WILDCARDS.get(self.listens)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,11 @@ class Home:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def store(self) -> Path:
+        """What was fetched of models, and the small files of those that are elsewhere."""
+        return self.path / "store"
 
     @property
     def compiled(self) -> Path:

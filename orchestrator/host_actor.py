@@ -1,15 +1,27 @@
-"""The actor that answers for one host: its processes, their logs, its interpreters and who holds its cores."""
+"""The actor that answers for one host: its processes, their logs, its interpreters, who holds its cores, what it keeps
+of artifacts; it fetches and compiles for its replicas."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
+from typing import TypeVar, cast
 
+import msgspec.structs
 import ray
 
+from workers import ahead
 from workers import host as this_host
+from workers.artifacts.bringing import Bringing, Landed, Wanted
+from workers.artifacts.flights import Flights
+from workers.artifacts.keeping import StoreSettings
+from workers.artifacts.progress import FetchStatus, Progress
+from workers.build import Built
 from workers.claims import held_cores
+from workers.config import ReplicaConfig
 from workers.device_metrics import DeviceMonitor
 from workers.facts.machine import owners
 from workers.facts.reading import read_host_facts
@@ -18,19 +30,77 @@ from workers.interpreter import Interpreter, Interpreters
 from workers.metric_family import MetricFamily
 from workers.status import Failure
 
+RECENT = 1000
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
 
+M = TypeVar("M", bound=Callable[..., object])
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=16)
+
+def _long(method: M) -> M:
+    """Run the method on a thread of its own group: what is waited for must not keep the others waiting."""
+    return cast(M, ray.method(concurrency_group="long")(method))
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=16, concurrency_groups={"long": 8})
 class HostActor:
-    """What the controller asks of one host (one for each Ray node)."""
+    """What the controller asks of one host (one for each Ray node).
 
-    def __init__(self) -> None:
+    It outlives the controller, so that a fetch goes on while that is started again.
+    """
+
+    def __init__(self, store: StoreSettings) -> None:
+        self._store = store.open()
+        self._bringing = Bringing(self._store)
+        self._fetches: Flights[Landed] = Flights()
+        self._compiles: Flights[Built | Failure] = Flights()
+        self._foresights: Flights[ahead.Foreseen] = Flights()
+        self._foreseeing = threading.Lock()
+        self._counted: tuple[str, ...] = ()  # flights whose bytes were told
         self._told: dict[int, tuple[int | None, str | None]] = {}  # by the Neuron tools
         self._reads = False
         self._asking = threading.Lock()
         self._interpreters = Interpreters()
         self._devices = DeviceMonitor()
+
+    @_long
+    def fetch(self, waiter: str, wanted: Wanted, wait_s: float) -> Landed | Failure | None:
+        """See `Flights.ask`; None: it goes on. What has moved is told to one of those that waited."""
+        ended = self._fetches.ask(waiter, wanted, wanted.source, partial(self._bringing, wanted), wait_s)
+        if isinstance(ended, Landed):
+            with self._asking:
+                counted = ended.flight in self._counted
+                self._counted = (*self._counted[-RECENT:], ended.flight)
+            return msgspec.structs.replace(ended, moved=0) if counted else ended
+        return ended
+
+    @_long
+    def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | None:
+        """As ``fetch``."""
+        key, work = ahead.build_key(config), partial(ahead.build, config)
+        return self._compiles.ask(waiter, key, config.model, work, wait_s)
+
+    @_long
+    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> ahead.Foreseen | Failure | None:
+        """As ``fetch``. One after another: each imports an engine's package, in a process of its own."""
+
+        def look(_: Progress, stop: threading.Event) -> ahead.Foreseen:
+            with self._foreseeing:
+                return ahead.Foreseen() if stop.is_set() else ahead.foresee(config)
+
+        return self._foresights.ask(waiter, ahead.build_key(config), config.model, look, wait_s)
+
+    def leave(self, waiter: str) -> None:
+        """It waits for no fetch and no compiler any more."""
+        self._fetches.leave(waiter)
+        self._compiles.leave(waiter)
+        self._foresights.leave(waiter)
+
+    def progress(self) -> list[FetchStatus]:
+        return self._fetches.progress()
+
+    def held(self, sources: Collection[str]) -> frozenset[str]:
+        """Which of the sources are in the store as a whole."""
+        return frozenset(one.source for one in self._store.artifacts()) & frozenset(sources)
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
         return this_host.confirm_death(pid, started, deadline_s)

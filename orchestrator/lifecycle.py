@@ -1,6 +1,8 @@
 """The life of a replica as one table, and what the states of its replicas make of a model.
 
-pending   asked for; Ray has not started its process yet
+pending   asked for: it is found out what it needs; then Ray has not started its process yet
+fetching  its host brings the artifacts that it will load; there is no process yet
+compiling its host compiles ahead what would not be found compiled; there is no process yet
 loading   the process is up: environment, cores, weights, warm-up, a first generation
 ready     serves
 draining  takes nothing new; its live requests go on
@@ -17,6 +19,8 @@ from types import MappingProxyType
 
 class State(str, Enum):
     PENDING = "pending"
+    FETCHING = "fetching"
+    COMPILING = "compiling"
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -25,8 +29,12 @@ class State(str, Enum):
 
 
 class Signal(str, Enum):
-    """What can happen to a replica. The controller gives DRAIN and STOP; the others are observed."""
+    """What can happen to a replica. The controller gives FETCH, COMPILE, DRAIN and STOP; the others are observed."""
 
+    FETCH = "fetch"
+    FETCHED = "fetched"
+    COMPILE = "compile"
+    COMPILED = "compiled"
     STARTED = "started"
     LOADED = "loaded"
     DRAIN = "drain"
@@ -36,9 +44,18 @@ class Signal(str, Enum):
 
 TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
     {
+        (State.PENDING, Signal.FETCH): State.FETCHING,
+        (State.PENDING, Signal.COMPILE): State.COMPILING,
         (State.PENDING, Signal.STARTED): State.LOADING,
         (State.PENDING, Signal.STOP): State.STOPPING,
         (State.PENDING, Signal.FAILED): State.FAILED,
+        (State.FETCHING, Signal.FETCHED): State.PENDING,
+        (State.FETCHING, Signal.COMPILE): State.COMPILING,
+        (State.FETCHING, Signal.STOP): State.STOPPING,
+        (State.FETCHING, Signal.FAILED): State.FAILED,
+        (State.COMPILING, Signal.COMPILED): State.PENDING,
+        (State.COMPILING, Signal.STOP): State.STOPPING,
+        (State.COMPILING, Signal.FAILED): State.FAILED,
         (State.LOADING, Signal.LOADED): State.READY,
         (State.LOADING, Signal.STOP): State.STOPPING,
         (State.LOADING, Signal.FAILED): State.FAILED,
@@ -53,6 +70,13 @@ TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
         (State.FAILED, Signal.FAILED): State.FAILED,  # the first cause stays the cause
     }
 )
+
+
+STARTING = frozenset({State.PENDING, State.FETCHING, State.COMPILING, State.LOADING})
+"""On its way to be ready."""
+
+AHEAD = frozenset({State.FETCHING, State.COMPILING})
+"""What has a deadline of its own, and is not counted to the start."""
 
 
 class IllegalTransition(Exception):
@@ -94,7 +118,7 @@ def model_state(wanted: int, states: Iterable[State]) -> ModelState:
         return ModelState.READY
     if ready > 0:
         return ModelState.DEGRADED
-    coming = {State.PENDING, State.LOADING, State.DRAINING, State.STOPPING}
+    coming = {*STARTING, State.DRAINING, State.STOPPING}
     if not present or coming.intersection(present):
         return ModelState.LOADING
     return ModelState.FAILED

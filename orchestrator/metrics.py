@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.lifecycle import State
+from orchestrator.lifecycle import STARTING, State
 from orchestrator.snapshot import ReplicaView
 from workers.batcher import BatcherStats
 from workers.metric_family import Histogram, MetricFamily, Point, by_label, gauge
@@ -35,6 +35,9 @@ class Tally:
         self._loads: dict[str, Histogram] = {}
         self._failures: Counter[tuple[str, ...]] = Counter()
         self._restarts: Counter[tuple[str, ...]] = Counter()
+        self._fetches: dict[str, Histogram] = {}
+        self._fetched_bytes: Counter[tuple[str, ...]] = Counter()
+        self._failed_fetches: Counter[tuple[str, ...]] = Counter()
         self._rollouts: Counter[tuple[str, ...]] = Counter()
         self._quarantines: Counter[tuple[str, ...]] = Counter()
         self._rollout: tuple[int, str] | None = None  # seen last
@@ -51,6 +54,15 @@ class Tally:
     def loaded(self, view: ReplicaView) -> None:
         """It is ready, ``view.load_s`` seconds after it was asked for."""
         self._loads.setdefault(view.model, Histogram(LOAD_S)).observe(view.load_s or 0.0)
+
+    def fetched(self, model: str, moved: int, seconds: float) -> None:
+        """All that a replica loads is on its host; ``moved`` bytes of it came over the network."""
+        self._fetches.setdefault(model, Histogram(LOAD_S)).observe(seconds)
+        self._fetched_bytes[(model,)] += moved
+
+    def not_fetched(self, model: str) -> None:
+        """It could not be fetched."""
+        self._failed_fetches[(model,)] += 1
 
     def failed(self, view: ReplicaView, problem: str) -> None:
         """It cannot serve, for ``problem``, the id of a failure."""
@@ -79,11 +91,23 @@ class Tally:
         yield MetricFamily(
             name="corewright_load_seconds",
             kind="histogram",
-            help="From asking for a replica's process to its first generation.",
+            help="From the start of a replica to its first generation, without fetching and compiling ahead.",
             labels=("model",),
             points=tuple(histogram.point(model) for model, histogram in self._loads.items()),
             buckets=LOAD_S,
         )
+        yield MetricFamily(
+            name="corewright_fetch_seconds",
+            kind="histogram",
+            help="To bring what a replica loads to its host, where it comes from elsewhere.",
+            labels=("model",),
+            points=tuple(histogram.point(model) for model, histogram in self._fetches.items()),
+            buckets=LOAD_S,
+        )
+        moved = "Bytes that came over the network for it; what a host held already is not among them."
+        yield by_label("corewright_fetched_bytes", "counter", moved, ("model",), self._fetched_bytes)
+        failed = "Fetches that failed."
+        yield by_label("corewright_failed_fetches", "counter", failed, ("model",), self._failed_fetches)
         rollouts = {(one,): 0 for one in ENDED} | self._rollouts
         yield by_label("corewright_rollouts", "counter", "Rollouts that have ended.", ("state",), rollouts)
         quarantines = "Cores that were withheld, by cause."
@@ -188,11 +212,11 @@ def scaling_changes(counts: Mapping[tuple[str, ...], int]) -> MetricFamily:
 def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
     living = [view for view in views.values() if not view.gone]
     starting = {
-        (view.model, str(view.replica)): max(0.0, now - view.begun)
+        (view.model, str(view.replica)): max(0.0, now - view.begun - view.aside(now))
         for view in living
-        if view.state in (State.PENDING, State.LOADING)
+        if view.state in STARTING
     }
-    told = "How long a replica that is not ready yet has been starting."
+    told = "How long a replica that is not ready yet has been starting, without fetching and compiling ahead."
     yield by_label("corewright_replica_starting_seconds", "gauge", told, OF_A_REPLICA, starting)
     compiling = {(view.model, str(view.replica)): view.compile_s for view in living}
     told = "How long the replica's process has compiled, or waited for another that compiles the same."

@@ -33,9 +33,9 @@ from orchestrator.journal import (
 from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
 from orchestrator.picture import rollout
+from orchestrator.recordings import read_page
 from orchestrator.rollout import Goal, Situation, Wish, aim
 from orchestrator.room import load_times, traffic
-from orchestrator.simulate.tracefile import read_page
 from orchestrator.snapshot import ReplicaView
 from orchestrator.specfile import SpecFile, examine, start_problems
 from orchestrator.suspects import absolve
@@ -420,6 +420,7 @@ class Operator:
         self._refuse_frozen("restart")
         for view in self._state.replicas_of(model):
             self._replace(view, by)
+        self._state.look_again(model)
         return self._set_rollout("progressing", f"restart of {model} by {by}", "RolloutRestarted")
 
     # Models, hosts and replicas
@@ -567,7 +568,7 @@ class Operator:
     async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:
         self._model(model)
         views = self._state.replicas_of(model)
-        number = replica if replica is not None else (views[0].replica if views else 0)
+        number = replica if replica is not None else _first_running(views)
         view = next((view for view in views if view.replica == number), None)
         if replica is not None and view is None and not Home(Path(self.settings.home)).log(model, number).exists():
             known = ", ".join(view.id for view in views) or "none"
@@ -594,6 +595,12 @@ class Operator:
 
     def config(self) -> dict[str, Any]:
         return {"values": list(self.settings.config)}
+
+
+def _first_running(views: list[ReplicaView]) -> int:
+    """Of those that stay; where none runs, of all."""
+    running = [view for view in views if not view.gone and view.state not in (State.DRAINING, State.STOPPING)]
+    return next((view.replica for view in (*running, *views)), 0)
 
 
 def _machines(hosts: Any) -> list[tuple[str, int, bool]]:

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator.ahead import Preparation
 from orchestrator.effects import Owner, Suspect
 from orchestrator.lifecycle import ModelState, State, model_state
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from orchestrator.snapshot import ReplicaView
 from orchestrator.state import FleetState
+from orchestrator.unloaded import reason_for_clients, why_unloaded
 from placements.cores import ranges
 from placements.spec import ModelSpec
 from placements.topology import Host
+from workers.artifacts.progress import FetchStatus
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     views = [view for view in state.replicas_of(model.name) if view.state is State.READY]
     configs = [state.configs[view.id] for view in views if view.version != version and view.id in state.configs]
     engine: str = current.engines[model.name]
-    source, max_len = current.source(model), current.length(model)
+    source, max_len = current.folder(model), current.length(model)
     own = current.tokenizers[model.name]
     if step is not None and step.serves_old and configs:
         views = [view for view in views if view.version != version]
@@ -83,13 +86,15 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     else:
         views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
         max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
+    if source is None and engine != "echo":  # nobody has seen it from here: the folder that a host has fetched
+        source = next((state.configs[view.id].source for view in views), None)
     way = state.ways.get(model.name)
     told, reason = _state_of(state, model)
     canary = current.revision.canary if state.in_canary else None
     return ModelRoutes(
         name=model.name,
         state=told,
-        reason=reason,
+        reason=reason_for_clients(state, model, reason),
         engine=engine,
         source=source,
         tokenizer=own,
@@ -98,7 +103,6 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         max_queue_bytes=model.max_queue_bytes,
         max_wait_s=model.max_wait_s,
         queue_order=model.queue_order,
-        ttft_s=None if model.objectives.ttft_ms is None else model.objectives.ttft_ms / 1000,
         hold_s=model.scaling.hold_s,
         loads_on_request=_loads_on_request(state, model),
         holds=way is not None and way.strategy == "hold",
@@ -228,6 +232,7 @@ def _model_status(
         "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
         "scaling": scaling,
         "version": state.current.versions[model.name],
+        "preparing": [_preparing(state, one) for one in _preparations(state, model)],
         "conditions": conditions.told(model.name, _model_findings(state, model)),
         "replicas": [
             {
@@ -246,6 +251,7 @@ def _model_status(
                 "stopped": view.stopped and view.state is State.FAILED,
                 "load_s": view.load_s,
                 "compile_s": round(view.compile_s, 1),
+                "fetch": None if view.fetch is None else _fetch(view.fetch),
                 "live": view.live,
                 "waiting": view.waiting,
                 "speculation": _speculation(view),
@@ -287,7 +293,36 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
         "draining": host.name in state.journal.state().drains,
         "quarantine": [{"core": core, **_told_of(why)} for core, why in sorted(withheld.items())],
+        "fetches": [_fetch(one) for one in state.fetches.get(host.name, ())],
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
+    }
+
+
+def _fetch(status: FetchStatus) -> dict[str, Any]:
+    """How far a fetch is; what nobody knows yet is None."""
+    return {
+        "source": status.source,
+        "phase": status.phase,
+        "bytes": status.done,
+        "total": status.total or None,
+        "bytes_per_s": round(status.rate) if status.rate else None,
+        "left_s": None if status.left_s is None else round(status.left_s, 1),
+    }
+
+
+def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
+    """What the model's update waits for."""
+    found = {(one := state.preparation(target)).key: one for target in state.coming if target.model == model.name}
+    return list(found.values())
+
+
+def _preparing(state: FleetState, one: Preparation) -> dict[str, Any]:
+    return {
+        "host": one.host,
+        "version": one.version,
+        "state": "preparing" if one.key in state.preparing else "failed" if one.failures else "waiting",
+        "failures": one.failures,
+        "reason": one.reason,
     }
 
 
@@ -311,8 +346,8 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
     ]
     if reasons and not views:
         told = ModelState.FAILED  # it has no place
-    if told is ModelState.UNLOADED and state.sleeps(model.name):
-        reasons = ["unloaded by hand: corewright load " + model.name]
+    if told is ModelState.UNLOADED:
+        reasons = why_unloaded(state, model) or reasons
     return told, reasons[0] if reasons and told is not ModelState.READY else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.lifecycle import State
+from orchestrator.lifecycle import STARTING, State
 from orchestrator.rollout import Target
 from orchestrator.snapshot import Observed, ReplicaView
 
@@ -72,8 +72,8 @@ def reconcile(
       3. not wanted, or wanted elsewhere, in another version, or with a new process (``replaced``: id and epoch):
          3a. seen dead                                     -> Forget
          3b. ready                                         -> Drain
-         3c. pending, loading                              -> Stop
-      4. pending or loading for longer than its deadline   -> Fail
+         3c. pending, fetching, compiling, loading         -> Stop
+      4. any of these for longer than its deadline         -> Fail
       5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch; a stopped one never
     For each target without a replica:
       6.                                                   -> Start
@@ -85,7 +85,7 @@ def reconcile(
         target = wanted.get(id)
         ending = replica.state in (State.STOPPING, State.FAILED)
         serving = replica.state in (State.READY, State.DRAINING)
-        starting = replica.state in (State.PENDING, State.LOADING)
+        starting = replica.state in STARTING
         drained_for = observed.now - replica.since
         overdrawn = replica.state is State.DRAINING and drained_for > replica.deadlines.drain_s + DRAIN_GRACE_S
         if ending and not replica.gone:  # 1

@@ -18,7 +18,7 @@ def replica_config(
     epoch: int = 0,
     socket: str = "",
 ) -> ReplicaConfig:
-    """``fleet`` None: of a replica that nobody reaches. Raises ValueError for a source that must be fetched first."""
+    """``fleet`` None: of a replica that nobody reaches. Sources elsewhere are still to be fetched: see bringing.py."""
     model = generation.spec.model(placement.model)
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
@@ -30,6 +30,7 @@ def replica_config(
         host=placement.host,
         engine=engine,
         source=generation.source(model),
+        revision=generation.commit(model),
         dtype=model.dtype_on(engine),
         slots=model.max_batch,
         max_len=generation.length(model),
@@ -42,9 +43,11 @@ def replica_config(
         listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
         credentials=None if fleet is None else fleet.replica,
         engine_options=dict(model.engine_options),
-        draft_source=model.draft_path,
+        draft_source=generation.draft_source(model),
+        draft_revision=generation.draft_commit(model),
         draft_k=0 if model.draft is None else model.draft.k,
         allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
         tp_degree=model.tp_degree,
         sampling=model.sampling,
         prefill_buckets=list(model.buckets.prefill),
@@ -55,6 +58,7 @@ def replica_config(
         fuse_qkv=model.fuse_qkv,
         compile_workers=model.compiler.workers,
         compiled=str(home.compiled),
+        neff_cache=model.neff_cache_location,
         python=generation.spec.python_for(engine),
         version=generation.versions[model.name],
         tokenizer=generation.tokenizers[model.name],

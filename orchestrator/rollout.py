@@ -56,6 +56,7 @@ class Wish:
     canary: bool = False  # one current replica, until it is promoted
     reachable: bool = False  # promise no more replicas than find a place: waiting for more would never end
     frozen: bool = False  # paused: nothing old goes and nothing current comes
+    awaited: bool = False  # what the current ones load is not on their hosts yet: nothing old goes for them before
     lender: str | None = None  # with borrow: the id of the replica that gives way
 
 
@@ -96,7 +97,8 @@ def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView],
         return done
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
     missing = wish.count - len(old)
-    if wish.frozen:  # the versions stand still, the numbers need not
+    waits = wish.awaited and wish.strategy != "surge"
+    if wish.frozen or waits:  # the versions stand still, the numbers need not
         keep = best_first[: max(0, wish.count - ready)]
         return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, missing)), serves_old=not wish.mixes)
     spare = 0 if wish.strategy in ("surge", "borrow") else 1
@@ -115,7 +117,8 @@ class Situation:
     """All that is decided from.
 
     ``hosts`` are those that live. ``blocked`` are cores by host where nothing new may go, ``drained`` those whose
-    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes.
+    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes, ``held`` the
+    models by host whose artifacts are there.
     """
 
     spec: Spec
@@ -126,6 +129,7 @@ class Situation:
     blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     replaced: frozenset[tuple[str, int]] = frozenset()
+    held: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
 
     def with_wish(self, wish: Wish) -> Situation:
         """The same with another wish for its model."""
@@ -210,7 +214,7 @@ def _plan(
     lent = {
         wish.lender
         for name, wish in wishes.items()
-        if wish.strategy == "borrow" and wish.lender is not None and steps[name].old > 0
+        if wish.strategy == "borrow" and wish.lender is not None and steps[name].old > 0 and not wish.awaited
     }
     lent_by = Counter(id.rpartition("/")[0] for id in lent)  # for as long as it is lent, wherever its process is
     counts = {name: max(0, min(one.count, wishes[name].count - lent_by[name])) for name, one in steps.items()}
@@ -223,8 +227,18 @@ def _plan(
     ]
     occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
     numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
-    hosts, checkpoints = situation.hosts, situation.checkpoints
-    return plan(situation.spec, hosts, checkpoints, running, counts, occupied, numbered, moves=moves, costs=costs)
+    return plan(
+        situation.spec,
+        situation.hosts,
+        situation.checkpoints,
+        running,
+        counts,
+        occupied,
+        numbered,
+        moves=moves,
+        costs=costs,
+        held=situation.held,
+    )
 
 
 def _misplaced(wish: Wish, current: Sequence[ReplicaView]) -> list[ReplicaView]:

@@ -32,7 +32,6 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_bytes: int = 256 * 2**20
     max_wait_s: float | None = None  # that each request may wait for its first token
     queue_order: Literal["fair", "deadline"] = "fair"
-    ttft_s: float | None = None  # of `objectives`: a first token that comes later is late
     hold_s: float = 300.0  # that requests wait for a model which they have started
     loads_on_request: bool  # `min: 0`: a request is what loads it, and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one

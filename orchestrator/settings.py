@@ -147,7 +147,8 @@ def _several(one: Callable[[str], str], what: str) -> Callable[[Any], tuple[str,
 
 _ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
 _ORIGINS = "origins like https://chat.example, or *"
-_PLACES = "absolute folders and s3://bucket/prefix"
+_MEMORY = "an absolute folder of a tmpfs"
+_PLACES = "absolute folders, s3://bucket/prefix and hub:ORG"
 
 
 def _cors_origin(text: str) -> str:
@@ -158,12 +159,19 @@ def _cors_origin(text: str) -> str:
 
 def _place(text: str) -> str:
     path = str(Path(text).expanduser()) if text.startswith("~/") or text == "~" else text
-    if not path.startswith(("/", "s3://")) or path == "s3://":
+    if not path.startswith(("/", "s3://", "hub:")) or path == "s3://":
         raise ValueError(_PLACES)
     return path
 
 
-MIB, GIB = 2**20, 2**30
+def _folder(given: Any) -> str:
+    path = str(Path(_text(given)).expanduser()) if given else ""
+    if not path.startswith("/"):
+        raise ValueError(_MEMORY)
+    return path
+
+
+MIB, GIB, PIB = 2**20, 2**30, 2**50
 
 
 def _limit(name: str, default: int | None, least: int, most: int, doc: str) -> Setting:
@@ -274,11 +282,22 @@ SETTINGS = (
         "allowed_sources",
         "COREWRIGHT_ALLOWED_SOURCES",
         None,
-        "folders and s3:// prefixes",
+        "folders, s3:// prefixes and hub:ORG",
         "What a spec may read: models, drafts, compiler caches. Unset: see docs/security.md.",
         _several(_place, _PLACES),
         has_flag=False,
     ),
+    _limit("store_bytes", None, MIB, PIB, "Bytes of a host's disk for fetched models; unset: as many as it has."),
+    Setting(
+        "store_memory",
+        "COREWRIGHT_STORE_MEMORY",
+        None,
+        _MEMORY,
+        "Where fetched models are copied to, to be loaded from memory. Unset: from disk.",
+        _folder,
+        has_flag=False,
+    ),
+    _limit("store_memory_bytes", None, MIB, PIB, "Bytes of it for them; unset: as many as it has."),
     Setting(
         "data_plane",
         "COREWRIGHT_DATA_PLANE",

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from orchestrator.lifecycle import State
+from orchestrator.lifecycle import AHEAD, State
 from placements.cores import CoreRange
 from placements.spec import Deadlines
+from workers.artifacts.progress import FetchStatus
 
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies earlier after it was ready is taken to fail again: crash loops need pauses too
@@ -41,7 +42,10 @@ class ReplicaView:
     served: bool = False  # it has been ready since this start
     failures: int = 0  # starts in a row of which none served for long
     stopped: bool = False  # its failure would only come again: it is not started before somebody changes something
-    load_s: float | None = None  # from there to its first generation; of the last start until this one is ready
+    aside_s: float = 0.0  # of this start: how long it was fetching and compiling ahead, until it came into this state
+    fetch: FetchStatus | None = None  # how far that is, while it is fetching
+    load_s: float | None = None  # from ``begun`` to its first generation, without what is aside; of the last start
+    # until this one is ready
     live: int = 0  # requests in slots
     waiting: int = 0  # requests that it has accepted beyond them
     idle_s: float = 0.0  # since its last request ended; 0 while it has one
@@ -61,13 +65,27 @@ class ReplicaView:
         return self.live == 0 and self.waiting == 0 and self.idle_s >= IDLE_S
 
     def overdue(self, now: float) -> str | None:
-        """Why a start that is not over yet has taken too long; None while it has not. Compiling has its own time."""
+        """Why a start that is not over yet has taken too long; None while it has not. Fetching and compiling have their
+        own times."""
+        here_s = now - self.since
+        if self.state is State.FETCHING:
+            late = here_s > self.deadlines.fetch_s
+            return f"fetch-deadline: it is not here after {self.deadlines.fetch_s:.0f} s" if late else None
+        if self.state is State.COMPILING:
+            late = here_s > self.deadlines.compile_s
+            told = f"compile-deadline: it has compiled ahead for more than {self.deadlines.compile_s:.0f} s"
+            return told if late else None
         if self.compile_s > self.deadlines.compile_s:
             return f"compile-deadline: it has compiled for more than {self.deadlines.compile_s:.0f} s"
-        if now - self.begun - self.compile_s > self.deadlines.start_s:
-            beside = f", {self.compile_s:.0f} s of compiling not counted" if self.compile_s else ""
+        aside_s = self.aside_s + self.compile_s
+        if now - self.begun - aside_s > self.deadlines.start_s:
+            beside = f", {aside_s:.0f} s of fetching and compiling not counted" if aside_s else ""
             return f"start-deadline: not ready after {self.deadlines.start_s:.0f} s{beside}"
         return None
+
+    def aside(self, now: float) -> float:
+        """``aside_s`` as it is now."""
+        return self.aside_s + (now - self.since if self.state in AHEAD else 0.0)
 
     def touches(self, cores: frozenset[int]) -> bool:
         """Whether it lies on any of them."""

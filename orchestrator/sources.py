@@ -4,14 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from hashlib import blake2s
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from placements.checkpoints import Checkpoint, CheckpointError
+from placements.checkpoints import FAMILIES, Checkpoint, CheckpointError
 from placements.problems import Problem
-from placements.spec import Spec
+from placements.spec import ModelSpec, Spec
+
+if TYPE_CHECKING:
+    from workers.artifacts.heads import Asked, Head, Heads, Seen
+    from workers.artifacts.listing import SourceError
+
+AT_ONCE = 8  # sources that are asked together
+_SKIPPED = "rules about heads, memory and lengths are skipped for it"
+
+
+class Part(NamedTuple):
+    """One of the two checkpoints that a model may have."""
+
+    model: ModelSpec
+    is_draft: bool
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        return self.model.name, self.is_draft
+
+    @property
+    def source(self) -> str:
+        return self.model.draft.source if self.is_draft and self.model.draft else self.model.source
+
+    @property
+    def folder(self) -> str | None:
+        """Where it is on this machine; None: elsewhere."""
+        return self.model.draft_path if self.is_draft else self.model.source_path
+
+    @property
+    def revision(self) -> str | None:
+        return self.model.draft.revision if self.is_draft and self.model.draft else self.model.revision
+
+    def where(self, spec: Spec) -> str:
+        return spec.where("models", self.model.name, "draft" if self.is_draft else "source")
 
 
 @dataclass(frozen=True)
@@ -21,52 +58,185 @@ class Facts:
     checkpoints: Mapping[str, Checkpoint]
     drafts: Mapping[str, Checkpoint]
     problems: tuple[Problem, ...]
+    heads: Mapping[tuple[str, bool], Head] = field(default_factory=lambda: MappingProxyType({}))
+    """The small files of sources elsewhere, by model, and whether they are its draft's."""
 
 
-def read_facts(spec: Spec) -> Facts:
-    """The config.json of each model and draft whose source is a folder.
+def parts(spec: Spec) -> Iterator[Part]:
+    """Every checkpoint that a replica of the spec would read."""
+    for model in spec.models:
+        if model.engine != "echo" and "source" not in model.broken:
+            yield Part(model, False)
+            if model.draft is not None:
+                yield Part(model, True)
 
-    A source elsewhere (a hub, S3) or a file that cannot be read gives the warning ``checkpoint-unreadable``, and the
-    rules that need it are skipped; a checkpoint that no engine here can serve gives an error.
+
+def read_facts(spec: Spec, *, fresh: bool = True, pinned: Mapping[tuple[str, bool], Head] | None = None) -> Facts:
+    """The config.json of each model and draft. Blocks.
+
+    A source elsewhere (the hub, S3) is asked for it; not ``fresh``: only where nothing is known of it; never where it
+    is ``pinned``. What cannot be read gives a warning, and the rules that need it are skipped; a checkpoint that no
+    engine here can serve gives an error.
     """
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
     problems: list[Problem] = []
-    for model in spec.models:
-        if model.engine == "echo" or "source" in model.broken:
-            continue
-        asked = [("source", model.source, model.source_path, checkpoints)]
-        if model.draft is not None:
-            asked.append(("draft", model.draft.source, model.draft_path, drafts))
-        for key, source, folder, found in asked:
-            where = spec.where("models", model.name, key)
-            read = _read(folder, source, where, model.name)
-            if isinstance(read, Problem):
-                problems.append(read)
-            else:
-                found[model.name] = read
-    return Facts(checkpoints, drafts, tuple(problems))
+    every = list(parts(spec))
+    heads = _heads_of(spec, [part for part in every if part.folder is None], fresh, pinned or {}, problems)
+    for part in every:
+        head = heads.get(part.key)
+        folder = part.folder if head is None else head.folder
+        if folder is None:
+            continue  # told already
+        read = _read(part, folder, head, part.where(spec))
+        if isinstance(read, Problem):
+            problems.append(read)
+        else:
+            (drafts if part.is_draft else checkpoints)[part.model.name] = read
+    return Facts(checkpoints, drafts, tuple(problems), heads)
 
 
-def _read(folder: str | None, source: str, where: str, model: str) -> Checkpoint | Problem:
-    skipped = "rules about heads, memory and lengths are skipped for it"
-    if folder is None:
-        what = f"{model}: the config.json of {source!r} is not read from here"
-        return Problem("checkpoint-unreadable", "warning", where, what, skipped)
+def _read(part: Part, folder: str, head: Head | None, where: str) -> Checkpoint | Problem:
+    model, source = part.model.name, part.source
     file = Path(folder) / "config.json"
+    shown = str(file) if part.folder is not None else f"the config.json of {source}"
     try:
-        return Checkpoint.from_config(json.loads(file.read_text()))
+        config = json.loads(file.read_text())
+        code = remote_code(config)
+        if code is not None and not is_known(config):
+            what = (
+                f"{model}: the family {config.get('model_type')!r} of {shown} is known to {code} of the checkpoint only"
+            )
+            if part.model.trust_remote_code:
+                return Problem("checkpoint-unreadable", "warning", where, what, _SKIPPED)
+            hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
+            return Problem("remote-code-refused", "error", where, what, hint)
+        if unsupported := _unsupported(part, folder, head, config):
+            return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
+        return Checkpoint.from_config(config)
     except CheckpointError as error:
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
     except OSError as error:
-        what = f"{model}: {file} cannot be read: {error.strerror or error}"
+        what = f"{model}: {shown} cannot be read: {error.strerror or error}"
         begins = "a relative path begins at the spec file; " if source.startswith(".") else ""
-        hint = f"{begins}config.json alone is enough to plan with; until it is there {skipped}"
+        hint = f"{begins}config.json alone is enough to plan with; until it is there {_SKIPPED}"
         return Problem("checkpoint-unreadable", "warning", where, what, hint)
     except ValueError as error:
-        what = f"{model}: {file} is not JSON: {error}"
+        what = f"{model}: {shown} is not JSON: {error}"
         return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
 
+
+_CONVERT = "take the model's original checkpoint: corewright compiles it, and keeps what was compiled"
+_LAID_OUT = ("checkpoint", "compiled", "weights", "pytorch_model.bin", "neuron_config.json", "model.pt")
+
+
+def _unsupported(part: Part, folder: str, head: Head | None, config: Any) -> str | None:
+    """Why the model's engine does not load its files as they are laid out; None: it does, or nobody knows yet."""
+    marked = isinstance(config, dict) and ("neuron" in config or "neuron_sharded_weights" in config)
+    if head is None and not marked and not any((Path(folder) / name).exists() for name in _LAID_OUT):
+        return None
+    from workers.artifacts.layout import layout_of, names_in, served_by
+
+    names, engine = names_in(Path(folder)) if head is None else head.names, part.model.engine
+    layout = layout_of(names, config)
+    engines = served_by(layout, names)
+    if engine in engines or (engine == "auto" and engines):
+        return None
+    shown = f"only {' and '.join(engines)} does" if engines else "no engine of this version does"
+    return f"{part.source} has the layout {layout}, which {engine} does not load: {shown}"
+
+
+def is_known(config: object) -> bool:
+    """Whether the family has a class that is no part of the checkpoint."""
+    return isinstance(config, dict) and config.get("model_type") in FAMILIES
+
+
+def remote_code(config: object) -> str | None:
+    """The Python code that a decoded config.json names as its model's, as "file.Class"; None: none."""
+    named = config.get("auto_map") if isinstance(config, dict) else None
+    if not isinstance(named, dict):
+        return None
+    return next((str(value) for value in named.values() if value), None)
+
+
+# Sources elsewhere
+
+
+def heads_here() -> Heads:
+    """The heads of this machine's home."""
+    from orchestrator.home import Home
+    from workers.artifacts.heads import Heads
+
+    return Heads(Home.from_environment().path / "store" / "heads")
+
+
+def asked_of(part: Part) -> Asked:
+    """The question to the source of a part that lies elsewhere."""
+    from workers.artifacts.heads import Asked
+
+    model = part.model
+    return Asked(
+        source=part.source,
+        revision=part.revision,
+        allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def is_of_the_hub(part: Part) -> bool:
+    """Whether its source is a hub id."""
+    return (part.model.draft_kind if part.is_draft else part.model.source_kind) == "hub"
+
+
+def _heads_of(
+    spec: Spec, away: list[Part], fresh: bool, pinned: Mapping[tuple[str, bool], Head], problems: list[Problem]
+) -> dict[tuple[str, bool], Head]:
+    """By part; what is equal is asked once. Nothing is imported where there is nothing to ask."""
+    if not away:
+        return {}
+    from workers.artifacts.listing import SourceError
+
+    heads, found = heads_here(), {}
+    asked = {part.key: asked_of(part) for part in away if "revision" not in part.model.broken and not _misplaced(part)}
+    unknown = {question for key, question in asked.items() if key not in pinned}
+
+    def answer(question: Asked) -> Seen | SourceError:
+        try:
+            return heads.look(question) if fresh else heads.get(question)
+        except SourceError as error:
+            return error
+
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="heads") as pool:
+        answers = dict(zip(unknown, pool.map(answer, unknown), strict=True))
+    for part in away:
+        if part.key in pinned:
+            found[part.key] = pinned[part.key]
+        elif part.key in asked:
+            told = answers[asked[part.key]]
+            if isinstance(told, SourceError):
+                problems.append(_problem(part, told, part.where(spec)))
+                continue
+            if told.away is not None:
+                what = f"{part.model.name}: {told.away.what}; what was seen of it before counts"
+                problems.append(Problem("source-away", "warning", part.where(spec), what, told.away.hint))
+            found[part.key] = told.head
+    return found
+
+
+def _misplaced(part: Part) -> bool:
+    """A revision of what has none: told by a rule."""
+    return part.revision is not None and part.source.startswith("s3://")
+
+
+def _problem(part: Part, error: SourceError, where: str) -> Problem:
+    """What a source says of itself is an error; that it is not reached from here is none: the host may reach it."""
+    if error.id in _SAID:
+        return Problem(error.id, "error", where, f"{part.model.name}: {error.what}", error.hint)
+    what = f"{part.model.name}: its config.json cannot be read: {error.what}"
+    return Problem("checkpoint-unreadable", "warning", where, what, f"{error.hint or 'later'}; until then {_SKIPPED}")
+
+
+_SAID = ("pickle-refused", "name-unsafe", "layout-unknown")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -119,14 +119,6 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
             where = spec.where("models", model.name, "engine")
             what = f"{model.name}: `up` of this version starts no engine {engine}"
             problems.append(Problem("engine-not-served", "error", where, what, f"one of: {', '.join(SERVED_ENGINES)}"))
-        elif model.draft is not None and model.draft_path is None:
-            where = spec.where("models", model.name, "draft")
-            what = f"{model.name}: `up` of this version fetches no {model.draft_kind} draft ({model.draft.source})"
-            problems.append(Problem("source-not-served", "error", where, what, "a folder: ./models/NAME"))
-        elif engine != "echo" and model.source_path is None:
-            where = spec.where("models", model.name, "source")
-            what = f"{model.name}: `up` of this version fetches no {model.source_kind} source ({model.source})"
-            problems.append(Problem("source-not-served", "error", where, what, "a folder: ./models/NAME"))
     return tuple(problems)
 
 

@@ -7,12 +7,13 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec.structs
 
+from orchestrator.ahead import Preparation, coming, takes_long
 from orchestrator.effects import Owner, Suspect
 from orchestrator.fleet import FleetSettings
 from orchestrator.generation import Generation, read_generation
@@ -30,8 +31,9 @@ from orchestrator.journal import (
     Target,
     failed_cores,
 )
-from orchestrator.lifecycle import State
+from orchestrator.lifecycle import STARTING, State
 from orchestrator.rollout import Goal, Situation, Step, Wish, aim
+from orchestrator.rollout import Target as ReplicaTarget
 from orchestrator.room import Room, room_for
 from orchestrator.schedules import Bounds, bounds
 from orchestrator.snapshot import ReplicaView
@@ -39,7 +41,8 @@ from orchestrator.ways import Way, choose
 from placements.hosts import Machine
 from placements.spec import ModelSpec
 from placements.topology import Host
-from workers.config import ReplicaConfig
+from workers.artifacts.progress import FetchStatus
+from workers.config import Origin, ReplicaConfig
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +106,16 @@ class FleetState:
         self.lost: frozenset[str] = frozenset()
         self.woken: set[str] = set()  # models of min 0 that a request has started
         self.targets = dict(journal.state().targets)  # what the autoscaler aims at, where it is not what the spec says
+        self.held_back: dict[str, str] = {}  # why the autoscaler starts nothing of a model that is asked for
         self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # and the minute that they hold in
         self.ways: dict[str, Way] = {}  # of models whose replicas are being replaced
+        self.coming: tuple[ReplicaTarget, ...] = ()  # old ones go for them once their hosts have what they load
+        self.preparations: dict[tuple[str, str, str], Preparation] = {}
+        self.preparing: frozenset[tuple[str, str, str]] = frozenset()  # of these, what is under way
+        self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start compiles nothing
+        self.pins: dict[tuple[str, str], tuple[Origin | None, Origin | None]] = {}  # by model and version
+        self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, those that go on
+        self.held: Mapping[str, frozenset[str]] = {}  # by host, the sources elsewhere that are there as a whole
         self.goal = Goal()
         self.room: Room | None = None  # that is being made for what is blocked
         self._room_since = float("-inf")
@@ -365,7 +376,55 @@ class FleetState:
             self._blocked_or_held(),
             self.drained(),
             self.replaced(),
+            self._models_held(),
         )
+
+    def sources(self, model: ModelSpec) -> frozenset[str]:
+        """Those of the model and its draft that must be fetched."""
+        if not takes_long(model, self.current.engines[model.name]):
+            return frozenset()
+        elsewhere = {model.source} if model.source_kind != "path" else set()
+        draft = {model.draft.source} if model.draft is not None and model.draft_kind != "path" else set()
+        return frozenset(elsewhere | draft)
+
+    def _models_held(self) -> dict[str, frozenset[str]]:
+        """By host, the models that would have nothing to fetch there."""
+        wanted = {model.name: sources for model in self.current.spec.models if (sources := self.sources(model))}
+        if not wanted:
+            return {}
+        return {
+            host: frozenset(name for name, sources in wanted.items() if sources <= here)
+            for host, here in self.held.items()
+        }
+
+    def preparation(self, target: ReplicaTarget) -> Preparation:
+        """How far what that replica needs is on its host."""
+        new = Preparation(target.model, target.version, target.host)
+        return self.preparations.get(new.key, new)
+
+    def pinned(self, config: ReplicaConfig) -> ReplicaConfig:
+        """The configuration with the content that replicas of its version got: all of them load the same."""
+        origin, draft = self.pins.get((config.model, config.version), (None, None))
+        return msgspec.structs.replace(
+            config, origin=origin or config.origin, draft_origin=draft or config.draft_origin
+        )
+
+    def pin(self, config: ReplicaConfig) -> None:
+        """Replicas of its version load what this one does from now on; a warning where that is not what they did."""
+        key, now = (config.model, config.version), (config.origin, config.draft_origin)
+        if now == (None, None):
+            return
+        before = self.pins.get(key)
+        if before is not None and before != now:
+            what = "its source has other content now, and what it had is not kept: from here on replicas load the new"
+            self.tell("warning", "SourceChanged", what, model=config.model)
+        self.pins[key] = now
+
+    def look_again(self, model: str) -> None:
+        """Somebody wants new processes of the model: they load what its source has now."""
+        self.pins = {key: pin for key, pin in self.pins.items() if key[0] != model}
+        self.compiled_on = {key for key in self.compiled_on if key[0] != model}
+        self.preparations = {key: one for key, one in self.preparations.items() if key[0] != model}
 
     def _blocked_or_held(self) -> dict[str, frozenset[int]]:
         """The room that is being made is nobody's until it is empty."""
@@ -390,10 +449,28 @@ class FleetState:
                 self.ways.pop(name, None)
         for name in self.ways.keys() - goal.steps.keys():
             del self.ways[name]
-        self.goal = aim(self.situation()) if undecided else goal
+        if undecided:
+            situation = self.situation()
+            goal = aim(situation)
+        self.goal = self._with_awaited(situation, goal)
         if self._make_room():
             return self.aim()
         return self.goal
+
+    def _with_awaited(self, situation: Situation, goal: Goal) -> Goal:
+        """The same, but that no old replica goes for one whose host does not have what it loads yet."""
+        self.coming = ()
+        awaited = situation
+        for name, step in goal.steps.items():
+            way, model = self.ways.get(name), self.current.spec.model(name)
+            if not step.old or way is None or way.strategy == "surge" or self.frozen or model is None:
+                continue
+            if takes_long(model, self.current.engines[name]):
+                missing = tuple(one for one in coming(situation, name) if not self.preparation(one).done)
+                if missing:
+                    self.coming += missing
+                    awaited = awaited.with_wish(dataclasses.replace(awaited.wishes[name], awaited=True))
+        return goal if awaited is situation else aim(awaited)
 
     def _make_room(self) -> bool:
         """Begin to make room, or be done with it; True when that changes what should be now."""
@@ -491,11 +568,10 @@ class FleetState:
         reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
         versions = {model.name: self.current.versions[model.name] for model in under_way}
         starting = any(
-            view.state in (State.PENDING, State.LOADING)
-            and versions.get(view.model) == view.version
-            and view.overdue(now) is None
+            view.state in STARTING and versions.get(view.model) == view.version and view.overdue(now) is None
             for view in self.views.values()
         )
+        starting = starting or any(model in versions and versions[model] == v for model, v, _ in self.preparing)
         draining = any(view.state is State.DRAINING for view in self.views.values())
         homeless = bool(self.lost and self.goal.plan.unplaced)
         if reach != self._progress[0] or starting or draining or homeless:
@@ -526,6 +602,10 @@ class FleetState:
                 if view.model == model.name and view.version == version and fails:
                     times = "once" if view.failures == 1 else f"{view.failures} times"
                     return model, f"{view.id} failed {times}: {view.reason}"
+            for one in self.preparations.values():
+                fails = one.stopped or one.failures >= model.update.max_failures
+                if (one.model, one.version) == (model.name, version) and fails:
+                    return model, f"{model.name} cannot be made ready on {one.host}: {one.reason}"
             quiet = self.clock() - self._progress[1]
             if quiet > model.update.progress_deadline_s:
                 return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
@@ -566,6 +646,11 @@ class FleetState:
             self.views[view.id] = dataclasses.replace(view, stopped=False)
         self.ways.clear()
         self._late.clear()
+        versions = set(generation.versions.items())
+        used = {(view.model, view.version) for view in self.views.values()} | versions
+        self.preparations = {key: one for key, one in self.preparations.items() if key[:2] in versions}
+        self.pins = {key: pin for key, pin in self.pins.items() if key in used}
+        self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
         self.goal = aim(self.situation())  # the old one would tell of the new revision what was true of the last
         self.restart_progress()
         names = {model.name for model in generation.spec.models}

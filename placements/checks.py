@@ -16,7 +16,7 @@ from placements.pins import assign
 from placements.places import Path
 from placements.plan import plan
 from placements.problems import Problem, in_order
-from placements.spec import ModelSpec, Pin, Spec
+from placements.spec import ModelSpec, Pin, SourceKind, Spec
 from placements.threads import arithmetic, threads
 from placements.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment, degree, documented
 
@@ -85,6 +85,22 @@ def schedules_within_bounds(case: Case) -> Iterator[Problem]:
         if schedule.min is None and schedule.max is None:
             what = "a schedule without min and max changes nothing"
             yield case.problem("schedule-without-effect", path, what, "give it a min or a max", "warning")
+
+
+def revisions_are_of_the_hub(case: Case) -> Iterator[Problem]:
+    """Only the hub has branches, tags and commits."""
+    model = case.model
+    asked: list[tuple[Path, str | None, SourceKind]] = [(("revision",), model.revision, model.source_kind)]
+    if model.draft is not None and model.draft_kind is not None:
+        asked.append((("draft", "revision"), model.draft.revision, model.draft_kind))
+    for keys, revision, kind in asked:
+        if revision is not None and kind != "hub":
+            what = f"{'.'.join(map(str, keys))} is {revision!r}, and the source is {_NOT_OF_THE_HUB[kind]}"
+            hint = "remove it; name a folder for each version instead"
+            yield case.problem("revision-without-hub", keys, what, hint)
+
+
+_NOT_OF_THE_HUB = {"path": "a folder", "s3": "in S3"}
 
 
 def pins_within_max(case: Case) -> Iterator[Problem]:
@@ -357,6 +373,7 @@ _SIZES = frozenset(  # what decides how much memory a replica needs
 _RULES: tuple[Judged, ...] = (
     Judged(min_within_max, frozenset({"replicas"})),
     Judged(schedules_within_bounds, frozenset({"replicas", "scaling"})),
+    Judged(revisions_are_of_the_hub, frozenset({"source"})),
     Judged(pins_within_max, frozenset({"replicas", "cores"})),
     Judged(pins_have_effect, frozenset({"engine"})),
     Judged(pins_on_known_hosts, frozenset()),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from types import MappingProxyType
 
 from placements.checkpoints import Checkpoint
 from placements.cores import CoreRange
@@ -14,6 +15,7 @@ from placements.demand import demands
 from placements.engines import needs_neuron, takes_cores
 from placements.free import Free, bits
 from placements.ground import Ground
+from placements.holding import go_where_held
 from placements.packer import Packer
 from placements.pins import assign
 from placements.placement import Move, Placement, Running, Unplaced
@@ -49,6 +51,7 @@ class Draft:
         numbered: Mapping[str, frozenset[int]],
         moves: int | None,
         costs: Mapping[str, float],
+        held: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self._spec = spec
         self._ground = ground
@@ -56,6 +59,10 @@ class Draft:
         self._numbered = numbered
         self._moves = moves
         self._costs = costs
+        self._held = {
+            order: frozenset(number for host, number in ground.numbers.items() if name in held.get(host, ()))
+            for order, name in enumerate(self._names if held else ())
+        }
         self._demands = demands(spec, ground.kinds.hosts, checkpoints)
         self._taken = [0] * len(ground.hosts)
         self._tenants: list[Tenant] = []  # that lie somewhere, before the packer takes over: running and pinned ones
@@ -254,7 +261,8 @@ class Draft:
     def place_coreless(self) -> None:
         for item in sorted(self._coreless_items, key=_rank):
             order = item.tenant.model
-            host = min(self._coreless_hosts[order], key=lambda host: self._busy[host])
+            near = self._held.get(order, frozenset())
+            host = min(self._coreless_hosts[order], key=lambda host: (self._busy[host], host not in near))
             count = self._threads(order, host)
             self._coreless[order, item.tenant.replica] = (host, count)
             self._busy[host] += count
@@ -275,6 +283,8 @@ class Draft:
         move_fewer(packer)
         self._try_pins_again(packer)
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]
+        if self._held:
+            go_where_held(packer, sorted((item.tenant for item in self._items), key=_tenant_rank), self._held)
         if missing:
             self._number_anew({tenant.model for tenant in missing})
         if missing or self._blocked_pins:

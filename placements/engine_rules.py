@@ -188,6 +188,8 @@ def settings_have_effect(case: Case) -> Iterator[Problem]:
     }
     if case.engine in HOST_ENGINES:
         for field in [field for field, is_given in given.items() if is_given and field not in model.broken]:
+            if field == "buckets" and _compiles_on_host(case):
+                continue
             why = "computes on the host's CPUs" if case.engine == "cpu" else "computes nothing"
             what = f"{field} has no effect: the engine {case.engine} {why}"
             hint = f"remove {field}, or take an engine of Neuron devices"
@@ -195,6 +197,10 @@ def settings_have_effect(case: Case) -> Iterator[Problem]:
     elif model.compiler.workers is not None and case.candidates == ("nxd-inference",):
         what = "compiler.workers has no effect: nxd-inference has no such option"
         yield case.problem("setting-unsupported", ("compiler", "workers"), what, "remove it")
+
+
+def _compiles_on_host(case: Case) -> bool:
+    return case.engine == "cpu" and case.model.engine_options.get("compile") is True
 
 
 def engine_can_sample(case: Case) -> Iterator[Problem]:
@@ -213,7 +219,7 @@ def engine_can_sample(case: Case) -> Iterator[Problem]:
 def buckets_make_sense(case: Case) -> Iterator[Problem]:
     """Compiled lengths ascend, none is beyond max_len, and the longest of the KV cache is max_len itself."""
     model = case.model
-    if case.engine in HOST_ENGINES:
+    if case.engine in HOST_ENGINES and not _compiles_on_host(case):
         return
     longest = model.length(case.checkpoint) if model.max_len is not None or case.checkpoint is not None else None
     for field, lengths in (("prefill", model.buckets.prefill), ("decode", model.buckets.decode)):
@@ -428,10 +434,10 @@ ENGINE_RULES: tuple[Judged, ...] = (
     Judged(engine_can_draft, frozenset({"engine", "draft", "tp_degree", "max_batch", "sampling", "quantize"})),
     Judged(engine_can_quantize, frozenset({"engine", "quantize", "quantize_kv"})),
     Judged(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
-    Judged(settings_have_effect, frozenset({"engine"})),
+    Judged(settings_have_effect, frozenset({"engine", "engine_options"})),
     Judged(window_is_kept, frozenset({"engine", "max_len"})),
     Judged(engine_can_sample, frozenset({"engine", "sampling"})),
-    Judged(buckets_make_sense, frozenset({"engine", "buckets", "max_len"})),
+    Judged(buckets_make_sense, frozenset({"engine", "engine_options", "buckets", "max_len"})),
     Judged(buckets_are_no_steps, frozenset({"engine", "buckets", "draft"})),
     Judged(flags_are_free, frozenset({"engine", "compiler"})),
     Judged(engine_options_are_known, frozenset({"engine", "engine_options"})),

@@ -28,13 +28,16 @@ class Option(NamedTuple):
 
 ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = MappingProxyType(
     {
-        "cpu": MappingProxyType({"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None}),
+        "cpu": MappingProxyType(
+            {"prefill_chunk": Option(1, 1 << 24, whole=True), "prefix_cache": None, "compile": None}
+        ),
         "echo": MappingProxyType({"step_ms": Option(0, 3_600_000, whole=False)}),
     }
 )
 """What ``engine_options`` may hold, None for what is true or false: ``prefill_chunk``, how many tokens of a prompt go
 through the model together; ``prefix_cache``, whether a prompt that begins with what a slot still holds is read from
-there on; ``step_ms``, the time that each of echo's steps takes, to play a slow engine."""
+there on; ``compile``, whether torch.compile makes code of each bucket; ``step_ms``, the time that each of echo's steps
+takes, to play a slow engine."""
 
 PACKAGES: Mapping[Engine, str] = MappingProxyType(
     {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}

@@ -35,6 +35,10 @@ COMPILE_WORKER_GIB = 64.0
 """One compiler's: neuron_parallel_compile takes one worker for each 64 GiB of the host. The compiler was killed for
 want of memory with Llama-3.1-8B on 32 GiB (trn1.2xlarge)."""
 
+CPU_COMPILE_GIB = 3.0
+"""What torch.compile takes beside the model: two g++ at once, and torch's own graphs. Not measured for large models: a
+guess on the safe side."""
+
 _SCORE_BYTES = 2  # of an attention score in the prefill
 _SCALE_BYTES = 4  # of a channel's scale; transformers-neuronx `quantize.maybe_quantize_weights` makes them in float32
 
@@ -281,7 +285,7 @@ def host_memory(
       tell which there are, so that it counts in full too. ``host_memory_gib`` of the model replaces this.
     - Serving on Neuron: the process, and embeddings where the engine may look them up on the host, which
       transformers-neuronx does, and ``auto`` may be. On the host's CPUs: the process, weights and KV cache.
-    - Compiling: one worker of the compiler.
+    - Compiling: one worker of the compiler; on the host's CPUs what torch.compile takes, where the model wants it.
     """
     engine = engine or model.engine
     width = BYTES[model.dtype_on(engine)]
@@ -300,5 +304,6 @@ def host_memory(
         serving, loading = PROCESS_GIB + embeddings * width / GIB, PROCESS_GIB + files / GIB
     if model.host_memory_gib is not None:
         loading = model.host_memory_gib
-    compiling = 0.0 if engine in HOST_ENGINES else COMPILE_WORKER_GIB
+    on_cpu = CPU_COMPILE_GIB if engine == "cpu" and model.engine_options.get("compile") is True else 0.0
+    compiling = on_cpu if engine in HOST_ENGINES else COMPILE_WORKER_GIB
     return HostMemory(min(serving, loading), loading, compiling)

@@ -188,12 +188,12 @@ class Packer:
     def _free_index(self, size: int, kind: int) -> HostIndex:
         index = self._free.get((size, kind))
         if index is None:
-            index = self._free[size, kind] = HostIndex(self._kinds[kind], lambda host: self._free_rank(host, size))
+            index = self._free[size, kind] = HostIndex(self._kinds[kind], lambda host: self.free_rank(host, size))
             self._indices.append(index)
         return index
 
-    def _free_rank(self, host: int, size: int) -> Rank | None:
-        """(on an idle pin, larger ranges that it spoils, host, start)"""
+    def free_rank(self, host: int, size: int) -> Rank | None:
+        """(on an idle pin, larger ranges that it spoils, host, start) of the host's range that spoils least."""
         space = self.spaces[host]
         found = space.grid.best(space.free & ~space.idle, size)
         if found is not None:
@@ -208,7 +208,7 @@ class Packer:
         if index is None and len(self._own) < MOST_OWN:
 
             def rank(host: int) -> Rank | None:
-                return self._free_rank(host, tenant.size) if self.admits(tenant, host) else None
+                return self.free_rank(host, tenant.size) if self.admits(tenant, host) else None
 
             index = self._own[key] = HostIndex(self._kinds[kind], rank)
             self._indices.append(index)

@@ -70,6 +70,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_batch": ("batch", "batch_size", "max_batch_size", "max_rolling_batch_size", "max_num_seqs", "slots"),
     "max_len": ("n_positions", "max_model_len", "max_length", "max_seq_len", "seq_len", "sequence_length", "context"),
     "source": ("model", "model_id", "model_path", "path", "checkpoint", "hf_model_id", "uri", "url"),
+    "revision": ("rev", "commit", "branch", "git_revision", "model_revision", "hf_revision"),
+    "trust_remote_code": ("remote_code", "allow_remote_code", "hf_trust_remote_code"),
     "dtype": ("amp", "torch_dtype", "precision", "data_type", "auto_cast_type"),
     "neff_cache": ("cache", "compile_cache", "compiled_graph_path", "neuron_compile_cache_url", "neffs"),
     "cores": ("core", "pins", "pin", "core_range", "visible_cores", "neuron_rt_visible_cores"),
@@ -248,14 +250,16 @@ _WANTS: Mapping[str, str] = {
     "group_query_attention": "one of " + ", ".join(GROUP_QUERY_ATTENTIONS),
     "lnc": "1 or 2",
     "allow_pickle": "true or false",
+    "trust_remote_code": "true or false",
+    "revision": "a branch, tag or commit",
     "draft": "a mapping with a source, like {source: ./models/draft, k: 4}",
     "engine_options": "a mapping from option names to values",
     "update": "a mapping, like {strategy: surge}",
     "deadlines": "a mapping, like {start_s: 600}",
     "strategy": "one of " + ", ".join(STRATEGIES),
     "rollback": "true or false",
-    **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "compile_s", "step_s", "drain_s"), _SECONDS),
-    **dict.fromkeys(("max_wait_s", "idle_s"), _SECONDS),
+    **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "fetch_s", "compile_s"), _SECONDS),
+    **dict.fromkeys(("step_s", "drain_s", "max_wait_s", "idle_s"), _SECONDS),
     **dict.fromkeys(("ttft_ms", "tpot_ms", "queue_ms"), "a number of milliseconds"),
     **dict.fromkeys(("start", "end"), 'a cron expression, like "0 8 * * MON-FRI"'),
     "timezone": "a time zone, like Europe/Berlin",
@@ -600,6 +604,7 @@ class _Reader:
                 "cores": "bad-range",
                 "source": "bad-source",
                 "neff_cache": "bad-source",
+                "revision": "bad-revision",
                 "name": "bad-name",
                 "aliases": "bad-name",
                 "start": "bad-cron",
@@ -642,7 +647,7 @@ class _Reader:
         if (
             written.plain
             and written.kind in ("a boolean", "a number")
-            and wanted in (_TEXT, _WANTS["engine"], _WANTS["dtype"], _WANTS["strategy"])
+            and wanted in (_TEXT, _WANTS["engine"], _WANTS["dtype"], _WANTS["strategy"], _WANTS["revision"])
         ):
             reading = "a number"
             if written.kind == "a boolean":

@@ -100,6 +100,7 @@ def plan(
     *,
     moves: int | None = 0,
     costs: Mapping[str, float] | None = None,
+    held: Mapping[str, frozenset[str]] | None = None,
 ) -> Plan:
     """Place every model's replicas: its ``min``, or what ``wanted`` names for it, at most its ``max``.
 
@@ -107,7 +108,7 @@ def plan(
     replica indices by model that are in use elsewhere (older versions that still serve). ``checkpoints`` say which
     hosts have the memory for a model; one without is taken to fit. ``moves`` is how many running replicas may be given
     other cores to make room (None: any number), ``costs`` what that costs for a replica of a model, 1 where it names
-    none. The spec is taken as free of errors.
+    none, ``held`` the models by host whose artifacts are there. The spec is taken as free of errors.
 
     1. Running replicas that fit the spec stay, those on a pin first, then those with the lowest index. Others end:
        their cores count as free.
@@ -120,11 +121,12 @@ def plan(
     6. Where memory, CPUs or spread leave some without, other orders are tried; where running ones had to move, whether
        fewer would do (`refine`).
     7. What found no place is tried once more wherever a legal range is left.
+    8. Of otherwise equal places a new replica takes one on a host that holds what it loads (`holding`).
 
     The result is deterministic. Planning with ``running`` equal to its placements changes nothing, but that further
     moves may be made for what is still missing.
     """
-    draft = Draft(spec, Ground(hosts, blocked or {}), checkpoints or {}, numbered or {}, moves, costs or {})
+    draft = Draft(spec, Ground(hosts, blocked or {}), checkpoints or {}, numbered or {}, moves, costs or {}, held or {})
     draft.keep(running, wanted or {})
     draft.place_pinned()
     draft.place_coreless()

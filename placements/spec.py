@@ -46,6 +46,7 @@ ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
 ALIAS_RULE = "letters, digits, '.', '_', '-', ':' and '/', at most 128 of them, beginning with a letter or digit"
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", re.ASCII)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
 
 SourceKind = Literal["path", "s3", "hub"]
@@ -133,6 +134,12 @@ def source_kind(source: str) -> SourceKind:
     return "hub"
 
 
+def _revision(value: str) -> str:
+    if len(value) > 255 or ".." in value or not _REVISION.fullmatch(value):
+        raise ValueError(f'"{value}" is no branch, tag or commit of the hub')
+    return value
+
+
 def _location(value: str) -> str:
     if not value.startswith(("s3://", *_PATH_STARTS)):
         raise ValueError(f'"{value}" is neither a path, which begins with / ./ ../ or ~, nor s3://bucket/prefix')
@@ -180,6 +187,7 @@ def _choice(*known: int) -> BeforeValidator:
 
 
 Name = Annotated[str, AfterValidator(_name)]
+HubRevision = Annotated[str, AfterValidator(_revision)]
 Count = Annotated[int, Field(strict=True)]
 PinField = Annotated[
     Pin,
@@ -295,6 +303,9 @@ class Draft(_Frozen):
         description="A smaller model of the same vocabulary; a path, an S3 address or a hub id, like `source` above."
     )
     k: int = Field(4, ge=1, le=16, description="How many tokens it guesses ahead of each step.")
+    revision: HubRevision | None = Field(
+        None, description="Of a hub id: a branch, tag or commit, like `revision` of the model."
+    )
 
 
 class Buckets(_Frozen):
@@ -362,8 +373,15 @@ class Deadlines(_Frozen):
         900.0,
         gt=0,
         le=86_400,
-        description="Seconds for a replica to come up, until its first generation, without the time that it compiles; "
-        "then it is `start-deadline`.",
+        description="Seconds for a replica to come up, until its first generation, without the times that it is "
+        "fetched and compiles; then it is `start-deadline`.",
+    )
+    fetch_s: float = Field(
+        14_400.0,
+        gt=0,
+        le=604_800,
+        description="Seconds for what it loads to be fetched to its host, beside `start_s`; then it is "
+        "`fetch-deadline`. What has arrived by then is kept.",
     )
     compile_s: float = Field(
         14_400.0,
@@ -522,8 +540,13 @@ class ModelSpec(_Frozen):
     name: Name
     source: Shape[Annotated[str, AfterValidator(_source)]] = Field(
         description="Where the checkpoint is. A path begins with `/`, `./`, `../` or `~` and is relative to the spec "
-        "file; `s3://bucket/prefix`; anything else is an id of the Hugging Face hub. `up` starts only from a path. The "
-        "echo engine needs none."
+        "file; `s3://bucket/prefix`; anything else is an id of the Hugging Face hub. The echo engine needs none. See "
+        "[artifacts.md](artifacts.md)."
+    )
+    revision: Process[HubRevision | None] = Field(
+        None,
+        description="Of a hub id: the branch, tag or commit. A branch is looked up when the spec is applied, and every "
+        "replica gets the commit that it stood at. Unset: `main`. Not in `defaults`.",
     )
     engine: Shape[Engine] = Field(
         "auto",
@@ -640,6 +663,12 @@ class ModelSpec(_Frozen):
         "hold code: it is read with torch's `weights_only`, which calls none, but take it from nobody whom you do not "
         "trust. On the engines `cpu` and `transformers-neuronx`.",
     )
+    trust_remote_code: Process[bool] = Field(
+        False,
+        description="Run the Python code that a checkpoint brings, named in the `auto_map` of its `config.json`; the "
+        "draft's too. It does there whatever the replica may do. Otherwise such code is neither fetched nor run. On "
+        "the engine `cpu`. See [artifacts.md](artifacts.md#code-in-a-checkpoint).",
+    )
     draft: Shape[Draft | None] = Field(
         None,
         description="Speculative decoding. Greedy answers stay token for token what they are without it. On `cpu` and "
@@ -686,7 +715,8 @@ class ModelSpec(_Frozen):
         {},
         description="Options that only one engine has. `cpu`: `prefill_chunk`, a whole number, how many tokens of a "
         "prompt go through the model together (unset: all); `prefix_cache`, true or false (the default): a prompt that "
-        "begins with what a slot still holds is read from there on only. `echo`: `step_ms`, the milliseconds that each "
+        "begins with what a slot still holds is read from there on only; `compile`, true or false (the default): each "
+        "bucket is compiled, by torch.compile. `echo`: `step_ms`, the milliseconds that each "
         "step takes. The Neuron engines: by the packages' own names. See Options.",
     )
     base_dir: str = Field(".", exclude=True)  # relative sources begin here
@@ -729,7 +759,9 @@ class ModelSpec(_Frozen):
         told = {
             "source": self.source_path or self.source,
             "neff_cache": self.neff_cache_location,
-            "draft": None if self.draft is None else (self.draft_path or self.draft.source, self.draft.k),
+            "draft": None
+            if self.draft is None
+            else (self.draft_path or self.draft.source, self.draft.revision, self.draft.k),
             "engine_options": tuple(
                 (name, repr(_ordered(value))) for name, value in sorted(self.engine_options.items())
             ),
@@ -813,11 +845,10 @@ class Spec(_Frozen):
 
 
 _DEFAULTS = (
-    "Fields for every model that does not give them itself. Any field of a model but `source`, `cores`, `aliases` and "
-    "`draft`. A "
-    "field counts as a whole: a model's own `replicas` replaces all of the default's."
+    "Fields for every model that does not give them itself. Any field of a model but `source`, `revision`, `cores`, "
+    "`aliases` and `draft`. A field counts as a whole: a model's own `replicas` replaces all of the default's."
 )
-OWN_FIELDS = ("source", "cores", "aliases", "draft")
+OWN_FIELDS = ("source", "revision", "cores", "aliases", "draft")
 """What a model gives for itself: `defaults` have no such field."""
 
 _INTERNAL = frozenset({"base_dir", "broken", "places"})

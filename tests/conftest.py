@@ -1,3 +1,18 @@
 """Fixtures that tests of several folders use."""
 
+import os
+
 from tests.doubles import neuron as neuron
+from tests.s3 import s3_proxy as s3_proxy
+from tests.s3 import s3_server as s3_server
+
+# No test asks the hub or Amazon: specs may name what is there, and nobody's credentials are to be found.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HOME="/nonexistent/huggingface",
+    AWS_EC2_METADATA_DISABLED="true",
+    AWS_CONFIG_FILE=os.devnull,
+    AWS_SHARED_CREDENTIALS_FILE=os.devnull,
+)
+for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
+    os.environ.pop(_name, None)

@@ -46,8 +46,8 @@ class Served:
         stepped: bool = False,
         prefix_block: int = 0,
     ) -> None:
-        """It says that it keeps prompts in blocks of ``prefix_block`` tokens. With ``credentials`` it listens on TCP with TLS, as for gateways of another host. ``stepped``: no engine step
-        ends before a ``turn``."""
+        """With ``credentials`` it listens on TCP with TLS, as for gateways of another host. ``stepped``: no engine step
+        ends before a ``turn``. It says that it keeps prompts in blocks of ``prefix_block`` tokens."""
         self._credentials = credentials
         engine = SteppedEcho(slots, max_len) if stepped else EchoEngine(slots=slots, max_len=max_len, step_ms=step_ms)
         self._engine = engine

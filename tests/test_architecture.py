@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "transformers", "numpy", "safetensors"}
+CLIENTS = {"awscrt", "boto3", "botocore", "huggingface_hub", "obstore"}  # of sources elsewhere
 NEURON = {"torch_neuronx", "transformers_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "optimum"}
+LIGHT = HEAVY | CLIENTS | {"ray"}  # not loaded by a command that answers at once
 # Where the heavy libraries may be named, and then only inside functions.
 HEAVY_ALLOWED = {
     "workers/guidance.py",
@@ -55,6 +57,30 @@ def test_imports_go_one_way(package: str, forbidden: set[str]) -> None:
     assert {path.name: imports(path) & forbidden for path in sources(package) if imports(path) & forbidden} == {}
 
 
+STARTS_GATEWAYS = {"actors.py", "daemon.py", "settings.py"}  # and tell them what to do
+PARTS = {"gateway", "simulate", "bench", "cli"}
+
+
+def parts_imported(path: Path) -> set[str]:
+    """The folders of orchestrator/ that a file imports from, wherever in it."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+    return {str(node.module).split(".")[1] for node in nodes if str(node.module).startswith("orchestrator.")} & PARTS
+
+
+def test_the_parts_of_the_orchestrator_import_one_way() -> None:
+    """core <- gateway, bench <- simulate <- cli. Of the core only what starts gateways knows the gateway."""
+    allowed = {"": set[str](), "gateway": set[str](), "bench": set[str](), "simulate": {"bench"}, "cli": PARTS}
+    wrong: dict[str, set[str]] = {}
+    for path in sources("orchestrator"):
+        part, *rest = path.relative_to(ROOT / "orchestrator").parts
+        own = part if rest else ""
+        starts = {"gateway"} if part in STARTS_GATEWAYS else set()
+        found = parts_imported(path) - allowed.get(own, PARTS) - {own} - starts
+        if found:
+            wrong[str(path.relative_to(ROOT))] = found
+    assert wrong == {}
+
+
 def test_in_workers_only_the_replica_knows_ray() -> None:
     """The engines and the batcher run, and are tested, without Ray."""
     assert [path.name for path in sources("workers") if "ray" in imports(path)] == ["replica.py"]
@@ -82,8 +108,8 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
     ("do", "unwanted"),
     [
         ("import orchestrator.cli.main as m; m.run(['version'])", HEAVY | {"ray", "starlette", "uvicorn"}),
-        ("import orchestrator.cli.main as m; m.run(['validate', 'placements/examples/demo.yaml'])", HEAVY | {"ray"}),
-        ("import orchestrator.cli.main as m; m.run(['plan', 'placements/examples/demo.yaml'])", HEAVY | {"ray"}),
+        ("import orchestrator.cli.main as m; m.run(['validate', 'placements/examples/demo.yaml'])", LIGHT),
+        ("import orchestrator.cli.main as m; m.run(['plan', 'placements/examples/demo.yaml'])", LIGHT),
         (
             "import orchestrator.cli.main as m; m.run(['explain', 'assistant', 'placements/examples/demo.yaml'])",
             HEAVY | {"ray", "starlette", "uvicorn"},
@@ -101,8 +127,8 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
             "m.run(['generate', 'placements/examples/demo.yaml', 'nobody', '--prompt', 'x'])",
             HEAVY | {"ray", "starlette", "uvicorn"},
         ),
-        ("import orchestrator.controller", HEAVY | {"ray"}),
-        ("import workers.replica", HEAVY),
+        ("import orchestrator.controller", LIGHT),
+        ("import workers.replica", HEAVY | CLIENTS),
         (
             "from workers.engines.echo import EchoEngine; from workers.batcher import Batcher\n"
             "from workers.tokenizer import load_tokenizer\n"

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from threading import Event
+from typing import Any, NamedTuple, get_args
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -70,9 +72,13 @@ from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
+from workers.artifacts.heads import Asked, Heads
+from workers.artifacts.listing import Listing, RemoteFile
+from workers.artifacts.progress import Progress
 from workers.claims import CoreClaim
 from workers.compiled import entry
 from workers.facts.machine import ONLOOKERS
+from workers.neff_cache.candidates import keep_of
 from workers.requests import GenerateRequest
 
 ROOT = Path(__file__).parent.parent
@@ -92,14 +98,16 @@ PAGES += [
         "metrics",
         "runbooks",
         "simulate",
+        "neff-cache",
     )
 ]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 API = ROOT / "docs" / "api.md"
+SIMULATE = ROOT / "docs" / "simulate.md"
 LAPTOP = Machine(cpus=(0, 1))
 LARGE = Machine(cpus=tuple(range(192)))  # enough CPUs that emulation oversubscribes none of them
-KEBAB = re.compile(r"[a-z]+(?:-[a-z0-9]+)+")
+KEBAB = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)+")
 SOURCES = [path for package in ("placements", "workers", "orchestrator") for path in (ROOT / package).rglob("*.py")]
 
 
@@ -188,6 +196,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mixtral": {**llama, "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8},
         "mistral-v0.1": {**llama, "model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 2048},
         "bert": {"model_type": "bert"},
+        "compiled": {**llama, "neuron": {"task": "text-generation"}},
+        "own-code": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
         "broken": {key: value for key, value in llama.items() if key != "hidden_size"},
         "tiny": json.loads((EXAMPLES / "models" / "tiny" / "config.json").read_text()),
     }
@@ -383,6 +393,7 @@ def called(call: ast.Call) -> str:
 def makers(trees: list[ast.Module]) -> dict[str, int]:
     """What makes a problem, with the position of its id: the classes, and every function that hands its own on."""
     found = {"Problem": 0, "Refusal": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
+    found |= {"SourceError": 0, "StoreError": 0}
     size = 0
     while size != len(found):
         size = len(found)
@@ -524,9 +535,30 @@ def only_host_of_a_type_lost(folder: Path) -> list[Problem]:
     return [problem for missing in drawn.unplaced for problem in missing.problems]
 
 
+def source_away(folder: Path) -> list[Problem]:
+    listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=2, tag=""),))
+    config = (folder / "models" / "tiny" / "config.json").read_bytes()
+    with patch.dict(os.environ, {"COREWRIGHT_HOME": str(folder / "home")}):
+        heads = Heads(folder / "home" / "store" / "heads", lambda _: KnownRemote(listing, config))
+        heads.look(Asked(source="org/model"))
+        return list(examine("models: {chat: {source: org/model}}\n", "spec.yaml", str(folder), LARGE).problems)
+
+
+class KnownRemote(NamedTuple):
+    known: Listing
+    config: bytes
+
+    def listing(self) -> Listing:
+        return self.known
+
+    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: Event) -> None:
+        (folder / "config.json").write_bytes(self.config)
+
+
 BESIDE_A_SPEC: dict[str, Callable[[Path], list[Problem]]] = {  # what no text alone can give
     "spec-unreadable": unreadable,
     "pin-taken": pin_in_quarantine,
+    "source-away": source_away,
     "no-suitable-host": only_host_of_a_type_lost,
 }
 
@@ -689,6 +721,24 @@ def test_a_session_is_what_happens(
     assert code in (found, -1)
 
 
+def test_the_simulators_first_run_is_what_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the letter, with the two files that the page shows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    config, spec, shown = (block for block in blocks(SIMULATE) if block.section == "A first run")
+    assert (config.language, shown.language) == ("json", "console")
+    checkpoint = tmp_path / "models" / "llama-2-7b"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(config.text)
+    (tmp_path / named(spec)).write_text(spec.text)
+    command, _, output = shown.text.removeprefix("$ ").partition("\n")
+    assert cli.run(command.split()[1:]) == 0
+    printed = capsys.readouterr()
+    assert printed.err + printed.out == output
+
+
 @pytest.mark.parametrize(("command", "output", "code"), sessions(alone=False), ids=first_line)
 def test_a_session_with_a_fleet_is_what_happens(
     command: str,
@@ -737,6 +787,7 @@ def test_every_setting_is_described() -> None:
 def test_every_environment_variable_is_described() -> None:
     """Every COREWRIGHT_... of the sources."""
     used = {name for path in SOURCES for name in re.findall(r"COREWRIGHT_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
+    used |= {setting.env for setting in SETTINGS}
     assert used <= set(words(section(CLI, "Environment variables")))
 
 
@@ -853,6 +904,8 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     Journal(home.journal).close()
     KeyFile(home.keys).create("ci")
     Audit(home.audit).asked("command", "keys create")
+    home.traces.mkdir()
+    keep_of(home.compiled).mkdir()
     CoreClaim(home.claims(0), [0]).release()
     with entry(home.compiled, {}):
         pass

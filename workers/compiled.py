@@ -11,11 +11,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2s
 from pathlib import Path
 from typing import Any
 
 from workers.engine import EngineLoadError
+from workers.neff_cache.files import parts, sync_folder, sync_to_disk
+from workers.neff_cache.record import LOCK_FILE, missing_files, name_of, plain_of, record_of, write_record
 from workers.offspring import watched
 
 log = logging.getLogger(__name__)
@@ -66,15 +67,25 @@ class Entry:
     def complete(self) -> bool:
         """Whether a compile of that very manifest has finished here, and left nothing missing."""
         try:
-            return bool(json.loads((self.path / MANIFEST).read_text()) == self.manifest) and self.is_whole(self.path)
+            same = bool(json.loads((self.path / MANIFEST).read_text()) == self.manifest)
         except (OSError, ValueError):
             return False
+        return same and missing_files(self.path) == () and self.is_whole(self.path)
 
-    def finish(self) -> None:
-        """Everything is in the folder."""
+    def finish(self, source: str = "") -> None:
+        """Everything is in the folder, and from now on on the disk: after a power failure too.
+
+        ``source`` is the model's, for people. Beside the files lies then their record, with the digest of each.
+        """
+        made = record_of(self.manifest, source, files=parts(self.path, (MANIFEST, LOCK_FILE)))
+        sync_folder(self.path)
+        write_record(self.path / LOCK_FILE, made)
         written = self.path / f"{MANIFEST}.new"
         written.write_text(json.dumps(self.manifest, indent=1, sort_keys=True))
+        sync_to_disk(written)
         written.replace(self.path / MANIFEST)
+        sync_to_disk(self.path)
+        sync_to_disk(self.path.parent)
 
     def forget(self) -> None:
         """What is here is of no use: it is removed by the next one who asks for it, when nobody holds it any more."""
@@ -92,9 +103,8 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
     finds it complete. ``manifest`` is JSON. Raises EngineLoadError where ``root`` cannot be written, unless what is
     asked for is there already.
     """
-    plain = json.loads(json.dumps(manifest))
-    name = blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
-    found = Entry(root / name, plain, is_whole)
+    found = peek(root, manifest, is_whole)
+    name = found.path.name
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -106,6 +116,8 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
         yield found
         return
     alone = False
+    with contextlib.suppress(OSError):
+        os.utime(lock)  # when it was last used, for ``cache prune``
     try:  # the kernel releases the lock with the process
         alone = _hold(lock, found)
         yield found
@@ -113,6 +125,12 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
         if alone:
             os.ftruncate(lock, 0)
         os.close(lock)
+
+
+def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = _always) -> Entry:
+    """The entry as it stands, not locked: for who only looks."""
+    plain = plain_of(manifest)
+    return Entry(root / name_of(plain), plain, is_whole)
 
 
 def _unwritable(root: Path, error: OSError) -> EngineLoadError:

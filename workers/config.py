@@ -20,6 +20,14 @@ NEVER_SET = (
 )
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a folder was fetched from."""
+
+    source: str  # s3://... or a hub id; it holds no credentials
+    revision: str | None = None  # of the hub
+    artifact: str = ""  # the key of its content; empty: what the source has
+
+
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a replica is told at its start."""
 
@@ -28,7 +36,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     host: str  # the planner's name of it
     engine: str
-    source: str | None  # a folder on this host; None for the echo engine
+    source: str | None  # a folder on this host, or what is to be fetched to it; None for the echo engine
+    revision: str | None = None  # of a source on the hub: the commit
     dtype: str
     slots: int
     max_len: int
@@ -40,9 +49,13 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     listen: str = ""  # for gateways of another host: `tls://ADDRESS:0`, or `tls` where the address is still to be found
     credentials: Credentials | None = None  # of the replicas of this fleet
-    draft_source: str | None = None  # a folder on this host of the model that drafts; None: nothing is drafted
+    draft_source: str | None = None  # as ``source``, of the model that drafts; None: nothing is drafted
+    draft_revision: str | None = None
     draft_k: int = 0  # tokens that it drafts ahead
+    origin: Origin | None = None  # of ``source``, once that was fetched
+    draft_origin: Origin | None = None
     allow_pickle: bool = False  # read pickled weights too, the draft's as well
+    trust_remote_code: bool = False  # run Python code of the checkpoint, and of the draft's
     engine_options: dict[str, Any] = {}
     tp_degree: int = 1
     sampling: Literal["host", "device"] = "host"
@@ -54,6 +67,7 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     fuse_qkv: bool | None = None
     compile_workers: int | None = None  # graphs compiled at once; None: the engine's own number
     compiled: str | None = None  # the folder on this host where compiled artifacts are kept, of all models
+    neff_cache: str | None = None  # where all hosts find what was compiled: a folder, or s3://...
     python: str | None = None  # the interpreter that it runs in; None: that of the Ray node
     version: str = ""  # of all that matters to its process: equal ones are interchangeable
     tokenizer: str = ""  # equal where the same text gives the same tokens

@@ -55,22 +55,22 @@ def location(environment: Mapping[str, str]) -> Path | None:
 
 def make_ready(root: Path) -> None:
     """Remove what killed compilers have left in ``root``, and say so in the log. What cannot be removed is left."""
-    _remove_stale_locks(root)
+    remove_stale_locks(root)
     _forget_killed(root)
 
 
-def _remove_stale_locks(root: Path) -> None:
+def remove_stale_locks(root: Path) -> None:
     """Those of graphs that no compiler of this host works at, and whose folders do not change either."""
     first = _uncompiled(root)
     if not first:
         return
-    if (kind := _file_system(root)) in SHARED:
+    if (kind := file_system(root)) in SHARED:
         log.warning("%s is on %s and has locks: whether other hosts compile is not known, so they stay", root, kind)
         return
     time.sleep(SETTLE_S)
     second = _uncompiled(root)
     for lock, seen in first.items():
-        if second.get(lock) == seen and _remove(lock):
+        if second.get(lock) == seen and remove(lock):
             log.warning(
                 "removed %s: no %s works at that graph, and whoever wants it would wait for ever", lock, COMPILER
             )
@@ -79,7 +79,7 @@ def _remove_stale_locks(root: Path) -> None:
 def _uncompiled(root: Path) -> dict[Path, list[tuple[str, int, int]]]:
     """The locks whose graph no compiler works at, each with what is in its folder: names, sizes, times."""
     locks = list(root.glob(f"{GRAPHS}/*.lock"))
-    commands = _compilers() if locks else []
+    commands = compilers() if locks else []
     if any(GRAPH not in command for command in commands):
         return {}  # it does not say what it compiles
     return {lock: _content(lock.parent) for lock in locks if not any(lock.parent.name in one for one in commands)}
@@ -94,7 +94,7 @@ def _content(folder: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def _compilers() -> list[str]:
+def compilers() -> list[str]:
     """The command lines of the compilers that run, of all users. Those of another container are not seen."""
     found = []
     for process in psutil.process_iter():
@@ -105,7 +105,7 @@ def _compilers() -> list[str]:
     return found
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """Its type, as ``mount`` shows it."""
     real, best, kind = path.resolve(), -1, ""
     for mount in psutil.disk_partitions(all=True):
@@ -121,14 +121,20 @@ def _forget_killed(root: Path) -> None:
         folder = told.parent
         if (folder / NEFF).exists() or any(folder.glob("*.lock")):
             continue
-        fault = fault_of(RuntimeError(_tail(told)))
-        if fault is not None and fault.id == "compiler-killed" and _remove(folder):
+        if was_killed(tail_of(told)) and remove(folder):
             log.warning(
                 "removed %s: its %s was killed when it compiled that graph, which is tried again", folder, COMPILER
             )
 
 
-def _tail(path: Path) -> str:
+def was_killed(words: str) -> bool:
+    """Whether a failure's log tells that its compiler was ended by a signal, so that the graph is tried again."""
+    fault = fault_of(RuntimeError(words))
+    return fault is not None and fault.id == "compiler-killed"
+
+
+def tail_of(path: Path) -> str:
+    """The end of a log; empty where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL))
@@ -137,7 +143,8 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _remove(path: Path) -> bool:
+def remove(path: Path) -> bool:
+    """A file or a folder. False: it is gone already, or stays, which the log tells."""
     try:
         if path.is_dir():
             shutil.rmtree(path)

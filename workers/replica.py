@@ -23,6 +23,8 @@ from ray.util.metrics import Counter, Gauge
 
 import workers
 from workers import compiled, host
+from workers.artifacts.listing import SourceError
+from workers.artifacts.uses import using
 from workers.batcher import Batcher
 from workers.claims import CoreClaim, CoresTaken
 from workers.config import NEVER_SET, ReplicaConfig
@@ -86,6 +88,7 @@ class Replica:
         self._plane: DataPlane | None = None
         self._tracing: ReplicaTracing | None = None
         self._claim: CoreClaim | None = None
+        self._uses = contextlib.ExitStack()  # what it loads is not removed for as long as this process lives
         self._probed = threading.Event()
         self._probe_error: str | None = None
         threading.Thread(target=self._live, name="load", daemon=True).start()
@@ -147,6 +150,8 @@ class Replica:
             self._load()
         except EngineLoadError as error:
             self._fail(self._explained(Failure(error.id, error.what, error.hint), error))
+        except SourceError as error:
+            self._fail(Failure(error.id, error.what, error.hint))
         except CoresTaken as error:
             self._fail(Failure("cores-taken", f"{error} (held: {error.held})", "end the process that holds the cores"))
         except Exception as error:
@@ -157,6 +162,9 @@ class Replica:
         config = self._config
         check_environment(config.env)
         host.pin_to(config.env.get("COREWRIGHT_CPUS"))
+        for origin, folder in ((config.origin, config.source), (config.draft_origin, config.draft_source)):
+            if origin is not None and folder is not None:
+                self._uses.enter_context(using(folder))
         if config.claims is not None and config.cores:
             self._claim = CoreClaim(Path(config.claims), config.cores)
         self._engine = open_engine(config)

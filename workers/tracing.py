@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from workers.batcher import BatcherClosed
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ class ReplicaTracing:
         open_ = self._open[request.id] = _Open(request, parent, time.time_ns())
         try:
             self._requests.submit(request)
-        except (BatcherClosed, ValueError) as error:
+        except Exception as error:
             del self._open[request.id]
             self._end(open_, FinishReason.REFUSED, str(error))
             raise

@@ -16,6 +16,7 @@ from orchestrator.failure import Failed
 if TYPE_CHECKING:
     from orchestrator.bench.http import Client
     from orchestrator.bench.sweep import Sweep
+    from orchestrator.home import FleetRecord
 
 T = TypeVar("T")
 KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
@@ -200,17 +201,20 @@ def _client(url: str | None, api_key: str | None) -> Client:
     key = api_key or next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
     if key is not None and not (key.isascii() and key.isprintable()):
         raise typer.BadParameter("a key has printable ASCII characters only", param_hint="--api-key")
-    return Client(origin(url or _fleet_url()), key)
+    if url is not None:
+        return Client(origin(url), key)
+    record = _fleet()
+    return Client(origin(record.url), key, record.nearby)
 
 
-def _fleet_url() -> str:
+def _fleet() -> FleetRecord:
     from orchestrator.home import Home, daemon_alive
 
     home = Home.from_environment()
     record = home.read_record()
     if record is None or not daemon_alive(record):
         raise Failed("no-fleet", f"no fleet runs ({home.record_file} names none that lives)", "--url URL")
-    return record.url
+    return record
 
 
 def _run(client: Client, work: Coroutine[Any, Any, T]) -> T:

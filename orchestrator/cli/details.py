@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.cli.output import columns
+from orchestrator.columns import columns
 from placements.coremap import host_names
 
 MOST = 50  # replicas or groups of hosts that are shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import orchestrator
 from orchestrator.cli.client import find_fleet
-from orchestrator.cli.output import columns
+from orchestrator.columns import columns
 from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, report
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile, start_problems

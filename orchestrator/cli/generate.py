@@ -9,9 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import msgspec
 
@@ -57,12 +58,23 @@ def generate(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> in
         return FAILED
     home = Home.from_environment()
     home.prepare()
-    config = _config(file, placement, home)
+    with contextlib.ExitStack() as held:
+        return _answered(file, placement, home, Asked(prompt, how), held)
+
+
+class Asked(NamedTuple):
+    prompt: str
+    how: dict[str, Any]  # fields of ``Job``
+
+
+def _answered(file: SpecFile, placement: Placement, home: Home, asked: Asked, held: contextlib.ExitStack) -> int:
+    model = placement.model
+    config = _config(file, placement, home, held)
     where = placement.host
     if placement.cores is not None:
         where = f"core{'s' if len(placement.cores) > 1 else ''} {placement.cores} of {where}"
     say(f"loading {model} ({config.engine}) on {where}")
-    job = Job(config=config, prompt=prompt, parent=os.getpid(), **how)
+    job = Job(config=config, prompt=asked.prompt, parent=os.getpid(), **asked.how)
     try:
         with _process(config) as process:
             return _pass_on(process, job)
@@ -77,8 +89,9 @@ def _only(file: SpecFile, model: str) -> SpecFile:
     return dataclasses.replace(file, spec=file.spec.model_copy(update={"models": kept}))
 
 
-def _config(file: SpecFile, placement: Placement, home: Home) -> ReplicaConfig:
-    """As the fleet would tell it to its replica. Raises Failed for an interpreter or an engine that will not do."""
+def _config(file: SpecFile, placement: Placement, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
+    """As the fleet would tell it to its replica. Raises Failed for a source that cannot be had, and an interpreter or
+    an engine that will not do. What it loads is in use until ``held`` ends."""
     assert file.spec is not None
     revision = Revision(
         number=0, cause="apply", by="", text=file.text, file=file.name, base_dir=file.base_dir, of=None, plan={}
@@ -87,10 +100,34 @@ def _config(file: SpecFile, placement: Placement, home: Home) -> ReplicaConfig:
     generation = Generation(revision, file.spec, file.hosts, file.checkpoints, tokenizers)
     config = replica_config(generation, placement, home)
     config = msgspec.structs.replace(config, log=str(home.logs / f"generate-{placement.model}.log"))
+    config = _brought(config, home, held)
     found = asyncio.run(prepared(config, generation, _ThisMachine()))
     if isinstance(found, Failure):
         raise Failed(found.id, found.what, found.hint)
     return found
+
+
+def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
+    """With the folders of what was fetched. Raises Failed."""
+    from workers.artifacts.bringing import Bringing, Landed, wanted_by, with_folders
+    from workers.artifacts.listing import SourceError
+    from workers.artifacts.progress import Progress
+    from workers.artifacts.store import Store, using
+
+    wanted = wanted_by(config)
+    if wanted == (None, None):
+        return config
+    bringing, landed = Bringing(Store(home.path / "store")), list[Landed | None]()
+    try:
+        for one in wanted:
+            if one is not None:
+                say(f"fetching {one.source}")
+            landed.append(None if one is None else bringing(one, Progress(one.source), threading.Event()))
+            if (here := landed[-1]) is not None:
+                held.enter_context(using(here.folder))
+    except SourceError as error:
+        raise Failed(error.id, error.what, error.hint) from None
+    return with_folders(config, wanted, (landed[0], landed[1]))
 
 
 class _ThisMachine:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.cli.app import FormatOption, app, group
-from orchestrator.cli.output import Format, columns, say, show
+from orchestrator.cli.output import Format, say, show
+from orchestrator.columns import columns
 
 if TYPE_CHECKING:
     from orchestrator.audit import AuditEntry

@@ -1,8 +1,8 @@
 """The command `corewright`.
 
 Exit codes: 0 done, 1 failed, 64 wrong usage; `plan`: 0 nothing to do, 2 changes, 1 errors or something unplaced;
-`explain`: 0 it has what its `min` asks for, 1 it has not; `diff`: 0 the same, 2 differences; 130 after Ctrl-C in a
-wait.
+`explain`: 0 it has what its `min` asks for, 1 it has not; `diff`: 0 the same, 2 differences; `cache verify`: 0 nothing
+would be compiled, 1 something would; 130 after Ctrl-C in a wait.
 Nothing here imports Ray or torch before `up` really starts a fleet, so that every other command answers at once.
 """
 
@@ -34,7 +34,7 @@ from orchestrator.version import corewright_version
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
 
-__all__ = ["app", "bench", "hands", "keys", "main", "rollouts", "run", "simulate", "views"]
+__all__ = ["app", "bench", "cache", "compile", "hands", "keys", "main", "rollouts", "run", "simulate", "trace", "views"]
 
 DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spare
 
@@ -287,7 +287,7 @@ def run(arguments: list[str]) -> int:
 
 
 # The other commands. They stand here so that `--help` lists those above first.
-from orchestrator.cli import rollouts, views, hands, keys, bench, simulate  # noqa: E402, I001
+from orchestrator.cli import rollouts, views, hands, keys, compile, cache, bench, simulate, trace  # noqa: E402, I001
 
 if __name__ == "__main__":
     main()

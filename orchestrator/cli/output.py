@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
+from orchestrator.failure import Failed
 from placements.problems import Problem, render
 
 
@@ -84,6 +85,15 @@ def show(data: Any, format: Format, table: str) -> None:
     stdout().flush()
 
 
+def write(path: Path, text: str) -> None:
+    """A file that was asked for. Raises Failed."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failed("output-unwritable", f"{path}: {error.strerror}", "another FILE") from None
+    say(f"written to {path}")
+
+
 def complain(problems: Sequence[Problem]) -> None:
     """Problems, for a person."""
     if problems:
@@ -97,12 +107,3 @@ def paint_diff(text: str) -> str:
     colors = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
     lines = [f"{colors[line[0]]}{line}\x1b[0m" if line[:1] in colors else line for line in text.splitlines()]
     return "\n".join(lines) + "\n"
-
-
-def columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A plain table: two spaces between columns, no frame, so that `awk` and `cut` read it too."""
-    lines = [tuple(header), *(tuple("-" if cell is None else str(cell) for cell in row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -9,7 +9,8 @@ from typing import Any
 
 from orchestrator.cli.client import AdminClient, FleetRefused
 from orchestrator.cli.details import details
-from orchestrator.cli.output import columns, stdout, use_color
+from orchestrator.cli.output import stdout, use_color
+from orchestrator.columns import columns
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile
 from placements.coremap import core_map
@@ -226,9 +227,21 @@ def model_lines(model: dict[str, Any]) -> list[str]:
         lines.append(f"    why: {model['why']}")
     replicas = model["replicas"]
     if replicas["before"] != replicas["after"]:
-        lines.append(f"    replicas: {replicas['before']} -> {replicas['after']}")
-    lines += [f"    {f['field']}: {_said(f['before'])} -> {_said(f['after'])}" for f in model["fields"]]
+        lines.append(f"    wanted: {replicas['before']} -> {replicas['after']}")
+    for told in model["fields"]:
+        lines += [
+            f"    {name}: {_said(a)} -> {_said(b)}"
+            for name, a, b in _parts(told["field"], told["before"], told["after"])
+        ]
     return lines
+
+
+def _parts(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """What is different of a field, by the keys of a mapping."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return [(name, before, after)]
+    keys = [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
+    return [part for key in keys for part in _parts(f"{name}.{key}", before.get(key), after.get(key))]
 
 
 def seconds(value: float) -> str:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.cli.output import columns
+from orchestrator.columns import columns
+from orchestrator.telling import fetch_text
 
 Row = tuple[object, ...]
 TIMES = ("at", "since")
@@ -89,8 +90,11 @@ def status_text(data: Mapping[str, Any]) -> str:
     for model in data["models"]:
         for replica in model["replicas"]:
             rows.append(_replica_row(replica)[:6])
+            if replica.get("fetch"):
+                notes.append(f"{replica['id']}: {fetch_text(replica['fetch'])}")
             if replica["reason"]:
                 notes += _replica_notes(replica)
+        notes += [note for one in model.get("preparing") or () for note in _preparing_notes(model, one, data["hosts"])]
         if not model["replicas"]:
             rows.append((model["name"], model["state"], None, None, None, None))
             if model["reason"]:
@@ -127,6 +131,17 @@ def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
         model = replica["id"].rpartition("/")[0]
         notes.append(f"    not started again before an apply, or corewright rollout restart {model}")
     return notes + [f"    | {line}" for line in replica["log"]]
+
+
+def _preparing_notes(model: Mapping[str, Any], one: Mapping[str, Any], hosts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What an update waits for, while the old replicas serve."""
+    notes = [
+        f"{model['name']}: what the new version loads is brought to {one['host']}, the old replicas serve meanwhile"
+    ]
+    if one["reason"]:
+        notes.append(f"    {one['failures']} failed: {one['reason']}")
+    fetches = [fetch for host in hosts if host["name"] == one["host"] for fetch in host.get("fetches") or ()]
+    return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
 
 
 def _host_notes(host: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +47,23 @@ class Authority:
         )
         self.file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str, *, days: float = 30, client: bool = False, password: bytes | None = None) -> Pair:
-        """A certificate for 127.0.0.1 and localhost; ``days`` below 0 is one that has expired."""
+    def sign(
+        self,
+        name: str,
+        *,
+        days: float = 30,
+        client: bool = False,
+        password: bytes | None = None,
+        hosts: Sequence[str] = ("localhost", "127.0.0.1"),
+    ) -> Pair:
+        """A certificate for ``hosts``, names and addresses; ``days`` below 0 is one that has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.timezone.utc)
         ends = now + days * DAY
         purpose = ExtendedKeyUsageOID.CLIENT_AUTH if client else ExtendedKeyUsageOID.SERVER_AUTH
-        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [
+            x509.IPAddress(ipaddress.ip_address(host)) if host[-1:].isdigit() else x509.DNSName(host) for host in hosts
+        ]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         made = (
             x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())

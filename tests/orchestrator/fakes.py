@@ -6,17 +6,19 @@ import asyncio
 import itertools
 import platform
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.controller import Controller
-from orchestrator.effects import HostLost, Owner, ReplicaDied, Survivor, actor_name
+from orchestrator.effects import Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.journal import Journal
 from orchestrator.operator import Operator
+from workers.artifacts.bringing import Landed, wanted_by, with_folders
+from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
 from workers.interpreter import Interpreter
 from workers.metric_family import MetricFamily
@@ -99,7 +101,8 @@ class FakeReplica:
 
 class FakeCluster:
     """Remembers every effect. Replicas get ready after ``load_s`` seconds, unless ``loads`` is off or their version is
-    in ``broken``. It fails a test at once when two living replicas hold one core, or two starts have one name."""
+    in ``broken``. It fails a test at once when two living replicas hold one core, two starts have one name, or a
+    replica is started that would load what its host does not have."""
 
     def __init__(self) -> None:
         self.replicas: dict[str, FakeReplica] = {}
@@ -108,6 +111,17 @@ class FakeCluster:
         self.drained: list[str] = []
         self.loads = True
         self.load_s = 0.0
+        self.fetch_s = 0.0  # where the host does not hold it yet
+        self.store: dict[str, set[str]] = {}  # by host, the contents that are there: SOURCE@CONTENT
+        self.contents: dict[str, str] = {}  # by source, what it has now; else "1"
+        self.unfetchable: dict[str, Failure] = {}  # by source
+        self.fetching: list[tuple[str, str]] = []  # (host, source) of what goes on
+        self.fetches: list[tuple[str, str]] = []  # of all that were begun
+        self.stopped_fetches: list[tuple[str, str]] = []
+        self.uncompiled: set[str] = set()  # versions that would be compiled
+        self.compile_s = 0.0
+        self.compiles: list[str] = []  # versions
+        self.uncompilable: Failure | None = None
         self.drain_s = 0.0
         self.broken: dict[str, Failure] = {}  # by version
         self.held: dict[int, int | None] = {}  # of the first host
@@ -127,6 +141,64 @@ class FakeCluster:
     def living(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas.values() if replica.dead is None]
 
+    async def fetch(self, config: ReplicaConfig) -> Fetched | Failure:
+        both, moved = wanted_by(config), 0
+        landed: list[Landed | None] = []
+        for wanted in both:
+            if wanted is None:
+                landed.append(None)
+                continue
+            here, now = self.store.setdefault(config.host, set()), self.contents.get(wanted.source, "1")
+            content = wanted.artifact if f"{wanted.source}@{wanted.artifact}" in here else now
+            if f"{wanted.source}@{content}" not in here:
+                if wanted.source in self.unfetchable:
+                    return self.unfetchable[wanted.source]
+                await self._transfer(config.host, wanted.source)
+                here.add(f"{wanted.source}@{content}")
+                moved += 100
+            landed.append(Landed(folder=f"/store/{wanted.source}@{content}", artifact=content, bytes=100))
+        return Fetched(with_folders(config, both, (landed[0], landed[1])), bytes=100, moved=moved, seconds=self.fetch_s)
+
+    async def _transfer(self, host: str, source: str) -> None:
+        self.fetches.append((host, source))
+        self.fetching.append((host, source))
+        try:
+            await asyncio.sleep(self.fetch_s)
+        except asyncio.CancelledError:
+            self.stopped_fetches.append((host, source))
+            raise
+        finally:
+            self.fetching.remove((host, source))
+
+    async def progress(self, host: str) -> Sequence[FetchStatus]:
+        return [
+            FetchStatus(source=source, phase="fetching", done=30, total=100, rate=10.0)
+            for there, source in self.fetching
+            if there == host
+        ]
+
+    async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
+        return {
+            host: frozenset(name for one in here if (name := one.rpartition("@")[0]) in sources)
+            for host, here in self.store.items()
+        }
+
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+        return ["the model is not compiled as it is now"] if config.version in self.uncompiled else []
+
+    async def compile(self, config: ReplicaConfig) -> Failure | None:
+        self.compiles.append(config.version)
+        await asyncio.sleep(self.compile_s)
+        if self.uncompilable is None:
+            self.uncompiled.discard(config.version)
+        return self.uncompilable
+
+    def _check_loadable(self, config: ReplicaConfig) -> None:
+        for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
+            here = self.store.get(config.host, set())
+            if wanted is not None and (folder or "").removeprefix("/store/") not in here:
+                self.violations.append(f"{config.model} is started on {config.host} without {wanted.source}")
+
     async def start(self, config: ReplicaConfig) -> None:
         if self.refuses_start is not None:
             raise self.refuses_start
@@ -141,6 +213,7 @@ class FakeCluster:
                 self.violations.append(f"{name} takes {sorted(both)}, which {other.config.model} holds")
         if config.host.endswith("/0") and (strange := set(config.cores) & self.told_held & set(self.held)):
             self.violations.append(f"{name} is started on {sorted(strange)}, which a stranger was said to hold")
+        self._check_loadable(config)
         self.started.append(config)
         pid = next(self._pids)
         status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=pid, started=float(pid))

@@ -26,7 +26,7 @@ from orchestrator.bench.sweep import Sweep, sweep
 from orchestrator.bench.target import Target
 from orchestrator.cli.main import run
 from orchestrator.failure import Failed
-from orchestrator.home import Home
+from orchestrator.home import FleetRecord, Home
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.played import Exchange, Play, PlayedServer, playing, prompt_tokens, whole
@@ -464,13 +464,13 @@ async def test_answers_that_end_early_are_told_with_what_came() -> None:
 
 
 @contextmanager
-def in_background(play: Play = whole) -> Iterator[str]:
+def in_background(play: Play = whole, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """A played server in a thread of its own; gives its URL."""
     ready, over = threading.Event(), threading.Event()
     url: list[str] = []
 
     async def live() -> None:
-        async with playing(play) as server:
+        async with playing(play, tls) as server:
             url.append(server.url)
             ready.set()
             await asyncio.to_thread(over.wait, 60)
@@ -608,25 +608,48 @@ def test_a_gateway_takes_everything_and_its_answers_are_whole(
     assert "refuses" not in printed.err
 
 
-def test_the_fleets_own_address_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As `up` has written it down."""
-    from orchestrator.home import FleetRecord
+def record_of(url: str, **more: str) -> FleetRecord:
+    return FleetRecord(
+        fleet="f",
+        name="n",
+        url=url,
+        admin_url="",
+        token="",
+        dashboard_url=None,
+        ray_address="",
+        pid=1,
+        started=0.0,
+        version="",
+        **more,
+    )
 
-    with in_background() as url:
-        record = FleetRecord(
-            fleet="f",
-            name="n",
-            url=url,
-            admin_url="",
-            token="",
-            dashboard_url=None,
-            ray_address="",
-            pid=1,
-            started=0.0,
-            version="",
-        )
-        home = Home.from_environment()
-        home.path.mkdir(parents=True)
-        home.write_record(record)
-        monkeypatch.setattr("orchestrator.home.daemon_alive", lambda record: True)
+
+@contextmanager
+def running(record: FleetRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if an `up` had written it down."""
+    home = Home.from_environment()
+    home.path.mkdir(parents=True)
+    home.write_record(record)
+    monkeypatch.setattr("orchestrator.home.daemon_alive", lambda record: True)
+    yield
+
+
+def test_the_fleets_own_address_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `up` has written it down."""
+    with in_background() as url, running(record_of(url), monkeypatch):
         assert run(["bench", "latency", "--length", "8", "--rounds", "1"]) == 0
+
+
+def test_a_fleet_that_listens_everywhere_is_asked_by_the_name_of_its_certificate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On loopback: here that name may lead elsewhere, or nowhere."""
+    authority = Authority(tmp_path)
+    pair = authority.sign("server", hosts=["fleet.example"])
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pair.cert, pair.key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    with in_background(tls=tls) as url:
+        record = record_of(url.replace("127.0.0.1", "fleet.example"), listens="0.0.0.0")
+        with running(record, monkeypatch):
+            assert run(["bench", "latency", "--length", "8", "--rounds", "1"]) == 0

@@ -77,6 +77,7 @@ def test_another_shape_is_compiled_anew_where_something_is_compiled(engine: Engi
 
 OTHERWISE: dict[str, object] = {  # for each field another value than the default
     "source": "./b",
+    "revision": "v1",
     "engine": "transformers-neuronx",
     "dtype": "fp16",
     "tp_degree": 2,
@@ -99,6 +100,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "allow_degrees": [3],
     "hbm_overhead_gib": 1.0,
     "allow_pickle": True,
+    "trust_remote_code": True,
     "draft": {"source": "./d"},
     "update": {"hold_s": 1.0},
     "deadlines": {"start_s": 1.0},

@@ -25,6 +25,7 @@ import yaml
 
 from orchestrator.cli import client as cli_client
 from orchestrator.cli.main import run
+from orchestrator.cli.plan import model_lines
 from orchestrator.home import FleetRecord, Home
 from orchestrator.operations import Refused
 from orchestrator.settings import SETTINGS, resolve
@@ -351,12 +352,11 @@ def test_up_starts_nothing_of_a_bad_spec(bad: str, home: Path, capsys: pytest.Ca
 
 
 def test_up_says_what_this_version_cannot_start(good: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neuron engines, remote sources and another machine are clear errors of `up`, not of `validate`."""
+    """Another machine is a clear error of `up`, not of `validate`."""
     assert run(["up", good]) == 1
 
     told = capsys.readouterr().err
     assert "host-differs" in told
-    assert "source-not-served" in told
     assert not home.exists()
 
 
@@ -889,3 +889,28 @@ def test_down_of_this_homes_fleet_gives_up_after_its_drain(
     assert "down-late" in capsys.readouterr().err
     with contextlib.suppress(OSError):
         Home(home).forget_fleet()
+
+
+def test_a_changed_mapping_is_told_by_its_keys() -> None:
+    """Of `scaling` what differs only; how many replicas are wanted is no field of the spec."""
+    model = {
+        "model": "m",
+        "tag": "reconfigure",
+        "strategy": None,
+        "outage_s": None,
+        "predicted_s": None,
+        "why": "",
+        "replicas": {"before": 1, "after": 0},
+        "fields": [
+            {"field": "replicas", "before": {"min": 1, "max": 1}, "after": {"min": 0, "max": 3}},
+            {"field": "scaling", "before": {"auto": True, "idle_s": 600}, "after": {"auto": True, "idle_s": 20}},
+            {"field": "objectives", "before": None, "after": {"ttft_ms": 5}},
+        ],
+    }
+    assert model_lines(model)[1:] == [
+        "    wanted: 1 -> 0",
+        "    replicas.min: 1 -> 0",
+        "    replicas.max: 1 -> 3",
+        "    scaling.idle_s: 600 -> 20",
+        '    objectives: unset -> {"ttft_ms": 5}',
+    ]

@@ -464,7 +464,7 @@ def test_curl_gets_answers_streams_and_headers(place: Place) -> None:
     headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:])
     assert headers["x-request-id"] == "mine"
     assert headers["x-corewright-replica"] == "echo/0"
-    assert float(headers["x-corewright-overhead-ms"]) >= 0
+    assert 0 < float(headers["x-corewright-overhead-ms"]) < 1000
     assert json.loads(answer)["usage"]["completion_tokens"] == 4
 
     streamed = curl(f"{place.url}/completions", "--no-buffer", *json_type, "-d", body.replace("}", ', "stream": true}'))

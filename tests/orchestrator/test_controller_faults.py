@@ -1,4 +1,4 @@
-"""What goes wrong around the controller itself: hosts whose answers are errors, calls that fail once, clocks that turn."""
+"""What goes wrong around the controller: hosts whose answers are errors, calls that fail once, clocks that turn."""
 
 from __future__ import annotations
 

@@ -77,12 +77,17 @@ async def test_a_load_that_fails_is_told_by_its_problem(tmp_path: Path) -> None:
         cluster.loads = False
         await fleet.operator.restart("a", by="tester")
         await fleet.until(lambda: fleet.replica("a/0").get("state") in ("pending", "loading"), "it starts")
+        began = await scraped(fleet)
+        await asyncio.sleep(0.2)
         starting = await scraped(fleet)
         await cluster.find("a/0").tell(phase=Phase.FAILED, failure=failure)
         await fleet.until(lambda: fleet.replica("a/0").get("state") == "failed", "it has failed")
         found = await scraped(fleet)
 
-        assert starting.value("corewright_replica_starting_seconds", model="a", replica="0") >= 0
+        seconds = [
+            told.value("corewright_replica_starting_seconds", model="a", replica="0") for told in (began, starting)
+        ]
+        assert 0.2 <= seconds[1] - seconds[0] < 10
         failed = {"model": "a", "problem": "load-failed", "phase": "loading"}
         assert found.value("corewright_replica_failures_total", **failed) == 1
         assert found.value("corewright_replica_given_up", model="a", replica="0") == 1

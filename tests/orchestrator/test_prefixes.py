@@ -15,19 +15,19 @@ PROMPT = list(range(1000, 1160))
 def test_the_share_is_that_of_the_blocks_from_the_beginning_on() -> None:
     """Whole blocks count, up to the first that differs; what is left over at the end is not looked at."""
     memory = PrefixMemory()
-    memory.note(PROMPT, 16)
-    assert memory.match(PROMPT, 16) == 1.0
-    assert memory.match([*PROMPT, *range(160)], 16) == 0.5
-    assert memory.match([*PROMPT[:85], 1, *PROMPT[86:]], 16) == 0.5
-    assert memory.match([1, *PROMPT[1:]], 16) == 0.0
-    assert memory.match([*PROMPT, 7, 8], 16) == 1.0
+    memory.keep(chain(PROMPT, 16))
+    assert memory.share(chain(PROMPT, 16)) == 1.0
+    assert memory.share(chain([*PROMPT, *range(160)], 16)) == 0.5
+    assert memory.share(chain([*PROMPT[:85], 1, *PROMPT[86:]], 16)) == 0.5
+    assert memory.share(chain([1, *PROMPT[1:]], 16)) == 0.0
+    assert memory.share(chain([*PROMPT, 7, 8], 16)) == 1.0
 
 
 def test_a_prompt_of_less_than_a_block_is_nowhere() -> None:
     """Nothing could be saved."""
     memory = PrefixMemory()
-    memory.note([1, 2, 3], 16)
-    assert (memory.match([1, 2, 3], 16), len(memory)) == (0.0, 0)
+    memory.keep(chain([1, 2, 3], 16))
+    assert (memory.share(chain([1, 2, 3], 16)), len(memory)) == (0.0, 0)
 
 
 def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
@@ -35,32 +35,17 @@ def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
     memory = PrefixMemory(blocks=10)
     prompts = [[number] * 64 for number in range(3)]
     for prompt in prompts:
-        memory.note(prompt, 16)
-    assert [memory.match(prompt, 16) for prompt in prompts] == [0.5, 1.0, 1.0]
-    memory.note(prompts[0], 16)
-    assert [memory.match(prompt, 16) for prompt in prompts] == [1.0, 0.5, 1.0]
+        memory.keep(chain(prompt, 16))
+    assert [memory.share(chain(prompt, 16)) for prompt in prompts] == [0.5, 1.0, 1.0]
+    memory.keep(chain(prompts[0], 16))
+    assert [memory.share(chain(prompt, 16)) for prompt in prompts] == [1.0, 0.5, 1.0]
 
 
 def test_of_a_prompt_longer_than_the_memory_the_beginning_is_kept() -> None:
     """Which is all that another prompt can have in common with it."""
     memory = PrefixMemory(blocks=4)
-    memory.note(PROMPT, 16)
-    assert (len(memory), memory.match(PROMPT, 16)) == (4, 0.4)
-
-
-def test_a_replica_that_began_anew_has_nothing() -> None:
-    """After ``clear``."""
-    memory = PrefixMemory()
-    memory.note(PROMPT, 16)
-    memory.clear()
-    assert (memory.match(PROMPT, 16), len(memory)) == (0.0, 0)
-
-
-def test_one_chain_serves_all_replicas() -> None:
-    """``keep`` and ``share`` of the chain are ``note`` and ``match`` of the prompt."""
-    memory = PrefixMemory()
-    memory.keep(chain(PROMPT[:96], 16))
-    assert memory.share(chain(PROMPT, 16)) == memory.match(PROMPT, 16) == 0.6
+    memory.keep(chain(PROMPT, 16))
+    assert (len(memory), memory.share(chain(PROMPT, 16))) == (4, 0.4)
 
 
 def test_digests_are_the_same_in_every_process() -> None:
@@ -101,12 +86,3 @@ def test_old_sessions_make_room() -> None:
     assert len(sessions) == 2
     sessions.put("e", 5, 100.0)
     assert len(sessions) == 1
-
-
-def test_sessions_of_a_replica_that_is_gone_are_free() -> None:
-    """The others stay where they are."""
-    sessions = Sessions[str]()
-    for session, replica in (("a", "r0"), ("b", "r1"), ("c", "r0")):
-        sessions.put(session, replica, 0.0)
-    sessions.forget("r0")
-    assert [sessions.get(session, 1.0) for session in "abc"] == [None, "r1", None]

@@ -67,7 +67,7 @@ def test_a_pinned_replica_waits_for_its_cores_and_says_why(tmp_path: Path) -> No
 
     (reason, cores, left), took = virtually(play)
     assert "0-3" in reason
-    assert "quarantined" in reason
+    assert "withheld" in reason
     assert (cores, left) == ("0-3", {})
     assert SET_ASIDE_S <= took < SET_ASIDE_S + 5.0
 

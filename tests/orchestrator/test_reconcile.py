@@ -113,7 +113,7 @@ def test_compiling_has_a_deadline_of_its_own() -> None:
     loading = view(State.LOADING, compile_s=500.0)
 
     assert decide([target()], loading, now=610.0) == []
-    late = "start-deadline: not ready after 100 s, 500 s of compiling not counted"
+    late = "start-deadline: not ready after 100 s, 500 s of fetching and compiling not counted"
     assert decide([target()], loading, now=610.1) == [Fail(loading, late)]
     endless = view(State.LOADING, compile_s=14_400.1)
     ended = "compile-deadline: it has compiled for more than 14400 s"
@@ -189,14 +189,33 @@ def _carry_out(action: Action, fleet: dict[str, ReplicaView], now: float) -> Non
 
 
 def _settle(replica: ReplicaView, now: float) -> ReplicaView:
-    """What a process does by itself: it starts, it loads, it ends its drain."""
-    own = {State.PENDING: Signal.STARTED, State.LOADING: Signal.LOADED, State.DRAINING: Signal.STOP}
+    """What a process does by itself: it is fetched, it starts, it loads, it ends its drain."""
+    ahead = {State.FETCHING: Signal.FETCHED, State.COMPILING: Signal.COMPILED}
+    own = {**ahead, State.PENDING: Signal.STARTED, State.LOADING: Signal.LOADED, State.DRAINING: Signal.STOP}
     signal = own.get(replica.state)
     return replica if signal is None else _signalled(replica, signal, now)
 
 
 def _signalled(replica: ReplicaView, signal: Signal, now: float) -> ReplicaView:
     return dataclasses.replace(replica, state=advance(replica.state, signal), since=now)
+
+
+def test_fetching_has_a_deadline_of_its_own_and_so_has_compiling_ahead() -> None:
+    """Neither counts as starting, before it is over or after; what has no end is ended."""
+    fetching = view(State.FETCHING, since=20.0, deadlines=Deadlines(start_s=100.0, fetch_s=500.0))
+    assert decide([target()], fetching, now=520.0) == []
+    late = "fetch-deadline: it is not here after 500 s"
+    assert decide([target()], fetching, now=520.1) == [Fail(fetching, late)]
+
+    compiling = view(State.COMPILING, since=20.0, aside_s=90.0, deadlines=Deadlines(start_s=100.0, compile_s=500.0))
+    assert decide([target()], compiling, now=520.0) == []
+    late = "compile-deadline: it has compiled ahead for more than 500 s"
+    assert decide([target()], compiling, now=520.1) == [Fail(compiling, late)]
+
+    loading = view(State.LOADING, aside_s=590.0)
+    assert decide([target()], loading, now=700.0) == []
+    late = "start-deadline: not ready after 100 s, 590 s of fetching and compiling not counted"
+    assert decide([target()], loading, now=700.1) == [Fail(loading, late)]
 
 
 def test_another_version_or_a_wanted_new_process_is_drained_first() -> None:

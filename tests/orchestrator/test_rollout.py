@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,37 @@ def test_scale_load_and_unload_hold_until_they_are_taken_back(tmp_path: Path) ->
         await played.until(lambda: len(played.ready("b")) == 1, "one")
 
     play(tmp_path, first, story)
+
+
+def test_who_has_stopped_a_model_and_how_to_go_on_is_told_to_operators_only(tmp_path: Path) -> None:
+    """A client hears that it was done by hand; `status` names the command that undoes just this."""
+
+    async def story(played: Played) -> None:
+        async def told() -> tuple[str | None, str | None]:
+            await played.until(lambda: not played.model("b")["replicas"], "none")
+            routes = played.controller.routes().models
+            return played.model("b")["reason"], next(one.reason for one in routes if one.name == "b")
+
+        await played.operator.scale("b", 0, "tester")
+        assert await told() == ("scaled to 0 by hand: corewright scale b auto", "scaled to 0 by hand")
+        await played.operator.load("b", "tester")
+        await played.until(lambda: bool(played.ready("b")), "loaded")
+        await played.operator.unload("b", "tester")
+        assert await told() == ("unloaded by hand: corewright load b", "by hand")
+
+    play(tmp_path, spec(b=", cores: []"), story)
+
+
+def test_a_log_is_by_default_that_of_the_first_replica_that_runs(tmp_path: Path) -> None:
+    """Not of one that ends."""
+
+    async def story(played: Played) -> None:
+        assert (await played.operator.logs("b", None, None, 0.0))["replica"] == "b/0"
+        state = played.controller.state
+        state.views["b/0"] = replace(state.views["b/0"], state=State.DRAINING)
+        assert (await played.operator.logs("b", None, None, 0.0))["replica"] == "b/1"
+
+    play(tmp_path, spec(), story)
 
 
 async def version_of(played: Played, text: str, model: str) -> str:

@@ -127,7 +127,7 @@ def test_what_all_gateways_tell_between_two_decisions_is_one_load(tmp_path: Path
     """Counts are sums, what is there is the latest of each."""
 
     async def story(fleet: Played) -> None:
-        demand = Demand(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5, refused=1)
+        demand = Demand(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5)
         await report(fleet, 1, 1, gateway="other")
         for number in range(1, 5):
             for gateway in ("g", "h"):
@@ -135,7 +135,7 @@ def test_what_all_gateways_tell_between_two_decisions_is_one_load(tmp_path: Path
                 await fleet.controller.demand(sent)
         await asyncio.sleep(5.0)
         load = decider.asked[0][0].last("a")
-        assert (load.arrived, load.ended, load.slot_s, load.refused) == (24, 16, 64.0, 8)
+        assert (load.arrived, load.ended, load.slot_s) == (24, 16, 64.0)
         assert (load.waiting, load.live, load.longest_wait_s) == (8, 10, 1.5)
         assert load.seconds == pytest.approx(5.0, abs=1.1)
 
@@ -181,6 +181,26 @@ def test_a_model_that_is_held_back_is_told_of_when_it_begins_and_then_seldom(tmp
 
     held = told(play(tmp_path, story), "HeldBack")
     assert held == ["held back: no cores"] * 3 + ["held back: again"]
+
+
+def test_what_holds_a_model_back_is_told_in_its_status_and_to_its_clients(tmp_path: Path, decider: Decider) -> None:
+    """As it began, since the figures change with each decision; clients get no figures."""
+
+    async def story(fleet: Played) -> None:
+        def reasons() -> tuple[str | None, str | None]:
+            routes = fleet.controller.routes().models
+            return fleet.model("b")["reason"], next(one.reason for one in routes if one.name == "b")
+
+        decider.reasons = {"b": "held back: no cores; 0.1 requests a second"}
+        await report(fleet, 1, 10)
+        decider.reasons = {"b": "held back: no cores; 0.2 requests a second"}
+        await report(fleet, 11, 20)
+        assert reasons() == ("held back: no cores; 0.1 requests a second", "held back: no cores")
+        decider.reasons = {}
+        await report(fleet, 21, 30)
+        assert reasons() == (None, None)
+
+    play(tmp_path, story)
 
 
 def test_a_decision_about_what_is_not_its_business_is_not_followed(tmp_path: Path, decider: Decider) -> None:

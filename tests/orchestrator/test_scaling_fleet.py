@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.demand import Demand, DemandReport, RoutingDecision
+from orchestrator.demand import AUTOSCALE_S, Demand, DemandReport, RoutingDecision
 from orchestrator.journal import Journal
-from orchestrator.scaler import AUTOSCALE_S
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.status import Failure, Phase
 
@@ -70,7 +69,6 @@ class Demanding:
         return Demand(
             model=name,
             arrived=arrived,
-            cold=arrived if slots == 0 else 0,
             ended=round(ended),
             slot_s=round(ended) * self.service_s,
             waiting=round(self.waiting[name]),

@@ -82,6 +82,9 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "log_prompts": ("true", True),
     "allowed_sources": ("/models,s3://bucket/models", ("/models", "s3://bucket/models")),
     "data_plane": ("tcp", "tcp"),
+    "store_bytes": ("1073741824", 2**30),
+    "store_memory": ("/dev/shm/models", "/dev/shm/models"),
+    "store_memory_bytes": ("2097152", 2**21),
 }
 
 
@@ -119,6 +122,9 @@ def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) 
         ("allowed_sources", "models"),
         ("allowed_sources", "s3://"),
         ("data_plane", "udp"),
+        ("store_bytes", "0"),
+        ("store_memory", "models"),
+        ("store_memory_bytes", "10 GB"),
     ],
 )
 def test_a_wrong_value_is_told_before_anything_starts(name: str, wrong: str, tmp_path: Path) -> None:
@@ -497,8 +503,26 @@ def test_what_is_allowed_follows_from_the_setting(admin: LiveAdmin) -> None:
     plain = admin.fleet.settings
     set_ = msgspec.structs.replace(plain, allowed_sources=("/models",))
     assert allowed_by_setting(plain) == Allowed()
-    assert allowed_to_keys(plain) == Allowed(("/specs",), frozenset())
-    assert allowed_by_setting(set_) == allowed_to_keys(set_) == Allowed(("/models",), frozenset())
+    assert allowed_to_keys(plain) == Allowed(("/specs",), frozenset(), frozenset())
+    assert allowed_by_setting(set_) == allowed_to_keys(set_) == Allowed(("/models",), frozenset(), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("applied", "refused"),
+    [
+        ("source: ./a, trust_remote_code: true", []),
+        ("source: ./b, trust_remote_code: true", ["remote-code-not-allowed"]),
+        ("source: ./a, draft: {source: ./b}, trust_remote_code: true", ["remote-code-not-allowed"]),
+        ("source: ./b", []),
+    ],
+)
+def test_only_code_that_the_spec_of_up_trusts_is_run(admin: LiveAdmin, applied: str, refused: list[str]) -> None:
+    """Code of a checkpoint is a program: a key does not name it, but a model that `up` was given may come again."""
+    own = "models: {m: {source: ./a, engine: cpu, trust_remote_code: true}}\n"
+    allowed = allowed_to_keys(msgspec.structs.replace(admin.fleet.settings, spec_text=own, base_dir="/specs"))
+    spec = parse(f"models: {{n: {{engine: cpu, {applied}}}}}\n", "f.yaml", "/specs").spec
+    assert spec is not None
+    assert [problem.id for problem in allowed.problems(spec)] == refused
 
 
 # A whole fleet
@@ -611,6 +635,29 @@ def test_a_fleet_of_two_hosts_speaks_tls_everywhere(tmp_path: Path, monkeypatch:
         assert fleet.stop() == 0
     finally:
         fleet.clean()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "source", "allowed"),
+    [
+        ("hub:", "gpt2", True),
+        ("hub:org", "org/model", True),
+        ("hub:org/model", "org/model", True),
+        ("hub:org/model", "org/model-2", False),
+        ("hub:org", "organisation/model", False),
+        ("hub:org", "org", True),
+        ("hub:org/model", "org", False),
+        ("hub:", "org/../x", False),
+        ("hub:", "~/x", False),
+        ("hub:", "s3://org/model", False),
+        ("hub:", "/org/model", False),
+        ("/org", "org/model", False),
+        ("s3://org", "org/model", False),
+    ],
+)
+def test_of_the_hub_what_an_organisation_has_may_be_allowed(prefix: str, source: str, allowed: bool) -> None:
+    """An id is meant as a whole, and nothing else passes for one."""
+    assert Allowed((prefix,)).allows(source) == allowed
 
 
 def test_a_problem_that_names_a_place_is_complete() -> None:

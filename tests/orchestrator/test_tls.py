@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import tls
+from orchestrator import daemon, tls
 from orchestrator.failure import Failed
-from orchestrator.tls import CertificateFiles, server_context
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.tls import CertificateFiles, certified_name, server_context
 from tests.orchestrator.certificates import Authority, Pair
 
 
@@ -195,3 +196,37 @@ def test_a_link_that_is_pointed_elsewhere_is_a_change(authority: Authority, pair
     (tmp_path / "next").symlink_to("new")
     (tmp_path / "next").rename(current)
     assert files.renewed() is not None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name"),
+    [
+        (["*.example.com", "fleet.example.com", "localhost"], "fleet.example.com"),
+        (["*.example.com", "192.0.2.7"], "192.0.2.7"),
+        (["*.example.com"], "localhost"),
+    ],
+)
+def test_a_certificate_says_by_which_name_a_server_may_be_called(
+    authority: Authority, hosts: list[str], name: str
+) -> None:
+    """The first that stands for one host."""
+    assert certified_name(str(authority.sign("named", hosts=hosts).cert)) == name
+
+
+@pytest.mark.parametrize(
+    ("host", "with_tls", "url"),
+    [
+        ("0.0.0.0", True, "https://fleet.example:8443"),
+        ("::", True, "https://fleet.example:8443"),
+        ("192.0.2.7", True, "https://192.0.2.7:8443"),
+        ("0.0.0.0", False, "http://0.0.0.0:8443"),
+        ("::1", False, "http://[::1]:8443"),
+    ],
+)
+def test_the_address_that_up_tells_is_one_that_its_certificate_is_for(
+    authority: Authority, host: str, with_tls: bool, url: str
+) -> None:
+    """No certificate is for 0.0.0.0."""
+    pair = authority.sign("everywhere", hosts=["fleet.example"])
+    files = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if with_tls else {}
+    assert daemon._url(GatewaySettings(host=host, port=8443, home="", **files)) == url

@@ -150,7 +150,9 @@ def test_an_error_is_in_the_spans_that_had_it() -> None:
     assert (whole.attributes["http.response.status_code"], whole.attributes["error.type"]) == (429, "queue_full")
 
 
-@pytest.mark.parametrize("error", [BatcherClosed("it is draining"), ValueError("the prompt is empty")])
+@pytest.mark.parametrize(
+    "error", [BatcherClosed("it is draining"), ValueError("the prompt is empty"), RuntimeError("a fault")]
+)
 def test_what_a_replica_refuses_is_in_the_trace_and_goes_on(error: Exception) -> None:
     """The data plane hears of it all the same, and nothing of the request is kept."""
     kept = Kept()

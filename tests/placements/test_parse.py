@@ -335,7 +335,7 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         (model("quantize: s8"), 'did you mean "int8"?'),
         (model("group_query_attention: shard_over_batch"), 'did you mean "shard-over-batch"?'),
         (model("name: x"), "the name of a model is the key that its fields stand under"),
-        (model("zzz: 8"), "known here are source, engine, dtype"),
+        (model("zzz: 8"), "known here are source, revision, engine, dtype"),
         ("tp_degree: 8\n" + MODELS, "tp_degree belongs to a model, or to defaults"),
         ("instance: inf2.xlarge\n" + MODELS, "instance belongs under hosts"),
         ("defaults: {cores: []}\n" + MODELS, "cores belongs to each model"),

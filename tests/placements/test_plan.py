@@ -377,3 +377,28 @@ def test_diff_of_an_empty_fleet_starts_everything() -> None:
     """Exit code 2 of `plan`."""
     drawn = planned(spec(model("a", 8)))
     assert (diff(drawn, []).start, diff(drawn, []).stop) == (drawn.placements, ())
+
+
+def test_of_equal_hosts_the_one_that_holds_the_model_is_taken() -> None:
+    """Two new replicas exchange their places where that brings one to what it loads; a pin is a pin."""
+    held = {H0: frozenset({"y"}), H1: frozenset({"x"})}
+    alone = spec(model("x", 8), count=2)
+    assert places(planned(alone, held=held)) == [("x/0", H1, "0-7")]
+    full = spec(model("x", 24), model("y", 24), count=2)
+    assert places(planned(full)) == [("x/0", H0, "0-23"), ("y/0", H1, "0-23")]
+    assert places(planned(full, held=held)) == [("x/0", H1, "0-23"), ("y/0", H0, "0-23")]
+    pinned = spec(model("x", 8, f"{H0}:0-7"), count=2)
+    assert places(planned(pinned, held=held)) == [("x/0", H0, "0-7")]
+
+
+def test_a_host_that_holds_the_model_is_not_worth_a_larger_range() -> None:
+    """It would cost the only range of 24 cores that is left."""
+    wish = spec(model("big", 12), model("x", 2), count=2)
+    assert places(planned(wish, held={H1: frozenset({"x"})})) == [("big/0", H0, "0-11"), ("x/0", H0, "12-13")]
+
+
+def test_what_runs_stays_though_another_host_holds_its_model() -> None:
+    """A move costs more than a fetch that is over."""
+    wish = spec(model("x", 8), count=2)
+    told = planned(wish, held={H1: frozenset({"x"})}, running=[runs("x", 0, "8-15")])
+    assert places(told) == [("x/0", H0, "8-15")]

@@ -19,10 +19,11 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
 from workers import compiled
-from workers.compiled import MANIFEST, entry
+from workers.compiled import MANIFEST, entry, peek
 from workers.engine import EngineLoadError
 from workers.engines.file_digests import digest_of
 from workers.engines.transformers_neuronx import open_transformers_neuronx
+from workers.neff_cache.record import LOCK_FILE
 
 Checkpoints = Callable[[str], Path]
 DEADLINE_S = 60
@@ -122,6 +123,55 @@ def test_an_entry_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
     with entry(tmp_path, WANTED, lambda path: (path / "artifact").exists()) as found:
         assert not found.complete
         assert not (found.path / MANIFEST).exists()
+
+
+def test_an_entry_is_finished_when_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure leaves no manifest beside files that were never written: it comes last."""
+    synced: list[tuple[str, bool]] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((str(path.relative_to(tmp_path)), any(tmp_path.glob(f"*/{MANIFEST}"))))
+        real(descriptor)
+
+    with entry(tmp_path, WANTED) as found:
+        (found.path / "weights").mkdir()
+        for name in ("artifact", "weights/one"):
+            (found.path / name).write_text("compiled\n")
+        monkeypatch.setattr(os, "fsync", fsync)
+        found.finish()
+    before = {name for name, is_finished in synced if not is_finished}
+    name = found.path.name
+    assert {f"{name}/artifact", f"{name}/weights/one", f"{name}/weights", name, f"{name}/{MANIFEST}.new"} <= before
+    assert (name, True) in synced  # the manifest's own name
+
+
+def test_a_disk_that_does_not_take_a_file_finishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel could not write is told by the call alone."""
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with entry(tmp_path, WANTED) as found:
+        (found.path / "artifact").write_text("compiled\n")
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="Input/output"):
+            found.finish()
+        assert not found.complete
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "no record"])
+def test_an_entry_whose_files_are_not_as_they_were_is_made_anew(tmp_path: Path, damage: str) -> None:
+    """Of every engine: its record has them all."""
+    made = make(tmp_path)
+    if damage == "short":
+        (made / "artifact").write_text("")
+    else:
+        (made / {"missing": "artifact", "no record": LOCK_FILE}[damage]).unlink()
+    assert not peek(tmp_path, WANTED).complete
+    with entry(tmp_path, WANTED) as found:
+        assert list(found.path.iterdir()) == []
 
 
 def test_a_forgotten_entry_stays_for_those_who_hold_it(tmp_path: Path) -> None:

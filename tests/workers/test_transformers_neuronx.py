@@ -526,6 +526,26 @@ def test_a_split_checkpoint_is_read_where_pickles_are_allowed(checkpoint: Checkp
     assert ids == ["pickle-refused", "weights-broken", "weights-missing"]
 
 
+def test_what_optimum_compiled_is_loaded_with_its_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Its config above, the split weights in ``checkpoint/``: the same answers. NEFFs beside them that nothing proves
+    are refused."""
+    root = tmp_path / "optimum"
+    root.mkdir()
+    split(checkpoint("llama"), root / "checkpoint")
+    for file in checkpoint("llama").glob("*.json"):
+        shutil.copy(file, root)
+    requests = requests_for("llama", count=4)
+    options = {"allow_pickle": True, "compiled": str(tmp_path / "compiled"), **BUCKETS}
+    assert answers(opened(root, **options), checkpoint("llama"), requests) == of_the_cpu_engine(
+        checkpoint("llama"), requests
+    )
+    (root / "compiled").mkdir()
+    (root / "compiled" / "0123456789abcdef0123.neff").write_bytes(b"x")
+    with pytest.raises(EngineLoadError) as caught:
+        opened(root, **{**options, "compiled": str(tmp_path / "others")})
+    assert caught.value.id == "neff-unproven"
+
+
 def test_a_checkpoint_without_weights_is_refused(checkpoint: Checkpoints, tmp_path: Path, machine: Neuron) -> None:
     """Before a core is claimed, as is one whose safetensors are cut off."""
     source = shutil.copytree(checkpoint("llama"), tmp_path / "model")

@@ -35,6 +35,8 @@ class EngineConfig(Protocol):
     @property
     def allow_pickle(self) -> bool: ...
     @property
+    def trust_remote_code(self) -> bool: ...
+    @property
     def engine_options(self) -> Mapping[str, Any]: ...
     @property
     def tp_degree(self) -> int: ...
@@ -81,32 +83,9 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
         step_ms = float(config.engine_options.get("step_ms", 0))
         return EchoEngine(slots=config.slots, max_len=config.max_len, step_ms=step_ms)
     if config.engine == "cpu":
-        if config.source is None:
-            raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
-        try:
-            from workers.engines.cpu import CpuEngine
-        except ImportError as error:
-            raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
-        chunk = config.engine_options.get("prefill_chunk")
-        prefill_chunk = None if chunk is None else int(chunk)
-        prefix_cache = bool(config.engine_options.get("prefix_cache", False))
+        from workers.engines.cpu import open_cpu
 
-        def opened(source: str, prefix_cache: bool = False) -> CpuEngine:
-            return CpuEngine(
-                source,
-                slots=config.slots,
-                max_len=config.max_len,
-                dtype=config.dtype,
-                prefill_chunk=prefill_chunk,
-                prefix_cache=prefix_cache,
-                allow_pickle=config.allow_pickle,
-            )
-
-        if config.draft_source is None:
-            return opened(config.source, prefix_cache)
-        from workers.engines.speculative import SpeculativeEngine
-
-        return SpeculativeEngine(opened(config.source, prefix_cache), opened(config.draft_source), config.draft_k)
+        return open_cpu(config)
     if config.engine == "transformers-neuronx":
         from workers.engines.transformers_neuronx import open_transformers_neuronx
 

@@ -10,26 +10,80 @@ Bloom's position bias wants a mask of two dimensions and is overridden on the in
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
+import shutil
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
+from workers.artifacts.arriving import coming, wait_for, wait_for_small
+from workers.artifacts.listing import SourceError
 from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
-from workers.engine import EngineLoadError, EngineSpec
-from workers.engines import CPU_PACKAGES
+from workers.buildable import Buildable, Tell
+from workers.compiled import Entry, compiling, entry
+from workers.engine import EngineLoadError, EngineSpec, GenerateEngine
+from workers.engines import CPU_PACKAGES, cpu_artifacts
 from workers.engines.checkpoint_files import check_length, eos_token_ids, read_config, read_json
+from workers.engines.cpu_graphs import Graphs, Traced, code_kept_in, code_taken_from, misses
 from workers.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
 
+    from workers.engines import EngineConfig
+
+log = logging.getLogger(__name__)
+
 PREFIX_BLOCK = 16  # tokens; fewer would save less than the general way to read a prompt costs
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
+
+
+def open_cpu(config: EngineConfig) -> GenerateEngine:
+    """The engine, not loaded yet; with a draft model, both of them. Raises EngineLoadError without a checkpoint."""
+    target, draft = _engines(config)
+    if draft is None:
+        return target
+    from workers.engines.speculative import SpeculativeEngine
+
+    return SpeculativeEngine(target, draft, config.draft_k)
+
+
+def buildables(config: EngineConfig) -> list[Buildable]:
+    """What the engine of ``config`` compiles, its draft's too: nothing without the option. Raises EngineLoadError."""
+    target, draft = _engines(config)
+    if not config.engine_options.get("compile", False):
+        return []
+    found = [target.buildable()]
+    return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
+
+
+def _engines(config: EngineConfig) -> tuple[CpuEngine, CpuEngine | None]:
+    if config.source is None:
+        raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
+    options = config.engine_options
+    chunk = options.get("prefill_chunk")
+    compiles = bool(options.get("compile", False))
+    shared: dict[str, Any] = {
+        "slots": config.slots,
+        "max_len": config.max_len,
+        "dtype": config.dtype,
+        "prefill_buckets": config.prefill_buckets or None,
+        "decode_buckets": config.decode_buckets or None,
+        "prefill_chunk": None if chunk is None else int(chunk),
+        "allow_pickle": config.allow_pickle,
+        "trust_remote_code": config.trust_remote_code,
+        "compile": compiles,
+        "compiled": None if config.compiled is None else Path(config.compiled),
+    }
+    target = CpuEngine(config.source, prefix_cache=bool(options.get("prefix_cache", False)), **shared)
+    return target, None if config.draft_source is None else CpuEngine(config.draft_source, **shared)
 
 
 @dataclass(frozen=True)
@@ -100,6 +154,9 @@ class CpuEngine:
         prefill_chunk: int | None = None,
         prefix_cache: bool = False,
         allow_pickle: bool = False,
+        trust_remote_code: bool = False,
+        compile: bool = False,
+        compiled: Path | None = None,
     ) -> None:
         """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
 
@@ -111,6 +168,11 @@ class CpuEngine:
         ``allow_pickle``: where there are no safetensors, ``pytorch_model.bin`` and its shards will do. Even so they are
         read with torch's ``weights_only``, which makes tensors and plain containers and calls no function that the file
         names; but an unpickler has had holes before, so a file that nobody vouches for stays refused by default.
+
+        ``trust_remote_code``: run the Python code that config.json names (``auto_map``), whatever the family.
+
+        ``compile``: prompts and steps are padded to their buckets, and run as code that inductor makes of each; it is
+        kept in ``compiled``, or nowhere without one.
 
         Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
         """
@@ -124,12 +186,17 @@ class CpuEngine:
         self._prefill_chunk = prefill_chunk
         self._prefix_cache = prefix_cache
         self._allow_pickle = allow_pickle
+        self._trust_remote_code = trust_remote_code
+        self._compiles = compile
+        self._compiled = compiled
         self._spec: EngineSpec | None = None
         self._reach = _Reach()
         self._model: Any = None  # the four of transformers: stock model, its body, its output layer, our cache
         self._base: Any = None
         self._head: Any = None
         self._cache: Any = None
+        self._graphs: Graphs | None = None  # where it compiles
+        self._into: tuple[Entry, Tell] | None = None  # where it is loaded for the sake of compiling
 
     @property
     def spec(self) -> EngineSpec:
@@ -147,10 +214,37 @@ class CpuEngine:
             what = f"{self._path} with {self._slots} slots of {self._max_len} tokens in {self._dtype}"
             raise out_of_memory(error, what) from error
 
-    def _load(self) -> None:
+    def buildable(self) -> Buildable:
+        """What it compiles, told without torch and weights. Raises EngineLoadError."""
+        _family(read_config(self._path), self._path, self._trust_remote_code)
+        return Buildable(source=self._path, manifest=self._manifest(), is_whole=cpu_artifacts.is_whole, make=self._make)
+
+    def _manifest(self) -> dict[str, Any]:
         prefill_buckets, decode_buckets = self._checked_sizes()
+        return cpu_artifacts.manifest(
+            self._path,
+            dtype=self._dtype,
+            slots=self._slots,
+            max_len=self._max_len,
+            prefill_buckets=prefill_buckets,
+            decode_buckets=decode_buckets,
+        )
+
+    def _make(self, found: Entry, tell: Tell) -> None:
+        """Compile into ``found``, which is held alone: by loading, and running every graph once."""
+        self._into = found, tell
+        try:
+            self.load()
+        finally:
+            self.close()
+
+    def _load(self) -> None:
+        if self._compiles:
+            cpu_artifacts.check_compiler()
+        prefill_buckets, decode_buckets = self._checked_sizes()
+        _wait_for_small(self._path)
         settings = read_config(self._path)
-        family = _family(settings, self._path)
+        family = _family(settings, self._path, self._trust_remote_code)
         eos = eos_token_ids(self._path, settings)
         weights, pickled = _weight_files(self._path, self._allow_pickle)
         try:
@@ -165,7 +259,7 @@ class CpuEngine:
             _check_pickles(weights)
         else:
             _check_weight_files(weights, SafetensorError)
-        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled)
+        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
         _check_positions(model.config, self._max_len)
 
         self._model = model
@@ -177,7 +271,8 @@ class CpuEngine:
         self._windows = _windows(family, model.config)
         if family.alibi:
             _give_alibi(self._base, self._reach, self._max_len)
-        self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, self._max_len)
+        room = self._max_len + (1 if self._compiles else 0)  # where idle slots of a graph write
+        self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, room)
         self._spec = EngineSpec(
             slots=self._slots,
             max_len=self._max_len,
@@ -187,7 +282,10 @@ class CpuEngine:
             eos_token_ids=eos,
             prefix_block=PREFIX_BLOCK if self._prefix_cache else 0,
         )
-        self._warm_up()
+        if self._compiles:
+            self._take_graphs()
+        else:
+            self._warm_up()
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
@@ -227,6 +325,9 @@ class CpuEngine:
         import torch
 
         longest = max(len(prompt) for prompt in prompts)
+        if self._graphs is not None and longest <= (self._prefill_chunk or self._max_len):
+            with torch.inference_mode():
+                return torch.stack([self._graphs.prompt(*of) for of in zip(slots, prompts, strict=True)])
         if self._prefill_chunk is not None and longest > self._prefill_chunk:
             return self._read_chunks(slots, prompts, [0] * len(prompts), self._prefill_chunk)
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
@@ -266,6 +367,9 @@ class CpuEngine:
         """See ``GenerateEngine.decode``. All rows read as much of the KV cache as the longest fills."""
         import torch
 
+        if self._graphs is not None:
+            with torch.inference_mode():
+                return self._logits(slots, self._graphs.step(slots, tokens, positions))
         column = torch.tensor(positions)[:, None]
         self._reach.move(slots, column, max(positions) + 1)
         hidden = self._forward(torch.tensor(tokens)[:, None], column)
@@ -284,7 +388,7 @@ class CpuEngine:
     def close(self) -> None:
         """Drop the weights and the KV cache."""
         self._spec = None
-        self._model = self._base = self._head = self._cache = None
+        self._model = self._base = self._head = self._cache = self._graphs = None
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The last hidden states ``[rows, queries, hidden]`` of ``ids`` ``[rows, queries]``.
@@ -298,7 +402,7 @@ class CpuEngine:
             # forward, not __call__: there are no hooks, and a tiny model notices the difference.
             output = self._base.forward(
                 input_ids=ids,
-                attention_mask=self._mask(positions),
+                attention_mask=self._mask(positions, self._reach.kv_len),
                 past_key_values=self._cache,
                 use_cache=True,
                 return_dict=True,
@@ -307,21 +411,21 @@ class CpuEngine:
             hidden: torch.Tensor = output.last_hidden_state
             return hidden
 
-    def _mask(self, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Which of the first ``kv_len`` positions each query may see ``[rows or 1, 1, queries, kv_len]``.
 
         A dict by layer type where the family wants one.
         """
         if isinstance(self._windows, dict):
-            return {kind: self._one_mask(positions, window) for kind, window in self._windows.items()}
-        return self._one_mask(positions, self._windows)
+            return {kind: self._one_mask(positions, kv_len, window) for kind, window in self._windows.items()}
+        return self._one_mask(positions, kv_len, self._windows)
 
-    def _one_mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _one_mask(self, positions: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
         import torch
 
-        keys, queries = self._kv_positions[: self._reach.kv_len], positions[..., None]
+        keys, queries = self._kv_positions[:kv_len], positions[..., None]
         visible = keys <= queries
-        if window is not None and self._reach.kv_len > window:
+        if window is not None and kv_len > window:
             visible &= keys > queries - window  # the query itself is one of the window
         visible = visible[:, None]
         if not self._additive_mask:
@@ -346,12 +450,64 @@ class CpuEngine:
             layer.keys[slots] = 0
             layer.values[slots] = 0
 
-    def _warm_up(self) -> None:
-        for bucket in self.spec.prefill_buckets:
+    def _warm_up(self, tell: Tell | None = None) -> None:
+        """Run every bucket once; ``tell`` hears of each."""
+        total = len(self.spec.prefill_buckets) + len(self.spec.decode_buckets)
+        for done, bucket in enumerate(self.spec.prefill_buckets):
+            if tell is not None:
+                tell(done, total)
             self.prefill([0], [[0] * bucket])
         every_slot = range(self.spec.slots)
-        for bucket in self.spec.decode_buckets:
+        for done, bucket in enumerate(self.spec.decode_buckets, len(self.spec.prefill_buckets)):
+            if tell is not None:
+                tell(done, total)
             self.decode(every_slot, [0] * len(every_slot), [bucket - 1] * len(every_slot))
+
+    def _take_graphs(self) -> None:
+        """Have a graph for each bucket: from the entry of its manifest, else compiled into it."""
+        if self._into is not None:
+            self._compile_into(*self._into)
+            return
+        with contextlib.ExitStack() as stack:
+            root = self._compiled or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corewright-cpu-")))
+            found = stack.enter_context(entry(root, self._manifest(), cpu_artifacts.is_whole))
+            if not found.complete:
+                self._compile_into(found)
+                return
+            before = misses()
+            with code_taken_from(found.path / cpu_artifacts.CODE):
+                self._open_graphs()
+            if misses() > before:
+                found.forget()
+                log.warning("%s is given up: torch has not found %d graphs there", found.path, misses() - before)
+
+    def _compile_into(self, found: Entry, tell: Tell | None = None) -> None:
+        code = found.path / cpu_artifacts.CODE
+        code.mkdir()
+        what = f"{self._path} with torch.compile"
+        with compiling(what, "it takes up to a minute for each bucket"), code_kept_in(code):
+            self._open_graphs(tell)
+        shutil.rmtree(code / "locks", ignore_errors=True)
+        found.finish(str(self._path))
+
+    def _open_graphs(self, tell: Tell | None = None) -> None:
+        # Without graphs first: it makes the KV cache, of which the graphs are made.
+        every_slot = range(self._slots)
+        self.prefill([0], [[0]])
+        self.decode(every_slot, [0] * self._slots, [0] * self._slots)
+        self._graphs = Graphs(
+            Traced(
+                base=self._base,
+                layers=self._cache.layers,
+                slots=self._slots,
+                takes_positions=self._takes_positions,
+                mask=self._mask,
+                before=lambda rows: self._reach.move(range(rows), None, 0),
+            ),
+            self.spec.prefill_buckets,
+            self.spec.decode_buckets,
+        )
+        self._warm_up(tell)
 
     def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._slots < 1 or self._max_len < 2:
@@ -377,11 +533,11 @@ class CpuEngine:
         return prefill, decode
 
 
-def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
+def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
     """A transformers Cache of ``layers`` slot layers, all obeying ``reach``.
 
     The class stands inside the function because its base class comes from a lazy import. Keys and values are
-    ``[slots, heads, max_len, head_dim]``, allocated at the first write, when heads and head_dim are seen.
+    ``[slots, heads, room, head_dim]``, allocated at the first write, when heads and head_dim are seen.
     """
     import torch
     from transformers.cache_utils import Cache, StaticLayer
@@ -403,7 +559,7 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
             return self._read(self.stored_keys), self._read(self.stored_values)
 
         def _room_for(self, states: torch.Tensor) -> torch.Tensor:
-            return states.new_zeros((slots, states.shape[1], max_len, states.shape[3]))
+            return states.new_zeros((slots, states.shape[1], room, states.shape[3]))
 
         def _fill(self, stored: torch.Tensor, states: torch.Tensor) -> None:
             if reach.block is not None:
@@ -412,11 +568,11 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
                 stored[reach.slots, :, : reach.kv_len] = states
 
         def _cells(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-            """Where each token of each row and head goes, in keys seen as ``[slots * heads * max_len, head_dim]``."""
+            """Where each token of each row and head goes, in keys seen as ``[slots * heads * room, head_dim]``."""
             if heads not in reach.cells:
                 if heads not in reach.row_starts:
                     rows = torch.tensor(reach.slots)[:, None] * heads + torch.arange(heads)
-                    reach.row_starts[heads] = rows * max_len
+                    reach.row_starts[heads] = rows * room
                 reach.cells[heads] = (reach.row_starts[heads][..., None] + positions[:, None]).flatten()
             return reach.cells[heads]
 
@@ -435,7 +591,7 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, max_len: int) -> Cache:
         def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
             return reach.kv_len, 0
 
-    return Cache(layers=[SlotLayer(max_len) for _ in range(layers)])
+    return Cache(layers=[SlotLayer(room) for _ in range(layers)])
 
 
 def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
@@ -462,8 +618,10 @@ def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
     base.build_alibi_tensor = MethodType(build_alibi_tensor, base)
 
 
-def _family(settings: dict[str, Any], path: Path) -> Family:
+def _family(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Family:
     model_type = settings.get("model_type")
+    if trust_remote_code and settings.get("auto_map") and model_type not in FAMILIES:
+        return Family()  # what most of them are; whether this one is, no test has seen
     if model_type not in FAMILIES:
         raise EngineLoadError(
             "unknown-family",
@@ -494,7 +652,7 @@ def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
         files = [path / name for name in sorted(set(shards.values()))]
     else:
         files = [whole]
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not file.exists() and file.name not in coming(path)]
     if missing:
         others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
         others = [] if any(is_there.values()) else others
@@ -530,19 +688,30 @@ def _check_pickles(files: Sequence[Path]) -> None:
             ) from error
 
 
+def _wait_for_small(path: Path) -> None:
+    """Until all but the weights have arrived, where the checkpoint is still being fetched."""
+    try:
+        wait_for_small(path)
+    except SourceError as error:
+        raise EngineLoadError(error.id, error.what, error.hint) from error
+
+
 def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
-    """Find truncated and garbled files by their headers, before gigabytes are read."""
+    """Find truncated and garbled files by their headers, before gigabytes are read. Waits for those that arrive."""
     from safetensors import safe_open
 
     for file in files:
         try:
+            wait_for(file.parent, file.name)
             with safe_open(file, framework="pt"):
                 pass
+        except SourceError as error:
+            raise EngineLoadError(error.id, error.what, error.hint) from error
         except (broken, OSError) as error:
             raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
 
 
-def _load_model(path: Path, dtype: torch.dtype, pickled: bool) -> Any:
+def _load_model(path: Path, dtype: torch.dtype, pickled: bool, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -552,7 +721,7 @@ def _load_model(path: Path, dtype: torch.dtype, pickled: bool) -> Any:
             use_safetensors=not pickled,
             weights_only=True,  # of pickles: no function that the file names is called
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below with their names, which the exception does not tell
         )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from workers.artifacts.manifest import OURS
+
 log = logging.getLogger(__name__)
 
 KEPT = "digests.json"  # path -> stamp and digest
@@ -21,12 +23,12 @@ Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last chang
 
 
 def digest_of(source: Path, keep: Path) -> str:
-    """Of the names and the whole contents of the files in ``source``, not of their times.
+    """Of the names and the whole contents of the files in ``source``, not of their times, nor of what a store adds.
 
     A file whose digest is known in the folder ``keep`` is not read again while its inode, size and time of change are
     the same.
     """
-    files = sorted(path for path in source.resolve().iterdir() if path.is_file())
+    files = _files(source)
     stamps = {path: _stamp(path) for path in files}
     known = _known(keep / KEPT)
     kept = {path: known[str(path)] for path in files if str(path) in known}
@@ -45,6 +47,17 @@ def digest_of(source: Path, keep: Path) -> str:
     for path in files:
         found.update(f"{path.name}\0{digests[path]}\0".encode())
     return found.hexdigest()
+
+
+def unread_of(source: Path, keep: Path) -> tuple[Path, ...]:
+    """The files that ``digest_of`` would have to read now."""
+    known = _known(keep / KEPT)
+    files = _files(source)
+    return tuple(path for path in files if known.get(str(path), (None,))[0] != _stamp(path))
+
+
+def _files(source: Path) -> list[Path]:
+    return sorted(path for path in source.resolve().iterdir() if path.is_file() and path.name not in OURS)
 
 
 def _stamp(path: Path) -> Stamp:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers import contract
-from workers.compiled import entry
+from workers.buildable import Buildable, Tell
+from workers.compiled import Entry, entry
 from workers.engine import DeviceSampling, EngineLoadError, EngineSpec
 from workers.engines import nxd_artifacts
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
@@ -44,6 +45,23 @@ def open_neuronx_distributed(config: EngineConfig) -> NxdEngine:
     """The engine, not loaded yet. Raises EngineLoadError where the package or the checkpoint is missing."""
     require_package()
     return NxdEngine(Settings.of(config), config.compiled)
+
+
+def buildables(config: EngineConfig, read: bool = True) -> list[Buildable]:
+    """What the engine of ``config`` compiles: one set, the draft in it. Raises EngineLoadError.
+
+    The sharded weights are a part of it. With ``read`` False no checkpoint is read whose digest is not known.
+    """
+    settings = Settings.of(config)
+    package = import_package()
+    root = None if config.compiled is None else Path(config.compiled)
+    told, unread = nxd_artifacts.foretold(settings, package, root, read)
+
+    def make(found: Entry, tell: Tell) -> None:
+        nxd_artifacts.compile_apart(settings, found)
+        found.finish(settings.source)
+
+    return [Buildable(source=Path(settings.source), manifest=told, make=make, kept=root is not None, unread=unread)]
 
 
 class NxdEngine:
@@ -88,7 +106,7 @@ class NxdEngine:
         with entry(self._root(), told) as artifacts:
             if not artifacts.complete:
                 nxd_artifacts.compile_apart(settings, artifacts)
-                artifacts.finish()
+                artifacts.finish(settings.source)
         folder = str(artifacts.path / nxd_artifacts.MODEL)  # complete entries stay, so others may load it as well
         self._model = kind(folder)
         self._model.load(folder)

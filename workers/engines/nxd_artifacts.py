@@ -14,7 +14,7 @@ from typing import Any
 from workers import neuron_target
 from workers.compiled import Entry, compiling
 from workers.engine import EngineLoadError
-from workers.engines.file_digests import digest_of
+from workers.engines.file_digests import digest_of, unread_of
 from workers.engines.nxd_config import Settings, lengths, neuron_options
 from workers.engines.nxd_package import DISTRIBUTION, Package, build_config, import_package, installed_versions
 from workers.offspring import end_with
@@ -31,17 +31,32 @@ def manifest(settings: Settings, package: Package, root: Path | None) -> dict[st
 
     ``root`` is where they are kept; None: they are not, so that no other start could take them for its own.
     """
+    return foretold(settings, package, root, read=True)[0]
+
+
+def foretold(
+    settings: Settings, package: Package, root: Path | None, read: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The manifest, and the files that it lacks the digests of: with ``read`` False only digests that are kept in
+    ``root`` are used. The place of an unknown one is empty."""
     target = neuron_target.here()
     sources = [settings.source, *([settings.draft_source] if settings.draft_source is not None else [])]
-    return {
+    digests, unread = [], []
+    for source in sources if root is not None else []:
+        assert root is not None
+        unknown = [] if read else [str(path) for path in unread_of(Path(source), root)]
+        digests.append("" if unknown else digest_of(Path(source), root))
+        unread += unknown
+    told = {
         "engine": "nxd-inference",
         "versions": {DISTRIBUTION: package.version, **installed_versions(*PACKAGES)},
         "environment": {name: os.environ[name] for name in READ if os.environ.get(name)},
         "target": target.name,
         "lnc": target.lnc,
         "options": neuron_options(settings, lengths(settings), package.release, QUANTIZED),
-        "checkpoints": [] if root is None else [digest_of(Path(source), root) for source in sources],
+        "checkpoints": digests,
     }
+    return told, tuple(unread)
 
 
 def compile_apart(settings: Settings, entry: Entry) -> None:

@@ -10,6 +10,12 @@ from workers.engines.checkpoint_files import read_json
 SPLIT = "key_to_filename.json"  # in the folder pytorch_model.bin/ that ``save_pretrained_split`` wrote
 
 
+def weights_of(path: Path) -> Path:
+    """The folder of the weights: ``checkpoint/`` in what Optimum Neuron compiled, else the model's own."""
+    apart = path / "checkpoint"
+    return apart if (apart / "config.json").exists() and not (path / "model.safetensors").exists() else path
+
+
 def check_weights(path: Path, allow_pickle: bool) -> None:
     """Raises EngineLoadError where files are missing, cut off, or pickles that nobody allowed.
 

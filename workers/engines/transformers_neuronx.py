@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placements.tnx_families import Family
 from workers import contract
+from workers.buildable import Buildable, Tell
+from workers.compiled import Entry
 from workers.engine import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.tnx_artifacts import compile_now, manifest, start_from
+from workers.engines.tnx_artifacts import compile_ahead, compile_now, is_whole, manifest, start_from
 from workers.engines.tnx_families import family_of
-from workers.engines.tnx_options import MAX_TOP_K, Shapes, device_generation, neuron_config, options_for
+from workers.engines.tnx_options import MAX_TOP_K, Options, Shapes, device_generation, neuron_config, options_for
 from workers.engines.tnx_rows import ContinuousRows, LockStepRows, Rows, SerialRows
-from workers.engines.tnx_weights import check_weights
+from workers.engines.tnx_weights import check_weights, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,18 +34,42 @@ log = logging.getLogger(__name__)
 
 def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
     """The engine, not loaded yet; with a draft model, both of them on the same cores. Raises EngineLoadError."""
+    target, draft = _engines(config)
+    if draft is None:
+        return target
+    from workers.engines.speculative import SpeculativeEngine
+
+    return SpeculativeEngine(target, draft, config.draft_k)
+
+
+def buildables(config: EngineConfig) -> list[Buildable]:
+    """What the engine of ``config`` compiles, its draft's too. Raises EngineLoadError."""
+    target, draft = _engines(config)
+    found = [target.buildable()]
+    return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
+
+
+def _engines(config: EngineConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:
     if config.source is None:
         raise EngineLoadError("source-missing", "transformers-neuronx needs a checkpoint", "name a folder in `source`")
     if config.draft_source is None:
-        return TransformersNeuronxEngine(config, Path(config.source))
-    from workers.engines.speculative import SpeculativeEngine
-
+        return TransformersNeuronxEngine(config, Path(config.source)), None
     if config.draft_k < 1:
         raise EngineLoadError("bad-draft", f"a draft of {config.draft_k} tokens is none", "at least 1")
     target = TransformersNeuronxEngine(config, Path(config.source), speculates=config.draft_k + 1)
     # It begins with the last two tokens of a slot, so it too takes several in one step.
-    draft = TransformersNeuronxEngine(config, Path(config.draft_source), speculates=2)
-    return SpeculativeEngine(target, draft, config.draft_k)
+    return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=2)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What follows from a configuration, before the package makes a model of it."""
+
+    family: Family
+    continuous: bool
+    shapes: Shapes
+    options: Options
+    model_class: Any
 
 
 class TransformersNeuronxEngine:
@@ -75,33 +102,17 @@ class TransformersNeuronxEngine:
     def load(self) -> None:
         """See ``GenerateEngine.load``. All that can be wrong without a device is found before a core is claimed."""
         settings = read_config(self._path)
-        family = family_of(settings.get("model_type"), self._path / "config.json")
-        continuous = family.continuous and self._config.slots > 1
-        shapes = Shapes.of(self._config, family, continuous)
-        self._check_speculation(family, continuous)
-        check_length(self._config.max_len, positions_of(settings))
-        _check_variant(settings, self._path)
-        check_weights(self._path, self._config.allow_pickle)
-        registry = _registry()
-        model_class = registry[settings["model_type"]]
-        options = options_for(self._config, family, shapes, continuous, model_class)
-        config = neuron_config(options.neuron)
+        plan = self._planned(settings)
+        check_weights(weights_of(self._path), self._config.allow_pickle)
+        family, continuous, shapes = plan.family, plan.continuous, plan.shapes
         contract.log_drift("transformers-neuronx", log)
-
-        try:
-            model = model_class.from_pretrained(str(self._path), neuron_config=config, **options.constructor)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            # how the package says that options do not go together
-            what = f"transformers-neuronx refuses the options of {self._path}: {type(error).__name__}: {error}"
-            raise EngineLoadError("bad-engine-option", what, "see `engine_options` and `buckets`") from error
-        if self._length:
-            model.enable_speculative_decoder(self._length)
+        model = self._made(plan)
         if self._config.compiled is None or family.serial:
-            compile_now(self._path, model)
+            root = None if self._config.compiled is None else Path(self._config.compiled)
+            compile_now(self._path, model, self._manifest(plan), root)
             self.compiled = True
         else:
-            wanted = manifest(self._path, options.described(), [self._length] if self._length else [])
-            self.compiled = not start_from(Path(self._config.compiled), wanted, self._path, model)
+            self.compiled = not start_from(Path(self._config.compiled), self._manifest(plan), self._path, model)
         self._model = model
         self._is_serial = family.serial
         self._rows = self._make_rows(model, family, continuous)
@@ -119,6 +130,51 @@ class TransformersNeuronxEngine:
             device_top_k=min(MAX_TOP_K, vocab_size) if self._config.sampling == "device" else 0,
         )
         self._warm_up()
+
+    def buildable(self) -> Buildable:
+        """What it compiles, told without weights and without a device. Raises EngineLoadError."""
+        plan = self._planned(read_config(self._path))
+
+        def make(found: Entry, tell: Tell) -> None:
+            check_weights(weights_of(self._path), self._config.allow_pickle)
+            compile_ahead(found, self._path, self._made(plan))
+
+        kept = not plan.family.serial
+        return Buildable(
+            source=self._path,
+            manifest=self._manifest(plan),
+            is_whole=is_whole,
+            make=make if kept and hasattr(plan.model_class, "cpu_compile") else None,
+            kept=kept,
+        )
+
+    def _planned(self, settings: Mapping[str, Any]) -> _Planned:
+        family = family_of(settings.get("model_type"), self._path / "config.json")
+        continuous = family.continuous and self._config.slots > 1
+        shapes = Shapes.of(self._config, family, continuous)
+        self._check_speculation(family, continuous)
+        check_length(self._config.max_len, positions_of(settings))
+        _check_variant(settings, self._path)
+        model_class = _registry()[settings["model_type"]]
+        options = options_for(self._config, family, shapes, continuous, model_class)
+        return _Planned(family, continuous, shapes, options, model_class)
+
+    def _manifest(self, plan: _Planned) -> dict[str, Any]:
+        return manifest(self._path, plan.options.described(), [self._length] if self._length else [])
+
+    def _made(self, plan: _Planned) -> Any:
+        """The package's model, which has read no weights yet."""
+        config = neuron_config(plan.options.neuron)
+        try:
+            constructor, weights = plan.options.constructor, str(weights_of(self._path))
+            model = plan.model_class.from_pretrained(weights, neuron_config=config, **constructor)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            # how the package says that options do not go together
+            what = f"transformers-neuronx refuses the options of {self._path}: {type(error).__name__}: {error}"
+            raise EngineLoadError("bad-engine-option", what, "see `engine_options` and `buckets`") from error
+        if self._length:
+            model.enable_speculative_decoder(self._length)
+        return model
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         """See ``GenerateEngine.prefill``. Where the engine is not continuous, it begins a new batch."""

@@ -1,0 +1,33 @@
+"""How far a fetch is, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def size_text(count: float) -> str:
+    """Bytes, such as 13.5 GB."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} bytes"
+
+
+def fetch_text(fetch: Mapping[str, Any]) -> str:
+    """One of the status, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
+    parts = []
+    if fetch["total"]:
+        parts.append(f"{size_text(fetch['bytes'])} of {size_text(fetch['total'])}")
+    if fetch["bytes_per_s"]:
+        parts.append(f"{size_text(fetch['bytes_per_s'])}/s")
+    if fetch["left_s"] is not None:
+        parts.append(f"{fetch['left_s']:.0f} s left")
+    return f"{fetch['phase']} {fetch['source']}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def tenths(fetch: Mapping[str, Any] | None) -> int | None:
+    """How many tenths of it are here; None: nobody knows."""
+    return int(10 * fetch["bytes"] / fetch["total"]) if fetch and fetch["total"] else None

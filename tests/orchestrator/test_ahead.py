@@ -1,0 +1,362 @@
+"""What is fetched and compiled before a process is asked for, and before an old replica goes for a new one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.tables import status_text
+from orchestrator.daemon import _progress
+from orchestrator.telling import fetch_text
+from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.fakefleet import STATUS
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.status import Failure, Reaction
+
+HOST = "inf2.48xlarge/0"
+SPEC = """\
+version: 1
+hosts: {{emulate: inf2.48xlarge, count: {hosts}}}
+models:
+  m:
+    engine: cpu
+    source: {source}
+    tp_degree: {degree}
+    replicas: {replicas}
+    max_batch: {batch}
+    update: {{strategy: {strategy}}}
+    deadlines: {{start_s: 20, fetch_s: 200, compile_s: 200}}
+"""
+
+
+def spec(
+    source: str = "s3://models/one",
+    *,
+    replicas: int = 1,
+    degree: int = 8,
+    batch: int = 2,
+    strategy: str = "auto",
+    hosts: int = 1,
+    compiles: bool = False,
+) -> str:
+    told = {"source": source, "replicas": replicas, "degree": degree, "batch": batch, "strategy": strategy}
+    return SPEC.format(**told, hosts=hosts) + ("    engine_options: {compile: true}\n" if compiles else "")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody_is_asked(monkeypatch, tmp_path)
+
+
+def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
+    """In virtual time; nothing that a fake cluster forbids may happen meanwhile."""
+
+    async def live() -> None:
+        async with Played(tmp_path, cluster, text) as played:
+            await story(played)
+            await played.kill()
+        assert cluster.violations == []
+
+    virtually(live)
+
+
+def test_a_replica_is_fetched_for_before_its_process_is_asked_for(tmp_path: Path) -> None:
+    """Meanwhile the status tells how far it is, and its start deadline does not run; then it loads the folder."""
+    cluster = FakeCluster()
+    cluster.fetch_s, cluster.load_s = 150.0, 15.0
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: played.replica("m/0").get("fetch"), "it is fetched", 60.0)
+        told = played.replica("m/0")
+        assert told["state"] == "fetching"
+        assert told["fetch"] == {
+            "source": "s3://models/one",
+            "phase": "fetching",
+            "bytes": 30,
+            "total": 100,
+            "bytes_per_s": 10,
+            "left_s": 7.0,
+        }
+        assert played.host()["fetches"] == [told["fetch"]]
+        assert cluster.started == []
+        await played.settled()
+        assert [config.source for config in cluster.started] == ["/store/s3://models/one@1"]
+        assert played.replica("m/0")["load_s"] == pytest.approx(15.0)
+        assert [r for r in played.happened() if r in ("Starting", "Fetching", "Fetched", "Ready", "Failed")] == [
+            "Starting",
+            "Fetching",
+            "Fetched",
+            "Ready",
+        ]
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_fetch_that_fails_is_tried_again_and_one_without_hope_is_not(tmp_path: Path) -> None:
+    """The cause is the replica's, with its id; no process was ever asked for."""
+    cluster = FakeCluster()
+    cluster.unfetchable["s3://models/one"] = Failure("s3-unreachable", "nobody answers")
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: played.replica("m/0").get("failures") == 3, "it failed three times", 60.0)
+        assert played.replica("m/0")["reason"] == "s3-unreachable: nobody answers"
+        assert played.happened().count("FetchFailed") == 3
+        cluster.unfetchable["s3://models/one"] = Failure("pickle-refused", "pickled", reaction=Reaction.STOP)
+        await played.until(lambda: played.replica("m/0")["stopped"], "it is given up", 60.0)
+        assert cluster.started == []
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_fetch_that_nobody_wants_any_more_is_stopped(tmp_path: Path) -> None:
+    """By an unload, or by its deadline, after which it is tried again."""
+    cluster = FakeCluster()
+    cluster.fetch_s = 1000.0
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.stopped_fetches, "its deadline ended it", 2000.0)
+        await played.until(lambda: len(cluster.fetches) == 2, "it is tried again", 100.0)
+        assert "fetch-deadline: it is not here after 200 s" in played.replica("m/0")["reason"]
+        await played.operator.unload("m", "tester")
+        await played.until(lambda: len(cluster.stopped_fetches) == 2, "stopped", 100.0)
+        await played.until(lambda: not played.model("m")["replicas"], "forgotten", 100.0)
+        assert (cluster.fetching, cluster.started) == ([], [])
+
+    play(tmp_path, cluster, spec(), story)
+
+
+@pytest.mark.parametrize("strategy", ["in_place", "hold", "surge"])
+def test_the_old_replica_serves_until_the_new_ones_artifacts_are_there(tmp_path: Path, strategy: str) -> None:
+    """An update on a full host: nothing is taken down for a model that is still on its way."""
+    cluster = FakeCluster()
+    cluster.load_s = 5.0
+    degree = 8 if strategy == "surge" else 24
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.fetch_s = 100.0
+        await played.apply(spec("s3://models/two", degree=degree, strategy=strategy))
+        await played.until(lambda: cluster.fetching, "the new one is fetched", 60.0)
+        began = asyncio.get_running_loop().time()
+        await played.until(lambda: not cluster.fetching, "it is there", 1000.0)
+        assert asyncio.get_running_loop().time() - began >= 90.0
+        assert cluster.drained == []
+        assert played.model("m")["replicas"][0]["state"] == "ready"
+        await played.settled()
+        assert cluster.started[-1].source == "/store/s3://models/two@1"
+        assert len(cluster.fetches) == 2
+
+    play(tmp_path, cluster, spec(degree=degree, strategy=strategy), story)
+
+
+def test_an_update_whose_artifacts_cannot_be_had_is_rolled_back_and_nothing_old_goes(tmp_path: Path) -> None:
+    """As many failures as failed starts would be; the status tells of them meanwhile."""
+    cluster = FakeCluster()
+    cluster.unfetchable["s3://models/two"] = Failure("s3-denied", "no s3:GetObject")
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        await played.apply(spec("s3://models/two", degree=24))
+        await played.until(lambda: any(one["failures"] for one in played.model("m")["preparing"]), "told", 60.0)
+        told = played.model("m")["preparing"][0]
+        assert (told["host"], told["reason"]) == (HOST, "s3-denied: no s3:GetObject")
+        await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
+        await played.settled()
+        assert (cluster.drained, len(cluster.started)) == ([], 1)
+        assert played.model("m")["preparing"] == []
+
+    play(tmp_path, cluster, spec(degree=24), story)
+
+
+def test_an_update_that_is_undone_stops_its_fetch(tmp_path: Path) -> None:
+    """What has arrived stays in the store; the old replica never heard of it."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.fetch_s = 100.0
+        await played.apply(spec("s3://models/two", degree=24))
+        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
+        await played.operator.undo(None, "tester")
+        await played.until(lambda: cluster.stopped_fetches, "stopped", 60.0)
+        await played.settled()
+        assert (cluster.drained, len(cluster.started)) == ([], 1)
+
+    play(tmp_path, cluster, spec(degree=24), story)
+
+
+def test_replicas_of_one_version_load_the_same_until_somebody_restarts_them(tmp_path: Path) -> None:
+    """The source has new content: a replica that is started again does not get it, one that is replaced does."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.contents["s3://models/one"] = "2"
+        await cluster.find("m/0").die("killed")
+        await played.until(lambda: len(cluster.started) == 2, "again", 60.0)
+        await played.settled()
+        await played.operator.restart("m", "tester")
+        await played.until(lambda: len(cluster.started) == 3, "replaced", 60.0)
+        assert [config.source for config in cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 1, 2)]
+
+    play(tmp_path, cluster, spec(degree=24), story)
+
+
+def test_other_content_of_one_version_is_told(tmp_path: Path) -> None:
+    """What a version loaded first is gone from the host, and the source has something else by now."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.contents["s3://models/one"] = "2"
+        cluster.store.clear()
+        await cluster.find("m/0").die("killed")
+        await played.until(lambda: "SourceChanged" in played.happened(), "told", 60.0)
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_controller_that_comes_back_in_mid_fetch_goes_on_with_it(tmp_path: Path) -> None:
+    """Its replica gets the next epoch, and starts once everything is there."""
+    cluster = FakeCluster()
+    cluster.fetch_s = 100.0
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
+        await played.kill()
+        async with Played(tmp_path, cluster, spec(), journal=played.journal) as second:
+            await second.settled()
+            assert [config.epoch for config in cluster.started] == [2]
+            await second.kill()
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_what_can_be_compiled_ahead_is_compiled_before_a_core_is_claimed(tmp_path: Path) -> None:
+    """With the reason as an event; its time has a deadline of its own, and does not count to the start."""
+    cluster = FakeCluster()
+    cluster.compile_s = 150.0
+
+    async def story(played: Played) -> None:
+        version = played.model("m")["version"]
+        assert version in cluster.uncompiled
+        await played.until(lambda: played.replica("m/0").get("state") == "compiling", "it compiles", 60.0)
+        assert cluster.started == []
+        await played.settled()
+        assert cluster.compiles == [version]
+        told = {event.reason: event.message for event in played.journal.events()}
+        assert told["WillCompile"] == "the model is not compiled as it is now"
+        assert told["Compiled"] == "ahead, in 150 s"
+
+    async def begun(played: Played) -> None:
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        await story(played)
+
+    play(tmp_path, cluster, spec("./m", compiles=True), begun)
+
+
+def test_a_compiler_that_fails_fails_the_start_unless_only_a_device_could_do_it(tmp_path: Path) -> None:
+    """What needs a device is compiled by the start itself."""
+    cluster = FakeCluster()
+    cluster.uncompilable = Failure("compile-failed", "the compiler crashed")
+
+    async def story(played: Played) -> None:
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        await played.until(lambda: played.replica("m/0").get("failures") == 1, "it fails", 60.0)
+        assert played.replica("m/0")["reason"] == "compile-failed: the compiler crashed"
+        cluster.uncompilable = Failure("compile-needs-device", "on its cores only")
+        await played.settled()
+
+    play(tmp_path, cluster, spec(compiles=True), story)
+
+
+def test_an_update_in_place_is_compiled_while_the_old_replica_serves(tmp_path: Path) -> None:
+    """The outage is a load, not a compile."""
+    cluster = FakeCluster()
+    cluster.compile_s, cluster.load_s = 150.0, 5.0
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        old = set(played.controller.state.current.versions.values())
+        await played.apply(spec(degree=24, batch=4, compiles=True, strategy="in_place"))
+        cluster.uncompiled = set(played.controller.state.current.versions.values()) - old
+        await played.until(lambda: "Compiled" in played.happened(), "compiled", 2000.0)
+        assert cluster.drained == []
+        await played.settled()
+        assert len(cluster.compiles) == 1
+
+    play(tmp_path, cluster, spec(degree=24, compiles=True, strategy="in_place"), story)
+
+
+def test_of_equal_hosts_the_one_that_holds_the_model_gets_its_replica(tmp_path: Path) -> None:
+    """It starts without a transfer."""
+    cluster = FakeCluster()
+    cluster.store["inf2.48xlarge/1"] = {"s3://models/one@1"}
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        assert ([config.host for config in cluster.started], cluster.fetches) == (["inf2.48xlarge/1"], [])
+        fetched = next(event.message for event in played.journal.events() if event.reason == "Fetched")
+        assert fetched == "0 bytes: 100 bytes were here"
+
+    play(tmp_path, cluster, spec(hosts=2), story)
+
+
+def test_a_replica_that_had_served_is_started_again_without_asking_what_it_would_compile(tmp_path: Path) -> None:
+    """That takes the engine's package some seconds, in which nobody serves."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        await cluster.find("m/0").die("killed")
+        await played.until(lambda: len(cluster.started) == 2, "again", 60.0)
+        await played.settled()
+        assert cluster.compiles == []
+
+    play(tmp_path, cluster, spec(compiles=True), story)
+
+
+# In words
+
+
+def fetch(**told: Any) -> dict[str, Any]:
+    plain = {"source": "s3://models/one", "phase": "fetching", "bytes": 0, "total": None}
+    return {**plain, "bytes_per_s": None, "left_s": None, **told}
+
+
+def test_a_fetch_is_told_in_words() -> None:
+    """What nobody knows yet is left out."""
+    known = fetch(bytes=1_200_000_000, total=13_500_000_000, bytes_per_s=210_000_000, left_s=58.2)
+    assert fetch_text(known) == "fetching s3://models/one: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"
+    assert fetch_text(fetch(phase="listing")) == "listing s3://models/one"
+
+
+def test_up_tells_a_fetch_by_tenths() -> None:
+    """A line a second would hide what else happens."""
+    plain = {"id": "m/0", "state": "fetching", "cores": "0-7", "reason": None}
+    lines = [_progress({**plain, "fetch": fetch(bytes=done, total=1000)}) for done in (100, 150, 200)]
+    assert [news for news, _ in lines] == [
+        "m/0 fetching on cores 0-7 1",
+        "m/0 fetching on cores 0-7 1",
+        "m/0 fetching on cores 0-7 2",
+    ]
+    assert lines[0][1] == "m/0 fetching s3://models/one: 100 bytes of 1.0 kB"
+    assert _progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
+
+
+def test_the_status_tells_what_an_update_waits_for() -> None:
+    """With its cause, and how far the fetch is."""
+    status = copy.deepcopy(STATUS)
+    status["models"][0]["replicas"][1]["fetch"] = fetch()
+    status["models"][0]["preparing"] = [{"host": HOST, "state": "failed", "failures": 2, "reason": "s3-denied: no"}]
+    status["hosts"][0]["fetches"] = [fetch(bytes=1, total=2)]
+    told = status_text(status)
+    assert "chat/1: fetching s3://models/one\n" in told
+    assert f"chat: what the new version loads is brought to {HOST}, the old replicas serve meanwhile\n" in told
+    assert "    2 failed: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in told

@@ -1,0 +1,139 @@
+"""Compiled artifacts are uploaded to a hub: whole entries, one commit each, by a server that speaks its API."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.failure import Failed
+from orchestrator.hubpush import push_to_hub
+from workers.compiled import MANIFEST, entry
+
+TOKEN = "hf_marked-secret"
+
+
+class Hub(ThreadingHTTPServer):
+    """Keeps what is committed; ``refuses``: the status that every request gets."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.commits: list[list[str]] = []
+        self.made: list[dict[str, Any]] = []
+        self.tokens: set[str] = set()
+        self.refuses = 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        names = self.server.files
+        if "/tree/" in self.path:
+            self._answer([{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in names])
+        else:
+            self._answer({"id": "me/neffs", "sha": "0" * 40, "siblings": [{"rfilename": name} for name in names]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        url = f"http://127.0.0.1:{self.server.server_port}/me/neffs"
+        if self.path.endswith("/repos/create"):
+            self.server.made.append(json.loads(body))
+            self._answer({"url": url, "id": "me/neffs", "name": "me/neffs"})
+        elif "/preupload/" in self.path:
+            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            self._answer({"files": [file | {"shouldIgnore": False, "oid": None} for file in files]})
+        elif "/commit/" in self.path:
+            values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
+            self.server.files |= {value["path"]: base64.b64decode(value["content"]) for value in values}
+            self.server.commits.append([value["path"] for value in values])
+            self._answer({"success": True, "commitUrl": f"{url}/commit/{'1' * 40}", "commitOid": "1" * 40})
+        else:
+            self._answer({})
+
+    def _answer(self, told: Any) -> None:
+        self.server.tokens.add(self.headers.get("Authorization", ""))
+        data = json.dumps({"error": "no"} if self.server.refuses else told).encode()
+        self.send_response(self.server.refuses or 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own environment says otherwise, which huggingface_hub reads once."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A complete entry."""
+    with entry(tmp_path, {"engine": "e"}) as found:
+        (found.path / "code").mkdir()
+        (found.path / "code" / "a.so").write_bytes(b"program")
+        found.finish()
+    return found.path
+
+
+def test_an_entry_is_one_commit_laid_out_as_a_neff_cache(hub: Hub, folder: Path) -> None:
+    """In a private repository, with the token of the environment."""
+    (place,) = push_to_hub("me/neffs", [folder])
+    assert place == f"corewright/compiled/{folder.name}"
+    assert hub.files[f"{place}/code/a.so"] == b"program"
+    assert f"{place}/{MANIFEST}" in hub.files
+    assert (len(hub.commits), hub.tokens) == (1, {f"Bearer {TOKEN}"})
+    assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
+
+
+def test_an_entry_that_is_there_stays(hub: Hub, folder: Path) -> None:
+    """Its manifest tells."""
+    push_to_hub("me/neffs", [folder])
+    push_to_hub("me/neffs", [folder])
+    assert len(hub.commits) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_names_what_is_missing_and_no_token(hub: Hub, folder: Path, status: int) -> None:
+    """The account that may write there."""
+    hub.refuses = status
+    with pytest.raises(Failed) as caught:
+        push_to_hub("me/neffs", [folder])
+    told = str(caught.value.problem)
+    assert caught.value.problem.id == "hub-push-failed"
+    assert "HF_TOKEN" in told
+    assert TOKEN not in told
+
+
+def test_a_hub_that_is_away_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens at that port."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(Failed, match="hub-push-failed"):
+        push_to_hub("me/neffs", [folder])

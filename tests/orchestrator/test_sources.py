@@ -1,0 +1,259 @@
+"""Specs whose models lie in S3 or on the hub: what commands and the daemon learn of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import main as cli
+from orchestrator.generation import Generation, read_generation
+from orchestrator.journal import Revision
+from orchestrator.specfile import SpecFile, examine, start_problems
+from placements.hosts import Machine
+from placements.plan import plan
+from tests.hub import HubServer, Repo
+from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, S3Server
+
+TINY = Path(__file__).parent.parent.parent / "placements" / "examples" / "models" / "tiny"
+MODEL = {file.name: file.read_bytes() for file in TINY.iterdir() if file.is_file()}
+LAPTOP = Machine(cpus=(0, 1, 2, 3))
+SPLIT = ("pytorch_model.bin/p0.safetensors", "pytorch_model.bin/key_to_filename.json")
+HOSTS = "hosts: {emulate: inf2.48xlarge}\n"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[S3Server]:
+    with S3Server() as server:
+        server.bucket("models", {f"tiny/{name}": data for name, data in MODEL.items()})
+        yield server
+
+
+@pytest.fixture
+def s3(bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in bucket.env.items():
+        monkeypatch.setenv(name, value)
+    return bucket
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    from huggingface_hub import constants
+
+    with HubServer() as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        server.repos["org/tiny"] = Repo()
+        server.repos["org/tiny"].commit(MODEL)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("workers.artifacts.heads.PATIENCE_S", 0.0)
+    return tmp_path / "home"
+
+
+def read(models: str, base_dir: Path | str = ".") -> SpecFile:
+    return examine(f"{HOSTS}models: {{{models}}}\n", "f.yaml", str(base_dir), LAPTOP)
+
+
+def told(file: SpecFile) -> list[tuple[str, str]]:
+    return [(problem.id, problem.severity) for problem in file.problems]
+
+
+def revision(models: str, number: int = 1, fleet: str = "f1") -> Revision:
+    text = f"{HOSTS}models: {{{models}}}\n"
+    return Revision(number=number, fleet=fleet, cause="up", by="", text=text, file="f", base_dir="/", of=None, plan={})
+
+
+def generation(models: str, number: int = 1, fleet: str = "f1") -> Generation:
+    return read_generation(revision(models, number, fleet), LAPTOP)
+
+
+def commit(found: Generation, name: str = "a") -> str | None:
+    model = found.spec.model(name)
+    assert model is not None
+    return found.commit(model)
+
+
+def test_models_elsewhere_are_planned_as_a_folder_is(s3: S3Server, hub: HubServer) -> None:
+    """The same rules judge them, and nothing keeps `up` from starting them."""
+    sources = {"a": str(TINY), "b": "s3://models/tiny", "c": "org/tiny", "d": "s3://models/tiny/"}
+    file = read(", ".join(f"{name}: {{source: {source}, max_len: 64}}" for name, source in sources.items()))
+    assert told(file) == []
+    assert file.checkpoints["a"] == file.checkpoints["b"] == file.checkpoints["c"] == file.checkpoints["d"]
+    assert start_problems(file) == ()
+    assert file.spec is not None
+    assert plan(file.spec, file.hosts, file.checkpoints).placements
+
+
+def test_a_rule_that_needs_the_config_judges_a_model_in_s3(s3: S3Server) -> None:
+    """More positions than it has."""
+    assert ("max-len-exceeds-positions", "error") in told(read("a: {source: s3://models/tiny, max_len: 9999999}"))
+
+
+def test_no_weights_are_fetched_to_plan(hub: HubServer) -> None:
+    """Only the config and the tokenizer."""
+    read("a: {source: org/tiny}, b: {source: org/tiny}, c: {source: org/tiny, draft: {source: org/tiny}}")
+    assert len([one for one in hub.asked if one.path.startswith("/api/models")]) == 1
+    assert [one.path for one in hub.asked if "safetensors" in one.path] == []
+
+
+def test_a_source_that_is_away_is_planned_as_it_was(hub: HubServer) -> None:
+    """With a warning; what was never seen gives the warning of a config that cannot be read."""
+    before = read("a: {source: org/tiny}")
+    hub.away()
+    after = read("a: {source: org/tiny}, b: {source: org/other}")
+    assert after.checkpoints == before.checkpoints
+    assert told(after) == [("source-away", "warning"), ("checkpoint-unreadable", "warning")]
+
+
+def test_a_source_that_is_not_there_is_told_with_its_name(s3: S3Server, hub: HubServer) -> None:
+    """Warnings, since the hosts may have other rights; each at its own key."""
+    file = read("a: {source: s3://models/none}, b: {source: s3://nobody/x}, c: {source: org/none}")
+    assert told(file) == [("checkpoint-unreadable", "warning")] * 3
+    texts = [problem.what for problem in file.problems]
+    for text, name in zip(texts, ("s3://models/none", "nobody", "org/none"), strict=True):
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "expected"),
+    [
+        (("pytorch_model.bin",), "", [("pickle-refused", "error")]),
+        (("pytorch_model.bin",), ", allow_pickle: true", []),
+        (("weights/tp0_sharded_checkpoint.safetensors",), "", [("layout-unsupported", "error")]),
+        (SPLIT, ", engine: cpu", [("layout-unsupported", "error")]),
+        (SPLIT, "", []),  # auto may become transformers-neuronx
+    ],
+)
+def test_pickles_and_layouts_are_refused_before_anything_is_fetched(
+    hub: HubServer, files: tuple[str, ...], fields: str, expected: list[tuple[str, str]]
+) -> None:
+    """Errors at the source's place, without a byte of the weights."""
+    small = {name: MODEL[name] for name in ("config.json", "tokenizer.json")}
+    hub.repos["org/other"] = Repo()
+    hub.repos["org/other"].commit({**small, **dict.fromkeys(files, b"{}")})
+    assert told(read(f"a: {{source: org/other{fields}}}")) == expected
+    assert [one.path for one in hub.asked if files[0] in one.path] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "trusts", "expected"),
+    [
+        ({"model_type": "own"}, False, [("unknown-family", "error")]),
+        ({"model_type": "own", "auto_map": {"AutoModel": "m.Own"}}, False, [("remote-code-refused", "error")]),
+        ({"model_type": "own", "auto_map": {"AutoModel": "m.Own"}}, True, [("checkpoint-unreadable", "warning")]),
+        ({"auto_map": {"AutoModel": "m.Own"}}, False, []),  # a known family: its own class is taken
+    ],
+)
+def test_code_of_a_checkpoint_is_refused_unless_it_is_trusted(
+    tmp_path: Path, config: Mapping[str, Any], trusts: bool, expected: list[tuple[str, str]]
+) -> None:
+    """Only where there is no class of transformers; and no plan runs any."""
+    known = json.loads(MODEL["config.json"])
+    (tmp_path / "config.json").write_text(json.dumps({**known, **config}))
+    (tmp_path / "m.py").write_text("raise SystemExit('it runs')")
+    assert told(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
+
+
+def test_a_fleet_stays_at_the_commit_that_it_saw_first(hub: HubServer) -> None:
+    """Also when the branch moves, the hub is away, and the controller reads its revision anew; another fleet, or
+    another revision in the spec, looks again."""
+    first = hub.repos["org/tiny"].names["main"]
+    assert commit(generation("a: {source: org/tiny}")) == first
+    moved = hub.repos["org/tiny"].commit({**MODEL, "README.md": b"x", "generation_config.json": b"{}"})
+    read("a: {source: org/tiny}")  # as an apply does
+    hub.away()
+    assert commit(generation("a: {source: org/tiny}, b: {engine: echo}", 2)) == first
+    hub.back()
+    assert commit(generation("a: {source: org/tiny}", 1, "f2")) == moved
+    assert commit(generation(f"a: {{source: org/tiny, revision: {moved}}}", 3)) == moved
+
+
+def test_a_draft_is_pinned_as_its_model_is(hub: HubServer) -> None:
+    """By its own revision."""
+    tag = hub.repos["org/tiny"].commit({**MODEL, "x.json": b"{}"}, "v1")
+    found = generation("a: {source: org/tiny, draft: {source: org/tiny, revision: v1}}")
+    (model,) = found.spec.models
+    assert (found.commit(model), found.draft_commit(model)) == (hub.repos["org/tiny"].names["main"], tag)
+    assert (found.source(model), found.draft_source(model)) == ("org/tiny", "org/tiny")
+
+
+def test_the_gateway_reads_the_tokenizer_of_a_model_elsewhere(s3: S3Server, hub: HubServer) -> None:
+    """From the small files; and it is the same tokenizer as that of a folder with the same files."""
+    found = generation(f"a: {{source: org/tiny}}, b: {{source: s3://models/tiny}}, c: {{source: {TINY}}}")
+    folders = [found.folder(model) for model in found.spec.models]
+    assert folders[2] == str(TINY)
+    for folder in folders:
+        assert (Path(folder or "") / "tokenizer.json").read_bytes() == MODEL["tokenizer.json"]
+    assert len(set(found.tokenizers.values())) == 1
+
+
+def test_the_daemon_asks_for_what_is_not_known_only(hub: HubServer) -> None:
+    """An apply has asked; reading its revision asks nobody."""
+    read("a: {source: org/tiny}")
+    asked = len(hub.asked)
+    generation("a: {source: org/tiny}")
+    assert len(hub.asked) == asked
+
+
+def test_without_anything_known_a_generation_is_there_all_the_same(hub: HubServer) -> None:
+    """The controller tells of a fetch that fails; reading must not."""
+    hub.away()
+    found = generation("a: {source: org/tiny, revision: v1}")
+    (model,) = found.spec.models
+    assert (found.source(model), found.commit(model), found.folder(model)) == ("org/tiny", "v1", None)
+
+
+@pytest.mark.parametrize("command", ["validate", "plan"])
+def test_commands_take_specs_with_models_elsewhere(
+    s3: S3Server, hub: HubServer, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    """And no credential is in what they say or keep."""
+    file = tmp_path / "spec.yaml"
+    file.write_text(f"{HOSTS}models: {{a: {{source: s3://models/tiny}}, b: {{source: s3://models/none}}}}\n")
+    assert cli.run([command, str(file)]) in (0, 2)
+    shown = capsys.readouterr()
+    kept = b"".join(path.read_bytes() for path in home.rglob("*") if path.is_file())
+    for secret in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, "X-Amz-Signature"):
+        assert secret not in shown.out + shown.err
+        assert secret.encode() not in kept
+    assert "s3-not-found" in shown.err or "there is nothing below s3://models/none/" in shown.err
+
+
+def test_nothing_is_asked_of_what_a_spec_may_not_name(hub: HubServer) -> None:
+    """The list of allowed places comes first."""
+    from orchestrator.allowed import Allowed
+
+    text = f"{HOSTS}models: {{a: {{source: org/tiny}}}}\n"
+    file = examine(text, "f.yaml", ".", LAPTOP, Allowed(("/models",)))
+    assert told(file) == [("source-not-allowed", "error")]
+    assert hub.asked == []
+
+
+def test_no_test_asks_the_world() -> None:
+    """What conftest.py sees to."""
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert told(read("a: {source: openai-community/gpt2}")) == [("checkpoint-unreadable", "warning")]
+
+
+@pytest.mark.slow
+def test_one_answer_of_a_model_in_s3(s3: S3Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`generate` fetches it into the store first, and then says what the folder's model says."""
+    said = []
+    for source in (str(TINY), "s3://models/tiny"):
+        file = tmp_path / "spec.yaml"
+        file.write_text(f"{HOSTS}models: {{a: {{source: {source}, engine: cpu, max_len: 64}}}}\n")
+        assert cli.run(["generate", str(file), "a", "--prompt", "A slot is", "--max-tokens", "8"]) == 0
+        shown = capfd.readouterr()
+        said.append(shown.out)
+    assert said[0] == said[1] != ""
+    assert "fetching s3://models/tiny" in shown.err

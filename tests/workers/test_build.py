@@ -1,0 +1,281 @@
+"""What a start would look for is told before it, and what is compiled ahead is what it then takes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.workers.tnx_runs import BUCKETS, config
+from workers import ahead, build
+from workers.artifacts.listing import Stopped
+from workers.build import Built, Order, Predicted, Told, Trouble, Wanted, Working
+from workers.compiled import MANIFEST
+from workers.config import ReplicaConfig
+from workers.engines.transformers_neuronx import open_transformers_neuronx
+
+Checkpoints = Callable[[str], Path]
+PROJECT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    return neuron
+
+
+def asked(command: str, one: ReplicaConfig, **fields: Any) -> list[Told]:
+    """All that is told, without a process of its own."""
+    found: list[Told] = []
+    build.answer(command, Order(config=one, **fields), found.append)
+    return found
+
+
+def wanted(one: ReplicaConfig, **fields: Any) -> list[Wanted]:
+    (told,) = asked("predict", one, **fields)
+    assert isinstance(told, Predicted)
+    return told.wanted
+
+
+def trouble(found: list[Told]) -> str:
+    assert isinstance(found[-1], Trouble)
+    return found[-1].failure.id
+
+
+def compiles(machine: Neuron) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return len((machine.state / "compiles.jsonl").read_text().splitlines())
+    return 0
+
+
+def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
+    return config(source, compiled=str(tmp_path / "compiled"), **BUCKETS | fields)
+
+
+def test_what_is_predicted_is_what_a_start_takes(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
+    """It is compiled without a core, and the start compiles nothing."""
+    one = kept(checkpoint("llama"), tmp_path)
+    (before,) = wanted(one)
+    assert (before.complete, before.ahead, compiles(machine)) == (False, True, 0)
+    *working, built = asked("compile", one)
+    assert [told.phase for told in working if isinstance(told, Working)] == ["waiting", "looking", "compiling", "done"]
+    assert isinstance(built, Built)
+    assert built.compiled == [before.key]
+    assert machine.held() == {}
+    (after,) = wanted(one)
+    assert after == msgspec.structs.replace(before, complete=True)
+    count = compiles(machine)
+    engine: Any = open_transformers_neuronx(one)
+    engine.load()
+    assert (engine.compiled, compiles(machine) - count) == (False, 0)
+
+
+def test_what_is_there_is_not_compiled_again(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
+    """The answer says that nothing was done."""
+    one = kept(checkpoint("llama"), tmp_path)
+    asked("compile", one)
+    count = compiles(machine)
+    *_, built = asked("compile", one)
+    assert isinstance(built, Built)
+    assert (built.compiled, built.pulled, compiles(machine) - count) == ([], [], 0)
+
+
+def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """The config is enough: of a source elsewhere there is no more on the machine that asks."""
+    one = kept(checkpoint("llama"), tmp_path)
+    head = tmp_path / "head"
+    head.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (head / name).write_bytes((checkpoint("llama") / name).read_bytes())
+    (with_weights,) = wanted(one)
+    (without,) = wanted(msgspec.structs.replace(one, source=str(head)))
+    assert without.manifest == with_weights.manifest
+    (on_cpu,) = wanted(kept(head, tmp_path, engine="cpu", engine_options={"compile": True}))
+    assert on_cpu.ahead
+
+
+def test_a_draft_is_compiled_as_well(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Each has a set of its own, for their graphs differ."""
+    one = kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3)
+    found = wanted(one)
+    assert [told.role for told in found] == ["model", "draft"]
+    assert found[0].key != found[1].key
+    *_, built = asked("compile", one)
+    assert isinstance(built, Built)
+    assert built.compiled == [told.key for told in found]
+
+
+def test_a_model_that_only_its_cores_compile_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """GPT-J's class keeps no files."""
+    one = kept(checkpoint("gptj"), tmp_path, prefill_buckets=[], decode_buckets=[])
+    (told,) = wanted(one)
+    assert (told.ahead, told.folder, told.complete) == (False, "", False)
+    assert trouble(asked("compile", one)) == "compile-needs-device"
+
+
+@pytest.mark.parametrize("engine", ["cpu", "echo"])
+def test_an_engine_that_compiles_nothing_wants_nothing(checkpoint: Checkpoints, tmp_path: Path, engine: str) -> None:
+    """Nor does compiling it fail."""
+    one = kept(checkpoint("llama"), tmp_path, engine=engine)
+    assert wanted(one) == []
+    (built,) = asked("compile", one)
+    assert isinstance(built, Built)
+    assert built.wanted == []
+
+
+def test_what_cannot_be_is_told_with_its_id(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """By predict and by compile."""
+    one = kept(checkpoint("llama"), tmp_path, dtype="fp64")
+    assert trouble(asked("predict", one)) == "bad-dtype"
+    assert trouble(asked("compile", one)) == "bad-dtype"
+
+
+def test_a_compile_that_fails_leaves_nothing_whole(checkpoint: Checkpoints, machine: Neuron, tmp_path: Path) -> None:
+    """And the next one is not told what became of the first."""
+    one = kept(checkpoint("llama"), tmp_path)
+    machine.plan({"at": "compile", "exit": 70})
+    assert isinstance(asked("compile", one)[-1], Trouble)
+    machine.plan()
+    (told,) = wanted(one)
+    assert not told.complete
+
+
+def test_every_part_of_the_environment_that_a_compiler_reads_is_a_part_of_the_key(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags are told by the environment, not by the configuration."""
+    one = kept(checkpoint("llama"), tmp_path)
+    (before,) = wanted(one)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    (after,) = wanted(one)
+    assert before.key != after.key
+
+
+# In processes of their own
+
+
+@pytest.fixture
+def processes(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts ``python -m workers.build COMMAND`` with its order; ended with the test."""
+    path = os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+    found: list[subprocess.Popen[bytes]] = []
+
+    def start(command: str, one: ReplicaConfig) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workers.build", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        found.append(process)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(Order(config=one, parent=os.getpid())))
+        process.stdin.close()
+        return process
+
+    yield start
+    for process in found:
+        process.kill()
+        process.wait()
+
+
+def told_by(process: subprocess.Popen[bytes]) -> Iterator[Told]:
+    assert process.stdout is not None
+    return (msgspec.json.decode(line, type=Told) for line in process.stdout)
+
+
+@pytest.mark.slow
+def test_two_processes_compile_one_key_once(
+    checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """The second waits, and says that it had nothing to compile."""
+    one = kept(checkpoint("llama"), tmp_path)
+    ends = [list(told_by(process))[-1] for process in [processes("compile", one), processes("compile", one)]]
+    assert sorted(len(told.compiled) for told in ends if isinstance(told, Built)) == [0, 1]
+    graphs = {json.loads(line)["hlo"] for line in (machine.state / "compiles.jsonl").read_text().splitlines()}
+    assert compiles(machine) == len(graphs)
+
+
+@pytest.mark.slow
+def test_a_compile_that_is_killed_leaves_nothing_whole_and_no_compiler(
+    checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """With SIGKILL, in the middle of a graph. The next one compiles."""
+    one = kept(checkpoint("llama"), tmp_path)
+    machine.plan({"at": "compile", "hangs": True})
+    process = processes("compile", one)
+    compilers = _compilers(machine, count=2)
+    process.send_signal(signal.SIGKILL)
+    gone, alive = psutil.wait_procs(compilers, timeout=DEADLINE_S)
+    assert (len(gone), alive) == (2, [])
+    (told,) = wanted(one)
+    assert not told.complete
+    assert not (Path(told.folder) / MANIFEST).exists()
+    machine.plan()
+    *_, built = asked("compile", one)
+    assert isinstance(built, Built)
+    assert built.compiled == [told.key]
+
+
+@pytest.mark.slow
+def test_a_compile_that_nobody_waits_for_is_ended(
+    checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its compilers, before the wait returns."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]]))
+    one = kept(checkpoint("llama"), tmp_path, log=str(tmp_path / "log"))
+    machine.plan({"at": "compile", "hangs": True})
+    stop = threading.Event()
+    found: list[psutil.Process] = []
+
+    def end() -> None:
+        found.extend(_compilers(machine, count=2))
+        stop.set()
+
+    waiter = threading.Thread(target=end)
+    waiter.start()
+    with pytest.raises(Stopped):
+        list(ahead.answers("compile", one, stop))
+    waiter.join()
+    assert [process for process in found if process.is_running() and process.status() != "zombie"] == []
+
+
+@pytest.mark.slow
+def test_a_prediction_of_weights_that_nobody_has_read_says_which(
+    checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """NxD Inference's artifacts hold them. Once they are read, or compiled, they are known."""
+    one = kept(checkpoint("llama"), tmp_path, engine="nxd-inference")
+    (unread,) = wanted(one)
+    assert "model.safetensors" in {Path(name).name for name in unread.unread}
+    assert (unread.folder, unread.complete, unread.ahead) == ("", False, True)
+    (read,) = wanted(one, read=True)
+    assert (read.unread, bool(read.key)) == ([], True)
+    assert wanted(one) == [read]
+    *_, built = told_by(processes("compile", one))
+    assert isinstance(built, Built)
+    assert built.compiled == [read.key]
+    assert machine.held() == {}
+
+
+def _compilers(machine: Neuron, count: int) -> list[psutil.Process]:
+    """The processes of a compiler that hangs, once there are so many."""
+    pause = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.05)):
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            pids = (machine.state / "compilers").read_text().split()
+            if len(pids) >= count:
+                return [psutil.Process(int(pid)) for pid in pids]
+        pause.wait(0.05)
+    raise AssertionError("no compiler was started")

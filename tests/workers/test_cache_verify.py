@@ -1,0 +1,470 @@
+"""What `cache verify` says of a start is what that start then does, played through the double of the compiler."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.s3 import FaultProxy, S3Server
+from tests.workers import nxdi_traffic
+from tests.workers.nxdi_traffic import replica_config
+from tests.workers.tnx_runs import BUCKETS, config
+from workers import neuron_cache
+from workers.artifacts.listing import SourceError
+from workers.build import predict as needed_here
+from workers.engine import EngineLoadError
+from workers.engines import nxd_artifacts, open_engine
+from workers.neff_cache import sync
+from workers.neff_cache.predict import Prediction
+from workers.neff_cache.record import LOCK_FILE, name_of, record_of, write_record
+from workers.neff_cache.verify import needed, verdicts
+from workers.neff_cache.visit import Visit
+from workers.status import Failure
+
+Checkpoints = Callable[[str], Path]
+VERSION = "NEURON_DOUBLE_CC_VERSION"
+NEWER = "2.17.194.0+d312836f"
+
+
+@dataclass
+class World:
+    """A model, what was compiled of it, and its cache."""
+
+    source: Path
+    compiled: Path
+    cache: Path
+    neuron: Neuron
+    setenv: Callable[[str, str], None]
+    fields: dict[str, Any]
+    engine: str = "transformers-neuronx"
+
+    def config(self) -> Any:
+        if self.engine == "nxd-inference":
+            return replica_config(self.source, self.compiled, **self.fields)
+        return config(self.source, **{"compiled": str(self.compiled), **self.fields})
+
+    def predicted(self) -> Prediction:
+        """By the same code as the command, in this process's environment."""
+        (told,) = verdicts(self.config(), needed_here(self.config(), read=True), os.environ)
+        return told.prediction
+
+    def start(self) -> str:
+        """As a process of its own would, whose cores are free by now: what it does."""
+        importlib.import_module("neuron_double.runtime").reset_for_tests()
+        compiles = importlib.import_module("neuron_double.compiler").compiles
+        before = len(compiles())
+        try:
+            open_engine(self.config()).load()
+        except Exception:  # noqa: BLE001 - a start that fails, however
+            return "fail"
+        return "hit" if len(compiles()) == before else "compile"
+
+    @property
+    def entry(self) -> Path:
+        (found,) = (path for path in self.compiled.iterdir() if path.is_dir())
+        return found
+
+    @property
+    def neff(self) -> Path:
+        return sorted(self.entry.glob("*.neff"))[0]
+
+    @property
+    def graph(self) -> Path:
+        return sorted(self.cache.glob(neuron_cache.GRAPHS))[0]
+
+
+@pytest.fixture
+def world(
+    neuron: Neuron,  # noqa: F811
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> World:
+    """A Llama that has been compiled here once; the installed compiler is the one that the double plays."""
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        return os.environ.get(VERSION, "2.16.372.0+4a9b2326") if name == "neuronx-cc" else installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
+    monkeypatch.setenv("NEURON_DOUBLE_LOCK_WAIT_S", "1")
+    monkeypatch.setattr(nxd_artifacts, "compile_apart", nxdi_traffic.compile_here)
+    source = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    cache = tmp_path / "neuron-compile-cache"
+    return World(source, tmp_path / "home/compiled", cache, neuron, monkeypatch.setenv, dict(BUCKETS))
+
+
+# What is changed between the first start and the second. With ``alone`` the artifacts of the first are taken away, so
+# that the cache alone is left.
+
+
+def nothing(world: World) -> None:
+    """The second of two starts."""
+
+
+def alone(world: World) -> None:
+    shutil.rmtree(world.entry)
+
+
+def another_compiler(world: World) -> None:
+    world.setenv(VERSION, NEWER)
+
+
+def other_flags(world: World) -> None:
+    world.setenv("NEURON_CC_FLAGS", "-O1 --enable-saturate-infinity")
+
+
+def fields(**changed: Any) -> Callable[[World], None]:
+    def change(world: World) -> None:
+        world.fields |= changed
+
+    return change
+
+
+def other_config(world: World) -> None:
+    told = json.loads((world.source / "config.json").read_text())
+    (world.source / "config.json").write_text(json.dumps(told | {"rms_norm_eps": 1e-4}))
+
+
+def other_weights(world: World) -> None:
+    """They are in no graph."""
+    weights = world.source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+
+
+def a_neff_is_missing(world: World) -> None:
+    """The cache has it still."""
+    world.neff.unlink()
+
+
+def all_is_missing(world: World) -> None:
+    a_neff_is_missing(world)
+    shutil.rmtree(world.cache)
+
+
+def a_neff_is_short(world: World) -> None:
+    os.truncate(world.neff, 3)
+    shutil.rmtree(world.cache)
+
+
+def a_neff_is_other(world: World) -> None:
+    """A byte has flipped; the sizes are the same."""
+    data = world.neff.read_bytes()
+    world.neff.write_bytes(b"#" + data[1:])
+    shutil.rmtree(world.cache)
+
+
+def the_record_is_gone(world: World) -> None:
+    (world.entry / LOCK_FILE).unlink()
+    shutil.rmtree(world.cache)
+
+
+def the_cache_is_gone(world: World) -> None:
+    """What was saved is enough."""
+    shutil.rmtree(world.cache)
+
+
+def a_graph_is_gone(world: World) -> None:
+    alone(world)
+    shutil.rmtree(world.graph)
+
+
+def a_graph_is_not_done(world: World) -> None:
+    alone(world)
+    (world.graph / "model.done").unlink()
+
+
+def a_graph_is_empty(world: World) -> None:
+    """What a power failure leaves of a file."""
+    alone(world)
+    os.truncate(world.graph / "model.neff", 0)
+
+
+def a_graph_is_other(world: World) -> None:
+    alone(world)
+    data = (world.graph / "model.neff").read_bytes()
+    (world.graph / "model.neff").write_bytes(b"#" + data[1:])
+
+
+def a_stale_lock(world: World) -> None:
+    a_graph_is_not_done(world)
+    (world.graph / "model.hlo_module.pb.lock").touch()
+
+
+def a_failure(world: World) -> None:
+    """That the compiler does not try again."""
+    a_graph_is_not_done(world)
+    (world.graph / "model.neff").unlink()
+    (world.graph / "model.log").write_text("[NCC_EVRF029] Operation sort is not supported\n")
+
+
+def a_failure_to_be_retried(world: World) -> None:
+    """The flag is the wrapper's own, but the flags are others by it."""
+    a_failure(world)
+    world.setenv("NEURON_CC_FLAGS", "--retry_failed_compilation")
+
+
+def a_killed_compiler(world: World) -> None:
+    a_failure(world)
+    (world.graph / "model.log").write_text("neuronx-cc failed with -9\n")
+
+
+def beside_unproven(world: World) -> None:
+    """NEFFs as Optimum leaves them beside a checkpoint; nothing tells their compiler."""
+    shutil.move(world.entry, world.source / "compiled")
+    (world.source / "compiled" / LOCK_FILE).unlink()
+
+
+def beside_proven(world: World) -> None:
+    """The entry was moved there, its record with it."""
+    shutil.move(world.entry, world.source / "compiled")
+    shutil.rmtree(world.cache)
+
+
+def beside_of_another_compiler(world: World) -> None:
+    beside_proven(world)
+    another_compiler(world)
+
+
+def beside_damaged(world: World) -> None:
+    beside_proven(world)
+    sorted((world.source / "compiled").glob("*.neff"))[0].unlink()
+
+
+def beside_what_is_compiled_here(world: World) -> None:
+    """Its own come first."""
+    shutil.copytree(world.entry, world.source / "compiled")
+    (world.source / "compiled" / LOCK_FILE).unlink()
+
+
+def flat_in_the_cache(world: World) -> None:
+    """A folder of bare NEFFs, named as the cache."""
+    shutil.move(world.entry, world.source.parent / "flat")
+    (world.source.parent / "flat" / LOCK_FILE).unlink()
+    world.setenv("NEURON_COMPILE_CACHE_URL", str(world.source.parent / "flat"))
+
+
+QUICK = {alone: "hit", another_compiler: "compile", beside_unproven: "fail"}
+SLOW = {
+    nothing: "hit",
+    a_failure: "fail",
+    other_flags: "compile",
+    other_config: "compile",
+    other_weights: "hit",
+    a_neff_is_missing: "hit",
+    all_is_missing: "compile",
+    a_neff_is_short: "compile",
+    a_neff_is_other: "compile",
+    the_record_is_gone: "compile",
+    the_cache_is_gone: "hit",
+    a_graph_is_gone: "compile",
+    a_graph_is_not_done: "compile",
+    a_graph_is_empty: "compile",
+    a_graph_is_other: "compile",
+    a_stale_lock: "compile",
+    a_failure_to_be_retried: "compile",
+    a_killed_compiler: "compile",
+    beside_proven: "hit",
+    beside_of_another_compiler: "fail",
+    beside_damaged: "fail",
+    beside_what_is_compiled_here: "hit",
+    flat_in_the_cache: "fail",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "slots": {"slots": 2},
+    "max_len": {"max_len": 32, "prefill_buckets": [8, 32], "decode_buckets": [32]},
+    "buckets": {"prefill_buckets": [8, 32, 64]},
+    "tp_degree": {"tp_degree": 4, "cores": [0, 1, 2, 3]},
+    "dtype": {"dtype": "bf16"},
+    "attention_layout": {"engine_options": {"attention_layout": "BSH"}},
+    "group_query_attention": {"group_query_attention": "replicated-heads"},
+    "quantize": {"quantize": "int8"},
+    "sampling": {"sampling": "device"},
+}
+SAME: dict[str, dict[str, Any]] = {
+    "fewer_buckets": {"prefill_buckets": [8, 64]},
+    "workers": {"compile_workers": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        *(pytest.param(change, told, id=change.__name__) for change, told in QUICK.items()),
+        *(pytest.param(change, told, id=change.__name__, marks=pytest.mark.slow) for change, told in SLOW.items()),
+        *(
+            pytest.param(fields(**changed), "compile", id=name, marks=pytest.mark.slow)
+            for name, changed in SHAPES.items()
+        ),
+        *(pytest.param(fields(**changed), "hit", id=name, marks=pytest.mark.slow) for name, changed in SAME.items()),
+    ],
+)
+def test_a_start_does_what_was_foretold(world: World, change: Callable[[World], None], outcome: str) -> None:
+    """Of every compiler, set of flags, shape, degree, dtype and layout, and of what is missing or damaged."""
+    assert world.predicted().outcome == "compile"
+    assert world.start() == "compile"
+    change(world)
+    told = world.predicted()
+    assert (told.outcome, world.start()) == (outcome, outcome), told
+
+
+def test_neffs_that_prove_nothing_are_refused_with_the_way_out(world: World) -> None:
+    """By an id, the folder, and the fields that differ."""
+    (world.source / "compiled").mkdir()
+    (world.source / "compiled" / "0123456789abcdef0123.neff").write_bytes(b"NEFF")
+    with pytest.raises(EngineLoadError) as unproven:
+        open_engine(world.config()).load()
+    made = record_of({**needed_here(world.config()).wanted[0].manifest, "lnc": 2})
+    write_record(world.source / "compiled" / LOCK_FILE, made)
+    with pytest.raises(EngineLoadError) as other:
+        open_engine(world.config()).load()
+    assert [error.value.id for error in (unproven, other)] == ["neff-unproven"] * 2
+    assert str(world.source / "compiled") in unproven.value.what
+    assert "nothing proves which compiler" in unproven.value.what
+    assert "lnc: needs none, there is 2" in other.value.what
+    assert "corewright compile SPEC" in other.value.hint
+    assert world.neuron.held() == {}  # before a core is claimed
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
+def test_an_interpreter_that_does_not_answer_is_told(tmp_path: Path, python: str) -> None:
+    """It is no prediction."""
+    told = needed(config(tmp_path, python=python))
+    assert isinstance(told, Failure)
+    assert told.id == "cache-not-verified"
+    assert python in told.what
+
+
+# NxD Inference, whose artifacts are a folder
+
+
+def a_program_is_missing(world: World) -> None:
+    (world.entry / "model/model.pt").unlink()
+
+
+def a_program_is_other(world: World) -> None:
+    data = (world.entry / "model/model.pt").read_bytes()
+    (world.entry / "model/model.pt").write_bytes(b"#" + data[1:])
+
+
+def weights_are_short(world: World) -> None:
+    os.truncate(sorted((world.entry / "model/weights").rglob("*.safetensors"))[0], 8)
+
+
+NXD = {
+    "nothing": (nothing, "hit"),
+    "compiler": (another_compiler, "compile"),
+    "flags": (other_flags, "compile"),
+    "weights": (other_weights, "compile"),  # the artifacts hold them
+    "a_program_is_missing": (a_program_is_missing, "compile"),
+    "a_program_is_other": (a_program_is_other, "compile"),
+    "weights_are_short": (weights_are_short, "compile"),
+    "the_cache_is_of_no_matter": (lambda world: shutil.rmtree(world.cache, ignore_errors=True), "hit"),
+    "slots": (fields(slots=2), "compile"),
+    "tp_degree": (fields(tp_degree=4, cores=[0, 1, 2, 3]), "compile"),
+    "dtype": (fields(dtype="bf16"), "compile"),
+    "layout": (fields(fuse_qkv=True), "compile"),
+    "buckets": (fields(prefill_buckets=[16, 96]), "compile"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "outcome"), NXD.values(), ids=NXD)
+def test_a_start_of_nxd_inference_does_what_was_foretold(
+    world: World, change: Callable[[World], None], outcome: str
+) -> None:
+    """The same of the engine that keeps whole folders, and no graphs in Neuron's cache."""
+    world.engine, world.fields = "nxd-inference", {}
+    assert world.predicted().outcome == "compile"
+    assert world.start() == "compile"
+    change(world)
+    told = world.predicted()
+    assert (told.outcome, world.start()) == (outcome, outcome), told
+
+
+def test_what_nobody_has_read_yet_is_told(world: World) -> None:
+    """The artifacts of NxD Inference depend on weights: without reading them nobody knows."""
+    world.engine, world.fields = "nxd-inference", {}
+    (told,) = verdicts(world.config(), needed_here(world.config()), os.environ)
+    assert told.prediction.outcome == "compile"
+    assert "--read reads them" in told.prediction.reason
+
+
+# Models that nothing but the cache keeps
+
+
+@pytest.mark.slow
+def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, checkpoint: Checkpoints) -> None:
+    """Of those in the cache that others have left there: what goes of these does not matter."""
+    assert world.start() == "compile"
+    others = set(world.cache.glob(neuron_cache.GRAPHS))
+    world.source, world.fields = checkpoint("gptj"), {}
+    assert world.predicted().outcome == "compile"
+    assert world.start() == "compile"
+    own = set(world.cache.glob(neuron_cache.GRAPHS)) - others
+    for folder in others:
+        shutil.rmtree(folder)
+    (file,) = (world.cache / "corewright").glob(f"{name_of(needed_here(world.config()).wanted[0].manifest)}*")
+    file.unlink()  # a start that takes all from the cache writes it down as well
+    assert world.predicted().outcome == "compile"  # it is not known
+    assert world.start() == "hit"
+    assert (world.predicted().outcome, world.start()) == ("hit", "hit")
+    shutil.rmtree(own.pop())
+    assert (world.predicted().outcome, world.start()) == ("compile", "compile")
+
+
+# Caches elsewhere
+
+
+@pytest.mark.slow
+def test_a_cache_that_can_only_be_read_is_copied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start takes what it has, compiles what it lacks into the copy, and changes nothing in it."""
+    assert world.start() == "compile"
+    given, is_writable = world.cache, sync.is_writable
+    before = {path: path.stat().st_mtime_ns for path in given.rglob("*")}
+    monkeypatch.setattr(sync, "is_writable", lambda folder: folder != given and is_writable(folder))
+    world.compiled = world.compiled.parent.parent / "another/compiled"
+    assert (world.predicted().outcome, world.start()) == ("hit", "hit")
+    world.setenv("NEURON_COMPILE_CACHE_URL", str(given))  # as the next process would find it
+    world.fields |= {"prefill_buckets": [8, 32, 64]}
+    assert (world.predicted().outcome, world.start()) == ("compile", "compile")
+    assert {path: path.stat().st_mtime_ns for path in given.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_a_cache_in_s3_serves_all_hosts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has compiled no other compiles; with S3 away a start that needs it says so, and compiles nothing."""
+    with S3Server() as server, FaultProxy(server.url) as proxy:
+        for name, value in proxy.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(Visit.written_down, "__kwdefaults__", {"wait": True})  # what is pushed, is when it is up
+        url = server.bucket("neffs")
+
+        def on_another_host(name: str) -> None:
+            world.compiled = world.compiled.parent.parent / name / "compiled"
+            world.setenv("NEURON_COMPILE_CACHE_URL", url)
+
+        on_another_host("first")
+        assert (world.predicted().outcome, world.start()) == ("compile", "compile")
+        on_another_host("second")
+        assert (world.predicted().outcome, world.start()) == ("hit", "hit")
+        assert world.start() == "hit"
+        on_another_host("third")
+        proxy.answer(403, "AccessDenied")
+        assert world.start() == "fail"
+        with pytest.raises(SourceError, match="s3:GetObject"):
+            world.predicted()
+        proxy.heal()
+        assert (world.predicted().outcome, world.start()) == ("hit", "hit")

@@ -1,0 +1,136 @@
+"""What the compiled code of the cpu engine depends on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.engine import EngineLoadError
+from workers.engines import cpu_artifacts
+from workers.engines.cpu import CpuEngine
+
+Shape = dict[str, Any]
+SHAPE: Shape = {
+    "dtype": "fp32",
+    "slots": 2,
+    "max_len": 32,
+    "prefill_buckets": [16],
+    "decode_buckets": [32],
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with nothing but a config."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return tmp_path
+
+
+def test_the_same_model_on_the_same_machine_has_one_manifest(source: Path) -> None:
+    """It is JSON, and holds no path of the model."""
+    first = cpu_artifacts.manifest(source, **SHAPE)
+    assert json.loads(json.dumps(first)) == cpu_artifacts.manifest(source, **SHAPE)
+    assert str(source) not in json.dumps(first)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "bf16"},
+        {"slots": 3},
+        {"max_len": 64, "decode_buckets": [64]},
+        {"prefill_buckets": [8, 16]},
+        {"decode_buckets": [16, 32]},
+    ],
+)
+def test_another_shape_has_another_manifest(source: Path, other: Shape) -> None:
+    """Each is a graph of its own."""
+    assert cpu_artifacts.manifest(source, **SHAPE | other) != cpu_artifacts.manifest(source, **SHAPE)
+
+
+def _other_config(source: Path, _: pytest.MonkeyPatch) -> None:
+    (source / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 2}))
+
+
+def _other_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = source / "other-g++"
+    fake.write_text("#!/bin/sh\necho another 1.0\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+
+
+def _other_python(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/elsewhere")
+
+
+def _other_cpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_artifacts, "cpu_target", lambda: "x86_64 plain 00000000")
+
+
+def _other_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = cpu_artifacts.metadata.version
+    monkeypatch.setattr(cpu_artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
+
+
+@pytest.mark.parametrize("change", [_other_config, _other_compiler, _other_python, _other_cpu, _other_torch])
+def test_another_machine_or_model_has_another_manifest(
+    source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, pytest.MonkeyPatch], None]
+) -> None:
+    """Code of one does not do for the other, or torch would not find it."""
+    before = cpu_artifacts.manifest(source, **SHAPE)
+    change(source, monkeypatch)
+    assert cpu_artifacts.manifest(source, **SHAPE) != before
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what mends it; a variable that names another one is named too."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(EngineLoadError) as caught:
+        cpu_artifacts.check_compiler()
+    assert (caught.value.id, "g++" in caught.value.what, "apt-get" in caught.value.hint) == (
+        "compiler-missing",
+        True,
+        True,
+    )
+    monkeypatch.setenv("CXX", "clang-of-mine")
+    with pytest.raises(EngineLoadError, match="clang-of-mine"):
+        cpu_artifacts.check_compiler()
+
+
+def test_without_a_compiler_a_manifest_is_still_told(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicting is for machines that compile nothing as well."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert cpu_artifacts.manifest(source, **SHAPE)["compiler"] == ""
+
+
+def test_a_model_is_refused_where_no_compiler_is(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its load, before anything is compiled; what was begun is not whole."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    engine = CpuEngine(checkpoint("llama"), slots=1, max_len=16, threads=1, compile=True, compiled=tmp_path / "kept")
+    with pytest.raises(EngineLoadError, match="compiler-missing"):
+        engine.load()
+    assert list((tmp_path / "kept").glob("*/corewright.json")) == []
+
+
+def test_a_config_that_is_missing_is_told(tmp_path: Path) -> None:
+    """Its path is in the error."""
+    with pytest.raises(EngineLoadError, match="config-unreadable"):
+        cpu_artifacts.manifest(tmp_path, **SHAPE)
+
+
+def test_an_entry_without_code_is_not_whole(tmp_path: Path) -> None:
+    """Whatever else lies there."""
+    (tmp_path / cpu_artifacts.CODE).mkdir()
+    assert not cpu_artifacts.is_whole(tmp_path)
+    (tmp_path / cpu_artifacts.CODE / "a.so").touch()
+    assert cpu_artifacts.is_whole(tmp_path)

@@ -1,0 +1,112 @@
+"""What a host does once for all that wait for it, and for no longer than somebody does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from workers.artifacts.flights import LEASE_S, Flights
+from workers.artifacts.listing import SourceError, Stopped
+from workers.artifacts.progress import Progress
+from workers.status import Failure, Reaction
+
+DEADLINE_S = 10.0
+
+
+class Played:
+    """Work that a test lets go on, and how often it was begun."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.running = threading.Event()
+        self.go_on = threading.Event()
+        self.stopped = threading.Event()
+
+    def __call__(self, progress: Progress, stop: threading.Event) -> str:
+        self.begun += 1
+        progress.enter("fetching")
+        self.running.set()
+        while not self.go_on.wait(0.005):
+            if stop.is_set():
+                self.stopped.set()
+                raise Stopped("asked to")
+        return f"end {self.begun}"
+
+
+def asked(flights: Flights[str], who: str, work: Callable[[Progress, threading.Event], str]) -> str | Failure | None:
+    return flights.ask(who, "key", "s3://models/one", work, DEADLINE_S)
+
+
+def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
+    """Who asks later begins anew."""
+    work, flights = Played(), Flights[str]()
+    told: list[str | Failure | None] = []
+    threads = [threading.Thread(target=lambda who=who: told.append(asked(flights, who, work))) for who in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    assert work.running.wait(DEADLINE_S)
+    assert flights.ask("a", "key", "s3://models/one", work, 0.0) is None
+    assert [(one.source, one.phase) for one in flights.progress()] == [("s3://models/one", "fetching")]
+    work.go_on.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+    assert told == ["end 1", "end 1"]
+    assert flights.progress() == []
+    assert asked(flights, "c", work) == "end 2"
+
+
+def test_what_nobody_waits_for_any_more_is_stopped() -> None:
+    """Not before the last one has left."""
+    work, flights = Played(), Flights[str]()
+    for who in ("a", "b"):
+        assert flights.ask(who, "key", "one", work, 0.0) is None
+    assert work.running.wait(DEADLINE_S)
+    told: list[str | Failure | None] = []
+    late = threading.Thread(target=lambda: told.append(asked(flights, "b", work)))
+    late.start()
+    flights.leave("a")
+    assert not work.stopped.wait(0.05)
+    flights.leave("b")
+    assert work.stopped.wait(DEADLINE_S)
+    late.join(DEADLINE_S)
+    assert told == [Failure("nobody-waits", "nobody waits for one any more")]
+
+
+def test_who_does_not_ask_again_has_gone() -> None:
+    """As a controller that was killed; one that asks in time goes on waiting for the same."""
+    now = [0.0]
+    work, flights = Played(), Flights[str](clock=lambda: now[0])
+    assert flights.ask("a", "key", "one", work, 0.0) is None
+    now[0] = LEASE_S - 1
+    assert flights.ask("a", "key", "one", work, 0.0) is None
+    now[0] = 2 * LEASE_S - 2
+    flights.look()
+    assert (work.begun, work.stopped.is_set()) == (1, False)
+    now[0] = 3 * LEASE_S
+    flights.look()
+    assert work.stopped.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (SourceError("s3-denied", "no s3:GetObject", "a hint"), Failure("s3-denied", "no s3:GetObject", "a hint")),
+        (SourceError("pickle-refused", "pickled"), Failure("pickle-refused", "pickled", reaction=Reaction.STOP)),
+        (OSError("the disk"), Failure("fetch-failed", "s3://models/one: OSError: the disk")),
+    ],
+)
+def test_a_failure_is_told_and_the_next_one_begins_anew(error: Exception, failure: Failure) -> None:
+    """What no second attempt could mend is not tried again."""
+    begun = []
+
+    def fail(progress: Progress, stop: threading.Event) -> str:
+        begun.append(1)
+        raise error
+
+    flights = Flights[str]()
+    assert asked(flights, "a", fail) == failure
+    assert asked(flights, "a", fail) == failure
+    assert len(begun) == 2

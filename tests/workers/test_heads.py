@@ -1,0 +1,167 @@
+"""The small files of sources elsewhere, kept on this machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from workers.artifacts.heads import KEPT_S, MARK, Asked, Heads
+from workers.artifacts.listing import Listing, RemoteFile, SourceError
+from workers.artifacts.progress import Progress
+
+ASKED = Asked(source="org/model")
+CONFIG = b'{"model_type": "llama"}'
+
+
+class Source:
+    """Of which a test says what it holds, and whether it answers."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = {"config.json": CONFIG, "model.safetensors": b"w" * 1000, **files}
+        self.commit = "c1"
+        self.error: SourceError | None = None
+        self.listed = 0
+        self.sent: list[str] = []
+
+    def open(self, asked: Asked) -> Source:
+        return self
+
+    def listing(self) -> Listing:
+        self.listed += 1
+        if self.error is not None:
+            raise self.error
+        files = [RemoteFile(name=name, size=len(data), tag=str(hash(data))) for name, data in self.files.items()]
+        return Listing(source=ASKED.source, revision=self.commit, files=tuple(files))
+
+    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
+        for file in listing.files:
+            self.sent.append(file.name)
+            (folder / file.name).write_bytes(self.files[file.name])
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def heads(tmp_path: Path, source: Source) -> Heads:
+    return Heads(tmp_path / "heads", source.open)
+
+
+def test_the_small_files_are_fetched_once(heads: Heads, source: Source) -> None:
+    """And no weights, though all files are known; asked again it is listed again, and nothing is sent."""
+    seen = heads.look(ASKED)
+    assert seen.away is None
+    assert sorted(path.name for path in Path(seen.head.folder).iterdir()) == ["config.json", MARK]
+    assert seen.head.names == ("config.json", "model.safetensors")
+    assert seen.head.commit == "c1"
+    assert heads.look(ASKED) == seen
+    assert (source.listed, source.sent) == (2, ["config.json"])
+
+
+def test_what_is_known_is_taken_without_a_question(heads: Heads, source: Source) -> None:
+    """`get` asks only the first time."""
+    assert heads.get(ASKED) == heads.get(ASKED) == heads.look(ASKED)
+    assert source.listed == 2
+
+
+def test_new_content_is_another_head(heads: Heads, source: Source) -> None:
+    """The old one stays for who reads it."""
+    old = heads.look(ASKED).head
+    source.files["model.safetensors"] = b"new"
+    new = heads.look(ASKED).head
+    assert new.folder != old.folder
+    assert heads.known(ASKED) == new
+    assert heads.kept(old.listing.key) == old
+
+
+@pytest.mark.parametrize("id", ["s3-unreachable", "hub-unreachable", "hub-offline", "s3-denied", "s3-no-credentials"])
+def test_a_source_that_is_away_is_as_it_was(heads: Heads, source: Source, id: str) -> None:
+    """With the reason; without anything known, the error."""
+    source.error = SourceError(id, "gone")
+    with pytest.raises(SourceError):
+        heads.look(ASKED)
+    source.error = None
+    known = heads.look(ASKED).head
+    source.error = SourceError(id, "gone")
+    seen = heads.look(ASKED)
+    assert (seen.head, seen.away) == (known, source.error)
+
+
+@pytest.mark.parametrize("id", ["s3-not-found", "hub-not-found", "pickle-refused"])
+def test_what_the_source_says_of_itself_counts_more_than_what_was(heads: Heads, source: Source, id: str) -> None:
+    """A model that is gone is gone."""
+    heads.look(ASKED)
+    source.error = SourceError(id, "no")
+    with pytest.raises(SourceError) as told:
+        heads.look(ASKED)
+    assert told.value.id == id
+
+
+def test_what_may_be_fetched_is_part_of_the_question(heads: Heads, source: Source) -> None:
+    """What was seen with pickles allowed is nothing for who does not allow them."""
+    heads.look(Asked(source="org/model", allow_pickle=True))
+    assert heads.known(ASKED) is None
+
+
+def test_a_fetch_that_breaks_off_leaves_nothing(heads: Heads, source: Source, tmp_path: Path) -> None:
+    """And nothing that looks whole."""
+    del source.files["config.json"]
+    source.files["config.json"] = CONFIG
+    broken = KeyError("broken")
+
+    def fetch(listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
+        (folder / "config.json").write_bytes(b"{")
+        raise broken
+
+    source.fetch = fetch  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        heads.look(ASKED)
+    assert list((tmp_path / "heads").rglob("config.json")) == []
+
+
+def test_many_who_ask_at_once_get_the_same(heads: Heads) -> None:
+    """Also where each of them fetches."""
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(heads.look(ASKED).head)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 8
+    assert len({head.folder for head in found}) == 1
+    assert (Path(found[0].folder) / "config.json").read_bytes() == CONFIG
+
+
+def test_a_home_that_cannot_be_written_is_told(tmp_path: Path, source: Source) -> None:
+    """With the path."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SourceError, match="file") as told:
+        Heads(tmp_path / "file" / "heads", source.open).look(ASKED)
+    assert told.value.id == "heads-unwritable"
+
+
+def test_a_fleet_stays_at_its_commits(heads: Heads, source: Source) -> None:
+    """What is pinned is found again, and stays when others forget what they have not asked for in a month."""
+    old = heads.look(ASKED).head
+    heads.pin("fleet-1", {ASKED.digest: old})
+    source.commit, source.files["model.safetensors"] = "c2", b"new"
+    loose = heads.look(ASKED).head
+    source.files["model.safetensors"] = b"newer"
+    for head in (old, loose):
+        os.utime(Path(head.folder) / MARK, (0, time.time() - KEPT_S - 60))
+    heads.look(ASKED)
+    assert heads.pins("fleet-1") == {ASKED.digest: old}
+    assert heads.pins("fleet-2") == {}
+    assert not Path(loose.folder).exists()
+
+
+@pytest.mark.parametrize("key", ["../../etc", "", "x", "." * 32, "a/b" * 11])
+def test_no_key_leads_out_of_the_folder(heads: Heads, key: str) -> None:
+    """Keys are read from files."""
+    assert heads.kept(key) is None

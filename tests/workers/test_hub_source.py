@@ -1,0 +1,300 @@
+"""Models of the hub, from a server that speaks its API over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub import SIGNATURE, TOKEN, HubServer, Repo, tag_of
+from workers.artifacts.hub import STAGING, HubRemote
+from workers.artifacts.listing import Listing, SourceError, Stopped
+from workers.artifacts.patience import Patience
+from workers.artifacts.progress import Progress
+from workers.artifacts.sources import open_remote
+
+ID = "org/tiny"
+WEIGHTS = os.urandom(300_000)
+FILES = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}" * 999, "model.safetensors": WEIGHTS}
+HURRIED = Patience(seconds=5.0, first_s=0.001, longest_s=0.01)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """With one model. Pauses of huggingface_hub itself take no time."""
+    from huggingface_hub import constants
+
+    with HubServer() as server:
+        for name, value in {**server.env, "HF_HOME": str(tmp_path / "hf")}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+        server.repos[ID] = Repo()
+        server.repos[ID].commit(FILES)
+        yield server
+
+
+def remote(revision: str | None = None, patience: Patience = HURRIED) -> HubRemote:
+    return HubRemote(ID, revision, patience=patience)
+
+
+def fetched(listing: Listing, folder: Path, patience: Patience = HURRIED) -> Progress:
+    progress = Progress(ID)
+    remote(patience=patience).fetch(listing, folder, progress, threading.Event())
+    return progress
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_listing_tells_the_commit_and_the_hubs_digests(hub: HubServer) -> None:
+    """Git's digests of small files, SHA-256 of large ones."""
+    found = remote().listing()
+    assert found.revision == hub.repos[ID].names["main"]
+    assert {file.name: (file.size, file.tag) for file in found.files} == {
+        name: (len(data), tag_of(name, data)) for name, data in FILES.items()
+    }
+    assert [file.checksum.partition(":")[0] for file in found.files] == ["git-sha1", "sha256", "git-sha1"]
+
+
+def test_a_fetch_brings_the_files_and_nothing_else(hub: HubServer, tmp_path: Path) -> None:
+    """Every byte once; what is there already is not asked for again."""
+    listing = remote().listing()
+    progress = fetched(listing, tmp_path / "a")
+    assert contents(tmp_path / "a") == FILES
+    assert (progress.status().done, progress.moved, hub.sent) == (listing.bytes, listing.bytes, listing.bytes)
+    assert fetched(listing, tmp_path / "a").status().done == listing.bytes
+    assert hub.sent == listing.bytes
+
+
+def test_the_commit_is_fetched_that_was_listed(hub: HubServer, tmp_path: Path) -> None:
+    """Also when the branch has moved meanwhile; a tag and a commit stay what they were."""
+    first = hub.repos[ID].commit(FILES, "main", "v1")
+    listing = remote().listing()
+    hub.repos[ID].commit({**FILES, "model.safetensors": b"other"})
+    fetched(listing, tmp_path)
+    assert contents(tmp_path) == FILES
+    assert remote("v1").listing() == remote(first).listing() == listing
+    assert remote().listing().revision != first
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("fault", ["flips", "cuts"])
+def test_what_arrives_damaged_or_short_is_fetched_again(hub: HubServer, tmp_path: Path, name: str, fault: str) -> None:
+    """Twice is borne."""
+    getattr(hub, fault)[name] = 2
+    listing = remote().listing()
+    progress = fetched(listing, tmp_path)
+    assert contents(tmp_path) == FILES
+    assert progress.status().done == listing.bytes
+    assert progress.moved >= listing.bytes + (2 * len(FILES[name]) if fault == "flips" else 0)
+
+
+def test_answers_that_the_hub_is_busy_are_borne(hub: HubServer, tmp_path: Path) -> None:
+    """503, to the listing and to every kind of request for a file."""
+    hub.busy = 3
+    listing = remote().listing()
+    hub.busy = 12
+    fetched(listing, tmp_path)
+    assert contents(tmp_path) == FILES
+    assert hub.busy == 0
+
+
+def test_a_file_that_stays_damaged_never_gets_its_name(hub: HubServer, tmp_path: Path) -> None:
+    """The others are kept for the next time."""
+    hub.flips["model.safetensors"] = 99
+    with pytest.raises(SourceError) as refused:
+        fetched(remote().listing(), tmp_path)
+    assert refused.value.id == "hub-damaged"
+    assert "model.safetensors" in refused.value.what
+    assert contents(tmp_path) == {name: FILES[name] for name in ("config.json", "tokenizer.json")}
+
+
+def test_a_hub_that_is_away_is_waited_for(hub: HubServer, tmp_path: Path) -> None:
+    """Until it is back; asked in vain so often before."""
+    listing = remote().listing()
+    hub.away()
+    waits: list[float] = []
+    coming = threading.Lock()
+
+    def wait(stop: threading.Event, seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) >= 5 and coming.acquire(blocking=False):
+            hub.back()
+        return False
+
+    fetched(listing, tmp_path, Patience(seconds=60.0, wait=wait))
+    assert contents(tmp_path) == FILES
+    assert len(waits) >= 5
+
+
+def test_a_hub_that_stays_away_is_told_by_its_name(hub: HubServer) -> None:
+    """With the variable that decides whom we ask."""
+    hub.away()
+    with pytest.raises(SourceError, match="HF_ENDPOINT") as refused:
+        remote(patience=Patience(seconds=0.0)).listing()
+    assert refused.value.id == "hub-unreachable"
+    assert "127.0.0.1" in refused.value.what
+
+
+def test_a_fetch_that_is_stopped_goes_on_later(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that were whole by then stay, and no other is there."""
+    stop = threading.Event()
+
+    class StopsAtWeights(Progress):
+        def transferred(self, count: int) -> None:
+            super().transferred(count)
+            if count > 10_000:
+                stop.set()
+
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**16)
+    listing = remote().listing()
+    with pytest.raises(Stopped):
+        remote().fetch(listing, tmp_path, StopsAtWeights(ID), stop)
+    assert "model.safetensors" not in contents(tmp_path)
+    assert set(contents(tmp_path)) <= set(FILES)
+    fetched(listing, tmp_path)
+    assert set(contents(tmp_path)) == set(FILES)
+
+
+KILLED = """
+import sys, threading
+from pathlib import Path
+from workers.artifacts.hub import HubRemote
+from workers.artifacts.progress import Progress
+remote = HubRemote(sys.argv[1])
+listing = remote.listing()
+remote.fetch(listing, Path(sys.argv[2]), Progress(""), threading.Event())
+"""
+
+
+@pytest.mark.slow
+def test_after_a_kill_only_what_is_missing_is_fetched(hub: HubServer, tmp_path: Path) -> None:
+    """kill -9 in the middle of the weights: no half of a file has its name, and whole ones are not fetched again."""
+    half = hub.held["model.safetensors"] = threading.Event()
+    process = subprocess.Popen([sys.executable, "-c", KILLED, ID, str(tmp_path / "a")])
+    try:
+        assert half.wait(60)
+        small = {"config.json", "tokenizer.json"}
+        while not small <= set(contents(tmp_path / "a")):
+            half.wait(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (tmp_path / "a" / STAGING).exists()
+    assert not (tmp_path / "a" / "model.safetensors").exists()
+    hub.held.clear()
+    before = hub.sent
+    fetched(remote().listing(), tmp_path / "a")
+    assert contents(tmp_path / "a") == FILES
+    assert hub.sent - before == len(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("repo", "revision", "id"),
+    [
+        ("org/none", None, "hub-not-found"),
+        ("org/private", None, "hub-not-found"),
+        (ID, "v9", "hub-not-found"),
+        ("a/b/c", None, "hub-not-found"),
+        ("org/..", None, "hub-not-found"),
+    ],
+)
+def test_what_is_not_there_is_told_at_once(hub: HubServer, repo: str, revision: str | None, id: str) -> None:
+    """No second try, and the name is in the text."""
+    hub.repos["org/private"] = Repo(private=True)
+    hub.repos["org/private"].commit(FILES)
+    with pytest.raises(SourceError) as refused:
+        HubRemote(repo, revision).listing()
+    assert refused.value.id == id
+    assert repo in refused.value.what
+    assert len([one for one in hub.asked if one.path.startswith("/api/models")]) <= 1
+
+
+def test_terms_that_nobody_has_accepted_are_told(hub: HubServer, tmp_path: Path) -> None:
+    """A gated model lists its files to everybody."""
+    hub.repos[ID].gated = True
+    with pytest.raises(SourceError, match="terms") as refused:
+        fetched(remote().listing(), tmp_path)
+    assert refused.value.id == "hub-denied"
+
+
+def test_what_is_no_hub_is_told(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address with a path too much, for one."""
+    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/elsewhere")
+    with pytest.raises(SourceError) as refused:
+        remote().listing()
+    assert refused.value.id in ("hub-refused", "hub-not-found")
+
+
+def test_the_token_opens_a_private_model_and_is_told_to_nobody(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes from the environment, goes to the hub alone, and with faults and at every level stays out of the log,
+    as the signed addresses do."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.repos[ID].private = True
+    hub.cuts["model.safetensors"] = 1
+    hub.flips["model.safetensors"] = 1
+    fetched(remote().listing(), tmp_path)
+    assert contents(tmp_path) == FILES
+    hub.flips["model.safetensors"] = 99
+    with pytest.raises(SourceError) as refused:
+        fetched(remote().listing(), tmp_path / "b")
+    assert {one.token for one in hub.asked if one.path.startswith("/api/models")} == {TOKEN}
+    assert {one.token for one in hub.asked if "/cdn/" in one.path} == {""}
+    for told in (caplog.text, str(refused.value), repr(refused.value.__context__)):
+        assert TOKEN not in told
+        assert SIGNATURE not in told
+
+
+def test_offline_the_hubs_own_cache_is_taken(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and verified, without a question to anybody; and it is the same artifact."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(ID, endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
+    listing = remote().listing()
+    asked = len(hub.asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = remote().listing()
+    fetched(found, tmp_path / "a")
+    assert (found.key, found.revision) == (listing.key, listing.revision)
+    assert contents(tmp_path / "a") == FILES
+    assert len(hub.asked) == asked
+
+
+def test_offline_what_is_not_there_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the model, another revision, or a shard too few."""
+    from huggingface_hub import snapshot_download
+
+    index = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    shards = {"model.safetensors.index.json": index, "model-00001-of-00002.safetensors": b"x"}
+    hub.repos["org/part"] = Repo()
+    hub.repos["org/part"].commit({**shards, "config.json": b"{}"})
+    snapshot_download("org/part", endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
+    asked = len(hub.asked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for repo, revision in ((ID, None), ("org/part", "v2"), ("org/part", None)):
+        with pytest.raises(SourceError, match="HF_HUB_OFFLINE") as refused:
+            HubRemote(repo, revision).listing()
+        assert refused.value.id == "hub-offline"
+    assert len(hub.asked) == asked
+
+
+def test_a_source_is_opened_by_the_form_of_its_name(hub: HubServer) -> None:
+    """A path is nothing to be fetched, and S3 has no revisions."""
+    assert open_remote(ID).listing().source == ID
+    with pytest.raises(ValueError, match="is a path"):
+        open_remote("./models/tiny")
+    with pytest.raises(SourceError) as refused:
+        open_remote("s3://models/tiny", "v1")
+    assert refused.value.id == "revision-without-hub"

@@ -1,0 +1,160 @@
+"""Which files of a source are fetched, and how models are laid out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.artifacts.layout import head, layout_of, selected, served_by
+from workers.artifacts.listing import Listing, RemoteFile, SourceError
+from workers.neff_cache.record import LOCK_FILE
+
+SAFE = ("config.json", "model.safetensors", "tokenizer.json")
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+SPLIT = ("pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.safetensors")
+SPLIT_PICKLED = ("pytorch_model.bin/key_to_filename.json", "pytorch_model.bin/p0.bin")
+CONFIG = "config.json"
+
+
+def listed(*names: str) -> Listing:
+    files = tuple(RemoteFile(name=name, size=10, tag="t") for name in sorted(names))
+    return Listing(source="org/model", revision="c0", files=files)
+
+
+def taken(*names: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> set[str]:
+    found = selected(listed(*names), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    assert (found.source, found.revision) == ("org/model", "c0")
+    return {file.name for file in found.files}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        ("pytorch_model.bin",),
+        ("pytorch_model-00001-of-00001.bin", "model.pt", "consolidated.00.pth"),
+        ("optimizer.pt", "training_args.bin", "rng_state_0.pth"),
+        ("model.gguf", "tf_model.h5", "flax_model.msgpack", "model.onnx", "onnx/model.onnx", "64.tflite"),
+        ("original/consolidated.00.pth", "runs/events", "coreml/x.mlmodel"),
+        ("consolidated.safetensors", "adapter_model.safetensors", "model.fp16.safetensors", "other.safetensors"),
+        ("modeling_own.py", "README.md", "logo.png", ".gitattributes"),
+        ("corewright-artifact.json", "corewright-head.json"),
+        SPLIT_PICKLED,
+    ],
+)
+def test_safetensors_come_alone(beside: tuple[str, ...]) -> None:
+    """No other form of the weights, nothing of other programs, no code and nothing of ours."""
+    assert taken(*SAFE, *beside) == set(SAFE)
+
+
+def test_all_shards_of_an_index_come() -> None:
+    """Whatever they are called; other precisions and formats do not."""
+    others = ("consolidated.safetensors", "model.fp16-00001-of-00001.safetensors")
+    assert taken(CONFIG, INDEX, *SHARDS, "odd.safetensors", *others) == {CONFIG, INDEX, *SHARDS, "odd.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pytorch_model.bin",),
+        ("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"),
+        ("consolidated.00.pth",),
+        ("weights.ckpt",),
+        SPLIT_PICKLED,
+        ("neuron_config.json", "model.pt", "model.safetensors"),
+        ("checkpoint/pytorch_model.bin", "compiled/a.neff"),
+    ],
+)
+def test_pickles_are_refused_unless_they_are_allowed(names: tuple[str, ...]) -> None:
+    """Before a byte of them is fetched; where they are allowed all of them come."""
+    with pytest.raises(SourceError, match=r"org/model are pickled") as refused:
+        taken(CONFIG, *names)
+    assert refused.value.id == "pickle-refused"
+    assert taken(CONFIG, *names, allow_pickle=True) == {CONFIG, *names}
+
+
+def test_of_pickles_those_come_that_are_read() -> None:
+    """Not the original's beside transformers' own."""
+    allowed = taken(CONFIG, "pytorch_model.bin", "consolidated.00.pth", allow_pickle=True)
+    assert allowed == {CONFIG, "pytorch_model.bin"}
+
+
+def test_the_proof_of_compiled_files_comes_with_them() -> None:
+    """What corewright wrote beside NEFFs is no file of the store."""
+    names = {CONFIG, "checkpoint/config.json", "checkpoint/model.safetensors", "compiled/a.neff"}
+    assert taken(*names, f"compiled/{LOCK_FILE}") == {*names, f"compiled/{LOCK_FILE}"}
+
+
+def test_code_comes_only_where_it_is_trusted() -> None:
+    """Python files are not even fetched otherwise."""
+    names = (*SAFE, "modeling_own.py", "tokenization_own.py")
+    assert taken(*names) == set(SAFE)
+    assert taken(*names, trust_remote_code=True) == set(names)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.json", "/etc/x.json", "a/../../x", "a//b", "./x", "a/.", "", "x\0.json", "n" * 256]
+)
+def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    """Whoever writes into the bucket does not write into our home."""
+    with pytest.raises(SourceError) as refused:
+        taken(*SAFE, name)
+    assert refused.value.id == "name-unsafe"
+
+
+def test_without_a_config_it_is_no_model() -> None:
+    """A prefix one level too high, for one."""
+    with pytest.raises(SourceError, match=r"llama/config\.json") as refused:
+        taken("llama/config.json", "llama/model.safetensors")
+    assert refused.value.id == "layout-unknown"
+
+
+@given(
+    st.sets(st.sampled_from([*SAFE, *SHARDS, INDEX, *SPLIT, *SPLIT_PICKLED, "pytorch_model.bin.x", "a.py", "x.bin"]))
+)
+def test_what_is_taken_is_taken_again(names: set[str]) -> None:
+    """Selecting twice is selecting once; what is left out never decides."""
+    once = selected(listed(CONFIG, *names), allow_pickle=True, trust_remote_code=True)
+    assert selected(once, allow_pickle=True, trust_remote_code=True) == once
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "layout", "engines"),
+    [
+        (SAFE, {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference")),
+        ((CONFIG,), {}, "hf", ("cpu", "transformers-neuronx", "nxd-inference")),
+        ((CONFIG, *SPLIT), {}, "split", ("transformers-neuronx",)),
+        (
+            (CONFIG, "checkpoint/config.json", "checkpoint/pytorch_model.bin/p0.bin", "compiled/a.neff"),
+            {"neuron": {}},
+            "optimum",
+            ("transformers-neuronx",),
+        ),
+        ((CONFIG, "compiled/a.neff"), {"neuron": {"task": "text-generation"}}, "optimum", ("transformers-neuronx",)),
+        (
+            (CONFIG, "neuron_config.json", "model.pt", "checkpoint/weights/tp0_sharded_checkpoint.safetensors"),
+            {},
+            "optimum",
+            (),
+        ),
+        ((CONFIG, "neuron_config.json", "model.pt"), {}, "presharded", ()),
+        ((CONFIG, "model.pt", "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ()),
+        ((CONFIG, "model-rank0.safetensors"), {"neuron_sharded_weights": True}, "presharded", ()),
+    ],
+)
+def test_layouts_are_known_by_names_and_config(
+    names: tuple[str, ...], config: dict[str, object], layout: str, engines: tuple[str, ...]
+) -> None:
+    """And by which engines each is loaded."""
+    found = layout_of(names, config)
+    assert (found, served_by(found, names)) == (layout, engines)
+
+
+def test_a_head_holds_small_files_of_the_root() -> None:
+    """The config and the tokenizer; no weights, no index, no folders, nothing huge."""
+    huge = RemoteFile(name="vocab.json", size=65 * 2**20, tag="t")
+    small = listed(*SAFE, INDEX, "merges.txt", "tokenizer.model", "chat_template.jinja", "compiled/x.json")
+    found = head(Listing(source="s", files=(*small.files, huge)))
+    expected = {CONFIG, "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
+    assert {file.name for file in found.files} == expected

@@ -1,0 +1,152 @@
+"""What is in Neuron's persistent cache is told as the next start meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.workers.neffs import COMPILER, FLAGS, GRAPH, graph
+from workers import neuron_cache
+from workers.artifacts.listing import RemoteFile
+from workers.neff_cache import upkeep
+from workers.neff_cache.entries import State, listed_entries, read_entries, state_of
+
+FINISHED = {"model.neff": "NEFF", "model.done": ""}
+LOCK = "model.hlo_module.pb.lock"
+
+
+@pytest.fixture(autouse=True)
+def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command lines of compilers that run; and nothing is waited for."""
+    commands: list[str] = []
+    monkeypatch.setattr(neuron_cache, "compilers", lambda: commands)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("files", "state"),
+    [
+        (FINISHED, State.SUCCESS),
+        ({**FINISHED, "model.log": "warnings"}, State.SUCCESS),
+        ({**FINISHED, LOCK: ""}, State.SUCCESS),
+        ({"model.log": "neuronx-cc failed with 70"}, State.FAILED),
+        ({"model.log": "neuronx-cc failed with 70", LOCK: ""}, State.STALE),
+        ({LOCK: "", "model.hlo_module.pb": "graph"}, State.STALE),
+        ({"model.hlo_module.pb": "graph"}, State.EMPTY),
+        ({"model.neff": "half of"}, State.EMPTY),
+        ({"model.neff": "", "model.done": ""}, State.EMPTY),
+        ({}, State.EMPTY),
+    ],
+)
+def test_an_entry_has_the_state_that_a_start_meets(tmp_path: Path, files: dict[str, str], state: State) -> None:
+    """By AWS's rules; and a NEFF without a byte, which a power failure leaves, is none."""
+    graph(tmp_path, **files)
+    (entry,) = read_entries(tmp_path)
+    assert entry.state is state
+
+
+def test_an_entry_tells_its_compiler_key_flags_size_and_last_words(tmp_path: Path) -> None:
+    """What `cache ls` shows."""
+    flags = ["--model-type=transformer", "-O1"]
+    log = "compiling\n[NCC_EVRF029] Operation sort is not supported\n\n"
+    folder = graph(tmp_path, **{"model.log": log, "compile_flags.json": json.dumps(flags)})
+    os.utime(folder / "model.log", (1e9, 1e9))
+    os.utime(folder / "compile_flags.json", (9e8, 9e8))
+    (entry,) = read_entries(tmp_path)
+    assert (entry.compiler, entry.key, entry.flags_key) == (COMPILER, GRAPH, FLAGS)
+    assert entry.flags == tuple(flags)
+    assert entry.bytes == len(log) + len(json.dumps(flags))
+    assert entry.changed_at == 1e9
+    assert entry.words == "[NCC_EVRF029] Operation sort is not supported"
+
+
+def test_a_lock_is_somebodys_while_a_compiler_works_at_the_graph(tmp_path: Path, nobody_compiles: list[str]) -> None:
+    """Also when a compiler does not tell at which."""
+    folder = graph(tmp_path, **{LOCK: ""})
+    graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{LOCK: ""})
+    nobody_compiles[:] = [f"neuronx-cc compile /tmp/{folder.name}/model.pb"]
+    assert {entry.key: entry.state for entry in read_entries(tmp_path)} == {
+        GRAPH: State.LOCKED,
+        "7be3aa4c6f1c5a0f2f3d": State.STALE,
+    }
+    nobody_compiles[:] = ["neuronx-cc compile graph.hlo"]
+    assert {entry.state for entry in read_entries(tmp_path)} == {State.LOCKED}
+
+
+def test_a_lock_that_was_just_taken_is_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between lock and compiler is a moment."""
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 2.0)
+    folder = graph(tmp_path, **{LOCK: ""})
+    at = (folder / LOCK).stat().st_mtime
+    assert [entry.state for entry in read_entries(tmp_path, now=at + 1.9)] == [State.LOCKED]
+    assert [entry.state for entry in read_entries(tmp_path, now=at + 2.1)] == [State.STALE]
+
+
+def test_of_a_cache_elsewhere_names_and_sizes_tell(tmp_path: Path) -> None:
+    """Who compiles there is not seen, so no lock is stale; and what is no entry is none."""
+    entry = f"neuronxcc-{COMPILER}/MODULE_{GRAPH}+{FLAGS}"
+    other = f"neuronxcc-{COMPILER}/MODULE_{GRAPH}+d41d8cd9"
+    files = {
+        f"{entry}/model.neff": 7,
+        f"{entry}/model.done": 0,
+        f"{other}/{LOCK}": 0,
+        f"neuronxcc-{COMPILER}/README": 3,
+        "corewright/compiled/a/corewright.json": 9,
+        f"{entry}/deeper/model.neff": 1,
+    }
+    found = listed_entries(RemoteFile(name=name, size=size, tag="") for name, size in files.items())
+    assert [(one.name, one.state, one.bytes) for one in found] == [
+        (entry, State.SUCCESS, 7),
+        (other, State.LOCKED, 0),
+    ]
+
+
+def test_there_are_no_entries_where_there_is_no_cache(tmp_path: Path) -> None:
+    """And none are made by looking."""
+    assert read_entries(tmp_path / "nowhere") == ()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_states_are_a_function_of_names() -> None:
+    """Whoever may be at work."""
+    assert state_of({LOCK}) is State.LOCKED
+    assert state_of({LOCK}, at_work=False) is State.STALE
+
+
+# Upkeep
+
+
+def test_failures_are_forgotten_when_they_are_to_be_tried_again(tmp_path: Path) -> None:
+    """All, or those that are named; what is compiled stays."""
+    failed = graph(tmp_path, **{"model.log": "neuronx-cc failed with 70"})
+    other = graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{"model.log": "neuronx-cc failed with 70"})
+    good = graph(tmp_path, key="11111111111111111111", **FINISHED)
+    assert [one.path for one in upkeep.retry(tmp_path, [other.name], dry_run=True)] == [str(other)]
+    assert other.exists()
+    assert [(one.path, one.why) for one in upkeep.retry(tmp_path, [other.name])] == [
+        (str(other), "neuronx-cc failed with 70")
+    ]
+    assert [one.path for one in upkeep.retry(tmp_path)] == [str(failed)]
+    assert good.exists()
+
+
+def test_what_is_of_no_use_is_pruned(tmp_path: Path) -> None:
+    """A stale lock, an empty entry, and a graph that nobody read for long; failures and good graphs stay."""
+    stale = graph(tmp_path, **{LOCK: "", "model.hlo_module.pb": "graph"})
+    empty = graph(tmp_path, key="22222222222222222222", **{"model.hlo_module.pb": "graph"})
+    old = graph(tmp_path, key="33333333333333333333", **FINISHED)
+    good = graph(tmp_path, key="44444444444444444444", **FINISHED)
+    failed = graph(tmp_path, key="55555555555555555555", **{"model.log": "neuronx-cc failed with 70"})
+    for path in [*empty.iterdir(), *old.iterdir(), *failed.iterdir()]:
+        os.utime(path, (1e9, 1e9))
+    before = sorted(tmp_path.rglob("*"))
+    foretold = {one.path for one in upkeep.prune_cache(tmp_path, 86400.0, dry_run=True)}
+    assert sorted(tmp_path.rglob("*")) == before
+    gone = {one.path: one.why for one in upkeep.prune_cache(tmp_path, 86400.0)}
+    assert set(gone) == foretold == {str(stale), str(empty), str(old)}
+    assert [path.exists() for path in (empty, old, good, failed)] == [False, False, True, True]
+    assert not (stale / LOCK).exists()

@@ -1,0 +1,172 @@
+"""What is told of a start follows from what it needs and what is there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.neff_cache.predict import Candidate, Difference, differences, flat, predict
+from workers.neff_cache.record import decoded, encoded, name_of, record_of
+
+WANTED: dict[str, Any] = {
+    "engine": "transformers-neuronx",
+    "versions": {"neuronx-cc": "2.16", "torch": "2.5"},
+    "environment": {"NEURON_CC_FLAGS": "-O1"},
+    "target": "trn1",
+    "lnc": 1,
+    "model": "digest",
+    "options": {
+        "constructor": {
+            "batch_size": 4,
+            "amp": "bf16",
+            "tp_degree": 8,
+            "n_positions": [1024, 2048],
+            "context_length_estimate": [128, 2048],
+        },
+        "neuron": {"attention_layout": "BSH"},
+    },
+    "speculation": [],
+}
+HERE = Candidate("compiled", "/home/compiled/a", WANTED)
+CACHED = Candidate("neff-cache", "/cache", WANTED)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """Another manifest."""
+    made = copy.deepcopy(WANTED)
+    *above, last = path.split(".")
+    place = made
+    for name in above:
+        place = place[name]
+    place[last] = value
+    return made
+
+
+def beside(manifest: dict[str, Any] | None, *missing: str) -> Candidate:
+    return Candidate("source", "/model/compiled", manifest, missing=missing)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("versions.neuronx-cc", "2.17", "compiler version"),
+        ("environment.NEURON_CC_FLAGS", "-O2", "compiler flags"),
+        ("options.constructor.tp_degree", 4, "tp_degree"),
+        ("options.constructor.amp", "f32", "dtype"),
+        ("options.constructor.batch_size", 8, "batch_size"),
+        ("options.constructor.n_positions", [4096], "n_positions"),
+        ("options.neuron.attention_layout", "HSB", "attention_layout"),
+        ("target", "trn2", "target"),
+        ("lnc", 2, "lnc"),
+        ("speculation", [5], "speculation lengths"),
+        ("model", "another", "config.json"),
+    ],
+)
+def test_a_compile_is_told_with_the_field_that_differs(path: str, value: Any, field: str) -> None:
+    """Both values of it."""
+    there = [Candidate("compiled", "/a", changed(path, value), source="/model")]
+    told = predict(WANTED, there, "/model")
+    assert told.outcome == "compile"
+    assert [(one.field, one.found) for one in told.why] == [(field, value)]
+    assert str(told.why[0]).startswith(f"{field}: needs ")
+
+
+def test_of_several_the_nearest_tells_why() -> None:
+    """And another model's tell nothing."""
+    near, far = changed("lnc", 2), changed("lnc", 2) | {"target": "trn2"}
+    there = [Candidate("compiled", "/far", far), Candidate("compiled", "/near", near)]
+    assert predict(WANTED, there, "/model").place == "/near"
+    other = Candidate("compiled", "/other", changed("model", "another"), source="/another model")
+    assert predict(WANTED, [other], "/model").reason == "nothing of this model was compiled"
+
+
+@pytest.mark.parametrize(
+    ("there", "outcome", "where"),
+    [
+        ([], "compile", "nothing"),
+        ([HERE, CACHED], "hit", "compiled"),
+        ([beside(None), HERE], "hit", "compiled"),
+        ([beside(None), CACHED], "fail", "source"),
+        ([beside(WANTED), CACHED], "hit", "source"),
+        ([beside(WANTED, "a.neff"), CACHED], "fail", "source"),
+        ([beside(changed("lnc", 2))], "fail", "source"),
+        ([Candidate("compiled", "/a", WANTED, missing=("a.neff",)), CACHED], "hit", "neff-cache"),
+        ([Candidate("elsewhere", "s3://a", WANTED), beside(None)], "hit", "elsewhere"),
+        ([Candidate("neff-cache", "/cache", WANTED, missing=("MODULE_a",))], "compile", "neff-cache"),
+        ([Candidate("neff-cache", "/cache", WANTED, missing=("a",), failed=("a",))], "fail", "neff-cache"),
+    ],
+)
+def test_what_a_start_takes_is_what_it_looks_for_first(there: list[Candidate], outcome: str, where: str) -> None:
+    """Its own artifacts, those of other hosts, what came with the model, the cache."""
+    told = predict(WANTED, there, "/model")
+    assert (told.outcome, told.where) == (outcome, where)
+
+
+def test_neffs_beside_the_model_do_not_matter_to_a_compile_ahead() -> None:
+    """It is the way out for who has them and cannot prove them."""
+    assert predict(WANTED, [beside(None)], "/model", ahead=True).outcome == "compile"
+
+
+def test_an_engine_that_compiles_nothing_has_all_it_needs() -> None:
+    """Whatever is there."""
+    assert predict(None, [HERE]).hit
+
+
+@pytest.mark.parametrize(
+    ("found", "hit"),
+    [
+        ({"context_length_estimate": [128, 512, 2048]}, True),
+        ({"n_positions": [512, 1024, 2048]}, True),
+        ({"n_positions": [1024, 2048, 4096]}, False),  # the KV cache of every graph is longer
+        ({"n_positions": [2048]}, False),
+        ({"context_length_estimate": [128, 512, 2048], "tp_degree": 4}, False),
+    ],
+)
+def test_fewer_buckets_are_among_those_of_more(found: dict[str, Any], hit: bool) -> None:
+    """In a cache of graphs; a folder of artifacts is one of its own."""
+    constructor = {**WANTED["options"]["constructor"], **found}
+    made = changed("options.constructor", constructor)
+    assert predict(WANTED, [Candidate("neff-cache", "/cache", made)]).hit == hit
+    assert not predict(WANTED, [Candidate("compiled", "/a", made)]).hit
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+MANIFESTS = st.dictionaries(st.sampled_from(["engine", "options", "shapes", "versions", "dtype", "lnc"]), PLAIN)
+
+
+@given(MANIFESTS, MANIFESTS)
+def test_manifests_differ_just_where_a_field_of_theirs_does(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """And a start hits only what has no difference."""
+    told = differences(one, other)
+    ours, theirs = flat(one), flat(other)
+    assert bool(told) == any(ours.get(path) != theirs.get(path) for path in ours | theirs)
+    assert differences(other, one) == tuple(Difference(why.field, why.found, why.wanted) for why in told)
+    assert differences(one, one) == ()
+    if predict(one, [Candidate("compiled", "/a", other)]).hit:
+        assert one == other
+
+
+@given(MANIFESTS)
+def test_a_record_of_any_manifest_can_be_read_again(manifest: dict[str, Any]) -> None:
+    """Its name is that of the manifest."""
+    made = record_of(manifest)
+    assert decoded(encoded(made)) == made
+    assert made.name == name_of(manifest) == name_of(made.manifest)
+
+
+def test_a_record_names_for_people_what_it_is_of() -> None:
+    """Compiler, flags, shapes, degree, dtype, layout."""
+    made = record_of(WANTED, "/model")
+    assert (made.compiler, made.flags, made.target, made.lnc) == ("2.16", "-O1", "trn1", 1)
+    assert (made.tp_degree, made.dtype, made.layout) == (8, "bf16", {"attention_layout": "BSH"})
+    assert made.shapes == {"batch_size": 4, "n_positions": [1024, 2048], "context_length_estimate": [128, 2048]}

@@ -1,0 +1,413 @@
+"""A NEFF cache comes to a host, and what was compiled there goes back: finished entries only, whatever dies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.s3 import FaultProxy, S3Server
+from tests.workers.neffs import COMPILER, FLAGS, content, finished, graph
+from workers import neuron_cache
+from workers.artifacts.listing import SourceError
+from workers.neff_cache import sync
+from workers.neff_cache.entries import OWN, State, read_entries
+from workers.neff_cache.files import part_of
+from workers.neff_cache.record import missing_graphs, place_of, read_record, record_of, write_record
+from workers.neff_cache.sync import FolderPlace, Localized, Place, localized, place_at, pull, push
+
+NEWER = "2.17.194.0+d312836f"
+DEADLINE_S = 60
+MANIFEST = {"engine": "transformers-neuronx", "versions": {"neuronx-cc": COMPILER}}
+# Says what it brings, and whether it got there.
+PULL = """
+import sys
+from pathlib import Path
+from workers.neff_cache.sync import place_at, pull
+print("begins", flush=True)
+print(len(pull(place_at(sys.argv[1]), Path(sys.argv[2])).entries), flush=True)
+"""
+# Stops before the last file of the first entry is put, and says so.
+PUSH = """
+import sys
+from pathlib import Path
+from workers.neff_cache import sync
+place = sync.place_at(sys.argv[1])
+put = place._bucket.put
+def held(name, path):
+    if name.endswith("model.done"):
+        print("holds", flush=True)
+        sys.stdin.readline()
+    put(name, path)
+place._bucket.put = held
+sync.push(Path(sys.argv[2]), place)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as found:
+        yield found
+
+
+@pytest.fixture
+def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Between this process and S3."""
+    with FaultProxy(server.url) as found:
+        for name, value in found.env.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture
+def bucket(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> str:
+    """The URL of a cache that is empty."""
+    name = f"neffs-{abs(hash(tmp_path))}"
+    return f"{server.bucket(name)}/cache"
+
+
+@pytest.fixture
+def afar(tmp_path: Path) -> Place:
+    """A cache elsewhere, empty: a folder."""
+    (tmp_path / "afar").mkdir()
+    return FolderPlace(tmp_path / "afar")
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
+def either(request: pytest.FixtureRequest) -> Place:
+    """The same, a folder or in S3."""
+    if request.param == "s3":
+        return place_at(request.getfixturevalue("bucket"))
+    found: Place = request.getfixturevalue("afar")
+    return found
+
+
+def kept(cache: Path, *folders: Path, manifest: dict[str, Any] | None = None) -> str:
+    """The record of a model with these graphs."""
+    graphs = {str(folder.relative_to(cache)): part_of(folder / "model.neff") for folder in folders}
+    made = record_of(manifest or MANIFEST, graphs=graphs)
+    write_record(place_of(cache, made.name), made)
+    return made.name
+
+
+def entries(cache: Path) -> dict[str, str]:
+    """The files of the compilers, without those of corewright's own."""
+    return {name: text for name, text in content(cache).items() if not name.startswith(OWN)}
+
+
+def names(place: Place) -> set[str]:
+    return {file.name for file in place.files()}
+
+
+def test_what_was_compiled_on_one_host_comes_to_another(either: Place, tmp_path: Path) -> None:
+    """The entries byte for byte, and the record that proves them."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    name = kept(one, finished(one), finished(one, "22222222222222222222", neff="another"))
+    sent = push(one, either)
+    assert (len(sent.entries), sent.records) == (2, (name,))
+    assert len(pull(either, other).entries) == 2
+    assert entries(other) == entries(one)
+    told = read_record(place_of(other, name))
+    assert told is not None
+    assert missing_graphs(other, told) == ()
+    assert push(one, either).entries == pull(either, other).entries == ()
+
+
+def test_only_finished_entries_move(either: Place, tmp_path: Path) -> None:
+    """No lock, no failure, no half of a NEFF; neither way."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    good = finished(one)
+    (good / "model.log").write_text("warnings")
+    graph(one, "22222222222222222222", **{"model.log": "neuronx-cc failed with 70"})
+    graph(one, "33333333333333333333", **{"model.hlo_module.pb.lock": ""})
+    graph(one, "44444444444444444444", **{"model.neff": "half"})
+    assert len(push(one, either).entries) == 1
+    base = f"neuronxcc-{COMPILER}/{good.name}"
+    assert names(either) == {
+        f"{base}/{file}" for file in ("model.neff", "model.done", "model.hlo_module.pb", "compile_flags.json")
+    }
+    for state, files in {"5" * 20: {"model.neff": b"half"}, "6" * 20: {"model.log": b"failed"}}.items():
+        for file, data in files.items():
+            either.put_bytes(f"neuronxcc-{COMPILER}/MODULE_{state}+{FLAGS}/{file}", data)
+    assert pull(either, other).entries == (base,)
+    assert list(entries(other)) == sorted(f"{base}/{file.name}" for file in good.iterdir() if file.name != "model.log")
+
+
+def test_a_good_entry_is_never_replaced(afar: Place, tmp_path: Path) -> None:
+    """Two hosts that compile a graph at once do not make the same bytes of it; each keeps its own."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    finished(one, neff="of one")
+    (neff,) = (folder / "model.neff" for folder in [finished(other, neff="of the other")])
+    push(one, afar)
+    assert push(other, afar).entries == pull(afar, other).entries == ()
+    assert neff.read_text() == "of the other"
+    third = tmp_path / "third"
+    pull(afar, third)
+    assert [path.read_text() for path in third.rglob("model.neff")] == ["of one"]
+
+
+def test_a_record_that_came_is_of_the_files_that_came(afar: Place, tmp_path: Path) -> None:
+    """Where the graph that another host pushed first is another one than the record tells."""
+    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    finished(one, neff="of one")
+    push(one, afar)
+    name = kept(other, finished(other, neff="of the other"))
+    assert push(other, afar).records == (name,)
+    assert pull(afar, third).records == (name,)
+    told = read_record(place_of(third, name))
+    assert told is not None
+    assert missing_graphs(third, told) == ()
+
+
+def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(afar: Place, tmp_path: Path) -> None:
+    """An empty entry and a failure; and what is locked, which a start looks at before."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    keys = [str(digit) * 20 for digit in range(1, 5)]
+    for key in keys:
+        finished(one, key)
+    push(one, afar)
+    graph(other, keys[0], **{"model.hlo_module.pb": "graph"})
+    graph(other, keys[1], **{"model.log": "neuronx-cc failed with 70"})
+    graph(other, keys[2], **{"model.hlo_module.pb.lock": ""})
+    pull(afar, other)
+    finished_here = [entry.key for entry in read_entries(other) if entry.state is State.SUCCESS]
+    assert finished_here == [keys[0], keys[1], keys[3]]
+
+
+def test_a_model_is_brought_by_its_record_or_by_its_compiler(afar: Place, tmp_path: Path) -> None:
+    """A cache holds those of many models and releases."""
+    one = tmp_path / "one"
+    own = finished(one)
+    finished(one, "22222222222222222222")
+    finished(one, "33333333333333333333", compiler=NEWER)
+    name = kept(one, own)
+    push(one, afar)
+    assert pull(afar, tmp_path / "by record", record=name, compiler=COMPILER).entries == (
+        f"{own.parent.name}/{own.name}",
+    )
+    by_compiler = pull(afar, tmp_path / "by compiler", record="0" * 20, compiler=COMPILER)
+    assert len(by_compiler.entries) == 2
+    assert len(pull(afar, tmp_path / "all").entries) == 3
+
+
+def test_a_record_comes_with_all_of_its_graphs_or_not(afar: Place, tmp_path: Path) -> None:
+    """Neither does one go that tells of a failure."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    first, second = finished(one), finished(one, "22222222222222222222")
+    kept(one, first, second)
+    (second / "model.done").unlink()
+    failed = record_of({"engine": "x"}, failed=("neuronxcc-1/MODULE_a+b",))
+    write_record(place_of(one, failed.name), failed)
+    assert push(one, afar).records == ()
+    (second / "model.done").touch()
+    assert len(push(one, afar).records) == 1
+    assert len(pull(afar, other, compiler=NEWER).records) == 0  # none of its graphs came
+    assert len(pull(afar, other).records) == 1
+
+
+def test_several_who_ask_at_once_bring_each_entry_once(afar: Place, tmp_path: Path) -> None:
+    """The others wait, and find all there."""
+    one = tmp_path / "one"
+    for digit in range(1, 4):
+        finished(one, str(digit) * 20)
+    push(one, afar)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda _: len(pull(afar, tmp_path / "other").entries), range(4)))
+    assert sorted(got) == [0, 0, 0, 3]
+
+
+# Deaths
+
+
+def process(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+def line(of: subprocess.Popen[str]) -> str:
+    assert of.stdout is not None
+    return of.stdout.readline().strip()
+
+
+def kill(one: subprocess.Popen[str]) -> None:
+    one.send_signal(signal.SIGKILL)
+    one.communicate(timeout=DEADLINE_S)
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_in_mid_pull_leaves_whole_entries_alone(
+    bucket: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Where the compiler looks nothing has come; the next pull goes on, and whoever waited was not held up."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    finished(one, "1" * 20, neff="x" * 200_000)
+    push(one, place_at(bucket))
+    key = f"cache/neuronxcc-{COMPILER}/MODULE_{'1' * 20}+{FLAGS}/model.neff"
+    held = proxy.hold(key, 100_000)
+    first = process(PULL, bucket, str(other))
+    assert line(first) == "begins"
+    assert held.reached.wait(DEADLINE_S)
+    assert entries(other) == {}
+    kill(first)
+    proxy.heal()
+    second = process(PULL, bucket, str(other))
+    assert line(second) == "begins"
+    assert line(second) == "1"
+    second.communicate(timeout=DEADLINE_S)
+    assert entries(other) == entries(one)
+    assert not (other / OWN / sync.INCOMING).exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_in_mid_push_leaves_no_finished_entry(bucket: str, tmp_path: Path) -> None:
+    """Another host takes nothing of it, and the next push makes it whole."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    finished(one)
+    first = process(PUSH, bucket, str(one))
+    assert line(first) == "holds"
+    kill(first)
+    assert any(name.endswith("model.neff") for name in names(place_at(bucket)))
+    assert pull(place_at(bucket), other).entries == ()
+    assert len(push(one, place_at(bucket)).entries) == 1
+    assert len(pull(place_at(bucket), other).entries) == 1
+    assert entries(other) == entries(one)
+
+
+def test_what_a_killed_push_left_in_a_folder_is_no_entry(tmp_path: Path) -> None:
+    """It lies where nobody looks, and goes after a day."""
+    one, afar = tmp_path / "one", tmp_path / "afar"
+    finished(one)
+    stray = afar / OWN / f"{sync.STAGED}dead"
+    stray.mkdir(parents=True)
+    (stray / "model.neff").write_text("half")
+    assert pull(FolderPlace(afar), tmp_path / "other").entries == ()
+    os.utime(stray, (1e9, 1e9))
+    push(one, FolderPlace(afar))
+    assert not stray.exists()
+    assert entries(afar) == entries(one)
+
+
+# Denials
+
+
+@pytest.mark.slow
+def test_a_missing_permission_names_the_action_and_the_key(bucket: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    """To list, to read and to write."""
+    finished(tmp_path / "one")
+    push(tmp_path / "one", place_at(bucket))
+    proxy.answer(403, "AccessDenied", methods=("PUT",))
+    finished(tmp_path / "one", "2" * 20)
+    with pytest.raises(SourceError, match=r"s3:PutObject.*MODULE_2222") as write:
+        push(tmp_path / "one", place_at(bucket))
+    proxy.heal()
+    proxy.answer(403, "AccessDenied", key=f"cache/neuronxcc-{COMPILER}/MODULE_cd73c69136bf675613f6+{FLAGS}/model.neff")
+    with pytest.raises(SourceError, match=r"s3:GetObject.*MODULE_cd73") as read:
+        pull(place_at(bucket), tmp_path / "other")
+    proxy.heal()
+    assert [write.value.id, read.value.id] == ["s3-denied"] * 2
+    assert entries(tmp_path / "other") == {}
+
+
+def test_a_folder_that_is_away_is_told(tmp_path: Path) -> None:
+    """It is not taken for an empty cache."""
+    with pytest.raises(SourceError, match="neff-cache-unreadable"):
+        pull(FolderPlace(tmp_path / "away"), tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    finished(tmp_path / "one")
+    afar = FolderPlace(tmp_path / "afar")
+    (tmp_path / "afar").mkdir()
+    (tmp_path / "afar" / OWN).write_text("a file is in the way")
+    with pytest.raises(SourceError, match="neff-cache-unwritable"):
+        push(tmp_path / "one", afar)
+
+
+# Where a process is sent
+
+
+def test_a_cache_in_s3_is_kept_in_a_folder_of_this_host(tmp_path: Path) -> None:
+    """The same for all models that name it."""
+    found = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat"}, tmp_path)
+    assert found is not None
+    assert (found.location, found.why, found.path.parent) == ("s3://neffs/chat", "s3", tmp_path)
+    again = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat", "NEURON_CC_FLAGS": "-O1"}, tmp_path)
+    other = localized({"NEURON_COMPILE_CACHE_URL": "s3://neffs/code"}, tmp_path)
+    assert again == found
+    assert other is not None
+    assert other.path != found.path
+
+
+@pytest.mark.parametrize("flags", ["--no_cache", "--cache_dir=s3://bucket/neffs -O1"])
+def test_what_the_flags_say_of_the_cache_is_left_alone(flags: str, tmp_path: Path) -> None:
+    """They are a part of what graphs are found by."""
+    told = {"NEURON_COMPILE_CACHE_URL": "s3://neffs/chat", "NEURON_CC_FLAGS": flags}
+    assert localized(told, tmp_path) is None
+
+
+def test_a_folder_of_this_host_is_used_where_it_is(tmp_path: Path) -> None:
+    """One that is still to be made, too; nothing is made by asking."""
+    told = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "a" / "neffs")}
+    assert localized(told, tmp_path / "keep") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_many_hosts_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a lock there is stale is seen by nobody."""
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path / "nfs"), fstype="nfs4")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    told = {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "nfs")}
+    found = localized(told, tmp_path / "keep")
+    assert isinstance(found, Localized)
+    assert found.why == "shared"
+
+
+def test_a_folder_that_can_only_be_read_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes do not tell it: it is tried out."""
+    make = tempfile.mkstemp
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if Path(kwargs["dir"]) == tmp_path / "given":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return make(*args, **kwargs)
+
+    (tmp_path / "given").mkdir()
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    found = localized({"NEURON_COMPILE_CACHE_URL": str(tmp_path / "given")}, tmp_path / "keep")
+    assert isinstance(found, Localized)
+    assert found.why == "read-only"
+
+
+def test_a_pull_that_is_stopped_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stopped it is told."""
+    finished(tmp_path / "one")
+    push(tmp_path / "one", FolderPlace(tmp_path / "one"))
+
+    def stopped(self: FolderPlace, files: Any, folder: Path, stop: threading.Event) -> None:
+        (folder / files[0].name).parent.mkdir(parents=True)
+        raise SourceError("neff-cache-unreadable", "the disk is gone")
+
+    monkeypatch.setattr(FolderPlace, "fetch", stopped)
+    with pytest.raises(SourceError):
+        pull(FolderPlace(tmp_path / "one"), tmp_path / "other")
+    assert entries(tmp_path / "other") == {}

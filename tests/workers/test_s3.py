@@ -1,0 +1,269 @@
+"""Small requests to S3, against a real server: what is listed, written, and said when S3 says no."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import botocore  # type: ignore[import-untyped]
+import pytest
+
+from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
+from workers.artifacts.listing import SourceError
+from workers.artifacts.patience import Patience
+from workers.artifacts.s3 import WORK, Bucket, wrong_with
+from workers.artifacts.s3_complaints import by_code
+
+AT_ONCE = Patience(seconds=0.0)
+
+
+def failed(work: Callable[[], object]) -> SourceError:
+    with pytest.raises(SourceError) as found:
+        work()
+    return found.value
+
+
+def test_a_listing_has_every_file_and_no_folder(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """Also more than the thousand of one answer, spaces and signs of all kinds; markers of folders are no files."""
+    many = dict.fromkeys([f"m/shard/{number:04}" for number in range(1010)], b"")
+    odd = {"m/a b/ä%20+&=?#'\"~ 模.txt": b"12", "m/empty": b"", "m2/other": b"", "m": b"", "m/": b"", "m/a b/": b""}
+    url = s3_server.bucket(files=odd)
+    s3_server.fill(url.removeprefix("s3://"), many)
+    found = Bucket.of(f"{url}/m/").files()
+    assert [file.name for file in found] == sorted(
+        key[2:] for key in {**many, **odd} if key[2:] and key[1:2] == "/" and key[-1] != "/"
+    )
+    assert [(file.size, file.tag) for file in found if file.name.startswith("a b")] == [
+        (2, "c20ad4d76fe97759aa27a0c99bff6710")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a//b", "has an empty part"),
+        ("a/", "has an empty part"),
+        ("../b", "leaves the folder"),
+        ("a/./b", "leaves the folder"),
+        ("a\nb", "a character that no file can have"),
+        (f"{WORK}/a", "is kept for what arrives"),
+        ("ä" * 128, "longer than 255 bytes"),
+    ],
+)
+def test_a_key_that_is_no_file_name_is_known(name: str, why: str) -> None:
+    """It might lead out of the folder."""
+    assert (why in wrong_with(name), wrong_with("a b/ä%+&.safetensors")) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [("m/../b", "leaves the folder"), ("m/a/b/c", "'m/a' is an object and a folder")]
+)
+def test_a_listing_with_such_a_key_is_refused(key: str, why: str, s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """Before anything is written."""
+    url = s3_server.bucket()
+    s3_server.fill(url.removeprefix("s3://"), ["m/a", key])
+    error = failed(Bucket.of(f"{url}/m").files)
+    assert (error.id, why in str(error)) == ("s3-key-unsafe", True), str(error)
+
+
+@pytest.mark.parametrize("url", ["http://bucket/a", "s3://", "s3:///a", "s3://me:secret@bucket/a", "bucket/a"])
+def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
+    """Without telling what may be a password."""
+    error = failed(lambda: Bucket.of(url))
+    assert (error.id, "secret" in str(error)) == ("s3-url-wrong", False)
+
+
+def test_what_is_written_is_there(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """In one piece or in parts, with a checksum; and a part of it can be read."""
+    bucket = Bucket.of(f"{s3_server.bucket()}/a")
+    data = os.urandom(9 * 2**20)
+    (tmp_path / "big").write_bytes(data)
+    bucket.put("big", tmp_path / "big")
+    bucket.put_bytes("small", b"0123456789")
+    assert (bucket.read("big") == data, bucket.read("small", 2, 5), bucket.read("small", 7)) == (True, b"234", b"789")
+    assert all("ChecksumCRC64NVME" in bucket.head(name) for name in ("big", "small"))
+    assert len([one for one in s3_proxy.seen("a/big", "PUT") if "partNumber" in one.query]) == 2
+
+
+def test_an_object_is_there_until_it_is_deleted(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """A second deletion does no harm."""
+    bucket = Bucket.of(s3_server.bucket())
+    bucket.put_bytes("a", b"")
+    there = bucket.exists("a")
+    bucket.delete("a")
+    bucket.delete("a")
+    assert (there, bucket.exists("a")) == (True, False)
+
+
+def test_of_two_that_write_only_new_objects_one_does(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """The second is told so, and changes nothing."""
+    bucket = Bucket.of(s3_server.bucket())
+    assert [bucket.put_bytes("a", b"first", only_new=True), bucket.put_bytes("a", b"second", only_new=True)] == [
+        True,
+        False,
+    ]
+    assert bucket.read("a") == b"first"
+
+
+def test_a_flipped_byte_of_a_small_read_is_noticed(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """It is read again."""
+    bucket = Bucket.of(s3_server.bucket(files={"a": b"0123456789"}))
+    s3_proxy.flip("a", 5)
+    assert (bucket.read("a"), len(s3_proxy.seen("a"))) == (b"0123456789", 2)
+
+
+def test_small_requests_outlast_errors_that_pass(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """503, 500 and a connection that breaks."""
+    bucket = Bucket.of(s3_server.bucket(files={"a": b"0123456789"}))
+    s3_proxy.answer(503, "SlowDown", times=2, key="a")
+    s3_proxy.answer(500, "InternalError", times=1, key="a")
+    s3_proxy.cut("a", 5)
+    assert (bucket.read("a"), len(s3_proxy.seen("a"))) == (b"0123456789", 5)
+
+
+def test_an_upload_outlasts_errors_that_pass(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """Its parts are sent again."""
+    bucket = Bucket.of(s3_server.bucket())
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    s3_proxy.answer(503, "SlowDown", times=1, key="a", methods=("PUT",))
+    bucket.put("a", tmp_path / "a")
+    assert bucket.read("a") == b"x" * 100
+
+
+ACTIONS: list[tuple[str, str, Callable[[Bucket], object]]] = [
+    ("s3:ListBucket", "", lambda bucket: bucket.files()),
+    ("s3:GetObject", "m/key", lambda bucket: bucket.read("key")),
+    ("s3:GetObject", "m/key", lambda bucket: bucket.exists("key")),
+    ("s3:PutObject", "m/key", lambda bucket: bucket.put_bytes("key", b"")),
+    ("s3:PutObject", "m/key", lambda bucket: bucket.put("key", Path(__file__))),
+    ("s3:DeleteObject", "m/key", lambda bucket: bucket.delete("key")),
+]
+
+
+def test_a_refusal_names_the_action_and_the_key_and_no_secret(
+    s3_server: S3Server, s3_proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3's answer holds the access key, and is handed on nowhere."""
+    caplog.set_level(logging.INFO)
+    url = s3_server.bucket()
+    bucket = Bucket.of(f"{url}/m")
+    for code in ("AccessDenied", "ExpiredToken", "InvalidAccessKeyId"):
+        for action, key, ask in ACTIONS:
+            s3_proxy.answer(403, code, key=key, times=1, methods=("GET", "HEAD", "PUT", "DELETE"))
+            error = failed(lambda ask=ask: ask(bucket))  # type: ignore[misc]
+            assert (error.id, action in str(error), f"{url}/{key}" in str(error)) == ("s3-denied", True, True)
+            said = f"{error} {error.__cause__} {caplog.text}"
+            assert [mark for mark in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, "Signature") if mark in said] == []
+
+
+@pytest.mark.parametrize(
+    ("id", "url", "name"), [("s3-no-bucket", "s3://no-such-bucket/a", "b"), ("s3-not-found", "", "no-such-key")]
+)
+def test_what_is_not_there_is_told(id: str, url: str, name: str, s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """A bucket or a key."""
+    url = url or s3_server.bucket()
+    assert failed(lambda: Bucket.of(url).read(name)).id == id
+
+
+def test_an_s3_that_is_away_is_told(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """When the patience has ended."""
+    bucket = Bucket.of(s3_server.bucket(), AT_ONCE)
+    s3_proxy.away()
+    error = failed(bucket.files)
+    assert (error.id, "s3:ListBucket" in str(error)) == ("s3-unreachable", True)
+
+
+def test_without_credentials_the_error_says_where_they_come_from(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """And nothing is asked of S3."""
+    url = s3_server.bucket()
+    none = dict.fromkeys(["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"], "")
+    with s3_environment(none):
+        assert failed(Bucket.of(url).files).id == "s3-no-credentials"
+    with s3_environment({**none, "AWS_PROFILE": "nobody"}):
+        assert failed(Bucket.of(url).files).id == "s3-no-credentials"
+    assert s3_proxy.requests == []
+
+
+@pytest.mark.parametrize(
+    ("address", "virtual"),
+    [("https://bucket.s3.eu-west-1.amazonaws.com", True), ("http://minio.example:9000", False)],
+)
+def test_bulk_reads_go_where_small_requests_went(address: str, virtual: bool, s3_server: S3Server) -> None:
+    """To the bucket's own region, in its own style of address, and with the same certificates."""
+    bucket = Bucket.of("s3://bucket/a")
+    bucket._on_send(SimpleNamespace(url=f"{address}/key"))
+    bucket._on_answer({"headers": {"x-amz-bucket-region": "eu-west-1"}})
+    bundle = Path(botocore.__file__).with_name("cacert.pem")
+    with s3_environment({**s3_server.env, "AWS_ENDPOINT_URL_S3": "", "AWS_CA_BUNDLE": str(bundle)}):
+        store = bucket.bulk()
+    config = {str(name): value for name, value in store.config.items()}
+    told = (config["region"], config["virtual_hosted_style_request"] in (True, "true"))
+    assert told == ("eu-west-1", virtual)
+    assert address in config.values()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "id"),
+    [
+        ("SlowDown", 503, None),
+        ("RequestTimeout", 400, None),
+        ("InternalError", 500, None),
+        ("", 429, None),
+        ("ConditionalRequestConflict", 409, None),
+        ("RequestTimeTooSkewed", 403, "s3-denied"),
+        ("SignatureDoesNotMatch", 403, "s3-denied"),
+        ("PreconditionFailed", 412, "s3-changed"),
+        ("InvalidObjectState", 403, "s3-refused"),
+        ("InvalidRange", 416, "s3-damaged"),
+        ("MethodNotAllowed", 405, "s3-refused"),
+    ],
+)
+def test_each_answer_of_s3_has_its_meaning(code: str, status: int, id: str | None) -> None:
+    """None: another attempt may go better."""
+    error = by_code(code, status, "", "s3:GetObject", "bucket", "key")
+    assert (error and error.id) == id
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("ExpiredToken", "have expired"),
+        ("InvalidAccessKeyId", "does not accept"),
+        ("RequestTimeTooSkewed", "clock is wrong"),
+    ],
+)
+def test_credentials_that_are_not_accepted_are_no_missing_permission(code: str, said: str) -> None:
+    """No change of a policy would help."""
+    assert said in str(by_code(code, 403, "", "s3:GetObject", "bucket", "key"))
+
+
+def test_a_missing_permission_for_the_key_of_the_encryption_is_named() -> None:
+    """S3 tells it in its message; the rest of that is not handed on."""
+    error = by_code("AccessDenied", 403, "kms:Decrypt", "s3:GetObject", "bucket", "key")
+    assert str(error) == "s3-denied: kms:Decrypt on s3://bucket/key is not allowed; the policy of the role needs it"
+
+
+def test_patience_grows_is_spread_and_ends() -> None:
+    """Twice as long each time, between half and the whole of it, until nothing has come for too long."""
+    now = [0.0]
+    waited: list[float] = []
+
+    def wait(stop: threading.Event, seconds: float) -> bool:
+        waited.append(seconds)
+        now[0] += seconds
+        return False
+
+    patience = Patience(seconds=30.0, first_s=0.1, longest_s=5.0, clock=lambda: now[0], wait=wait)
+    assert [patience.pause_s(attempt, 1.0) for attempt in (0, 1, 2, 99)] == [0.1, 0.2, 0.4, 5.0]
+    assert patience.pause_s(2, 0.0) == 0.2
+    waiting = patience.begin()
+    attempts = 0
+    while waiting.again(attempts, threading.Event()):
+        attempts += 1
+    assert 30.0 <= now[0] <= 35.0
+    waiting.arrived()
+    assert waiting.again(0, threading.Event())

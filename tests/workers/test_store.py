@@ -1,0 +1,897 @@
+"""What a host keeps of its models is whole, verified, there once, and fetched once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from blake3 import blake3
+
+from tests.workers.fake_remote import DEADLINE_S, ROOT, FakeRemote, Fetcher
+from workers.artifacts import manifest
+from workers.artifacts.blobs import digest_of
+from workers.artifacts.digests import Digests
+from workers.artifacts.listing import SourceError, Stopped
+from workers.artifacts.manifest import OURS, WHOLE, Artifact
+from workers.artifacts.progress import Progress
+from workers.artifacts.store import Store
+
+BIG = "sub/model-2.safetensors"
+FILES = {"config.json": b"{}", "model-1.safetensors": b"a" * 200_000, BIG: os.urandom(300_000)}
+OTHER = {"config.json": b"{}", "weights.safetensors": os.urandom(250_000)}
+Fetchers = Callable[..., Fetcher]
+
+
+@pytest.fixture
+def fetcher() -> Iterator[Fetchers]:
+    """Processes that fetch; all end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*args: object, **kwargs: object) -> Fetcher:
+            made = Fetcher(*args, **kwargs)  # type: ignore[arg-type]
+            stack.callback(made.end)
+            return made
+
+        yield start
+
+
+def content(artifact: Artifact) -> dict[str, bytes]:
+    """Of the files in its folder, by name."""
+    folder = Path(artifact.folder)
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in OURS]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def assert_sound(store: Store, keys: set[str] | None = None) -> None:
+    """Every artifact holds what its manifest says and nothing else; no content and no unfinished fetch lies about."""
+    used = set()
+    for artifact in store.artifacts():
+        assert {name: (path.stat().st_size, digest_of(path)) for name, path in files(artifact).items()} == dict(
+            artifact.files
+        )
+        used |= {digest for _, digest in artifact.files.values()}
+    assert {path.name for path in (store.root / "blobs").iterdir()} == used
+    found = {path.name for path in (store.root / "artifacts").iterdir()}
+    assert found == {artifact.key for artifact in store.artifacts()}
+    assert keys is None or found == keys
+
+
+def files(artifact: Artifact) -> dict[str, Path]:
+    return {name: Path(artifact.folder) / name for name in content(artifact)}
+
+
+def failure(work: Callable[[], object]) -> str:
+    """The id of what it fails with."""
+    with pytest.raises(SourceError) as found:
+        work()
+    return found.value.id
+
+
+def flip(path: Path) -> None:
+    """One bit of it, in place: under every name that it has."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+# Whole, and once
+
+
+def test_files_come_under_their_names_and_with_their_content(tmp_path: Path) -> None:
+    """A fetched artifact holds the files of the source, in its folders."""
+    store = Store(tmp_path)
+    artifact = store.get(FakeRemote(FILES))
+    assert content(artifact) == FILES
+    assert artifact.bytes == sum(map(len, FILES.values()))
+    assert_sound(store, {artifact.key})
+
+
+def test_a_second_load_transfers_nothing(tmp_path: Path) -> None:
+    """What is here is not fetched again, by this store or by the next one on the same folder."""
+    first, second, progress = FakeRemote(FILES), FakeRemote(FILES), Progress("s3://models/one")
+    artifact = Store(tmp_path).get(first)
+    again = Store(tmp_path).get(second, progress)
+    assert (again.key, again.folder, again.fetched_at) == (artifact.key, artifact.folder, artifact.fetched_at)
+    assert second.moved == []
+    assert progress.moved == 0
+    assert (progress.status().phase, progress.status().done) == ("done", artifact.bytes)
+
+
+def test_it_is_found_without_asking_the_source(tmp_path: Path) -> None:
+    """`held` gives the newest of a source, or the one of a revision."""
+    store = Store(tmp_path)
+    first = store.get(FakeRemote(FILES, revision="1"))
+    newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}, revision="2"))
+    found = [store.held("s3://models/one"), store.held("s3://models/one", "1"), store.held("s3://models/other")]
+    assert [one.key if one else None for one in found] == [newer.key, first.key, None]
+
+
+def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> None:
+    """It is found by its new commit, and nothing is fetched."""
+    store = Store(tmp_path)
+    first, same = store.get(FakeRemote(FILES, revision="1")), FakeRemote(FILES, revision="2")
+    assert (store.get(same).folder, store.get(same).revision, same.moved) == (first.folder, "2", [])
+    assert [store.held("s3://models/one", "1"), store.held("s3://models/one", "2")] == [None, store.artifacts()[0]]
+
+
+def test_equal_files_exist_once(tmp_path: Path) -> None:
+    """Two sources with a file in common have one copy of it."""
+    store = Store(tmp_path)
+    one = store.get(FakeRemote(FILES))
+    other = store.get(FakeRemote({**FILES, "config.json": b"[]"}, "s3://models/other"))
+    assert (Path(one.folder) / BIG).samefile(Path(other.folder) / BIG)
+    assert_sound(store)
+
+
+@pytest.mark.parametrize(("checksums", "source"), [(False, "s3://models/one"), (True, "org/other")])
+def test_of_a_new_version_only_what_has_changed_is_fetched(tmp_path: Path, checksums: bool, source: str) -> None:
+    """A file with the same tag at the same source, or with the same sha256 at any, is linked."""
+    store = Store(tmp_path)
+    store.get(FakeRemote(FILES, checksums=checksums))
+    newer = FakeRemote({**FILES, "config.json": b"[1]"}, source, checksums=checksums)
+    assert content(store.get(newer)) == newer.files
+    assert newer.moved == ["config.json"]
+    assert_sound(store)
+
+
+def test_equal_tags_of_different_sources_say_nothing(tmp_path: Path) -> None:
+    """A tag belongs to its source; without a digest nothing is taken from another."""
+    store = Store(tmp_path)
+    store.get(FakeRemote(FILES))
+    other = FakeRemote({**FILES, "config.json": b"[1]"}, "s3://models/other")
+    store.get(other)
+    assert sorted(other.moved) == sorted(FILES)
+
+
+def test_a_copy_of_a_store_may_be_a_source(tmp_path: Path) -> None:
+    """What its manifest says is not believed: while it is fetched, the artifact is not whole."""
+    store, seen = Store(tmp_path), list[int]()
+    theirs = msgspec.json.encode(manifest.Manifest(source="s3://x", files={}, fetched_at=0, fetch_s=0, boot="b"))
+    remote = FakeRemote({**FILES, WHOLE: theirs}, before=lambda name: seen.append(len(store.artifacts())))
+    assert content(store.get(remote)) == FILES
+    assert seen == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../out", "a//b"])
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    """Nothing is written."""
+    assert failure(lambda: Store(tmp_path / "store").get(FakeRemote({name: b""}))) == "name-unsafe"
+    assert not (tmp_path / "store").exists()
+
+
+# Together
+
+
+def test_two_threads_that_ask_at_once_fetch_once(tmp_path: Path) -> None:
+    """The second waits, says so, and transfers nothing."""
+    store, asked, go = Store(tmp_path), threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        asked.set()
+        assert go.wait(DEADLINE_S)
+
+    first, second, told = FakeRemote(FILES, before=before), FakeRemote(FILES), Waiting(go)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(store.get, first)
+        assert asked.wait(DEADLINE_S)
+        other = pool.submit(store.get, second, told)
+        assert one.result().key == other.result().key
+    assert (sorted(first.moved), second.moved, told.moved) == (sorted(FILES), [], 0)
+    assert_sound(store)
+
+
+class Waiting(Progress):
+    """Sets the event when it waits for another."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__("s3://models/one")
+        self.event = event
+
+    def enter(self, phase: str) -> None:
+        super().enter(phase)
+        if phase == "waiting":
+            self.event.set()
+
+
+def test_two_processes_that_ask_at_once_fetch_once(tmp_path: Path, fetcher: Fetchers) -> None:
+    """As among threads."""
+    first = fetcher(tmp_path, FILES, gate=BIG)
+    assert first.line() == "gate"
+    second = fetcher(tmp_path, FILES)
+    assert second.line() == "waiting"
+    first.go_on()
+    told = json.loads(first.line()), json.loads(second.line())
+    assert [sorted(one["moved"]) for one in told] == [sorted(FILES), []]
+    assert_sound(Store(tmp_path))
+
+
+def test_who_waits_can_be_told_to_stop(tmp_path: Path, fetcher: Fetchers) -> None:
+    """Without the other's end."""
+    first = fetcher(tmp_path, FILES, gate=BIG)
+    assert first.line() == "gate"
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        Store(tmp_path).get(FakeRemote(FILES), Waiting(stop), stop)
+
+
+def test_who_waited_for_one_that_dies_fetches_the_rest(tmp_path: Path, fetcher: Fetchers) -> None:
+    """kill -9 in mid-fetch, by a real process: what it had whole is kept."""
+    first, waiting = fetcher(tmp_path, FILES, gate=BIG), threading.Event()
+    assert first.line() == "gate"
+    remote = FakeRemote(FILES)
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(Store(tmp_path).get, remote, Waiting(waiting))
+        assert waiting.wait(DEADLINE_S)
+        first.kill()
+        assert content(got.result(DEADLINE_S)) == FILES
+    assert remote.moved == [BIG]
+    assert_sound(Store(tmp_path))
+
+
+def test_a_fetch_that_is_stopped_goes_on_later(tmp_path: Path) -> None:
+    """What has arrived is kept; nothing looks whole meanwhile."""
+    store, stop = Store(tmp_path), threading.Event()
+    with pytest.raises(Stopped):
+        store.get(FakeRemote(FILES, before=lambda name: stop.set() if name == BIG else None), None, stop)
+    assert store.artifacts() == ()
+    remote = FakeRemote(FILES)
+    store.get(remote)
+    assert remote.moved == [BIG]
+    assert_sound(store)
+
+
+# Killed at any moment
+
+
+TINY = {"config.json": b"{}", "sub/a.safetensors": b"a" * 1000, "b.safetensors": b"b" * 1000}
+# Its children fetch, each in a store of its own; the n-th is killed before its store changes the disk the n-th time.
+KILLED = f"""
+import os, signal, sys
+from pathlib import Path
+from tests.workers.fake_remote import FakeRemote
+from workers.artifacts.store import Store
+
+CHANGES = {{"os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod"}}
+
+def fetch(root, left):
+    def hook(event, args):
+        nonlocal left
+        wrote = event == "open" and isinstance(args[1], str) and "r" not in args[1]
+        if (event in CHANGES or wrote) and root in " ".join(map(str, args)):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    store = Store(Path(root), budget=3000, grace_s=0)
+    sys.addaudithook(hook)
+    store.get(FakeRemote({{"config.json": b"{{}}", "b.safetensors": b"b" * 1000, "c": b"c" * 500}}, "s3://models/old"))
+    store.get(FakeRemote({TINY!r}))
+    store.get(FakeRemote({{"config.json": b"{{}}", "d": b"d" * 2500}}, "s3://models/new"))
+
+step, status = 0, signal.SIGKILL
+while status == signal.SIGKILL:
+    step += 1
+    if not (child := os.fork()):
+        fetch(f"{{sys.argv[1]}}/{{step}}/store", step)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+print(step, status)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_step_it_holds_only_what_is_whole(tmp_path: Path) -> None:
+    """kill -9 before every single change of the disk, in fetching, publishing and evicting; then everything works."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    steps, status = map(int, ended.stdout.split())
+    assert (steps > 90, status) == (True, 0), ended.stderr
+    for step in range(1, steps + 1):
+        store = Store(tmp_path / str(step) / "store", budget=3000, grace_s=0)
+        for artifact in store.artifacts():
+            assert store.verify(artifact.key) == []
+        assert content(store.get(FakeRemote(TINY))) == TINY
+        store.prune(keep=["s3://models/one"])
+        assert_sound(store)
+
+
+# Damaged
+
+
+def test_a_flipped_bit_is_found_and_its_file_fetched_again(tmp_path: Path) -> None:
+    """`verify` names the file; until it is fetched again, the artifact is not whole."""
+    store = Store(tmp_path)
+    artifact = store.get(FakeRemote(FILES))
+    flip(Path(artifact.folder) / BIG)
+    assert store.verify(artifact.key) == [BIG]
+    assert store.held("s3://models/one") is None
+    remote = FakeRemote(FILES)
+    assert content(store.get(remote)) == FILES
+    assert remote.moved == [BIG]
+    assert_sound(store)
+
+
+def test_a_damaged_content_is_damaged_in_every_artifact_that_has_it(tmp_path: Path) -> None:
+    """It is one file under several names: none of them stays."""
+    store = Store(tmp_path)
+    one = store.get(FakeRemote(FILES))
+    other = FakeRemote({**FILES, "config.json": b"[]"}, "s3://models/other")
+    store.get(other)
+    flip(Path(one.folder) / BIG)
+    store.verify(one.key)
+    assert store.artifacts() == ()
+    other.moved.clear()
+    assert content(store.get(other)) == other.files
+    assert other.moved == [BIG]
+
+
+@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 7), Path.unlink])
+def test_a_fetch_believes_no_content_that_is_here_unread(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """One that was damaged in secret is found when the next version of the source would share it."""
+    store = Store(tmp_path)
+    one = store.get(FakeRemote(FILES))
+    damage(Path(one.folder) / BIG)
+    newer = FakeRemote({**FILES, "config.json": b"[]"})
+    assert content(store.get(newer)) == newer.files
+    store.prune(keep=[artifact.key for artifact in store.artifacts()])
+    assert_sound(store)
+
+
+def test_a_fresh_content_replaces_a_damaged_one(tmp_path: Path) -> None:
+    """What comes over the network has just been verified, and what is here may have been damaged since."""
+    store = Store(tmp_path)
+    one = store.get(FakeRemote(FILES))
+    flip(Path(one.folder) / BIG)
+    other = FakeRemote(FILES, "s3://models/other")
+    assert content(store.get(other)) == FILES
+    assert [artifact.source for artifact in store.artifacts()] == ["s3://models/other"]
+    store.prune(keep=["s3://models/other"])
+    assert_sound(store)
+
+
+def test_a_file_that_somebody_cut_short_is_fetched_again(tmp_path: Path) -> None:
+    """Sizes are looked at on every load."""
+    store = Store(tmp_path)
+    artifact = store.get(FakeRemote(FILES))
+    os.truncate(Path(artifact.folder) / BIG, 5)
+    assert store.artifacts() == ()
+    remote = FakeRemote(FILES)
+    assert content(store.get(remote)) == FILES
+    assert remote.moved == [BIG]
+
+
+def test_a_source_that_gives_less_than_it_lists_is_told(tmp_path: Path) -> None:
+    """Nothing of it looks whole."""
+    remote, store = FakeRemote(FILES), Store(tmp_path)
+    listing = remote.listing()
+    remote.listing = lambda: listing  # type: ignore[method-assign]
+    remote.files[BIG] = FILES[BIG][:-1]
+    assert failure(lambda: store.get(remote)) == "store-incomplete"
+    assert store.artifacts() == ()
+
+
+def after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has started again."""
+    monkeypatch.setattr(manifest, "boot", lambda: "another boot")
+
+
+def test_after_a_crash_of_the_machine_contents_are_read_before_they_are_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had not reached the disk is fetched again, and nothing else; once read, it is trusted until the next one."""
+    store, remote = Store(tmp_path), FakeRemote(FILES)
+    artifact = store.get(remote)
+    flip(Path(artifact.folder) / BIG)  # with its old size, as after a lost write
+    after_a_crash(monkeypatch)
+    remote.moved.clear()
+    assert content(store.get(remote)) == FILES
+    assert remote.moved == [BIG]
+    monkeypatch.setattr(store, "_proven", None)
+    store.get(remote)
+
+
+def test_after_a_crash_of_the_machine_an_unfinished_fetch_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetcher: Fetchers
+) -> None:
+    """Nobody knows what of it had reached the disk."""
+    first = fetcher(tmp_path, FILES, gate=BIG)
+    assert first.line() == "gate"
+    first.kill()
+    after_a_crash(monkeypatch)
+    remote = FakeRemote(FILES)
+    assert content(Store(tmp_path).get(remote)) == FILES
+    assert sorted(remote.moved) == sorted(FILES)
+
+
+# Room
+
+
+def budget_for(*sources: dict[str, bytes]) -> int:
+    return sum(len(data) for files in sources for data in files.values())
+
+
+def test_what_costs_least_to_bring_back_makes_room(tmp_path: Path) -> None:
+    """Equal sizes: the one that was fetched in no time goes, and the slow one stays though it is older."""
+    store = Store(tmp_path, budget=2100, grace_s=0)
+    slow = FakeRemote({"a": b"a" * 1000}, "s3://models/slow")
+    key = store.get(slow).key
+    path = tmp_path / "artifacts" / key / WHOLE
+    path.write_text(path.read_text().replace('"fetch_s":', '"fetch_s":99'))
+    store.get(FakeRemote({"b": b"b" * 1000}, "s3://models/quick"))
+    store.get(FakeRemote({"c": b"c" * 1000}, "s3://models/new"))
+    assert sorted(one.source for one in store.artifacts()) == ["s3://models/new", "s3://models/slow"]
+    assert_sound(store)
+
+
+def test_of_equal_costs_the_one_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load from the store is a use."""
+    monkeypatch.setattr("workers.artifacts.store._whole_fetch_s", lambda size, moved, seconds: 1.0)
+    store = Store(tmp_path, budget=2100, grace_s=0)
+    remotes = [FakeRemote({"a": os.urandom(1000)}, f"s3://models/{name}") for name in ("first", "second", "third")]
+    for remote in [*remotes[:2], remotes[0], remotes[2]]:
+        store.get(remote)
+    assert sorted(one.source for one in store.artifacts()) == ["s3://models/first", "s3://models/third"]
+
+
+def test_even_the_dearest_goes_when_nobody_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one that goes raises the level of the store, from which those that come begin: its root remembers it."""
+    costs = iter([5.0, *[1.0] * 9])
+    monkeypatch.setattr("workers.artifacts.store._whole_fetch_s", lambda size, moved, seconds: next(costs))
+    for number in range(6):
+        Store(tmp_path, budget=2100, grace_s=0).get(FakeRemote({"a": os.urandom(1000)}, f"s3://models/{number}"))
+    assert Store(tmp_path).held("s3://models/0") is None
+
+
+def test_what_is_used_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
+    """A process that holds an artifact keeps it while others make room; the kernel lets go of it with the process."""
+    user = fetcher(tmp_path, FILES, use=True)
+    user.line()
+    assert user.line() == "using"
+    store = Store(tmp_path, budget=budget_for(FILES), grace_s=0)
+    (artifact,) = store.artifacts()
+    assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
+    assert failure(lambda: store.remove(artifact.key)) == "store-in-use"
+    assert store.prune() == []
+    assert content(artifact) == FILES
+    user.kill()
+    store.get(FakeRemote(OTHER, "s3://models/other"))
+    assert [one.source for one in store.artifacts()] == ["s3://models/other"]
+    assert_sound(store)
+
+
+def test_what_is_being_fetched_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
+    """And counts against the budget with all that it will have."""
+    fetch = fetcher(tmp_path, FILES, gate="config.json")
+    assert fetch.line() == "gate"
+    store = Store(tmp_path, budget=budget_for(FILES, OTHER) - 1, grace_s=0)
+    assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
+    assert store.prune() == []
+    fetch.go_on()
+    assert json.loads(fetch.line())["moved"]
+    assert_sound(store)
+
+
+def test_what_was_just_asked_for_is_not_removed(tmp_path: Path) -> None:
+    """Between a fetch and the process that will hold it there is a while."""
+    store = Store(tmp_path, budget=budget_for(FILES))
+    store.get(FakeRemote(FILES))
+    assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
+
+
+def test_more_than_the_budget_is_refused_before_anything_is_fetched_or_removed(tmp_path: Path) -> None:
+    """The error names the sizes; what is here stays."""
+    store = Store(tmp_path, budget=budget_for(OTHER), grace_s=0)
+    kept = store.get(FakeRemote(OTHER))
+    remote = FakeRemote(FILES, "s3://models/large")
+    with pytest.raises(SourceError, match=r"s3://models/large needs 0.0005 GB; .* a budget of 0.00025 GB"):
+        store.get(remote)
+    assert remote.moved == []
+    assert_sound(store, {kept.key})
+
+
+def test_what_died_fetches_have_left_goes_first(tmp_path: Path, fetcher: Fetchers) -> None:
+    """However dear the others are not."""
+    dead = fetcher(tmp_path, FILES, gate=BIG)
+    assert dead.line() == "gate"
+    dead.kill()
+    store = Store(tmp_path, budget=budget_for(OTHER) + 100_000, grace_s=0)
+    small = store.get(FakeRemote({"a": b"a" * 1000}, "s3://models/small"))
+    other = store.get(FakeRemote(OTHER, "s3://models/other"))
+    assert_sound(store, {small.key, other.key})
+
+
+def test_what_a_dead_fetch_has_left_of_an_older_version_goes_with_the_next(tmp_path: Path, fetcher: Fetchers) -> None:
+    """Nobody would go on with it."""
+    dead = fetcher(tmp_path, FILES, gate=BIG)
+    assert dead.line() == "gate"
+    dead.kill()
+    store = Store(tmp_path)
+    newer = store.get(FakeRemote({**FILES, BIG: b"new"}))
+    assert_sound(store, {newer.key})
+
+
+def test_prune_leaves_what_is_named(tmp_path: Path, fetcher: Fetchers) -> None:
+    """By key or by source; what died fetches have left goes, and contents that nobody has."""
+    dead = fetcher(tmp_path, FILES, gate=BIG)
+    assert dead.line() == "gate"
+    dead.kill()
+    store = Store(tmp_path)
+    made = {name: store.get(FakeRemote({"a": name.encode()}, f"s3://models/{name}")) for name in ("k", "s", "gone")}
+    (tmp_path / "blobs" / "0").write_text("of an artifact that was removed by a process that died in between")
+    assert [one.source for one in store.prune(keep=[made["k"].key, "s3://models/s"])] == ["s3://models/gone"]
+    assert_sound(store, {made["k"].key, made["s"].key})
+
+
+def test_removing_takes_nothing_from_others(tmp_path: Path) -> None:
+    """Contents that another artifact has stay; removing what is not there is told."""
+    store = Store(tmp_path)
+    one, other = store.get(FakeRemote(FILES)), store.get(FakeRemote(FILES, "s3://models/other"))
+    store.remove(one.key)
+    assert content(other) == FILES
+    assert_sound(store, {other.key})
+    assert failure(lambda: store.remove(one.key)) == "store-gone"
+    assert failure(lambda: store.verify(one.key)) == "store-gone"
+
+
+def test_what_was_removed_cannot_be_used(tmp_path: Path) -> None:
+    """Who comes too late is told, instead of reading half a model."""
+    store = Store(tmp_path)
+    artifact = store.get(FakeRemote(FILES))
+    store.remove(artifact.key)
+    with pytest.raises(SourceError, match="store-gone"), store.using(artifact.folder):
+        pass
+
+
+def test_any_folder_may_be_used(tmp_path: Path) -> None:
+    """One that is no store's is nobody's to remove, and gets no files of ours."""
+    with Store(tmp_path / "store").using(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+# The disk
+
+
+def test_a_disk_that_fills_up_meanwhile_is_made_room_on(tmp_path: Path) -> None:
+    """Somebody else has taken what was free: an artifact goes, and the fetch goes on where it was."""
+    store, failing = Store(tmp_path, grace_s=0), [True]
+    store.get(FakeRemote(OTHER, "s3://models/other"))
+
+    def full(name: str) -> None:
+        if name == BIG and failing:
+            failing.clear()
+            with Path("/dev/full").open("wb", buffering=0) as file:
+                file.write(b"x")
+
+    remote = FakeRemote(FILES, before=full)
+    kept = store.get(remote)
+    assert sorted(remote.moved) == sorted(FILES)
+    assert_sound(store, {kept.key})
+
+
+def test_what_others_have_begun_to_fetch_is_not_free(
+    tmp_path: Path, fetcher: Fetchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the disk does not know of it yet."""
+    fetch = fetcher(tmp_path, FILES, gate="config.json")
+    assert fetch.line() == "gate"
+    free = budget_for(FILES, OTHER) - 50_000
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=0, free=free))
+    assert failure(lambda: Store(tmp_path).get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
+    fetch.kill()
+    Store(tmp_path).get(FakeRemote(OTHER, "s3://models/other"))
+
+
+@pytest.mark.parametrize("told", [OSError(errno.ENOSPC, "No space left"), SourceError("s3-disk-full", "no room")])
+def test_a_disk_that_stays_full_is_told(tmp_path: Path, told: Exception) -> None:
+    """When nothing more can go; what has arrived is kept for the next time."""
+    store = Store(tmp_path, grace_s=0)
+    store.get(FakeRemote(OTHER, "s3://models/other"))
+
+    def full(name: str) -> None:
+        if name == BIG:
+            raise told
+
+    assert failure(lambda: store.get(FakeRemote(FILES, before=full))) == "store-full"
+    remote = FakeRemote(FILES)
+    store.get(remote)
+    assert remote.moved == [BIG]
+    assert_sound(store)
+
+
+# In a namespace of its own: a disk of 4 MB. Artifacts of 1.5 MB each; then somebody else takes what is left.
+SMALL_DISK = """
+import os, sys
+from pathlib import Path
+from tests.workers.fake_remote import FakeRemote
+from workers.artifacts.listing import SourceError
+from workers.artifacts.store import Store
+
+root = Path(sys.argv[1])
+store = Store(root / "store", grace_s=0)
+
+def of(name):
+    return FakeRemote({"weights": name.encode() * 1_500_000}, name, before=lambda _: None)
+
+def sources():
+    return "".join(sorted(one.source for one in store.artifacts()))
+
+for name in "abc":
+    store.get(of(name))
+told = [len(sources())]
+
+def fill(name):
+    remote.before = lambda _: None
+    try:
+        with (root / "filler").open("wb") as file:
+            while True:
+                file.write(b"x" * 65536)
+                file.flush()
+    except OSError:
+        pass
+
+remote = of("d")
+remote.before = fill
+store.get(remote)
+told.append(sources())
+try:
+    store.get(FakeRemote({"weights": b"e" * 9_000_000}, "e"))
+except SourceError as error:
+    told.append(error.id)
+told.append(sources())
+print(*told)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode != 0,
+    reason="makes a file system of its own",
+)
+def test_on_a_small_disk_there_is_always_room_for_the_next_one(tmp_path: Path) -> None:
+    """Without a budget the disk is the bound: before a fetch, and when others fill it in the middle of one."""
+    command = f'mount -t tmpfs -o size=4m none {tmp_path} && exec {sys.executable} -c "$SCRIPT" {tmp_path}'
+    ended = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "SCRIPT": SMALL_DISK},
+    )
+    assert ended.stdout.split() == ["2", "d", "store-full", "d"], ended.stderr
+
+
+# Runs without the rights of root, who may write everywhere.
+UNPRIVILEGED = """
+import ctypes, json, sys
+from pathlib import Path
+from tests.workers.fake_remote import FakeRemote
+from workers.artifacts.listing import SourceError
+from workers.artifacts.locks import is_held
+from workers.artifacts.store import Store
+
+header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(header, none) == 0
+store, told = Store(Path(sys.argv[1])), []
+for text in ("ab", "xy"):
+    remote = FakeRemote({"config.json": text[0].encode(), "weights": text[1].encode() * 1000})
+    try:
+        artifact = store.get(remote)
+        with store.using(artifact.folder):
+            names = sorted(path.name for path in Path(artifact.folder).iterdir())
+            told.append([names, remote.moved, is_held(store.root / "locks" / f"{artifact.key}.use")])
+    except SourceError as error:
+        told.append([error.id, str(store.root) in error.what])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("locks", ["there", "not there", "not there, after a crash"])
+def test_from_a_folder_that_can_only_be_read_what_it_has_is_loaded(tmp_path: Path, locks: str) -> None:
+    """Made elsewhere and given to this host; what it lacks cannot be fetched, and the error names the folder."""
+    root = tmp_path / "store"
+    artifact = Store(root).get(FakeRemote({"config.json": b"a", "weights": b"b" * 1000}))
+    if locks != "there":
+        for path in (root / "locks").iterdir():
+            path.unlink()
+    if "crash" in locks:
+        path = Path(artifact.folder) / WHOLE
+        path.write_text(path.read_text().replace(manifest.boot(), "another boot"))
+    folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+    for path in [*root.rglob("*"), root]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", UNPRIVILEGED, str(root)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert ended.stdout, ended.stderr
+        loaded, refused = json.loads(ended.stdout)
+        assert loaded == [["config.json", WHOLE, "weights"], [], locks == "there"]
+        assert refused == ["store-unwritable", True]
+    finally:
+        for path in folders:
+            path.chmod(0o755)
+
+
+# Memory
+
+
+def test_what_fits_into_memory_is_loaded_from_there(tmp_path: Path) -> None:
+    """A copy, whole and verified; the disk keeps the artifact, and the source is asked for nothing twice."""
+    store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
+    remote, progress = FakeRemote(FILES), Progress("s3://models/one")
+    artifact = store.get(remote, progress)
+    assert artifact.folder == str(tmp_path / "memory" / "artifacts" / artifact.key)
+    assert content(artifact) == FILES
+    assert (progress.moved, progress.status().done) == (artifact.bytes, artifact.bytes)
+    assert store.held("s3://models/one") == store.artifacts()[0]
+    assert store.artifacts()[0].folder == artifact.folder
+    remote.moved.clear()
+    assert store.get(remote).folder == artifact.folder
+    assert remote.moved == []
+    assert_sound(Store(tmp_path / "disk"))
+    assert_sound(Store(tmp_path / "memory"))
+
+
+def test_what_does_not_fit_into_memory_is_loaded_from_disk(tmp_path: Path) -> None:
+    """It is no error."""
+    store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=1000)
+    assert store.get(FakeRemote(FILES)).folder.startswith(str(tmp_path / "disk"))
+
+
+def test_memory_has_a_budget_of_its_own_and_keeps_what_is_used(tmp_path: Path) -> None:
+    """What is used from memory is not removed, there or on disk; afterwards it makes room in memory only."""
+    store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
+    one = store.get(FakeRemote(FILES))
+    with store.using(one.folder):
+        assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "disk"))
+        assert failure(lambda: store.remove(one.key)) == "store-in-use"
+    assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "memory"))
+    assert len(store.artifacts()) == 2
+    assert [Path(artifact.folder).exists() for artifact in store.artifacts()] == [True, True]
+
+
+def test_removing_removes_from_memory_too(tmp_path: Path) -> None:
+    """Else it would come back from there."""
+    store = Store(tmp_path / "disk", memory=tmp_path / "memory")
+    store.remove(store.get(FakeRemote(FILES)).key)
+    assert list((tmp_path / "memory" / "artifacts").iterdir()) == []
+    assert list((tmp_path / "memory" / "blobs").iterdir()) == []
+
+
+def test_verify_reads_the_copy_in_memory_too(tmp_path: Path) -> None:
+    """It is what a replica loads."""
+    store = Store(tmp_path / "disk", memory=tmp_path / "memory")
+    artifact = store.get(FakeRemote(FILES))
+    flip(Path(artifact.folder) / BIG)
+    assert store.verify(artifact.key) == [BIG]
+    remote = FakeRemote(FILES)
+    assert content(store.get(remote)) == FILES
+    assert remote.moved == []
+
+
+# All at once
+
+
+# Gets, reads, stops, prunes and verifies, in two threads, in a store that has room for a few artifacts only.
+BUSY = """
+import os, random, sys, threading, traceback
+from pathlib import Path
+from tests.workers.fake_remote import FakeRemote
+from workers.artifacts.listing import SourceError, Stopped
+from workers.artifacts.store import Store
+
+CONTENTS = [bytes([number]) * 1000 * (number + 1) for number in range(6)]
+
+def get(store, random):
+    source, stop = random.choice("abc"), threading.Event()
+    chosen = __import__("random").Random(f"{source}{random.randrange(6)}")
+    files = {name: chosen.choice(CONTENTS) for name in ("config.json", "x", "sub/y")}
+    before = lambda name: stop.set() if random.random() < 0.03 else None
+    artifact = store.get(FakeRemote(files, source, checksums=random.random() < 0.5, before=before), None, stop)
+    with store.using(artifact.folder):
+        for _ in range(2):
+            assert {name: (Path(artifact.folder) / name).read_bytes() for name in files} == files
+    if random.random() < 0.05:
+        store.prune(keep="a")
+    if random.random() < 0.05:
+        assert [store.verify(one.key) for one in store.artifacts()[:1]] in ([], [[]])
+
+def work(seed):
+    chance = random.Random(f"{sys.argv[2]} {seed}")
+    store = Store(Path(sys.argv[1]), budget=14_000, grace_s=0, memory=Path(sys.argv[3]), memory_budget=9000)
+    for round in range(30):
+        if seed == 0 and round == 10:
+            print("at work", flush=True)
+        try:
+            get(store, chance)
+        except Stopped:
+            pass
+        except SourceError as error:
+            if error.id not in ("store-full", "store-gone"):
+                traceback.print_exc()
+                os._exit(1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_do_everything_at_once_and_are_killed_leave_a_whole_store(tmp_path: Path) -> None:
+    """Nobody ever reads a wrong byte, fails in another way than for want of room, or waits without end."""
+
+    def start(number: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", BUSY, str(tmp_path / "disk"), str(number), str(tmp_path / "memory")]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+    with contextlib.ExitStack() as stack:
+        busy = [start(number) for number in range(6)]
+        for process in busy:
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+        for process in busy[:3]:  # in the middle of whatever they do
+            assert process.stdout is not None
+            assert process.stdout.readline() == "at work\n"
+            process.kill()
+        told = [process.communicate(timeout=DEADLINE_S)[1] for process in busy[3:]]
+        assert [process.returncode for process in busy[3:]] == [0] * 3, told
+    for root in (tmp_path / "disk", tmp_path / "memory"):
+        store = Store(root)
+        store.prune(keep=[artifact.key for artifact in store.artifacts()])
+        assert_sound(store)
+
+
+# Digests
+
+
+class Told(Progress):
+    """Takes the digests that whoever fetches tells."""
+
+    def __init__(self) -> None:
+        super().__init__("s3://models/one")
+        self.digests = {"config.json": "of another fetch, by the same name"}
+
+
+def test_a_digest_that_the_fetch_tells_is_taken(tmp_path: Path) -> None:
+    """It has seen the bytes that it wrote. Files that it has not told of are read, whatever was told before."""
+    progress, told = Told(), "0" * 64
+    remote = FakeRemote(FILES, before=lambda name: progress.digests.update({name: told} if name == BIG else {}))
+    found = Store(tmp_path).get(remote, progress).files
+    assert found[BIG] == (len(FILES[BIG]), told)
+    assert found["config.json"] == (2, blake3(b"{}").hexdigest())
+
+
+def test_a_file_that_is_replaced_while_others_arrive_is_read_again(tmp_path: Path) -> None:
+    """Its digest was taken of what stood there before."""
+    path = tmp_path / "a"
+    path.write_bytes(b"before")
+    with Digests(tmp_path, ["a", "never there"], {}, threading.Event()) as digests:
+        assert digests.all() == {"a": blake3(b"before").hexdigest()}
+        (tmp_path / "b").write_bytes(b"behind")
+        (tmp_path / "b").replace(path)
+        assert digests.all() == {"a": blake3(b"behind").hexdigest()}

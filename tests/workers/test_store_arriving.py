@@ -1,0 +1,223 @@
+"""A model is loaded while the rest of it arrives, and no file is read before it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.workers.fake_remote import DEADLINE_S, FakeRemote, Fetcher
+from workers.artifacts import arriving
+from workers.artifacts.arriving import coming, wait_for, wait_for_small
+from workers.artifacts.listing import SourceError, Stopped
+from workers.artifacts.manifest import Artifact
+from workers.artifacts.store import Store
+from workers.engine import EngineLoadError
+from workers.engines.cpu import CpuEngine
+
+FILES = {"config.json": b"{}", "model-1.safetensors": b"1" * 100_000, "model-2.safetensors": b"2" * 100_000}
+LAST, LAST_SHARD = "model-2.safetensors", "model-4.safetensors"
+Checkpoints = Callable[[str], Path]
+
+
+class Gated:
+    """A fetch into a store that stands still before its last file is whole."""
+
+    def __init__(self, root: Path, files: dict[str, bytes], gate: str) -> None:
+        self.store = Store(root)
+        self._reached, self._go, self._stop, self._gate = threading.Event(), threading.Event(), threading.Event(), gate
+        self._pool = ThreadPoolExecutor(1)
+        remote = FakeRemote(files, before=self._before)
+        self.fetch: Future[Artifact] = self._pool.submit(self.store.get, remote, None, self._stop)
+        assert self._reached.wait(DEADLINE_S)
+        folder = self.store.growing(remote.source)
+        assert folder is not None
+        self.folder = folder
+
+    def _before(self, name: str) -> None:
+        if name == self._gate:
+            self._reached.set()
+            assert self._go.wait(DEADLINE_S)
+
+    def go_on(self) -> None:
+        self._go.set()
+
+    def end(self) -> None:
+        """It ends there, and the rest never comes."""
+        self._stop.set()
+        self._go.set()
+        with contextlib.suppress(Stopped):
+            self.fetch.result(DEADLINE_S)
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Callable[..., Gated]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(files: dict[str, bytes] = FILES, gate: str = LAST) -> Gated:
+            made = Gated(tmp_path / "store", files, gate)
+            stack.callback(made.end)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as somebody finds that a file is still coming."""
+    event, real = threading.Event(), arriving.coming
+
+    def told(folder: Path) -> frozenset[str]:
+        found = real(folder)
+        if found:
+            event.set()
+        return found
+
+    monkeypatch.setattr(arriving, "coming", told)
+    return event
+
+
+def test_a_file_is_waited_for_until_it_is_whole(gated: Callable[..., Gated], looked: threading.Event) -> None:
+    """Half of it is there, under another name; those before it are there already."""
+    fetch = gated()
+    assert coming(fetch.folder) == {LAST}
+    assert wait_for(fetch.folder, "model-1.safetensors").read_bytes() == FILES["model-1.safetensors"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for, fetch.folder, LAST)
+        assert looked.wait(DEADLINE_S)
+        assert not waiting.done()
+        fetch.go_on()
+        assert waiting.result(DEADLINE_S).read_bytes() == FILES[LAST]
+    assert fetch.fetch.result(DEADLINE_S).folder == str(fetch.folder)
+    assert (fetch.store.growing("s3://models/one"), coming(fetch.folder)) == (None, frozenset())
+
+
+def test_where_nothing_is_fetched_nothing_is_waited_for(tmp_path: Path) -> None:
+    """A folder of no store, and an artifact that is whole: what is not there is somebody else's error."""
+    artifact = Store(tmp_path / "store").get(FakeRemote(FILES))
+    for folder in (tmp_path, Path(artifact.folder)):
+        wait_for_small(folder)
+        assert not wait_for(folder, "missing.safetensors").exists()
+
+
+def test_a_fetch_that_ends_too_early_is_told(gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of being waited for without end."""
+    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    fetch = gated()
+    fetch.end()
+    with pytest.raises(SourceError, match=f"fetch-ended: .* before {LAST}"):
+        wait_for(fetch.folder, LAST)
+
+
+def test_who_goes_on_with_a_dead_fetch_is_waited_for(tmp_path: Path, looked: threading.Event) -> None:
+    """kill -9 of the process that fetches, and another one takes over."""
+    fetcher = Fetcher(tmp_path, FILES, gate=LAST)
+    try:
+        assert fetcher.line() == "gate"
+        store = Store(tmp_path)
+        folder = store.growing("s3://models/one")
+        assert folder is not None
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(wait_for, folder, LAST)
+            assert looked.wait(DEADLINE_S)
+            fetcher.kill()
+            for _ in range(2):  # it sees that nobody fetches
+                looked.clear()
+                assert looked.wait(DEADLINE_S)
+            store.get(FakeRemote(FILES))
+            assert waiting.result(DEADLINE_S).read_bytes() == FILES[LAST]
+    finally:
+        fetcher.end()
+
+
+def test_who_waits_for_a_file_can_be_told_to_stop(gated: Callable[..., Gated]) -> None:
+    """Without the end of the fetch."""
+    fetch, stop = gated(), threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        wait_for(fetch.folder, LAST, stop)
+
+
+def test_small_files_are_waited_for_and_large_ones_are_not(
+    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load begins with the config; the fetch brings it first."""
+    monkeypatch.setattr(arriving, "SMALL_BYTES", 1000)
+    wait_for_small(gated().folder)
+
+
+def test_a_file_linked_from_another_version_is_waited_for_until_it_was_read(
+    gated: Callable[..., Gated], tmp_path: Path
+) -> None:
+    """It may be damaged, which shows when the artifact is published."""
+    Store(tmp_path / "store").get(FakeRemote({**FILES, LAST: b"old"}))
+    fetch = gated()
+    assert (fetch.folder / "model-1.safetensors").exists()
+    assert coming(fetch.folder) == set(FILES)
+
+
+@pytest.fixture
+def sharded(checkpoint: Checkpoints) -> dict[str, bytes]:
+    """The files of a llama with every fifth tensor in the same of five shards."""
+    from safetensors.torch import load_file, save
+
+    files = {path.name: path.read_bytes() for path in checkpoint("llama").iterdir()}
+    tensors = load_file(checkpoint("llama") / "model.safetensors")
+    del files["model.safetensors"]
+    places = {name: f"model-{number % 5}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for shard in set(places.values()):
+        held = {name: tensor for name, tensor in tensors.items() if places[name] == shard}
+        files[shard] = save(held, {"format": "pt"})
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": places}).encode()
+    return files
+
+
+def first_logits(folder: Path) -> list[float]:
+    engine = CpuEngine(folder, slots=1, max_len=32, threads=1)
+    engine.load()
+    logits: list[float] = engine.prefill([0], [[7, 8, 9]])[0].tolist()
+    return logits
+
+
+def test_the_cpu_engine_loads_while_shards_arrive(
+    sharded: dict[str, bytes],
+    checkpoint: Checkpoints,
+    gated: Callable[..., Gated],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins before the last shard is there, waits for it, and computes what it computes from the whole."""
+    monkeypatch.setattr(arriving, "SMALL_BYTES", len(sharded[LAST_SHARD]) - 1)
+    asked, real = threading.Event(), arriving.wait_for
+
+    def wait(folder: Path, name: str) -> Path:
+        if name == LAST_SHARD:
+            asked.set()
+        return real(folder, name)
+
+    monkeypatch.setattr("workers.engines.cpu.wait_for", wait)
+    fetch = gated(sharded, LAST_SHARD)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(first_logits, fetch.folder)
+        assert asked.wait(DEADLINE_S)
+        assert not loading.done()
+        assert coming(fetch.folder) == {LAST_SHARD}
+        fetch.go_on()
+        assert loading.result(DEADLINE_S) == pytest.approx(first_logits(checkpoint("llama")), abs=1e-4)
+
+
+def test_the_cpu_engine_says_when_a_shard_does_not_come(
+    sharded: dict[str, bytes], gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the problem of the fetch, and not of a missing file."""
+    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    fetch = gated(sharded, LAST_SHARD)
+    fetch.end()
+    with pytest.raises(EngineLoadError) as found:
+        CpuEngine(fetch.folder, slots=1, max_len=32).load()
+    assert found.value.id == "fetch-ended"

@@ -1,0 +1,499 @@
+"""A fetch from a real S3 server through a proxy of faults: what arrives is whole and right, or there is an error."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
+from workers.artifacts.assembly import Assembly
+from workers.artifacts.checksums import FIELDS, Checksum, crc_of, digest
+from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.patience import Patience
+from workers.artifacts.progress import Progress
+from workers.artifacts.s3 import WORK
+from workers.artifacts.transfer import S3Remote
+
+ROOT = Path(__file__).parent.parent.parent
+SPAN = 2**16
+SIZE = 10 * SPAN + 1000
+DEADLINE_S = 30.0
+BIG = random.Random(1).randbytes(SIZE)
+FILES = {"config.json": b"{}", "sub/a b/ä%20+#模.txt": b"odd", "empty": b"", "model.safetensors": BIG}
+QUICK = Patience(first_s=0.001, longest_s=0.01)
+
+
+class Play:
+    """A checkpoint in S3 and the way to it, which is sound at the beginning of each test."""
+
+    def __init__(self, server: S3Server, proxy: FaultProxy) -> None:
+        self.server = server
+        self.proxy = proxy
+        self.url = f"{server.bucket(files={f'm/{name}': data for name, data in FILES.items()})}/m"
+        self.remote = self.of(self.url)
+        self.listing = self.remote.listing()
+
+    def of(self, url: str, patience: Patience = QUICK) -> S3Remote:
+        return S3Remote(url, connections=4, span_bytes=SPAN, patience=patience)
+
+    def fetch(self, folder: Path, listing: Listing | None = None, remote: S3Remote | None = None) -> Progress:
+        progress = Progress("test")
+        (remote or self.remote).fetch(listing or self.listing, folder, progress, threading.Event())
+        return progress
+
+    def failed(self, folder: Path, listing: Listing | None = None, remote: S3Remote | None = None) -> SourceError:
+        with pytest.raises(SourceError) as found:
+            self.fetch(folder, listing, remote)
+        return found.value
+
+    def only(self, name: str) -> Listing:
+        return Listing(source=self.url, files=tuple(file for file in self.listing.files if file.name == name))
+
+
+@pytest.fixture(scope="module")
+def once(s3_server: S3Server) -> Iterator[Play]:
+    with FaultProxy(s3_server.url) as proxy, s3_environment(proxy.env):
+        yield Play(s3_server, proxy)
+
+
+@pytest.fixture
+def play(once: Play) -> Iterator[Play]:
+    once.proxy.forget()
+    yield once
+    once.proxy.heal()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_file_arrives_and_nothing_else_is_left(play: Play, tmp_path: Path) -> None:
+    """Large ones, small ones, an empty one, and names of all kinds; each byte once."""
+    progress = play.fetch(tmp_path / "new")
+    status = progress.status()
+    assert content(tmp_path / "new") == FILES
+    assert not (tmp_path / "new" / WORK).exists()
+    assert (status.done, status.total, progress.moved, play.proxy.bytes()) == (play.listing.bytes,) * 4
+
+
+def test_a_second_fetch_transfers_nothing(play: Play, tmp_path: Path) -> None:
+    """Files that are there and right are not asked for."""
+    play.fetch(tmp_path)
+    play.proxy.forget()
+    progress = play.fetch(tmp_path)
+    assert (play.proxy.bytes(), progress.moved, progress.status().done) == (0, 0, play.listing.bytes)
+
+
+def test_a_file_that_is_there_and_wrong_is_replaced(play: Play, tmp_path: Path) -> None:
+    """Not overwritten: another name of it may be in use."""
+    play.fetch(tmp_path)
+    wrong = tmp_path / "model.safetensors"
+    with wrong.open("r+b") as file:
+        file.write(b"?")
+    os.link(wrong, tmp_path.parent / "other name")
+    play.proxy.forget()
+    play.fetch(tmp_path)
+    assert content(tmp_path) == FILES
+    assert (tmp_path.parent / "other name").read_bytes()[:1] == b"?"
+    assert play.proxy.bytes() == SIZE
+
+
+def test_small_files_come_first(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load can begin with them."""
+    monkeypatch.setattr("workers.artifacts.transfer.SMALL_BYTES", 100)
+    files = {"a-large": BIG, "z-small": b"1", "y-small": b"2"}
+    remote = S3Remote(play.server.bucket(files=files), connections=1, span_bytes=SPAN, patience=QUICK)
+    play.fetch(tmp_path, remote.listing(), remote)
+    order = [seen.key for seen in play.proxy.requests if seen.method == "GET" and seen.key]
+    assert order == ["y-small", "z-small"] + ["a-large"] * 11
+
+
+def test_nothing_below_the_prefix_is_told(play: Play) -> None:
+    """An object is no prefix."""
+    with pytest.raises(SourceError, match=r"^s3-not-found: there is nothing below s3://.*/m/empty/"):
+        play.of(f"{play.url}/empty").listing()
+
+
+# Damage
+
+PART = 100_000
+
+
+def uploaded(play: Play, kind: str, data: bytes) -> None:
+    """As key "k" of the bucket, with the checksum that ``kind`` says."""
+    import boto3
+    from botocore.config import Config
+
+    bucket = play.url.split("/")[2]
+    plain = Config(request_checksum_calculation="when_required", s3={"addressing_style": "path"})
+    with s3_environment(play.server.env):
+        s3 = boto3.client("s3", config=plain)
+    algorithm, _, parts = kind.partition(" ")
+    asked = {} if algorithm == "md5" else {"ChecksumAlgorithm": algorithm.upper()}
+    if not parts:
+        s3.put_object(Bucket=bucket, Key=f"k/{kind}", Body=data, **asked)
+        return
+    upload = s3.create_multipart_upload(Bucket=bucket, Key=f"k/{kind}", **asked)["UploadId"]
+    done, at = [], 0
+    for number, size in enumerate([*map(int, parts.split("+")), len(data)], 1):
+        part = data[at : at + size]
+        at += len(part)
+        told = s3.upload_part(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, PartNumber=number, Body=part, **asked)
+        done.append({"ETag": told["ETag"], "PartNumber": number})
+    s3.complete_multipart_upload(Bucket=bucket, Key=f"k/{kind}", UploadId=upload, MultipartUpload={"Parts": done})
+
+
+@pytest.mark.parametrize("kind", ["md5", *FIELDS])
+def test_a_flipped_byte_is_noticed_whatever_the_checksum(kind: str, play: Play, tmp_path: Path) -> None:
+    """And the object fetched again: twice its bytes have come."""
+    uploaded(play, kind, BIG)
+    remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN, patience=QUICK)
+    listing = Listing(source="", files=tuple(file for file in remote.listing().files if file.name == kind))
+    play.proxy.flip(f"k/{kind}", SIZE // 2)
+    progress = play.fetch(tmp_path, listing, remote)
+    assert (content(tmp_path) == {kind: BIG}, progress.moved, progress.status().done) == (True, 2 * SIZE, SIZE)
+
+
+@pytest.mark.parametrize("kind", ["md5", "crc64nvme", "sha256"])
+@pytest.mark.parametrize("parts", [f"{3 * PART}", f"{PART}+{PART + 1}", f"{PART + 1}+{PART + 2}+{PART}"])
+def test_an_upload_in_parts_is_verified(kind: str, parts: str, play: Play, tmp_path: Path) -> None:
+    """By a checksum of the whole, or of the parts, whose sizes S3 tells; also where those differ, and neither
+    the first nor the last shows it."""
+    data = random.Random(2).randbytes(3 * PART + 70_000)
+    kind = f"{kind} {parts}"
+    uploaded(play, kind, data)
+    remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN // 2, patience=QUICK)
+    listing = Listing(source="", files=tuple(file for file in remote.listing().files if file.name == kind))
+    play.proxy.flip(f"k/{kind}", len(data) - 1)
+    play.fetch(tmp_path, listing, remote)
+    assert content(tmp_path) == {kind: data}
+
+
+def test_an_object_that_is_damaged_every_time_is_told(play: Play, tmp_path: Path) -> None:
+    """It never gets its name."""
+    play.proxy.flip("m/model.safetensors", 5, times=99)
+    error = play.failed(tmp_path)
+    assert (error.id, "m/model.safetensors has arrived 3 times" in str(error)) == ("s3-damaged", True)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_short_object_is_told(play: Play, tmp_path: Path) -> None:
+    """S3 gives less of it than it says; it never gets its name."""
+    play.proxy.shorten("m/model.safetensors", 10)
+    error = play.failed(tmp_path)
+    assert (error.id, (tmp_path / "model.safetensors").exists()) == ("s3-damaged", False)
+
+
+def test_a_short_answer_is_completed(play: Play, tmp_path: Path) -> None:
+    """Only what is missing is asked for."""
+    play.proxy.shorten("m/model.safetensors", 10, times=3)
+    progress = play.fetch(tmp_path)
+    assert (content(tmp_path), progress.moved) == (FILES, play.listing.bytes)
+
+
+def test_an_object_that_is_replaced_meanwhile_is_told(play: Play, tmp_path: Path) -> None:
+    """Two versions are never mixed."""
+    url = play.server.bucket(files={"m": BIG, "n": b"1"})
+    remote = play.of(url)
+    listing = remote.listing()
+    held = [play.proxy.hold("m", at * SPAN) for at in (4, 5, 6, 7)]  # all connections: none comes to the end
+    found: list[SourceError] = []
+    thread = threading.Thread(target=lambda: found.append(play.failed(tmp_path, listing, remote)))
+    thread.start()
+    assert all(fault.reached.wait(DEADLINE_S) for fault in held)
+    play.server.client().put_object(Bucket=url.removeprefix("s3://"), Key="m", Body=BIG[::-1])
+    play.proxy.heal()
+    thread.join(DEADLINE_S)
+    assert ([error.id for error in found], (tmp_path / "m").exists()) == (["s3-changed"], False)
+    assert [play.failed(tmp_path, listing, remote).id] == ["s3-changed"]
+
+
+# Connections
+
+
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+def test_a_connection_that_is_cut_at_any_range_goes_on_from_there(at: str, play: Play, tmp_path: Path) -> None:
+    """All ranges are cut; what had come is not asked for again."""
+    for start in range(0, SIZE, SPAN):
+        size = min(SPAN, SIZE - start)
+        play.proxy.cut("m/model.safetensors", start + {"first": 0, "middle": size // 2, "last": size - 1}[at])
+    play.fetch(tmp_path)
+    assert content(tmp_path) == FILES
+    assert len(play.proxy.seen("m/model.safetensors")) == 22
+
+
+def test_errors_that_pass_change_nothing(play: Play, tmp_path: Path) -> None:
+    """503 and 500 in the middle of everything, whatever a request asks for."""
+    play.proxy.answer(503, "SlowDown", share=0.5, times=6)
+    play.proxy.answer(500, "InternalError", share=0.5, times=6)
+    progress = play.fetch(tmp_path)
+    assert (content(tmp_path), progress.moved) == (FILES, play.listing.bytes)
+    assert sum(seen.status in (500, 503) for seen in play.proxy.requests) >= 6
+
+
+class Outage:
+    """S3 goes away when a fetch is half done, and comes back when its threads have waited for ``seconds``."""
+
+    def __init__(self, play: Play, seconds: float) -> None:
+        self._play = play
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self.now = 0.0
+        self.patience = Patience(seconds=60.0, clock=lambda: self.now, wait=self._wait)
+        held = play.proxy.hold("m/model.safetensors", SIZE // 2)
+        self._breaker = threading.Thread(target=lambda: held.reached.wait(DEADLINE_S) and play.proxy.away())
+        self._breaker.start()
+
+    def _wait(self, stop: threading.Event, seconds: float) -> bool:
+        self._breaker.join()
+        with self._lock:
+            before, self.now = self.now, self.now + seconds / 4  # four threads wait at the same time
+            if before < self._seconds <= self.now:
+                self._play.proxy.back()
+        return stop.is_set()
+
+
+def test_s3_may_be_away_for_half_a_minute(play: Play, tmp_path: Path) -> None:
+    """The fetch goes on by itself, and fetches nothing twice."""
+    outage = Outage(play, 30.0)
+    progress = play.fetch(tmp_path, remote=play.of(play.url, outage.patience))
+    assert (content(tmp_path), progress.moved, outage.now >= 30.0) == (FILES, play.listing.bytes, True)
+
+
+def test_an_s3_that_stays_away_is_told_and_what_had_come_is_kept(play: Play, tmp_path: Path) -> None:
+    """The next fetch goes on from there."""
+    outage = Outage(play, float("inf"))
+    error = play.failed(tmp_path, remote=play.of(play.url, outage.patience))
+    kept = play.proxy.bytes()
+    play.proxy.back()
+    play.proxy.forget()
+    play.fetch(tmp_path)
+    assert (error.id, content(tmp_path)) == ("s3-unreachable", FILES)
+    assert play.proxy.bytes() <= play.listing.bytes - kept + 4 * SPAN
+
+
+def test_a_fetch_that_is_stopped_ends_soon_and_goes_on_later(play: Play, tmp_path: Path) -> None:
+    """Also while a connection says nothing."""
+    held = play.proxy.hold("m/model.safetensors", 5 * SPAN + 10)
+    stop = threading.Event()
+    threading.Thread(target=lambda: held.reached.wait(DEADLINE_S) and stop.set()).start()
+    with pytest.raises(Stopped):
+        play.remote.fetch(play.listing, tmp_path, Progress("test"), stop)
+    play.proxy.heal()
+    play.fetch(tmp_path)
+    assert content(tmp_path) == FILES
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(("method", "key"), [("GET", "m/model.safetensors"), ("HEAD", "m/config.json")])
+def test_a_missing_permission_names_the_action_and_the_key_and_no_secret(
+    method: str, key: str, play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3's answer holds the access key; neither the error nor the log does."""
+    caplog.set_level(logging.DEBUG)
+    play.proxy.answer(403, "AccessDenied", key=key, methods=(method,))
+    error = play.failed(tmp_path)
+    bucket = play.url.split("/")[2]
+    assert str(error) == (
+        f"s3-denied: s3:GetObject on s3://{bucket}/{key} is not allowed; the policy of the role needs s3:GetObject on"
+        f" arn:aws:s3:::{bucket}/{key}"
+    )
+    said = f"{error} {error.__cause__} {caplog.text}"
+    assert [mark for mark in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, "Signature") if mark in said] == []
+
+
+# The disk
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_comes(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both figures."""
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    error = play.failed(tmp_path)
+    assert (error.id, f"{play.listing.bytes} bytes are to come, 1000 are free" in str(error)) == ("s3-disk-full", True)
+    assert play.proxy.requests == []
+
+
+def test_a_disk_that_fills_up_is_told_and_what_had_come_is_kept(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When there is room again, the next fetch goes on."""
+    written = [0]
+
+    def pwrite(file: int, data: Any, at: int) -> int:
+        if written[0] > SIZE // 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = real(file, data, at)
+        written[0] += count
+        return count
+
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    error = play.failed(tmp_path)
+    monkeypatch.setattr(os, "pwrite", real)
+    play.proxy.forget()
+    play.fetch(tmp_path)
+    assert (error.id, content(tmp_path)) == ("s3-disk-full", FILES)
+    assert play.proxy.bytes() <= SIZE // 2 + 4 * SPAN
+
+
+FETCH = """
+import json, resource, sys, threading
+from pathlib import Path
+import msgspec
+from workers.artifacts.listing import Listing, SourceError
+from workers.artifacts.progress import Progress
+from workers.artifacts.transfer import S3Remote
+url, listing, folder, span, limit = json.loads(sys.argv[1])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+remote = S3Remote(url, connections=4, span_bytes=span)
+try:
+    remote.fetch(msgspec.json.decode(listing, type=Listing), Path(folder), Progress(url), threading.Event())
+except SourceError as error:
+    print(error)
+"""
+
+
+def process(play: Play, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
+    """One that fetches; ``limit``: bytes of a file that it may write."""
+    import msgspec
+
+    told = json.dumps([play.url, msgspec.json.encode(play.listing).decode(), str(folder), SPAN, limit])
+    return subprocess.Popen([sys.executable, "-c", FETCH, told], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_a_limit_of_the_kernel_is_a_full_disk(play: Play, tmp_path: Path) -> None:
+    """As a quota is; the process lives on and says so."""
+    with process(play, tmp_path, limit=SIZE // 2) as fetching:
+        said, _ = fetching.communicate(timeout=DEADLINE_S)
+    assert (fetching.returncode, said[:13]) == (0, "s3-disk-full:")
+
+
+def test_a_read_only_folder_is_told(play: Play, tmp_path: Path) -> None:
+    """It is no folder at all, here: root may write into any."""
+    (tmp_path / "file").write_text("")
+    assert play.failed(tmp_path / "file" / "folder").id == "s3-disk-unwritable"
+
+
+# kill -9
+
+
+@pytest.fixture
+def killed(play: Play, tmp_path: Path) -> Path:
+    """The folder of a process that was killed in mid-download, when seven ranges were whole."""
+    held = [play.proxy.hold("m/model.safetensors", at * SPAN + 100) for at in (7, 8, 9, 10)]
+    with process(play, tmp_path) as fetching:
+        for fault in held:
+            assert fault.reached.wait(DEADLINE_S)
+        (ledger,) = (tmp_path / WORK).glob("*.ranges")
+        deadline = time.monotonic() + DEADLINE_S
+        while ledger.read_text().count("\n") < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        fetching.kill()
+    play.proxy.heal()
+    play.proxy.forget()
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_after_a_kill_no_range_that_was_whole_is_fetched_again(play: Play, killed: Path) -> None:
+    """And no file had its name before it was whole."""
+    assert not (killed / "model.safetensors").exists()
+    progress = play.fetch(killed)
+    assert content(killed) == FILES
+    assert sorted(seen.start or 0 for seen in play.proxy.seen("m/model.safetensors")) == [
+        at * SPAN for at in (7, 8, 9, 10)
+    ]
+    assert (play.proxy.bytes("m/model.safetensors"), progress.status().done) == (3 * SPAN + 1000, play.listing.bytes)
+
+
+@pytest.mark.slow
+def test_what_a_crash_of_the_machine_has_lost_is_fetched_again(play: Play, killed: Path) -> None:
+    """A range that the ledger has and the disk has not; and a ledger whose last line was cut off."""
+    (ledger,) = (killed / WORK).glob("*.ranges")
+    with ledger.open("a") as file:
+        file.write("655360 6556")
+    with ledger.with_suffix("").open("r+b") as data:
+        data.seek(2 * SPAN)
+        data.write(bytes(4096))
+    play.fetch(killed)
+    assert content(killed) == FILES
+    assert sorted(seen.start or 0 for seen in play.proxy.seen("m/model.safetensors")) == [
+        at * SPAN for at in (2, 7, 8, 9, 10)
+    ]
+
+
+# One object
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=4),
+    span=st.integers(1, 30),
+    algorithm=st.sampled_from(["md5", *FIELDS]),
+    composite=st.booleans(),
+    noise=st.randoms(use_true_random=False),
+    flipped=st.booleans(),
+)
+def test_ranges_in_any_order_make_the_object(
+    sizes: list[int],
+    span: int,
+    algorithm: str,
+    composite: bool,
+    noise: random.Random,
+    flipped: bool,
+    tmp_path: Path,
+) -> None:
+    """However it was uploaded and is cut; and one wrong byte is noticed."""
+    data = noise.randbytes(sum(sizes))
+    if not composite:
+        sizes = [len(data)]
+    cut = [data[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    value = digest(algorithm, b"".join(digest(algorithm, part) for part in cut) if composite else data)
+    checksum = Checksum(algorithm=algorithm, value=value, composite=composite)
+    file = RemoteFile(name="a", size=len(data), tag="t")
+    work = tmp_path / hashlib.md5(noise.randbytes(8)).hexdigest()
+    assembly = Assembly(file, tmp_path / "a", work, checksum, sizes, span, content=True)
+    arrived = bytearray(data)
+    if flipped and data:
+        arrived[noise.randrange(len(data))] ^= 1
+    spans = [*assembly.spans]
+    noise.shuffle(spans)
+    for one in spans:
+        assembly.write(bytes(arrived[one.start : one.end]), one.start)
+        assembly.accept(one, crc_of(assembly.algorithm)(bytes(arrived[one.start : one.end]), 0))
+    assert (assembly.right(), assembly.blake3()) == (arrived == data, blake3(arrived).hexdigest())
+    assembly.publish()
+    assert ((tmp_path / "a").read_bytes(), assembly.found()) == (arrived, arrived == data)
+
+
+def test_the_digest_of_each_file_is_told_before_it_appears(play: Play, tmp_path: Path) -> None:
+    """Where the progress has a place for it: who publishes the files need not read them again."""
+    progress: Any = Progress("test")
+    progress.digests = {}
+    play.proxy.flip("m/model.safetensors", 3)
+    play.remote.fetch(play.listing, tmp_path, progress, threading.Event())
+    assert progress.digests == {name: blake3(data).hexdigest() for name, data in FILES.items()}

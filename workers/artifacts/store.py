@@ -1,0 +1,429 @@
+"""The artifacts of this host: each fetched once, whole or not there, within a budget of disk.
+
+Under the root:
+
+- ``artifacts/<key>/``: an artifact under its final name from the start; its manifest is written last;
+- ``blobs/<blake3>``: contents, linked into the artifacts that have them;
+- ``locks/``: see uses.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from workers.artifacts import locks, manifest
+from workers.artifacts.blobs import digest_of
+from workers.artifacts.digests import Digests
+from workers.artifacts.kept import Kept
+from workers.artifacts.layout import checked
+from workers.artifacts.listing import Listing, Remote, SourceError
+from workers.artifacts.manifest import Artifact as Artifact
+from workers.artifacts.manifest import KeptFile, Manifest
+from workers.artifacts.progress import Progress
+from workers.artifacts.room import GRACE_S, REMEDY, Room, says_full
+from workers.artifacts.uses import using as using
+
+log = logging.getLogger(__name__)
+
+ASSUMED_RATE = 1e9  # bytes a second, of a fetch that was not seen
+ATTEMPTS = 3  # to fetch what turns out to be damaged when all of it is here
+
+
+class Store:
+    """Blocks; may be used by any number of threads and processes at once. A folder of a local disk.
+
+    ``budget``: bytes of ``root`` that artifacts may take; None: what the disk has. ``memory``: a folder of a tmpfs,
+    where those that fit into ``memory_budget`` are copied to, to be loaded from there.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        budget: int | None = None,
+        memory: Path | None = None,
+        memory_budget: int | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.root = Path(root)
+        self._memory = Store(memory, budget=memory_budget, grace_s=grace_s) if memory is not None else None
+        self._room: Room = Room(
+            self.root, budget, grace_s, above=self._memory._room if self._memory is not None else None
+        )
+        self._artifacts = self._room.artifacts
+        self._uses = self._room.uses
+        self._blobs = self._room.blobs
+
+    # What there is
+
+    def get(self, remote: Remote, progress: Progress | None = None, stop: threading.Event | None = None) -> Artifact:
+        """What ``remote`` lists now, from this host if it is here, else fetched. Raises SourceError and Stopped.
+
+        Whoever asks for what another fetches waits for it. What is returned is not removed for ``GRACE_S``; hold it
+        with `using` for longer.
+        """
+        progress, stop = progress or Progress(""), stop or threading.Event()
+        try:
+            progress.enter("listing")
+            listing = checked(manifest.without_ours(remote.listing()))
+            progress.expect(listing.bytes)
+            with self._writing():
+                found = self._fetched(listing.key, listing, remote, progress, stop)
+                found = self._promoted(found, progress, stop)
+        except BaseException:
+            progress.enter("failed")
+            raise
+        progress.enter("done")
+        return found
+
+    def held(self, source: str, revision: str = "") -> Artifact | None:
+        """The newest whole one of ``source``, without asking it. ``revision`` is a commit of the hub; empty: any."""
+        source = source.rstrip("/")
+        found = [one for one in self.artifacts() if one.source == source and revision in ("", one.revision)]
+        return max(found, key=lambda one: one.fetched_at, default=None)
+
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """All whole ones, by key. Those that are in memory have their folder there."""
+        found = {folder.name: one for folder in self._room.folders() if (one := self._artifact(folder)) is not None}
+        if self._memory is not None:
+            found |= {one.key: one for one in self._memory.artifacts() if one.key in found}
+        return tuple(found[key] for key in sorted(found))
+
+    def growing(self, source: str) -> Path | None:
+        """The folder into which ``source`` is being fetched now. Who loads from it waits for files by arriving.py."""
+        for folder in self._room.folders():
+            going = manifest.growing(folder)
+            if (
+                going is not None
+                and going.listing.source == source.rstrip("/")
+                and locks.is_held(self._uses.flight(folder.name))
+            ):
+                return folder
+        return None
+
+    # What goes
+
+    def using(self, folder: str | Path) -> contextlib.AbstractContextManager[None]:
+        """See `using`."""
+        return using(folder)
+
+    def remove(self, key: str) -> None:
+        """It is not here any more. Raises SourceError where it is used or fetched (store-in-use), or not there."""
+        folder = self._artifacts / key
+        if not folder.is_dir():
+            raise SourceError("store-gone", f"no artifact {key} is in {self.root}")
+        with self._writing():
+            for _ in range(3):  # who looks whether it is used holds it for a moment
+                if self._room.remove(key):
+                    return
+                time.sleep(locks.WAIT_S)
+        what = f"artifact {key} is used by a replica, or is being fetched"
+        raise SourceError("store-in-use", what, "unload the model first")
+
+    def prune(self, keep: Collection[str] = ()) -> list[Artifact]:
+        """Remove all that nobody uses, but those whose key or source is in ``keep``; what died fetches have left goes
+        as well. The removed ones."""
+        gone = []
+        with self._writing():
+            for folder in self._room.folders():
+                one = self._artifact(folder)
+                if one is not None and (one.key in keep or one.source in keep):
+                    continue
+                if self._room.remove(folder.name) and one is not None:
+                    gone.append(one)
+            self._blobs.sweep()
+        if self._memory is not None:
+            self._memory.prune([folder.name for folder in self._room.folders()])
+        return gone
+
+    def verify(self, key: str) -> list[str]:
+        """Read all files of an artifact, and compare them with their digests. The names of the damaged ones.
+
+        These are removed, from every artifact that has them, which are then no longer whole: the next `get` fetches
+        them again, and nothing else.
+        """
+        folder = self._artifacts / key
+        found = manifest.published(folder)
+        if found is None:
+            raise SourceError("store-gone", f"no artifact {key} is in {self.root}")
+        with self._writing(), locks.alone(self._uses.flight(key)):
+            damaged = self._damaged(folder, found, threading.Event())
+        if self._memory is not None and manifest.published(self._memory._artifacts / key) is not None:
+            damaged += self._memory.verify(key)
+        return sorted(set(damaged))
+
+    # Fetching
+
+    def _fetched(
+        self, key: str, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event
+    ) -> Artifact:
+        found = self._here(key, progress, stop)
+        if found is None:
+            for folder in (self._artifacts, self._uses.folder, self._blobs.root):
+                folder.mkdir(parents=True, exist_ok=True)
+            with self._flight(key, progress, stop), self._uses.hold(key, stop):
+                found = self._ready(key) or self._proven(key, progress, stop)
+                if found is None:
+                    return self._fetch(key, listing, remote, progress, stop)
+        progress.expect(listing.bytes, listing.bytes)
+        return found if found.revision == listing.revision else self._moved_on(found, listing.revision)
+
+    def _moved_on(self, found: Artifact, revision: str) -> Artifact:
+        """The same content stands at another commit now."""
+        folder = Path(found.folder)
+        with contextlib.suppress(OSError), locks.alone(self._uses.flight(found.key)):
+            kept = manifest.published(folder)
+            if kept is not None:
+                manifest.publish(folder, msgspec.structs.replace(kept, revision=revision))
+        return msgspec.structs.replace(found, revision=revision)
+
+    def _here(self, key: str, progress: Progress, stop: threading.Event) -> Artifact | None:
+        """What is whole here. Where nobody has looked since the machine has started, it is read first."""
+        if (found := self._ready(key)) is not None or manifest.whole(self._artifacts / key) is None:
+            return found
+        try:
+            with self._flight(key, progress, stop):
+                return self._ready(key) or self._proven(key, progress, stop)
+        except OSError as error:
+            if error.errno not in locks.READ_ONLY:
+                raise
+        return self._proven(key, progress, stop)
+
+    def _flight(self, key: str, progress: Progress, stop: threading.Event) -> contextlib.AbstractContextManager[int]:
+        """The right to fetch it, or to look at it alone."""
+        return locks.alone(self._uses.flight(key), stop, lambda: progress.enter("waiting"))
+
+    def _fetch(self, key: str, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event) -> Artifact:
+        """Alone, and in use."""
+        folder = self._artifacts / key
+        began, moved = time.monotonic(), progress.moved
+        told = progress.digests
+        told.clear()  # of what was fetched before with that progress
+        for _ in range(ATTEMPTS):
+            seeds = self._begin(folder, listing)
+            with Digests(folder, (file.name for file in listing.files), told, stop) as digests:
+                progress.enter("fetching")
+                self._bring(folder, listing, remote, progress, stop)
+                progress.enter("verifying")
+                _tidy(folder, listing)
+                files = self._checked(folder, listing, seeds, digests.all())
+            if len(files) == len(listing.files):
+                break
+        else:
+            lacking = sorted({file.name for file in listing.files} - set(files))
+            what = f"{listing.source} was fetched, and {lacking[0]} is not what it lists ({len(lacking)} such files)"
+            raise SourceError("store-incomplete", what, "does it change meanwhile? then try again")
+        made = Manifest(
+            source=listing.source,
+            revision=listing.revision,
+            files=files,
+            fetched_at=time.time(),
+            fetch_s=_whole_fetch_s(listing.bytes, progress.moved - moved, time.monotonic() - began),
+            boot=manifest.boot(),
+        )
+        manifest.publish(folder, made)
+        return made.artifact(folder, time.time())
+
+    def _begin(self, folder: Path, listing: Listing) -> dict[str, str]:
+        """Make room, and say that it is taken from now on. The seeds."""
+        folder.mkdir(exist_ok=True)
+        with locks.alone(self._uses.room):
+            manifest.regrow(folder)
+            before = manifest.growing(folder)
+            if before is None or before.boot != manifest.boot():
+                _empty(folder)  # the machine has crashed since, and nobody knows what had reached the disk
+                before = None
+            self._forget_older(folder, listing)
+            known = before.seeds if before is not None else {}
+            seeds = {name: digest for name, digest in known.items() if (folder / name).exists()}
+            seeds |= self._seed(folder, listing)
+            manifest.begin(folder, listing, seeds)
+            try:
+                self._room.make(folder, listing)
+            except SourceError:
+                if before is None:
+                    shutil.rmtree(folder)
+                raise
+        return seeds
+
+    def _forget_older(self, folder: Path, listing: Listing) -> None:
+        """What a fetch has left that died, of a source that has other content now: nobody will go on with it."""
+        for other in self._room.folders():
+            left = manifest.growing(other)
+            if other != folder and left is not None and left.listing.source == listing.source:
+                self._room.remove(other.name)
+
+    def _seed(self, folder: Path, listing: Listing) -> dict[str, str]:
+        """Link what an earlier version of the source had already; name -> digest."""
+        known: dict[tuple[str, ...], KeptFile] = {}
+        for other in filter(None, map(manifest.published, self._room.folders())):
+            for name, had in other.files.items():
+                if other.source == listing.source and had.tag:
+                    known[(name, str(had.size), had.tag)] = had
+                if had.checksum.startswith("sha256:"):
+                    known[(had.checksum,)] = had
+        seeds = {}
+        for file in listing.files:
+            same = known.get((file.name, str(file.size), file.tag)) or known.get((file.checksum,))
+            if same is None or same.size != file.size or (folder / file.name).exists():
+                continue
+            if self._blobs.link(same.blake3, same.size, folder / file.name):
+                seeds[file.name] = same.blake3
+        return seeds
+
+    def _bring(self, folder: Path, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event) -> None:
+        """Have ``remote`` fetch, and make room again where others have filled the disk meanwhile."""
+        while True:
+            try:
+                remote.fetch(listing, folder, progress, stop)
+                return
+            except (OSError, SourceError) as error:
+                if not says_full(error):
+                    raise
+                with locks.alone(self._uses.room):
+                    self._room.make_more(folder, listing)
+
+    def _checked(
+        self, folder: Path, listing: Listing, seeds: Mapping[str, str], digests: Mapping[str, str]
+    ) -> dict[str, KeptFile]:
+        """Those that are what they should be, made one with equal contents. Others are removed."""
+        files = {}
+        for file in listing.files:
+            name, digest = file.name, digests.get(file.name)
+            if digest is None:
+                continue
+            if seeds.get(name, digest) != digest:
+                (folder / name).unlink()
+                self._distrust(seeds[name])
+                continue
+            if not self._blobs.keep(folder / name, digest):
+                self._distrust(digest)
+            files[name] = manifest.kept(file, digest)
+        return files
+
+    # Trust
+
+    def _ready(self, key: str) -> Artifact | None:
+        """The artifact, where it is whole and was compared with its digests since the machine has started."""
+        folder = self._artifacts / key
+        if manifest.published(folder) is None:
+            return None
+        with self._uses.hold(key):
+            found = manifest.whole(folder)
+            return found.artifact(folder, time.time()) if found is not None and found.boot == manifest.boot() else None
+
+    def _proven(self, key: str, progress: Progress, stop: threading.Event) -> Artifact | None:
+        """The artifact, where it is whole and its files have their digests still. Alone."""
+        folder = self._artifacts / key
+        found = manifest.whole(folder)
+        if found is None:
+            return None
+        progress.enter("verifying")
+        if self._damaged(folder, found, stop):
+            return None
+        with contextlib.suppress(OSError):  # it can only be read: the next one compares again
+            manifest.publish(folder, msgspec.structs.replace(found, boot=manifest.boot()))
+        return found.artifact(folder, time.time())
+
+    def _damaged(self, folder: Path, found: Manifest, stop: threading.Event) -> list[str]:
+        """The names of files that are not what the manifest says. They are gone afterwards, here and elsewhere."""
+        damaged = []
+        for name, file in found.files.items():
+            path = folder / name
+            if manifest.is_file(path, file.size) and digest_of(path, stop.is_set) == file.blake3:
+                continue
+            damaged.append(name)
+            self._give_up(folder, name)
+            self._distrust(file.blake3)
+        if damaged:
+            log.warning("%s of %s is damaged: it is fetched again when it is next asked for", damaged, found.source)
+        return damaged
+
+    def _distrust(self, digest: str) -> None:
+        """Some copy of a content is damaged. All that are go; artifacts that lose theirs are not whole any more."""
+        blob = self._blobs.path(digest)
+        if _differs(blob, digest):
+            blob.unlink(missing_ok=True)
+        for folder in self._room.folders():
+            found = manifest.published(folder)
+            for name, file in found.files.items() if found is not None else ():
+                if file.blake3 == digest and _differs(folder / name, digest):
+                    self._give_up(folder, name)
+
+    def _give_up(self, folder: Path, name: str) -> None:
+        """A file of a whole artifact is damaged: the rest stays, as what a fetch has left."""
+        with contextlib.suppress(FileNotFoundError):  # it is being removed as a whole
+            manifest.regrow(folder)
+        (folder / name).unlink(missing_ok=True)
+
+    # Memory
+
+    def _promoted(self, found: Artifact, progress: Progress, stop: threading.Event) -> Artifact:
+        """The artifact in memory, if there is room for it; else as it is."""
+        if self._memory is None:
+            return found
+        remote = Kept(found)
+        try:
+            progress.enter("copying")
+            with self._memory._writing(), using(found.folder):
+                return self._memory._fetched(found.key, remote.listing(), remote, Progress(found.source), stop)
+        except SourceError as error:
+            log.info("%s is loaded from %s, and not from memory: %s", found.source, found.folder, error)
+            return found
+
+    # Files
+
+    def _artifact(self, folder: Path) -> Artifact | None:
+        found = manifest.whole(folder)
+        return found.artifact(folder, self._uses.last(folder.name)[0]) if found is not None else None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say of what the disk refuses where that was."""
+        try:
+            yield
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError as error:
+            if says_full(error):
+                raise SourceError("store-full", f"{self.root}: {error.strerror}", REMEDY) from error
+            what = f"artifacts cannot be kept in {self.root}: {error}"
+            raise SourceError("store-unwritable", what, "does the folder belong to another user?") from error
+
+
+def _whole_fetch_s(size: int, moved: int, seconds: float) -> float:
+    """What fetching all ``size`` bytes takes, seen that ``moved`` of them took so long. Too few tell nothing."""
+    return seconds * max(1.0, size / moved) if 2 * moved >= size > 0 else max(seconds, size / ASSUMED_RATE)
+
+
+def _differs(path: Path, digest: str) -> bool:
+    """Whether it is there, with another content."""
+    try:
+        return digest_of(path) != digest
+    except FileNotFoundError:
+        return False
+
+
+def _tidy(folder: Path, listing: Listing) -> None:
+    """Remove what does not belong to it, or is not whole."""
+    wanted = {file.name: file.size for file in listing.files}
+    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before the folder
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                path.rmdir()  # where it is empty
+        elif name not in manifest.OURS and (name not in wanted or not manifest.is_file(path, wanted[name])):
+            path.unlink()
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()

@@ -1,0 +1,247 @@
+"""What a start would compile, and compiling it: ``python -m workers.build predict`` and ``... compile``.
+
+An ``Order`` comes as JSON on standard input, and lines of JSON go to standard output: ``predict`` answers with what the
+start of that configuration would look for, ``compile`` tells how far it is and how it ended. Runs in the engine's own
+interpreter, imports the engine's package only here, claims no core, and ends with its parent. ``predict`` reads no
+weights, unless it is told to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from workers import compiled_cache, host
+from workers.artifacts.listing import SourceError
+from workers.buildable import Buildable
+from workers.compiled import Entry, entry, peek
+from workers.config import NEVER_SET, ReplicaConfig
+from workers.engine import EngineLoadError
+from workers.engines import hide_progress_bars
+from workers.faults import VAGUE, fault_of
+from workers.memory import is_out_of_memory, out_of_memory
+from workers.offspring import end_with
+from workers.status import Failure
+
+log = logging.getLogger(__name__)
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be predicted or compiled."""
+
+    config: ReplicaConfig
+    parent: int = 0  # the pid of whoever waits for the answer; 0: nobody, it goes on by itself
+    read: bool = False  # of ``predict``: read the weights, where their digest is wanted and not known
+    push: bool = False  # of ``compile``: bring what is complete to the configuration's ``neff_cache``
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """Compiled artifacts that a start looks for."""
+
+    role: Literal["model", "draft"]
+    source: str
+    manifest: dict[str, Any]  # all that they depend on
+    folder: str  # where they are kept on this host; empty: the package's own cache alone keeps them
+    complete: bool  # whether a whole set of that very manifest is there
+    ahead: bool  # whether they can be compiled without a device
+    # Files of the checkpoint whose digests the manifest lacks, since nobody has read them yet: then the folder is not
+    # known either, and is empty.
+    unread: list[str] = []
+
+    @property
+    def key(self) -> str:
+        """The name of its folder; empty where that is not known."""
+        return Path(self.folder).name
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True, tag="predicted"):
+    """The answer to ``predict``."""
+
+    engine: str
+    wanted: list[Wanted]  # empty: that engine compiles nothing
+
+
+class Working(msgspec.Struct, frozen=True, kw_only=True, tag="working"):
+    """How far ``compile`` is with one of the sets."""
+
+    key: str
+    role: str
+    phase: Literal["waiting", "looking", "compiling", "sending", "done"]
+    done: int = 0  # graphs
+    total: int = 0  # graphs; 0: the package does not tell
+
+
+class Built(msgspec.Struct, frozen=True, kw_only=True, tag="built"):
+    """All that can be compiled ahead is there."""
+
+    wanted: list[Wanted]
+    compiled: list[str] = []  # keys of those that had to be; the others were there
+    pulled: list[str] = []  # keys of those that came from the ``neff_cache``
+    pushed: list[str] = []  # keys of those that went there
+    seconds: float
+
+
+class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """There is no answer."""
+
+    failure: Failure
+
+
+Told = Predicted | Working | Built | Trouble
+Tell = Callable[[Told], None]
+
+
+def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
+    """What a start of ``config`` would look for. The environment is that of the replica. Raises EngineLoadError."""
+    return Predicted(engine=config.engine, wanted=[_wanted(config, one) for one in _buildables(config, read)])
+
+
+def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False) -> Built:
+    """Make all that can be without a device: what is not there comes from the ``neff_cache``, else it is compiled.
+
+    Raises EngineLoadError, SourceError, and what the package raises.
+    """
+    began = time.monotonic()
+    if config.compiled is None:
+        raise EngineLoadError("compiled-unwritable", "no folder is named for compiled artifacts", "set `compiled`")
+    done: dict[str, list[str]] = {"compiled": [], "pulled": [], "pushed": []}
+    found = _buildables(config, read=True)
+    for one in found:
+        if one.make is None:
+            what = f"{config.engine} compiles {one.source} on its cores only, when a replica starts"
+            raise EngineLoadError("compile-needs-device", what, "start it: its own cache keeps what was compiled")
+        if one.kept:
+            key, ways = _one(config, one, tell, push)
+            for way in ways:
+                done[way].append(key)
+    wanted = [_wanted(config, one) for one in found]
+    return Built(wanted=wanted, seconds=round(time.monotonic() - began, 3), **done)
+
+
+def _one(config: ReplicaConfig, one: Buildable, tell: Tell, push: bool) -> tuple[str, list[str]]:
+    """The key of that set, and what was done for it."""
+    assert config.compiled is not None
+    key = peek(Path(config.compiled), one.manifest).path.name
+
+    def working(phase: Any, done: int = 0, total: int = 0) -> None:
+        tell(Working(key=key, role=one.role, phase=phase, done=done, total=total))
+
+    ways = []
+    working("waiting")
+    with entry(Path(config.compiled), one.manifest, one.is_whole) as held:
+        if not held.complete:
+            working("looking")
+            ways.append(_made(config, one, held, working))
+    if push and config.neff_cache:
+        working("sending")
+        with entry(Path(config.compiled), one.manifest, one.is_whole) as held:  # with others now, and not alone
+            if compiled_cache.push(held, config.neff_cache):
+                ways.append("pushed")
+    working("done")
+    return key, ways
+
+
+def _made(config: ReplicaConfig, one: Buildable, held: Entry, working: Callable[..., None]) -> str:
+    assert one.make is not None
+    if config.neff_cache and compiled_cache.pull(held, config.neff_cache):
+        return "pulled"
+    working("compiling")
+    one.make(held, lambda done, total: working("compiling", done, total))
+    return "compiled"
+
+
+def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
+    if config.engine == "echo":
+        return []
+    hide_progress_bars()
+    if config.engine == "cpu":
+        from workers.engines.cpu import buildables as of_cpu
+
+        return of_cpu(config)
+    if config.engine == "transformers-neuronx":
+        from workers.engines.transformers_neuronx import buildables as of_tnx
+
+        return of_tnx(config)
+    if config.engine == "nxd-inference":
+        from workers.engines.neuronx_distributed import buildables as of_nxd
+
+        return of_nxd(config, read)
+    what = f"this version has no engine {config.engine!r}"
+    raise EngineLoadError("engine-not-installed", what, "use cpu, echo, transformers-neuronx or nxd-inference")
+
+
+def _wanted(config: ReplicaConfig, one: Buildable) -> Wanted:
+    place = None
+    if config.compiled is not None and one.kept and not one.unread:
+        place = peek(Path(config.compiled), one.manifest, one.is_whole)
+    return Wanted(
+        role=one.role,
+        source=str(one.source),
+        manifest=dict(one.manifest),
+        folder="" if place is None else str(place.path),
+        complete=place is not None and place.complete,
+        ahead=one.make is not None,
+        unread=list(one.unread),
+    )
+
+
+def answer(command: str, order: Order, tell: Tell) -> bool:
+    """Do it and tell of it; False: there was trouble. Never raises for what the model or the machine does."""
+    config = order.config
+    try:
+        told = predict(config, order.read) if command == "predict" else compile_all(config, tell, order.push)
+        tell(told)
+        return True
+    except (EngineLoadError, SourceError) as error:
+        failure = Failure(error.id, error.what, error.hint)
+        tell(Trouble(_explained(failure, error, config.log) if error.id in VAGUE else failure))
+    except Exception as error:
+        log.exception("%s of %s failed", command, config.model)
+        if is_out_of_memory(error):
+            want = out_of_memory(error, f"compiling {config.model}")
+            tell(Trouble(Failure(want.id, want.what, want.hint)))
+        else:
+            what = f"{command} of {config.model}: {type(error).__name__}: {error}"
+            tell(Trouble(_explained(Failure("compile-failed", what, f"the log is {config.log}"), error, config.log)))
+    return False
+
+
+def _explained(told: Failure, error: Exception, log_file: str) -> Failure:
+    """In the compiler's terms, where its output or the exception tells them."""
+    words = host.last_words(Path(log_file)) if log_file else []
+    return fault_of(error, words) or told
+
+
+def main(arguments: list[str]) -> int:
+    """Read the order, answer it. Exit code 0: done; 1: trouble, which is told; 2: not asked in the right way."""
+    if arguments not in (["predict"], ["compile"]):
+        sys.stderr.write("usage: python -m workers.build predict|compile < JSON\n")
+        return 2
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    if order.parent:
+        end_with(order.parent)
+    for name in NEVER_SET:
+        os.environ.pop(name, None)
+    os.environ.update(order.config.env)
+    told = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print belongs to the log
+    host.mark_log(2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    host.pin_to(os.environ.get("COREWRIGHT_CPUS"))
+
+    def tell(what: Told) -> None:
+        told.write(msgspec.json.encode(what) + b"\n")
+        told.flush()
+
+    return 0 if answer(arguments[0], order, tell) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,373 @@
+"""Bringing a NEFF cache to this host, and what was compiled here back: finished entries only, each of them at once.
+
+Several hosts must not compile against one S3 URL, for how Neuron's own S3 cache locks is not public; and of a cache on
+a network file system nobody sees which compilers are at work. So a process gets a folder of this host in both cases,
+and where the cache can only be read as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from workers import neuron_cache
+from workers.artifacts.listing import Listing, RemoteFile, SourceError
+from workers.artifacts.progress import Progress
+from workers.neff_cache.entries import DONE, OWN, State, listed_entries, read_entries, read_entry
+from workers.neff_cache.files import part_of, sync_folder, sync_to_disk
+from workers.neff_cache.record import (
+    SUFFIX,
+    Record,
+    decoded,
+    encoded,
+    is_finished,
+    place_of,
+    read_record,
+    records_in,
+    write_record,
+)
+from workers.neuron_cache import LOG, NEFF
+
+log = logging.getLogger(__name__)
+
+URL = "NEURON_COMPILE_CACHE_URL"
+S3 = "s3://"
+STAGED = "staged-"  # what is just being pushed to a folder
+STRAY_S = 86400.0  # older ones are what pushes that were killed have left
+INCOMING = "incoming"  # in the folder of a cache that is corewright's own: what is just being fetched
+
+
+class Synced(msgspec.Struct, frozen=True, kw_only=True):
+    """What was moved."""
+
+    entries: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+    bytes: int = 0
+
+
+class Place(Protocol):
+    """A cache elsewhere. Names are as in ``workers.artifacts.listing``; every method blocks, and raises SourceError."""
+
+    @property
+    def url(self) -> str: ...
+    def files(self) -> Sequence[RemoteFile]: ...
+    def read(self, name: str) -> bytes: ...
+    def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
+        """Bring them into ``folder``, whole and verified, going on from what an earlier fetch left; nothing else."""
+        ...
+
+    def put_entry(self, name: str, folder: Path, files: Sequence[str]) -> None:
+        """Upload an entry so that whoever looks meanwhile sees no finished one."""
+        ...
+
+    def put_bytes(self, name: str, data: bytes) -> None: ...
+
+
+def place_at(location: str) -> Place:
+    """``s3://bucket/prefix``, or a folder. Raises SourceError."""
+    return BucketPlace(location) if location.startswith(S3) else FolderPlace(Path(location.removeprefix("file://")))
+
+
+class BucketPlace:
+    """A prefix in S3."""
+
+    def __init__(self, url: str) -> None:
+        from workers.artifacts.s3 import Bucket
+
+        self._bucket = Bucket.of(url)
+
+    @property
+    def url(self) -> str:
+        return self._bucket.url
+
+    def files(self) -> Sequence[RemoteFile]:
+        return self._bucket.files()
+
+    def read(self, name: str) -> bytes:
+        return self._bucket.read(name)
+
+    def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
+        from workers.artifacts.transfer import S3Remote
+
+        listing = Listing(source=self.url, files=tuple(sorted(files, key=lambda file: file.name)))
+        S3Remote(self.url).fetch(listing, folder, Progress(self.url), stop)
+
+    def put_entry(self, name: str, folder: Path, files: Sequence[str]) -> None:
+        """``model.done`` comes last: without it an entry is none."""
+        for file in (*(one for one in files if one != DONE), DONE):
+            self._bucket.put(f"{name}/{file}", folder / file)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        self._bucket.put_bytes(name, data)
+
+
+class FolderPlace:
+    """A folder, as of a network file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def files(self) -> Sequence[RemoteFile]:
+        found = []
+        with _told("neff-cache-unreadable", self.url):
+            if not self._root.is_dir():
+                raise NotADirectoryError(f"{self._root} is no folder")
+            for path in sorted(self._root.rglob("*")):
+                with contextlib.suppress(FileNotFoundError):
+                    about = path.stat()
+                    if path.is_file():
+                        name = path.relative_to(self._root).as_posix()
+                        found.append(RemoteFile(name=name, size=about.st_size, tag=str(about.st_mtime_ns)))
+        return found
+
+    def read(self, name: str) -> bytes:
+        with _told("neff-cache-unreadable", self.url):
+            return (self._root / name).read_bytes()
+
+    def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
+        with _told("neff-cache-unreadable", self.url):
+            shutil.rmtree(folder, ignore_errors=True)
+            for file in files:
+                (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self._root / file.name, folder / file.name)
+
+    def put_entry(self, name: str, folder: Path, files: Sequence[str]) -> None:
+        target = self._root / name
+        with _told("neff-cache-unwritable", self.url):
+            own = self._root / OWN
+            own.mkdir(parents=True, exist_ok=True)
+            for stray in own.glob(f"{STAGED}*"):
+                if time.time() - stray.stat().st_mtime > STRAY_S:
+                    shutil.rmtree(stray, ignore_errors=True)
+            staged = Path(tempfile.mkdtemp(prefix=STAGED, dir=own))
+            for file in files:
+                shutil.copyfile(folder / file, staged / file)
+            move_in(staged, target)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        target = self._root / name
+        with _told("neff-cache-unwritable", self.url):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, written = tempfile.mkstemp(prefix=STAGED, dir=target.parent)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            sync_to_disk(Path(written))
+            Path(written).replace(target)
+
+
+@dataclass(frozen=True)
+class Localized:
+    """A cache that a process does not use where it is."""
+
+    location: str  # as the spec names it
+    path: Path  # the folder of this host that takes its place
+    why: Literal["s3", "shared", "read-only"]
+
+
+def localized(environment: Mapping[str, str], keep: Path) -> Localized | None:
+    """The folder below ``keep`` that a process with this environment uses; None: it uses the cache where it is.
+
+    A ``--cache_dir`` in NEURON_CC_FLAGS is left alone: the flags are a part of what graphs are found by.
+    """
+    flags = environment.get("NEURON_CC_FLAGS", "").split()
+    if any(flag == "--no_cache" or flag.startswith("--cache_dir=") for flag in flags):
+        return None
+    url = environment.get(URL) or neuron_cache.DEFAULT
+    path = keep / blake2s(url.encode(), digest_size=8).hexdigest()
+    if url.startswith(S3):
+        return Localized(url, path, "s3")
+    if "://" in url and not url.startswith("file://"):
+        return None
+    folder = Path(url.removeprefix("file://"))
+    if not is_writable(folder):
+        return Localized(url, path, "read-only")
+    if neuron_cache.file_system(folder) in neuron_cache.SHARED:
+        return Localized(url, path, "shared")
+    return None
+
+
+def is_writable(folder: Path) -> bool:
+    """Tried out: modes do not tell of a file system that is mounted to be read. Of a folder that is to be made, whether
+    it can be."""
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        descriptor, name = tempfile.mkstemp(prefix=".corewright-", dir=folder)
+    except OSError:
+        return False
+    os.close(descriptor)
+    with contextlib.suppress(OSError):
+        Path(name).unlink()
+    return True
+
+
+def pull(
+    place: Place,
+    local: Path,
+    *,
+    record: str = "",
+    compiler: str = "",
+    stop: threading.Event | None = None,
+) -> Synced:
+    """Bring the finished entries that ``local`` lacks. One at a time on a host; who waits finds all there.
+
+    Where there is a record of the name ``record``, only its graphs; else those of the version ``compiler``, or all.
+    Finished entries of ``local`` stay as they are, and so does what somebody compiles there. Raises SourceError, and
+    OSError where ``local`` cannot be written.
+    """
+    with _alone(local):
+        files = place.files()
+        names = _graphs_of(place, files, record)
+        wanted = [
+            entry.name
+            for entry in listed_entries(files)
+            if entry.state is State.SUCCESS
+            and (entry.name in names if names is not None else not compiler or entry.compiler == compiler)
+            and read_entry(local, entry.name).state not in (State.SUCCESS, State.LOCKED)
+        ]
+        incoming = local / OWN / INCOMING
+        moved = [file for file in files if file.name.rpartition("/")[0] in wanted and _belongs(file.name)]
+        if moved:
+            place.fetch(moved, incoming, stop or threading.Event())
+            for name in wanted:
+                move_in(incoming / name, local / name)
+        shutil.rmtree(incoming, ignore_errors=True)
+        records = _pull_records(place, files, local, wanted)
+    return Synced(entries=tuple(wanted), records=records, bytes=sum(file.size for file in moved))
+
+
+def push(local: Path, place: Place) -> Synced:
+    """Bring back the finished entries that ``place`` lacks, then the records whose graphs are all there.
+
+    No finished entry is ever replaced. Raises SourceError.
+    """
+    with _alone(local):
+        files = place.files()
+        there = {entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS}
+        sent, size = [], 0
+        for entry in read_entries(local):
+            if entry.state is State.SUCCESS and entry.name not in there:
+                folder = local / entry.name
+                names = sorted(path.name for path in folder.iterdir() if path.is_file() and _belongs(path.name))
+                place.put_entry(entry.name, folder, names)
+                sent.append(entry.name)
+                size += entry.bytes
+        records = _push_records(local, place, {file.name for file in files}, there | set(sent))
+    return Synced(entries=tuple(sent), records=records, bytes=size)
+
+
+def records_at(place: Place, files: Sequence[RemoteFile]) -> Iterator[Record]:
+    """The records of a cache elsewhere, of which ``files`` are."""
+    for file in files:
+        if _is_record(file.name) and (told := decoded(place.read(file.name))) is not None:
+            yield told
+
+
+def move_in(staged: Path, target: Path) -> None:
+    """Put a finished entry in its place, at once, and on the disk. One that is finished there stays, and the other is
+    thrown away. Raises OSError."""
+    sync_folder(staged)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(2):
+        try:
+            staged.rename(target)  # takes the place of an empty folder, and of no other
+            break
+        except OSError:
+            if is_finished(target.parent, target.name):
+                break
+            if target.is_dir():
+                target.rename(staged.with_name(f"{staged.name}.before"))
+            elif not staged.is_dir():
+                raise
+    sync_to_disk(target.parent)
+    for left in (staged, staged.with_name(f"{staged.name}.before")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _pull_records(place: Place, files: Sequence[RemoteFile], local: Path, came: Collection[str]) -> tuple[str, ...]:
+    """Those that are new, and of whose graphs every one is here by now.
+
+    The digests are those of what is here, of earlier records as well: two hosts that compile a graph at once do not
+    make the same bytes of it.
+    """
+    for known in records_in(local):
+        if fresh := {name: part_of(local / name / NEFF) for name in known.graphs if name in came}:
+            write_record(place_of(local, known.name), msgspec.structs.replace(known, graphs=known.graphs | fresh))
+    new = [file for file in files if _is_record(file.name) and not _is_good(local, local / file.name)]
+    kept = []
+    for told in records_at(place, new):
+        if told.graphs and all(is_finished(local, name) for name in told.graphs):
+            graphs = {name: part_of(local / name / NEFF) for name in told.graphs}
+            write_record(place_of(local, told.name), msgspec.structs.replace(told, graphs=graphs))
+            kept.append(told.name)
+    return tuple(kept)
+
+
+def _graphs_of(place: Place, files: Sequence[RemoteFile], record: str) -> Collection[str] | None:
+    """None: there is no such record."""
+    named = [file for file in files if file.name == f"{OWN}/{record}{SUFFIX}"]
+    return next((told.graphs for told in records_at(place, named) if told.graphs), None)
+
+
+def _is_good(local: Path, file: Path) -> bool:
+    told = read_record(file)
+    return told is not None and not told.failed and all(is_finished(local, name) for name in told.graphs)
+
+
+def _push_records(local: Path, place: Place, there: set[str], finished: set[str]) -> tuple[str, ...]:
+    sent = []
+    for told in records_in(local):
+        name = f"{OWN}/{told.name}{SUFFIX}"
+        if name in there or not told.graphs or told.failed or not finished.issuperset(told.graphs):
+            continue
+        place.put_bytes(name, encoded(told))
+        sent.append(told.name)
+    return tuple(sent)
+
+
+def _belongs(name: str) -> bool:
+    """To a finished entry: no lock, and no log of a failure before."""
+    file = name.rpartition("/")[2]
+    return not file.endswith(".lock") and file != LOG
+
+
+def _is_record(name: str) -> bool:
+    return name.startswith(f"{OWN}/") and name.endswith(SUFFIX) and name.count("/") == 1
+
+
+@contextlib.contextmanager
+def _alone(local: Path) -> Iterator[None]:
+    """One sync of that folder at a time, of all processes and threads; the kernel ends it with the process."""
+    own = local / OWN
+    own.mkdir(parents=True, exist_ok=True)
+    lock = os.open(own / "sync.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _told(id: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(id, f"the NEFF cache {where}: {error}", "is the folder mounted, and whose is it?") from error

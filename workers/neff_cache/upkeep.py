@@ -1,0 +1,159 @@
+"""Looking after caches and compiled artifacts: what is of no use to anybody goes, what failed may be tried again."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from workers import neuron_cache
+from workers.compiled import MANIFEST
+from workers.neff_cache.entries import CacheEntry, State, listed_entries, read_entries
+from workers.neff_cache.record import LOCK_FILE, Record, missing_files, read_record
+from workers.neuron_cache import NEFF
+
+YOUNG_S = 3600.0  # an entry without a NEFF may be that of a compile that just begins
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """One folder of compiled artifacts."""
+
+    name: str
+    state: str  # whole, damaged, unfinished; compiling: somebody holds it alone
+    bytes: int
+    used_at: float  # when a process last asked for it; seconds since the epoch
+    record: Record | None = None
+    damaged: tuple[str, ...] = ()
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """What was removed, or would be."""
+
+    path: str
+    why: str
+    bytes: int = 0
+
+
+def kept_in(root: Path) -> list[Kept]:
+    """The compiled artifacts of this host. Reads programs, to compare them with their digests."""
+    return [_kept(folder) for folder in sorted(root.glob("*")) if folder.is_dir()]
+
+
+def prune_compiled(root: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
+    """Those that nobody holds and that are unfinished, damaged, or were not asked for in that time."""
+    for one in kept_in(root):
+        age = time.time() - one.used_at
+        why = (
+            one.state if one.state != "whole" else f"not used for {age / 86400:.0f} days" if age > older_than_s else ""
+        )
+        if why and (dry_run or _removed_alone(root, one.name)):
+            yield Removed(path=str(root / one.name), why=why, bytes=one.bytes)
+
+
+def prune_cache(cache: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
+    """Stale locks, entries without anything in them, and graphs that were not read in that time. Failures stay: they
+    tell why."""
+    now = time.time()
+    if not dry_run:
+        before = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
+        neuron_cache.remove_stale_locks(cache)
+        left = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
+        yield from (Removed(path=str(cache / name), why="its lock was stale") for name in sorted(before - left))
+    for entry in read_entries(cache):
+        why = _why(cache, entry, now, older_than_s)
+        if why and (dry_run or neuron_cache.remove(cache / entry.name)):
+            yield Removed(path=str(cache / entry.name), why=why, bytes=entry.bytes)
+
+
+def retry(cache: Path, names: Collection[str] = (), dry_run: bool = False) -> Iterator[Removed]:
+    """Forget failures, all or those of the graphs named: the next start compiles them again."""
+    for entry in read_entries(cache):
+        is_meant = not names or entry.name in names or entry.module in names
+        if entry.state is State.FAILED and is_meant and (dry_run or neuron_cache.remove(cache / entry.name)):
+            yield Removed(path=str(cache / entry.name), why=entry.words or "failed", bytes=entry.bytes)
+
+
+def retry_in_bucket(url: str, names: Collection[str] = (), dry_run: bool = False) -> Iterator[Removed]:
+    """The same in S3, where a compiler has left failures that worked there itself. Raises SourceError."""
+    from workers.artifacts.s3 import Bucket
+
+    bucket = Bucket.of(url)
+    files = bucket.files()
+    for entry in listed_entries(files):
+        if entry.state is State.FAILED and (not names or entry.name in names or entry.module in names):
+            for file in files if not dry_run else ():
+                if file.name.startswith(f"{entry.name}/"):
+                    bucket.delete(file.name)
+            yield Removed(path=f"{bucket.url}/{entry.name}", why="failed", bytes=entry.bytes)
+
+
+def _why(cache: Path, entry: CacheEntry, now: float, older_than_s: float) -> str:
+    if entry.state is State.EMPTY and now - entry.changed_at > YOUNG_S:
+        return "nothing was compiled"
+    if entry.state is State.STALE:
+        return "its lock is stale"
+    if entry.state is State.SUCCESS:
+        used = entry.changed_at
+        with contextlib.suppress(OSError):
+            used = max(used, (cache / entry.name / NEFF).stat().st_atime)
+        if now - used > older_than_s:
+            return f"not read for {(now - used) / 86400:.0f} days"
+    return ""
+
+
+def _kept(folder: Path) -> Kept:
+    told = read_record(folder / LOCK_FILE)
+    missing = (LOCK_FILE,) if told is None else missing_files(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    try:
+        json.loads((folder / MANIFEST).read_text())
+        finished = True
+    except (OSError, ValueError):
+        finished = False
+    lock = folder.with_name(f"{folder.name}.lock")
+    return Kept(
+        name=folder.name,
+        state=("compiling" if _is_held(lock) else "unfinished") if not finished else "damaged" if missing else "whole",
+        bytes=size,
+        used_at=max(path.stat().st_mtime for path in (folder, lock) if path.exists()),
+        record=told,
+        damaged=missing or (),
+    )
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _removed_alone(root: Path, name: str) -> bool:
+    """False: somebody holds it. The manifest goes first, so that a death in between leaves nothing complete."""
+    try:
+        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (root / name / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(root / name)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
