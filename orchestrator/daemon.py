@@ -70,9 +70,7 @@ class UpOptions:
     config: tuple[dict[str, Any], ...] = ()  # the settings with their origins, for `GET config`
     allowed_sources: tuple[str, ...] | None = None  # what a spec may read; None: anything
     data_plane: Literal["unix", "tcp"] = "unix"
-    store_bytes: int | None = None  # of a host's disk, for fetched models
-    store_memory: str | None = None  # a folder of a tmpfs
-    store_memory_bytes: int | None = None
+    store: StoreSettings | None = None  # what each host keeps of artifacts; None: without a limit, in the home
 
 
 def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
@@ -289,12 +287,7 @@ class Daemon:
             log_format=self._options.gateway.log_format,
             allowed_sources=self._options.allowed_sources,
             data_plane=self._options.data_plane,
-            store=StoreSettings(
-                root=str(self._home.store),
-                budget=self._options.store_bytes,
-                memory=self._options.store_memory,
-                memory_budget=self._options.store_memory_bytes,
-            ),
+            store=self._options.store,
             gateway=credentials.gateway,
             replica=credentials.replica,
         )

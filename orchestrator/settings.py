@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S
 from placements.problems import Problem, in_order
 
 if TYPE_CHECKING:
     from orchestrator.gateway.settings import GatewaySettings
+    from workers.artifacts.keeping import StoreSettings
 
 Origin = Literal["flag", "environment", "file", "default"]
 FILE = "config.yaml"
@@ -426,3 +428,24 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
 
     names = [field.name for field in msgspec.structs.fields(GatewaySettings)]
     return GatewaySettings(**{name: settings[name] for name in names})
+
+
+def store_settings(settings: Settings, root: Path) -> StoreSettings:
+    """What each host keeps of artifacts, in ``root``. Call it when there are no problems."""
+    from workers.artifacts.keeping import StoreSettings
+
+    return StoreSettings(
+        root=str(root),
+        budget=settings["store_bytes"],
+        memory=settings["store_memory"],
+        memory_budget=settings["store_memory_bytes"],
+    )
+
+
+def store_here(root: Path) -> StoreSettings:
+    """The same for a command of this machine, from its environment and its file. Raises Failed for a wrong setting."""
+    settings = resolve({})
+    for problem in settings.problems:
+        if problem.severity == "error":
+            raise Failed(problem.id, f"{problem.where}: {problem.what}", problem.hint)
+    return store_settings(settings, root)

@@ -25,6 +25,7 @@ from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.claims import CoresTaken
 from workers.engine import EngineLoadError
 from workers.engines import open_engine
+from workers.engines.cpu import CpuEngine
 from workers.replica import NEURON_MODULES, Replica, check_environment
 from workers.status import Phase, ReplicaStatus
 
@@ -187,12 +188,15 @@ def load_error(work: Callable[[], object]) -> str:
     return found.value.id
 
 
-def test_an_engine_that_is_not_there_or_has_no_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is loaded."""
+def test_an_engine_that_is_not_there_or_has_no_model_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before any weights are read."""
     assert load_error(lambda: open_engine(config())) == "source-missing"
     assert load_error(lambda: open_engine(config(engine="nxd-inference"))) == "engine-not-installed"
-    monkeypatch.setitem(sys.modules, "workers.engines.cpu", None)
-    assert load_error(lambda: open_engine(config(source="/m"))) == "engine-not-installed"
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    engine = CpuEngine(str(tmp_path), slots=1, max_len=16, dtype="fp32")
+    assert load_error(engine.load) == "engine-not-installed"
 
 
 def test_an_environment_that_is_not_the_planned_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

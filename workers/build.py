@@ -8,6 +8,7 @@ weights, unless it is told to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ import msgspec
 
 from workers import compiled_cache, host
 from workers.artifacts.listing import SourceError
+from workers.artifacts.uses import using
 from workers.buildable import Buildable
 from workers.compiled import Entry, entry, peek
 from workers.config import NEVER_SET, ReplicaConfig
@@ -240,7 +242,20 @@ def main(arguments: list[str]) -> int:
         told.write(msgspec.json.encode(what) + b"\n")
         told.flush()
 
-    return 0 if answer(arguments[0], order, tell) else 1
+    return 0 if _answer_in_use(arguments[0], order, tell) else 1
+
+
+def _answer_in_use(command: str, order: Order, tell: Tell) -> bool:
+    """What is compiled from stays in the store until that is done."""
+    try:
+        with contextlib.ExitStack() as uses:
+            for folder in (order.config.source, order.config.draft_source):
+                if folder is not None:
+                    uses.enter_context(using(folder))
+            return answer(command, order, tell)
+    except SourceError as error:  # it was removed before
+        tell(Trouble(Failure(error.id, error.what, error.hint)))
+        return False
 
 
 if __name__ == "__main__":

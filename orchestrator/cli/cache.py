@@ -200,9 +200,9 @@ def _home() -> Home:
 
 
 def _store(home: Home) -> Any:
-    from workers.artifacts.store import Store
+    from orchestrator.settings import store_here
 
-    return Store(home.path / "store")
+    return store_here(home.store).open()
 
 
 def _places(home: Home, spec: str | None) -> list[str]:

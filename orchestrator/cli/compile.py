@@ -87,12 +87,12 @@ def _memory_gib(given: float | None) -> float:
 def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[Outcome]:
     from orchestrator.compileahead import CompileAhead
     from orchestrator.home import Home
-    from workers.artifacts.keeping import StoreSettings
+    from orchestrator.settings import store_here
 
     home = Home.from_environment()
     home.prepare()
     with _view() as watch:
-        flow = CompileAhead(file, home, StoreSettings(root=str(home.path / "store")), watch, names=names, push=push)
+        flow = CompileAhead(file, home, store_here(home.store), watch, names=names, push=push)
         prepared = flow.prepare()
         for job in prepared.jobs:
             if job.need_gib > memory_gib and not job.complete:

@@ -109,15 +109,16 @@ def _config(file: SpecFile, placement: Placement, home: Home, held: contextlib.E
 
 def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
     """With the folders of what was fetched. Raises Failed."""
+    from orchestrator.settings import store_here
     from workers.artifacts.bringing import Bringing, Landed, wanted_by, with_folders
     from workers.artifacts.listing import SourceError
     from workers.artifacts.progress import Progress
-    from workers.artifacts.store import Store, using
+    from workers.artifacts.uses import using
 
     wanted = wanted_by(config)
     if wanted == (None, None):
         return config
-    bringing, landed = Bringing(Store(home.path / "store")), list[Landed | None]()
+    bringing, landed = Bringing(store_here(home.store).open()), list[Landed | None]()
     try:
         for one in wanted:
             if one is not None:

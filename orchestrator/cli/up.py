@@ -11,7 +11,7 @@ from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.failure import Failed
 from orchestrator.home import FleetRecord, Home
 from orchestrator.keys import KeyFile
-from orchestrator.settings import Settings, gateway_settings, is_loopback
+from orchestrator.settings import Settings, gateway_settings, is_loopback, store_settings
 from orchestrator.specfile import SpecFile, start_problems
 from placements.coremap import core_map
 from placements.plan import plan
@@ -71,7 +71,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     home = Home.from_environment()
     daemon = Daemon(
         home,
-        _options(settings),
+        _options(settings, home),
         (file.text, file.name, file.base_dir),
         file.spec.name,
         file.hosts,
@@ -83,14 +83,12 @@ def run_up(file: SpecFile, settings: Settings) -> int:
         return daemon.run(announce)
 
 
-def _options(settings: Settings) -> UpOptions:
+def _options(settings: Settings, home: Home) -> UpOptions:
     return UpOptions(
         gateway=gateway_settings(settings),
         allowed_sources=settings["allowed_sources"],
         data_plane=settings["data_plane"],
-        store_bytes=settings["store_bytes"],
-        store_memory=settings["store_memory"],
-        store_memory_bytes=settings["store_memory_bytes"],
+        store=store_settings(settings, home.store),
         dashboard=settings["dashboard"],
         watch=settings["watch"],
         drain_s=settings["drain_s"],
