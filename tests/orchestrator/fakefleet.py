@@ -126,13 +126,13 @@ STATUS: dict[str, Any] = {
             "free": 7,
             "quarantined": 1,
             "reserved": 0,
-            "fetches": [],
             "leases": [{"replica": "chat/0", "cores": "0-7"}, {"replica": "chat/1", "cores": "8-15"}],
             "cordoned": ["20-22"],
             "lost": False,
             "balanced": True,
             "draining": False,
             "quarantine": [{"core": 23, "pid": 99, "command": "python train.py", "cause": None}],
+            "fetches": [],
         }
     ],
 }
