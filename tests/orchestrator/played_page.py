@@ -11,6 +11,7 @@ from tests.orchestrator.fakes import FakeCluster, Played
 from workers.device_metrics import Sums, device_families
 from workers.facts.neuron_monitor import parse_neuron_monitor
 from workers.metric_family import MetricFamily, joined, labelled
+from workers.status import Failure
 
 SAMPLE = Path(__file__).parents[1] / "workers" / "samples" / "neuron-monitor-inf2.48xlarge.jsonl"
 HOST = "inf2.48xlarge/0"
@@ -21,7 +22,7 @@ hosts: {emulate: inf2.48xlarge}
 defaults: {engine: echo}
 models:
   chat: {source: ./none, tp_degree: 8}
-  small: {source: ./none, tp_degree: 2, replicas: 2}
+  small: {source: "s3://models/small", engine: cpu, tp_degree: 2, replicas: 2}
 """
 
 
@@ -65,9 +66,13 @@ async def played_families(home: Path) -> list[MetricFamily]:
     async with Played(home, cluster, SPEC) as fleet:
         await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
         await fleet.settled()
-        cluster.loads = False  # from now on a start goes on for ever
+        cluster.store.clear()
+        cluster.unfetchable["s3://models/small"] = Failure("s3-unreachable", "nobody answers")
         await cluster.replicas["small/1.1"].die("killed by signal 9")
-        await fleet.until(lambda: fleet.replica("small/1").get("restarts") == 1, "started again")
+        await fleet.until(lambda: fleet.replica("small/1").get("restarts") == 1, "started again, without its model")
+        cluster.unfetchable.clear()
+        cluster.loads = False  # from now on a start goes on for ever
+        await fleet.until(lambda: fleet.replica("small/1").get("restarts") == 2, "started once more")
         models = [Demand(model="chat", arrived=1, live=1), Demand(model="small", arrived=3, waiting=2)]
         await fleet.controller.demand(DemandReport(gateway="g", number=1, seconds=1.0, models=models))
         await asyncio.sleep(0)
