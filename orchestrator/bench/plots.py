@@ -135,9 +135,12 @@ class Scale:
         return self._low + (value - self._first) / self._span * (self._high - self._low)
 
 
+SMALLEST = 1e-300  # below it a part of a number may be 0
+
+
 def ticks(top: float) -> list[float]:
     """Four to seven round numbers from 0 up to ``top``."""
-    if not (top > 0 and math.isfinite(top)):
+    if not (top > SMALLEST and math.isfinite(top)):
         return [0.0]
     step = 10.0 ** math.floor(math.log10(top))
     for divisor in (1, 2, 4, 5, 10):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.bench.arrivals import Load, poisson
@@ -517,6 +517,7 @@ def test_the_page_escapes_what_a_server_says() -> None:
     assert "<b>&lt;" not in text
 
 
+@example([5e-324], None)
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e7), max_size=300), st.none() | st.floats(0.001, 1e6))
 def test_every_plot_is_within_its_frame(values: list[float], bound: float | None) -> None:
