@@ -425,7 +425,8 @@ class _Table:
         return any(seat.last.waiting for seat in ended)
 
     def _starved(self, seat: _Seat) -> bool:
-        return seat.count == 0 and seat.unserved_s >= self.rules.starved_s
+        waited = seat.last.longest_wait_s >= self.rules.starved_s or seat.unserved_s >= self.rules.unserved_s
+        return seat.count == 0 and waited
 
     def _may_end(self, priority: int, other: _Seat, *, least: bool) -> int:
         """How many of a model's replicas may end for one of that priority."""

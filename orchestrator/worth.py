@@ -22,7 +22,8 @@ class Rules:
     weights: tuple[float, ...] = (0.3, 0.2, 0.1, 0.32, 0.08)  # of the forecasts: those of SPANS_S, and the peak
     least_served: float = 2.0  # requests that a replica more must serve in time within the horizon
     waiting_weight: float = 0.1  # of a request that waits for the first replica
-    starved_s: float = 60.0  # after so long without a replica its requests go before second ones of others
+    starved_s: float = 60.0  # after so long without a replica a request goes before second ones of others
+    unserved_s: float = 300.0  # and so do requests that came for so long, each of which gave up before
     step_cores: int = 8  # by which a model may grow in one decision: several small replicas, or one large one
     first_steps: int = 2  # replicas of a model that wakes, or those of step_cores, until the first is ready
     slack_s: float = 5.0  # what a request may wait where no objective says it

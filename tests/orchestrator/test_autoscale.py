@@ -114,12 +114,12 @@ def test_the_first_request_wakes_a_model_at_zero() -> None:
 
 
 def test_requests_that_each_give_up_wait_together() -> None:
-    """Where each is refused after 20 s, a model that serves none for a minute still goes before the second replicas of
+    """Where each is refused after 20 s, a model that serves none for five minutes still goes before the second replicas of
     others; one that was served meanwhile, or that nobody asks any more, does not."""
     history = busy({"hot": 1.0, "cold": 0.0}, 300.0)
     models = chat("hot", target=3), chat("cold", target=0, since=None, first_ready_at=None)
     first_woken = None
-    for tick in range(1, 25):
+    for tick in range(1, 75):
         now = 300.0 + 5.0 * tick
         comes = tick % 5 != 0  # after 20 s of waiting 5 s without a request
         cold = Load(5.0, arrived=int(tick % 5 == 1), waiting=int(comes), longest_wait_s=5.0 * (tick % 5))
@@ -127,13 +127,13 @@ def test_requests_that_each_give_up_wait_together() -> None:
         if first_woken is None and comes and decide(history, *models, now=now).counts["cold"]:
             first_woken = now
     assert first_woken is not None
-    assert 360.0 <= first_woken <= 370.0
-    served = history.after(425.0, {"cold": Load(5.0, arrived=1, ended=1)})
-    assert served.unserved_s("cold", 425.0) == 0.0
+    assert 600.0 <= first_woken <= 610.0
+    served = history.after(675.0, {"cold": Load(5.0, arrived=1, ended=1)})
+    assert served.unserved_s("cold", 675.0) == 0.0
     silent = history
     for tick in range(15):
-        silent = silent.after(425.0 + 5.0 * tick, {"cold": Load(5.0)})
-    assert silent.unserved_s("cold", 500.0) == 0.0
+        silent = silent.after(675.0 + 5.0 * tick, {"cold": Load(5.0)})
+    assert silent.unserved_s("cold", 750.0) == 0.0
 
 
 def test_a_model_that_wakes_does_not_jump_to_its_max() -> None:

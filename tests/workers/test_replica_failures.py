@@ -104,6 +104,7 @@ def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     program += "from workers.engines import open_engine\n"
     program += "from types import SimpleNamespace as Of\n"
     program += "told = {'dtype': 'fp32', 'allow_pickle': False, 'engine_options': {}, 'draft_source': None}\n"
+    program += "told |= {'trust_remote_code': False, 'prefill_buckets': [], 'decode_buckets': [], 'compiled': None}\n"
     program += "open_engine(Of(engine='cpu', source=sys.argv[1], slots=1, max_len=16, **told)).load()\n"
     done = subprocess.run(
         [sys.executable, "-c", program, str(checkpoint("llama"))], capture_output=True, text=True, check=True
