@@ -114,8 +114,8 @@ def test_the_first_request_wakes_a_model_at_zero() -> None:
 
 
 def test_requests_that_each_give_up_wait_together() -> None:
-    """Where each is refused after 20 s, a model that serves none for five minutes still goes before the second replicas of
-    others; one that was served meanwhile, or that nobody asks any more, does not."""
+    """Where each is refused after 20 s, a model that serves none for five minutes still goes before the second replicas
+    of others; one that was served meanwhile, or that nobody asks any more, does not."""
     history = busy({"hot": 1.0, "cold": 0.0}, 300.0)
     models = chat("hot", target=3), chat("cold", target=0, since=None, first_ready_at=None)
     first_woken = None

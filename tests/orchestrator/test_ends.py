@@ -28,6 +28,7 @@ models:
 """
 
 
+@pytest.mark.slow
 def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
     """`down` lets a live stream end, then every process, socket and claim is gone; `up` exits with 0."""
     fleet = LiveFleet(SPEC, home=home).wait_ready()
@@ -46,6 +47,7 @@ def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
     assert fleet.corewright("status").returncode == 1
 
 
+@pytest.mark.slow
 def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path) -> None:
     """Within 10 s of the next `up` no process and no claim of the old fleet is left, and the new one becomes ready."""
     first = LiveFleet(SPEC, home=home).wait_ready()

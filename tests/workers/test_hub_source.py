@@ -86,6 +86,7 @@ def test_the_commit_is_fetched_that_was_listed(hub: HubServer, tmp_path: Path) -
     assert remote().listing().revision != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("fault", ["flips", "cuts"])
 def test_what_arrives_damaged_or_short_is_fetched_again(hub: HubServer, tmp_path: Path, name: str, fault: str) -> None:
@@ -98,6 +99,7 @@ def test_what_arrives_damaged_or_short_is_fetched_again(hub: HubServer, tmp_path
     assert progress.moved >= listing.bytes + (2 * len(FILES[name]) if fault == "flips" else 0)
 
 
+@pytest.mark.slow
 def test_answers_that_the_hub_is_busy_are_borne(hub: HubServer, tmp_path: Path) -> None:
     """503, to the listing and to every kind of request for a file."""
     hub.busy = 3
@@ -118,6 +120,7 @@ def test_a_file_that_stays_damaged_never_gets_its_name(hub: HubServer, tmp_path:
     assert contents(tmp_path) == {name: FILES[name] for name in ("config.json", "tokenizer.json")}
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_away_is_waited_for(hub: HubServer, tmp_path: Path) -> None:
     """Until it is back; asked in vain so often before."""
     listing = remote().listing()
@@ -272,6 +275,7 @@ def test_offline_the_hubs_own_cache_is_taken(hub: HubServer, tmp_path: Path, mon
     assert len(hub.asked) == asked
 
 
+@pytest.mark.slow
 def test_offline_what_is_not_there_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the model, another revision, or a shard too few."""
     from huggingface_hub import snapshot_download

@@ -158,6 +158,7 @@ def test_a_compile_that_fails_leaves_no_compiler_behind() -> None:
     assert offspring.MARK not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["nxd-inference", "transformers-neuronx"])
 def test_a_replica_that_is_killed_takes_its_compilers_with_it(
     engine: str,
