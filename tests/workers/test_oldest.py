@@ -12,7 +12,7 @@ import pytest
 from tests.workers.test_families_457 import DEADLINE_S, run
 
 PYTHON = "python3.10"
-PACKAGES = ("transformers==4.47.0", "msgspec", "psutil", "pydantic", "PyYAML", "jinja2", "numpy")
+PACKAGES = ("transformers==4.47.0", "msgspec", "psutil", "pydantic", "PyYAML", "jinja2", "numpy", "cronsim")
 IMPORT_ALL = """
 import importlib, pkgutil, sys, workers
 names = [module.name for module in pkgutil.walk_packages(workers.__path__, "workers.")]
