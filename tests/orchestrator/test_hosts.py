@@ -44,6 +44,7 @@ import ray
 from orchestrator.cluster import RayCluster
 from orchestrator.ray_nodes import NAMESPACE, host_labels
 from workers import host
+from workers.artifacts.keeping import StoreSettings
 
 address, pid, claims, log = sys.argv[1:]
 started = host.process_start(int(pid))
@@ -53,7 +54,8 @@ def tell(*values):
     print(json.dumps(values), file=answers, flush=True)
 
 async def main():
-    cluster = RayCluster(host_labels(f"inf2.48xlarge/{i}" for i in range(4)))
+    store = StoreSettings(root=str(Path(claims).parent / "store"))
+    cluster = RayCluster(store, host_labels(f"inf2.48xlarge/{i}" for i in range(4)))
     loop = asyncio.get_running_loop()
     tell(*sorted(await cluster.lost_hosts()))
     held = await cluster.held_cores(claims, host="inf2.48xlarge/2")
