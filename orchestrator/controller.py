@@ -18,15 +18,17 @@ from typing import Any
 
 import msgspec.structs
 
-from orchestrator.ahead import Preparation, get_ready
+from orchestrator.ahead import get_ready
 from orchestrator.demand import DemandReport
-from orchestrator.effects import Cluster, Fetched, Owner, ReplicaDied, actor_name
+from orchestrator.effects import Cluster, Fetched, ReplicaDied, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.home import Home
-from orchestrator.journal import Journal, Quarantine
+from orchestrator.hostwatch import HostWatch
+from orchestrator.journal import Journal
 from orchestrator.lifecycle import AHEAD, STARTING, Signal, State, advance
 from orchestrator.metrics import Tally, engine_families, fleet_families, scaling_changes
 from orchestrator.picture import Conditions, route_table, status
+from orchestrator.preparing import Preparing
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.replica_config import replica_config
 from orchestrator.rollout import Target
@@ -35,14 +37,11 @@ from orchestrator.scaler import Scaler
 from orchestrator.snapshot import SETTLED_S, Observed, ReplicaView
 from orchestrator.starting import prepared
 from orchestrator.state import FleetState, Level
-from orchestrator.suspects import expire, react
-from orchestrator.telling import size_text
+from orchestrator.suspects import react
+from orchestrator.telling import fetched_text
 from placements.cores import CoreRange
 from placements.engines import AUTO_ENGINES
 from placements.spec import Deadlines
-from placements.topology import Host
-from workers.artifacts.bringing import wanted_by
-from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
 from workers.faults import after_serving
 from workers.metric_family import MetricFamily, gauge, joined, labelled
@@ -55,9 +54,6 @@ SOONEST_S = 0.05  # between two rounds that nobody has asked for
 LOG_LINES = 8
 LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
 DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
-STALE_S = 30.0  # the Neuron tools' account of who holds a core is at most so old
-HELD_S = 60.0  # between two looks at what the hosts hold of sources elsewhere, when nothing was fetched
-TELL_S = 1.0  # for a host to tell how far its fetches are, while a round waits
 _NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
 
 
@@ -85,15 +81,11 @@ class Controller:
         self._tick_s = tick_s
         self._home = Home(Path(settings.home))
         self._conditions = Conditions(wall)
-        self._deaf: set[str] = set()  # hosts that do not answer
         self._tally = Tally()
         self._heard: dict[str, tuple[int, ReplicaStatus]] = {}  # of each replica its epoch, and what it told last
-        self._former: dict[int, float] = {}  # pids of replicas that were seen dead, and when
         self._busy: set[str] = set()  # replicas with an effect under way
         self._followed: dict[str, int] = {}  # of each replica that somebody listens to, the epoch
         self._ahead: dict[str, asyncio.Task[ReplicaConfig | Failure]] = {}  # of replicas that are made ready to start
-        self._preparing: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # for updates, by `Preparation.key`
-        self._held_until = float("-inf")  # what was told of what hosts hold counts
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -102,6 +94,15 @@ class Controller:
         self._was_ready = False
         self._closing = False
         self._settled = asyncio.Event()  # what lived before is known: only then may anyone ask
+        self._hosts = HostWatch(self.state, cluster, self._home, self._tally)
+        self._preparing = Preparing(
+            self.state,
+            cluster,
+            config_of=self._config_of,
+            spawn=self._spawn,
+            fetched=self._fetched,
+            wake=self._wake.set,
+        )
 
     # The loop
 
@@ -127,8 +128,8 @@ class Controller:
             tick.cancel()
 
     async def _round(self) -> None:
-        await self._observe_hosts()
-        await asyncio.gather(self._observe_held(), self._observe_fetches())
+        await self._hosts.look()
+        await asyncio.gather(self._hosts.look_at_held(), self._hosts.look_at_fetches(self._preparing.hosts))
         if self._closing:
             return
         state = self.state
@@ -145,7 +146,7 @@ class Controller:
         observed = Observed(self._clock(), dict(state.views))
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
-        self._prepare_what_comes()
+        self._preparing.round()
         await self.publish()
 
     def _scale(self) -> None:
@@ -164,8 +165,7 @@ class Controller:
         self._closing = True
         self._wake.set()
         await self.publish()
-        for work in self._preparing.values():
-            work.cancel()
+        self._preparing.stop()
         ended = await asyncio.gather(*(self._take_down(id, drain_s) for id in self.state.views), return_exceptions=True)
         for error in ended:
             if error is not None:
@@ -213,6 +213,7 @@ class Controller:
                 state=phase,
                 since=self._clock(),
                 begun=self._clock() - max(0.0, self.state.wall() - seen.started),
+                asked=True,
                 pid=seen.pid,
                 started=seen.started,
                 socket=seen.address or config.socket,
@@ -234,96 +235,6 @@ class Controller:
             if phase is State.DRAINING:
                 self._spawn(self._drain(state.views[id]))
             self._listen(id, config.epoch, self._follow(id, config.epoch))
-
-    async def _observe_hosts(self) -> None:
-        """Which hosts are gone, and which cores a process holds that is none of ours: those are quarantined."""
-        state = self.state
-        lost = await self._cluster.lost_hosts()
-        for name in sorted(lost - state.lost):
-            state.tell("error", "HostLost", "its Ray node is gone: its replicas go elsewhere", host=name)
-        for name in sorted(state.lost - lost):
-            state.tell("info", "HostBack", "its Ray node is there again", host=name)
-        state.lost = lost
-        expire(state)
-        await asyncio.gather(
-            *(
-                self._observe_cores(host, str(self._home.claims(index)) if host.emulated else None)
-                for index, host in enumerate(state.hosts)
-                if host.cores and host.name not in lost
-            )
-        )
-
-    async def _observe_cores(self, host: Host, claims: str | None) -> None:
-        # one of them may end, and be forgotten, while we ask, or have ended since the tools were read
-        self._former = {pid: at for pid, at in self._former.items() if self._clock() - at < STALE_S}
-        before = {view.pid for view in self.state.views.values() if view.pid is not None} | self._former.keys()
-        try:
-            held = await self._cluster.held_cores(claims, host.name)
-        except Exception as error:  # the others must not wait for a deaf host; what was known of it stands
-            if host.name not in self._deaf:
-                self._deaf.add(host.name)
-                log.warning("%s does not tell who holds its cores", host.name, exc_info=True)
-                self.state.tell("error", "HostSilent", f"it does not tell who holds its cores: {error}", host=host.name)
-            return
-        self._deaf.discard(host.name)
-        self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
-
-    async def _observe_held(self) -> None:
-        """Which hosts hold what would have to be fetched: a new replica had better go there."""
-        state = self.state
-        sources = frozenset(source for model in state.current.spec.models for source in state.sources(model))
-        if not sources or self._clock() < self._held_until:
-            return
-        self._held_until = self._clock() + HELD_S
-        try:
-            state.held = await asyncio.wait_for(self._cluster.held_sources(sources), TELL_S)
-        except Exception:  # it is only a preference
-            log.warning("the hosts do not tell what they hold", exc_info=True)
-
-    async def _observe_fetches(self) -> None:
-        """How far the fetches of replicas are, for those who look."""
-        fetching = [view for view in self.state.views.values() if view.state is State.FETCHING]
-        hosts = sorted({view.host for view in fetching} | {host for _, _, host in self._preparing})
-        told = await asyncio.gather(*(self._fetches_on(host) for host in hosts))
-        self.state.fetches = dict(zip(hosts, told, strict=True))
-        for view in fetching:
-            sources = {origin.source for origin in wanted_by(self.state.configs[view.id]) if origin is not None}
-            here = [one for one in self.state.fetches[view.host] if one.source in sources]
-            current = self._view(view.id, view.epoch)
-            if here and current is not None and current.state is State.FETCHING:
-                self._put(dataclasses.replace(current, fetch=here[0]))
-
-    async def _fetches_on(self, host: str) -> tuple[FetchStatus, ...]:
-        try:
-            return tuple(await asyncio.wait_for(self._cluster.progress(host), TELL_S))
-        except Exception:  # the fetch goes on all the same
-            log.debug("%s does not tell how far its fetches are", host, exc_info=True)
-            return ()
-
-    def _quarantine(self, host: Host, held: dict[int, Owner]) -> None:
-        state = self.state
-        mine = [view for view in state.views.values() if view.host == host.name]
-        ours = {view.pid for view in mine}
-        # a replica may hold its cores before it could tell its pid
-        starting = {core for view in mine if view.pid is None and not view.gone for core in view.cores or ()}
-        foreign = {core: owner for core, owner in held.items() if owner.pid not in ours and core not in starting}
-        known = state.quarantined.setdefault(host.name, {})
-        for core in sorted(foreign.keys() | known.keys()):
-            before, after = known.get(core), foreign.get(core)
-            if (before is None) == (after is None):
-                continue
-            owner = after or Owner(None, None)
-            if core not in state.suspects.get(host.name, {}):  # what is noted of that one stands
-                state.note(
-                    Quarantine(host=host.name, core=core, on=after is not None, pid=owner.pid, command=owner.command)
-                )
-            if after is not None:
-                self._tally.quarantined(host.name, "held")
-                what = f"core {core} is held by pid {owner.pid or 'unknown'} ({owner.command or 'unknown command'})"
-                state.tell("warning", "CoreQuarantined", what, host=host.name)
-            else:
-                state.tell("info", "CoreFree", f"core {core} is free again", host=host.name)
-        state.quarantined[host.name] = foreign
 
     # What is done
 
@@ -381,7 +292,7 @@ class Controller:
         state.decide("start", view, "planned" if previous is None else "started again")
         self._tally.started(view, again=previous is not None)
         if target.placement is not None:
-            config = replica_config(state.current, target.placement, self._home, self.settings, epoch=epoch)
+            config = msgspec.structs.replace(self._config_of(target), epoch=epoch)
         else:  # an older version, which goes on serving for a while
             config = msgspec.structs.replace(state.configs[target.id], epoch=epoch)
         config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
@@ -389,6 +300,11 @@ class Controller:
         state.views[target.id] = dataclasses.replace(view, socket=config.socket)
         state.tell("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
         self._listen(target.id, epoch, self._start_and_follow(target.id, config))
+
+    def _config_of(self, target: Target) -> ReplicaConfig:
+        """What a replica of the current revision is told, but for its epoch and its socket."""
+        assert target.placement is not None
+        return replica_config(self.state.current, target.placement, self._home, self.settings)
 
     def _socket(self, target: Target, epoch: int) -> Path:
         """Short, since names may be long."""
@@ -424,8 +340,12 @@ class Controller:
             self.state.pin(ready)
             if view.state in AHEAD:
                 view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
+            taken = self.state.quarantined.get(config.host, {}).keys() & set(config.cores)
+            if taken:  # meanwhile; the next round gives it others
+                self._signal(view, Signal.STOP, f"core {min(taken)} was taken by another process before its start")
+                return
             # all until here was aside: waiting for what others fetch and compile, and asking the engine, as well
-            self._put(dataclasses.replace(view, aside_s=self._clock() - view.begun))
+            self._put(dataclasses.replace(view, asked=True, aside_s=self._clock() - view.begun))
             await self._cluster.start(ready)
             view = self._view(id, config.epoch)
             if view is None or view.state is State.STOPPING:  # and whoever ended it may have found no process yet
@@ -458,47 +378,13 @@ class Controller:
                 del self._ahead[id]
         return None if work.cancelled() else work.result()
 
-    def _prepare_what_comes(self) -> None:
-        """Bring what an update needs to where it will be, before anything old goes; stop what is needed no more."""
-        state, now = self.state, self._clock()
-        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.coming}
-        for key, (preparation, target) in wanted.items():
-            if key not in self._preparing and now >= preparation.retry_at and target.placement is not None:
-                config = replica_config(state.current, target.placement, self._home, self.settings)
-                self._preparing[key] = self._spawn(self._prepare(preparation, config))
-        for key in self._preparing.keys() - wanted.keys():
-            self._preparing.pop(key).cancel()
-        state.preparing = frozenset(self._preparing)
-
-    async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
-        state, watching = self.state, _OfUpdate(self, before)
-        deadlines = self._deadlines(before.model)
-        try:
-            ready = await prepared(config, state.current, self._cluster)
-            if not isinstance(ready, Failure):
-                work = get_ready(state.pinned(ready), self._cluster, watching, self._clock)
-                ready = await asyncio.wait_for(work, deadlines.fetch_s + deadlines.compile_s)
-        except asyncio.TimeoutError:
-            what = f"it is not ready after {deadlines.fetch_s:.0f} s, and {deadlines.compile_s:.0f} s to compile"
-            ready = Failure("fetch-deadline", what)
-        except Exception as error:
-            log.exception("%s cannot be made ready on %s", before.model, before.host)
-            ready = Failure("start-failed", f"{type(error).__name__}: {error}")
-        if isinstance(ready, Failure):
-            after = before.failed(ready, self._clock(), stopped=ready.reaction is Reaction.STOP)
-            what = f"{ready}; the old replicas go on serving"
-            state.tell("error", "PreparationFailed", what, model=before.model, host=before.host)
-        else:
-            after = dataclasses.replace(before, done=True, failures=0, reason=None)
-            state.pin(ready)
-            state.compiled_on.add(before.key)
-        state.preparations[before.key] = after
-        self._preparing.pop(before.key, None)
-        self._wake.set()
-
-    def _told_fetched(self, model: str, found: Fetched) -> None:
+    def _fetched(self, model: str, found: Fetched | None) -> None:
+        """Count what a fetch brought; None: it failed."""
+        if found is None:
+            self._tally.not_fetched(model)
+            return
         self._tally.fetched(model, found.moved, found.seconds)
-        self._held_until = float("-inf")
+        self._hosts.fetched()
 
     def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
         """Run what hears of that replica until it is over, or fails."""
@@ -638,7 +524,7 @@ class Controller:
             if not gone:
                 return
             if view.pid is not None:
-                self._former[view.pid] = self._clock()
+                self._hosts.seen_dead(view.pid)
             tail = await self._tail(view)
             current = self._view(view.id, view.epoch)
             if current is not None:
@@ -780,11 +666,12 @@ class _OfReplica:
         self._tell("info", "Fetching", ", ".join(sources), Signal.FETCH)
 
     def fetched(self, found: Fetched) -> None:
-        self._controller._told_fetched(self._id.rpartition("/")[0], found)
-        self._tell("warning" if found.warning else "info", "Fetched", fetched_text(found))
+        self._controller._fetched(self._id.rpartition("/")[0], found)
+        what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
+        self._tell("warning" if found.warning else "info", "Fetched", what)
 
     def not_fetched(self, failure: Failure) -> None:
-        self._controller._tally.not_fetched(self._id.rpartition("/")[0])
+        self._controller._fetched(self._id.rpartition("/")[0], None)
         self._tell("error", "FetchFailed", str(failure))
 
     def compiling(self, missing: list[str]) -> None:
@@ -800,45 +687,6 @@ class _OfReplica:
         if signal is not None:
             view = self._controller._signal(view, signal)
         self._controller.state.tell(level, reason, message, view=view)
-
-
-class _OfUpdate:
-    """Tells of what an update waits for (`ahead.Watching`)."""
-
-    def __init__(self, controller: Controller, preparation: Preparation) -> None:
-        self._controller = controller
-        self._of = preparation
-
-    def fetching(self, sources: list[str]) -> None:
-        self._tell("info", "Fetching", f"{', '.join(sources)}, while the old replicas serve")
-
-    def fetched(self, found: Fetched) -> None:
-        self._controller._told_fetched(self._of.model, found)
-        self._tell("warning" if found.warning else "info", "Fetched", fetched_text(found))
-
-    def not_fetched(self, failure: Failure) -> None:
-        self._controller._tally.not_fetched(self._of.model)
-        self._tell("error", "FetchFailed", str(failure))
-
-    def compiling(self, missing: list[str]) -> None:
-        self._tell("info", "WillCompile", "; ".join(missing))
-
-    def compiled(self, seconds: float) -> None:
-        self._tell("info", "Compiled", f"ahead, in {seconds:.0f} s")
-
-    def _tell(self, level: Level, reason: str, message: str) -> None:
-        self._controller.state.tell(level, reason, message, model=self._of.model, host=self._of.host)
-
-
-def fetched_text(found: Fetched) -> str:
-    """Such as "13.5 GB in 12.3 s, 1100 MB/s"."""
-    if found.moved:
-        rate = found.moved / max(found.seconds, 1e-3)
-        told = f"{size_text(found.moved)} in {found.seconds:.1f} s, {rate / 1e6:.0f} MB/s"
-        told += f"; {size_text(found.bytes - found.moved)} were here" if found.bytes > found.moved else ""
-    else:
-        told = f"0 bytes: {size_text(found.bytes)} were here"
-    return f"{told}; {found.warning}" if found.warning else told
 
 
 def _with(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:

@@ -14,11 +14,11 @@ def replica_config(
     placement: Placement,
     home: Home,
     fleet: FleetSettings | None = None,
-    *,
-    epoch: int = 0,
-    socket: str = "",
 ) -> ReplicaConfig:
-    """``fleet`` None: of a replica that nobody reaches. Sources elsewhere are still to be fetched: see bringing.py."""
+    """Of a replica that has no epoch and no socket yet; ``fleet`` None: nobody will reach it.
+
+    Sources elsewhere are still to be fetched: see bringing.py.
+    """
     model = generation.spec.model(placement.model)
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
@@ -26,7 +26,7 @@ def replica_config(
     return ReplicaConfig(
         model=model.name,
         replica=placement.replica,
-        epoch=epoch,
+        epoch=0,
         host=placement.host,
         engine=engine,
         source=generation.source(model),
@@ -38,7 +38,7 @@ def replica_config(
         claims=str(home.claims(index)) if host.emulated else None,
         env=dict(placement.env),
         log=str(home.log(model.name, placement.replica)),
-        socket=socket,
+        socket="",
         token="" if fleet is None else fleet.token,
         listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
         credentials=None if fleet is None else fleet.replica,

@@ -38,7 +38,8 @@ class ReplicaView:
     log: tuple[str, ...] = ()  # the last lines of its log, when it failed
     socket: str | None = None
     restarts: int = 0
-    begun: float = 0.0  # when its process was asked for, on the snapshot's clock
+    begun: float = 0.0  # when it was decided to start it, on the snapshot's clock
+    asked: bool = False  # its process was asked for: from here on it may hold its cores
     served: bool = False  # it has been ready since this start
     failures: int = 0  # starts in a row of which none served for long
     stopped: bool = False  # its failure would only come again: it is not started before somebody changes something

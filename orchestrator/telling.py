@@ -31,3 +31,13 @@ def fetch_text(fetch: Mapping[str, Any]) -> str:
 def tenths(fetch: Mapping[str, Any] | None) -> int | None:
     """How many tenths of it are here; None: nobody knows."""
     return int(10 * fetch["bytes"] / fetch["total"]) if fetch and fetch["total"] else None
+
+
+def fetched_text(total: int, moved: int, seconds: float, warning: str = "") -> str:
+    """Of ``total`` bytes, ``moved`` of them over the network, such as "13.5 GB in 12.3 s, 1100 MB/s"."""
+    if moved:
+        told = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
+        told += f"; {size_text(total - moved)} were here" if total > moved else ""
+    else:
+        told = f"0 bytes: {size_text(total)} were here"
+    return f"{told}; {warning}" if warning else told

@@ -130,6 +130,24 @@ def test_a_fetch_that_nobody_wants_any_more_is_stopped(tmp_path: Path) -> None:
     play(tmp_path, cluster, spec(), story)
 
 
+def test_cores_that_another_takes_during_the_fetch_are_not_started_on(tmp_path: Path) -> None:
+    """It is seen as taken although a replica waits for it, and the replica goes elsewhere: nothing has failed."""
+    cluster = FakeCluster()
+    cluster.fetch_s = 30.0
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.fetching, "it is fetched", 60.0)
+        cluster.held[3] = 7  # a stranger's
+        await played.until(lambda: played.host()["quarantine"], "it is seen", 20.0)
+        assert played.replica("m/0")["state"] == "fetching"
+        await played.settled()
+        assert [config.cores for config in cluster.started] == [list(range(8, 16))]
+        assert len(cluster.fetches) == 1
+        assert "Failed" not in played.happened()
+
+    play(tmp_path, cluster, spec(), story)
+
+
 @pytest.mark.parametrize("strategy", ["in_place", "hold", "surge"])
 def test_the_old_replica_serves_until_the_new_ones_artifacts_are_there(tmp_path: Path, strategy: str) -> None:
     """An update on a full host: nothing is taken down for a model that is still on its way."""

@@ -268,6 +268,7 @@ class World:
 
 @settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(events, max_size=14))
+@example([("take_core", 8), ("wait", 1)])  # between the decision to start and the start
 @example([("apply", 2), ("wait", 1), ("apply", 5), ("scale", "big", 3)])  # old ones waited for ever for a third's place
 def test_after_any_sequence_of_events_the_fleet_is_as_the_spec_says(story: list[tuple[Any, ...]]) -> None:
     """Applies, kills, drains, cordons, lost hosts, taken cores, controllers that die: it converges, by the rules."""

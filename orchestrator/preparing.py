@@ -1,0 +1,133 @@
+"""Brings what an update needs to where it will be, before anything old goes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from orchestrator.ahead import Preparation, get_ready
+from orchestrator.effects import Cluster, Fetched
+from orchestrator.rollout import Target
+from orchestrator.starting import prepared
+from orchestrator.state import FleetState
+from orchestrator.telling import fetched_text
+from placements.spec import Deadlines
+from workers.config import ReplicaConfig
+from workers.status import Failure, Reaction
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class Preparing:
+    """Of one controller, on its event loop. How far each preparation is stands in the state."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        cluster: Cluster,
+        *,
+        config_of: Callable[[Target], ReplicaConfig],
+        spawn: Spawn,
+        fetched: Callable[[str, Fetched | None], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """``config_of`` gives what the replica of a target with a placement is told; ``fetched`` hears, by model, what
+        a fetch brought, or None where it failed; ``wake`` asks for a round."""
+        self._state = state
+        self._cluster = cluster
+        self._config_of = config_of
+        self._spawn = spawn
+        self._fetched = fetched
+        self._wake = wake
+        self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by `Preparation.key`
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Where something is prepared."""
+        return frozenset(host for _, _, host in self._tasks)
+
+    def round(self) -> None:
+        """Begin what is to come, and stop what is needed no more."""
+        state, now = self._state, self._state.clock()
+        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.coming}
+        for key, (preparation, target) in wanted.items():
+            if key not in self._tasks and now >= preparation.retry_at and target.placement is not None:
+                self._tasks[key] = self._spawn(self._prepare(preparation, self._config_of(target)))
+        for key in self._tasks.keys() - wanted.keys():
+            self._tasks.pop(key).cancel()
+        state.preparing = frozenset(self._tasks)
+
+    def stop(self) -> None:
+        """The fleet ends."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
+        state = self._state
+        ready = await self._made_ready(before, config)
+        if isinstance(ready, Failure):
+            after = before.failed(ready, state.clock(), stopped=ready.reaction is Reaction.STOP)
+            what = f"{ready}; the old replicas go on serving"
+            state.tell("error", "PreparationFailed", what, model=before.model, host=before.host)
+        else:
+            after = dataclasses.replace(before, done=True, failures=0, reason=None)
+            state.pin(ready)
+            state.compiled_on.add(before.key)
+        state.preparations[before.key] = after
+        self._tasks.pop(before.key, None)
+        self._wake()
+
+    async def _made_ready(self, before: Preparation, config: ReplicaConfig) -> ReplicaConfig | Failure:
+        state = self._state
+        model = state.current.spec.model(before.model)
+        deadlines = Deadlines() if model is None else model.deadlines
+        try:
+            ready = await prepared(config, state.current, self._cluster)
+            if isinstance(ready, Failure):
+                return ready
+            watching = _Watching(state, before, self._fetched)
+            work = get_ready(state.pinned(ready), self._cluster, watching, state.clock)
+            return await asyncio.wait_for(work, deadlines.fetch_s + deadlines.compile_s)
+        except asyncio.TimeoutError:
+            what = f"it is not ready after {deadlines.fetch_s:.0f} s, and {deadlines.compile_s:.0f} s to compile"
+            return Failure("fetch-deadline", what)
+        except Exception as error:  # the old replicas serve, and it is tried again
+            log.exception("%s cannot be made ready on %s", before.model, before.host)
+            return Failure("start-failed", f"{type(error).__name__}: {error}")
+
+
+class _Watching:
+    """Tells of what an update waits for (`ahead.Watching`)."""
+
+    def __init__(self, state: FleetState, of: Preparation, fetched: Callable[[str, Fetched | None], None]) -> None:
+        self._state = state
+        self._of = of
+        self._fetched = fetched
+
+    def fetching(self, sources: list[str]) -> None:
+        self._tell("Fetching", f"{', '.join(sources)}, while the old replicas serve")
+
+    def fetched(self, found: Fetched) -> None:
+        self._fetched(self._of.model, found)
+        what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
+        self._state.tell(
+            "warning" if found.warning else "info", "Fetched", what, model=self._of.model, host=self._of.host
+        )
+
+    def not_fetched(self, failure: Failure) -> None:
+        self._fetched(self._of.model, None)
+        self._state.tell("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
+
+    def compiling(self, missing: list[str]) -> None:
+        self._tell("WillCompile", "; ".join(missing))
+
+    def compiled(self, seconds: float) -> None:
+        self._tell("Compiled", f"ahead, in {seconds:.0f} s")
+
+    def _tell(self, reason: str, message: str) -> None:
+        self._state.tell("info", reason, message, model=self._of.model, host=self._of.host)
