@@ -137,7 +137,7 @@ class Stores(RuleBasedStateMachine):
 
 def manifest_digests(folder: str) -> list[str]:
     found = manifest.published(Path(folder))
-    return [file.blake3 for file in found.files.values()] if found is not None else []
+    return [file.digest for file in found.files.values()] if found is not None else []
 
 
 Stores.TestCase.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)

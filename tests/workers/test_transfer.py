@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from blake3 import blake3
@@ -23,8 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
+from workers.artifacts import assembly as assembling
+from workers.artifacts import content as contents
 from workers.artifacts.assembly import Assembly
-from workers.artifacts.checksums import FIELDS, Checksum, crc_of, digest
+from workers.artifacts.blobs import digest_of
+from workers.artifacts.checksums import FIELDS, Checksum, digest
 from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.patience import Patience
 from workers.artifacts.progress import Progress
@@ -453,6 +457,7 @@ def test_what_a_crash_of_the_machine_has_lost_is_fetched_again(play: Play, kille
 @given(
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=4),
     span=st.integers(1, 30),
+    piece=st.integers(1, 30),
     algorithm=st.sampled_from(["md5", *FIELDS]),
     composite=st.booleans(),
     noise=st.randoms(use_true_random=False),
@@ -461,6 +466,7 @@ def test_what_a_crash_of_the_machine_has_lost_is_fetched_again(play: Play, kille
 def test_ranges_in_any_order_make_the_object(
     sizes: list[int],
     span: int,
+    piece: int,
     algorithm: str,
     composite: bool,
     noise: random.Random,
@@ -476,24 +482,44 @@ def test_ranges_in_any_order_make_the_object(
     checksum = Checksum(algorithm=algorithm, value=value, composite=composite)
     file = RemoteFile(name="a", size=len(data), tag="t")
     work = tmp_path / hashlib.md5(noise.randbytes(8)).hexdigest()
-    assembly = Assembly(file, tmp_path / "a", work, checksum, sizes, span, content=True)
     arrived = bytearray(data)
     if flipped and data:
         arrived[noise.randrange(len(data))] ^= 1
-    spans = [*assembly.spans]
-    noise.shuffle(spans)
-    for one in spans:
-        assembly.write(bytes(arrived[one.start : one.end]), one.start)
-        assembly.accept(one, crc_of(assembly.algorithm)(bytes(arrived[one.start : one.end]), 0))
-    assert (assembly.right(), assembly.blake3()) == (arrived == data, blake3(arrived).hexdigest())
+    with patch.object(contents, "PIECE_BYTES", piece), patch.object(assembling, "PIECE_BYTES", piece):
+        assembly = Assembly(file, tmp_path / "a", work, checksum, sizes, span)
+        spans = [*assembly.spans]
+        noise.shuffle(spans)
+        for one in spans:
+            assembly.write(bytes(arrived[one.start : one.end]), one.start)
+            assembly.accept(one, assembly.read(one))
+        assert (assembly.right(), assembly.content()) == (arrived == data, known_by(arrived, piece))
     assembly.publish()
     assert ((tmp_path / "a").read_bytes(), assembly.found()) == (arrived, arrived == data)
 
 
-def test_the_digest_of_each_file_is_told_before_it_appears(play: Play, tmp_path: Path) -> None:
-    """Where the progress has a place for it: who publishes the files need not read them again."""
-    progress: Any = Progress("test")
-    progress.digests = {}
+def known_by(data: bytes, piece: int) -> str:
+    """The digest of a content, as docs/artifacts.md tells."""
+    pieces = [blake3(data[at : at + piece]).digest() for at in range(0, len(data), piece)]
+    several = blake3(b"".join(pieces), derive_key_context="corewright 2026-11-22 contents by pieces of 8 MiB")
+    return (several if len(pieces) > 1 else blake3(data)).hexdigest()
+
+
+def test_a_content_of_several_pieces_is_known_by_its_pieces(tmp_path: Path) -> None:
+    """Of 8 MiB each; read from a file it is the same as of ranges that arrive."""
+    for size in (0, 1, 2**23 - 1, 2**23, 2**23 + 1, 2**24, 2**24 + 5):
+        data = random.Random(size).randbytes(size)
+        (tmp_path / "a").write_bytes(data)
+        assert digest_of(tmp_path / "a") == known_by(data, 2**23)
+
+
+@pytest.mark.parametrize("piece", [SPAN, 3 * SPAN])
+def test_the_digest_of_each_file_is_told_before_it_appears(
+    play: Play, tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether ranges are pieces of the content or not, and damaged and cut off at first: nobody need read it again."""
+    for module in (contents, assembling):
+        monkeypatch.setattr(module, "PIECE_BYTES", piece)
     play.proxy.flip("m/model.safetensors", 3)
-    play.remote.fetch(play.listing, tmp_path, progress, threading.Event())
-    assert progress.digests == {name: blake3(data).hexdigest() for name, data in FILES.items()}
+    play.proxy.cut("m/model.safetensors", 2 * SPAN + 7)
+    progress = play.fetch(tmp_path)
+    assert progress.digests == {name: known_by(data, piece) for name, data in FILES.items()}

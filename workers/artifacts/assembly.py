@@ -11,13 +11,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workers.artifacts.checksums import CRC_BYTES, OF_RANGES, Checksum, Hash, combined, crc_of, hash_of
+from workers.artifacts.checksums import CRC_BYTES, OF_RANGES, Checksum, combined, crc_of, hash_of
+from workers.artifacts.content import PIECE_BYTES, Content, of_pieces, piece
 from workers.artifacts.follower import Follower
 from workers.artifacts.ledger import Ledger, Span
 from workers.artifacts.listing import RemoteFile, SourceError
 
 READ_BYTES = 2**20  # of what is read again from the disk, at once
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Summing:
+    """What is computed of one range's bytes, as they come."""
+
+    def __init__(self, algorithm: str, *, hashed: bool) -> None:
+        self._add = crc_of(algorithm)
+        self._piece = piece() if hashed else None
+        self.crc = 0
+
+    def add(self, data: Any) -> None:
+        self.crc = self._add(data, self.crc)
+        if self._piece is not None:
+            self._piece.update(data)
+
+    @property
+    def digest(self) -> bytes:
+        """As a piece of the content; empty where its ranges are none."""
+        return b"" if self._piece is None else self._piece.digest()
 
 
 class _Part:
@@ -41,10 +61,8 @@ class Assembly:
         checksum: Checksum | None,
         sizes: Sequence[int],
         span_bytes: int,
-        content: bool = False,
     ) -> None:
-        """``sizes``: of the parts that the checksum is made of. ``span_bytes``: the most that is asked for at once.
-        ``content``: its blake3 is wanted too."""
+        """``sizes``: of the parts that the checksum is made of. ``span_bytes``: the most that is asked for at once."""
         self.file = file
         self.checksum = checksum
         self.algorithm = checksum.algorithm if checksum is not None and checksum.combines else OF_RANGES
@@ -62,7 +80,9 @@ class Assembly:
             for part in self._parts:
                 part.follower = Follower(part.spans, partial(hash_of, checksum.algorithm), self._read)
         self._follower_of = {span: part.follower for part in self._parts for span in part.spans}
-        self._content = Follower(self.spans, _blake3, self._read) if content else None
+        self._digests: dict[Span, bytes] = {}  # of the pieces of the content, where the ranges are those
+        by_pieces = span_bytes == PIECE_BYTES and all(span.start % PIECE_BYTES == 0 for span in self.spans)
+        self._content = None if by_pieces else Follower(self.spans, Content, self._read)
         self._ledger = Ledger(work.with_name(f"{work.name}.ranges"), file, self.algorithm)
 
     def noted(self) -> dict[Span, int]:
@@ -83,22 +103,26 @@ class Assembly:
         except OSError as error:
             raise disk_error(error, self._work.parent, self.file.size) from error
 
-    def reads(self, span: Span, crc: int) -> bool:
-        """Whether the disk holds the range with this CRC."""
-        add, found = crc_of(self.algorithm), 0
-        for data in self._read(span):
-            found = add(data, found)
-        return found == crc
+    def summing(self) -> Summing:
+        """For a range that is to come."""
+        return Summing(self.algorithm, hashed=self._content is None)
 
-    def accept(self, span: Span, crc: int, noted: bool = False) -> bool:
+    def read(self, span: Span) -> Summing:
+        """Of the range as the disk holds it."""
+        found = self.summing()
+        for data in self._read(span):
+            found.add(data)
+        return found
+
+    def accept(self, span: Span, found: Summing, noted: bool = False) -> bool:
         """The range is written, or was found as ``noted``. True: it was the last one."""
         if not noted:
             try:
-                self._ledger.note(span, crc)
+                self._ledger.note(span, found.crc)
             except OSError as error:
                 raise disk_error(error, self._work.parent, self.file.size) from error
         with self._lock:
-            self._sums[span] = crc
+            self._sums[span], self._digests[span] = found.crc, found.digest
             last = len(self._sums) == len(self.spans)
         for follower in (self._follower_of[span], self._content):
             if follower is not None:
@@ -117,13 +141,16 @@ class Assembly:
         self._ledger.remove()
         with self._lock:
             self._sums.clear()
+            self._digests.clear()
         for follower in {*self._follower_of.values(), self._content}:
             if follower is not None:
                 follower.forget()
 
-    def blake3(self) -> str:
-        """Of the whole content, in hex, where it was asked for; empty: it was not."""
-        return "" if self._content is None else self._content.digest(self._sums).hex()
+    def content(self) -> str:
+        """When all ranges are accepted: the digest of the content (content.py), in hex."""
+        if self._content is not None:
+            return self._content.digest(self._sums).hex()
+        return of_pieces([self._digests[span] for span in self.spans]).hex()
 
     def publish(self) -> None:
         """Under its name. Nothing of the work is left."""
@@ -185,12 +212,6 @@ class Assembly:
             return combined(self.algorithm, crcs, [span.size for span in part.spans])
         assert part.follower is not None
         return part.follower.digest(self._sums)
-
-
-def _blake3() -> Hash:
-    from blake3 import blake3
-
-    return blake3()
 
 
 def disk_error(error: OSError, folder: Path, size: int) -> SourceError:

@@ -29,7 +29,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     folder: str  # its files lie there under the source's names
     bytes: int
-    files: Mapping[str, tuple[int, str]]  # name -> bytes and blake3
+    files: Mapping[str, tuple[int, str]]  # name -> bytes and digest
     fetched_at: float  # seconds since the epoch
     used_at: float
     fetch_s: float  # seconds that its fetch took; what was there before is reckoned in at the rate of the rest
@@ -39,7 +39,7 @@ class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of an artifact."""
 
     size: int  # bytes
-    blake3: str
+    digest: str  # of its content (content.py), in hex
     tag: str = ""  # the source's
     checksum: str = ""  # the source's
 
@@ -73,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             revision=self.revision,
             folder=str(folder),
             bytes=self.bytes,
-            files={name: (file.size, file.blake3) for name, file in self.files.items()},
+            files={name: (file.size, file.digest) for name, file in self.files.items()},
             fetched_at=self.fetched_at,
             used_at=max(used_at, self.fetched_at),
             fetch_s=self.fetch_s,
@@ -85,7 +85,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
 
     listing: Listing
     boot: str
-    seeds: Mapping[str, str] = {}  # name -> blake3 of files that were not fetched, but linked from what was here
+    seeds: Mapping[str, str] = {}  # name -> digest of files that were not fetched, but linked from what was here
 
 
 @cache
@@ -135,7 +135,7 @@ def regrow(folder: Path) -> None:
     """A whole folder becomes one whose fetch has ended too early: what is left must have the digests that it had."""
     found = published(folder)
     if found is not None:
-        begin(folder, found.listing(), {name: file.blake3 for name, file in found.files.items()})
+        begin(folder, found.listing(), {name: file.digest for name, file in found.files.items()})
     withdraw(folder)
 
 
@@ -161,7 +161,7 @@ def without_ours(listing: Listing) -> Listing:
 
 def kept(file: RemoteFile, digest: str) -> KeptFile:
     """``file``, whose content has that digest."""
-    return KeptFile(size=file.size, blake3=digest, tag=file.tag, checksum=file.checksum)
+    return KeptFile(size=file.size, digest=digest, tag=file.tag, checksum=file.checksum)
 
 
 def _write(path: Path, content: bytes) -> None:

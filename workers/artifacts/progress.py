@@ -40,7 +40,7 @@ class Progress:
         self._done = 0
         self._total = 0
         self._seen: deque[tuple[float, int]] = deque([(self._began, 0)])
-        self.digests: dict[str, str] = {}  # blake3 of files that were hashed while they came, by name
+        self.digests: dict[str, str] = {}  # of contents (content.py) that were hashed while they came, by name
         self.moved = 0  # bytes that came over the network, those that were thrown away as well
 
     def enter(self, phase: str) -> None:

@@ -114,7 +114,7 @@ class Room:
             used_at = max(used_at, whole.fetched_at)
             return Entry(
                 key=key,
-                files={file.blake3: file.size for file in whole.files.values()},
+                files={file.digest: file.size for file in whole.files.values()},
                 reload_s=whole.fetch_s + FIXED_S,
                 level=level,
                 used_at=used_at,

@@ -3,7 +3,7 @@
 Under the root:
 
 - ``artifacts/<key>/``: an artifact under its final name from the start; its manifest is written last;
-- ``blobs/<blake3>``: contents, linked into the artifacts that have them;
+- ``blobs/<digest>``: contents, linked into the artifacts that have them;
 - ``locks/``: see uses.py.
 """
 
@@ -275,8 +275,8 @@ class Store:
             same = known.get((file.name, str(file.size), file.tag)) or known.get((file.checksum,))
             if same is None or same.size != file.size or (folder / file.name).exists():
                 continue
-            if self._blobs.link(same.blake3, same.size, folder / file.name):
-                seeds[file.name] = same.blake3
+            if self._blobs.link(same.digest, same.size, folder / file.name):
+                seeds[file.name] = same.digest
         return seeds
 
     def _bring(self, folder: Path, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event) -> None:
@@ -338,11 +338,11 @@ class Store:
         damaged = []
         for name, file in found.files.items():
             path = folder / name
-            if manifest.is_file(path, file.size) and digest_of(path, stop.is_set) == file.blake3:
+            if manifest.is_file(path, file.size) and digest_of(path, stop.is_set) == file.digest:
                 continue
             damaged.append(name)
             self._give_up(folder, name)
-            self._distrust(file.blake3)
+            self._distrust(file.digest)
         if damaged:
             log.warning("%s of %s is damaged: it is fetched again when it is next asked for", damaged, found.source)
         return damaged
@@ -355,7 +355,7 @@ class Store:
         for folder in self._room.folders():
             found = manifest.published(folder)
             for name, file in found.files.items() if found is not None else ():
-                if file.blake3 == digest and _differs(folder / name, digest):
+                if file.digest == digest and _differs(folder / name, digest):
                     self._give_up(folder, name)
 
     def _give_up(self, folder: Path, name: str) -> None:

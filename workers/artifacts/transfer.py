@@ -1,8 +1,9 @@
 """A prefix of S3 as a source: its objects come in parallel ranges, are verified as they come, and go on after a kill.
 
 1. A HeadObject of each file tells its checksum.
-2. Ranges are asked for by many connections at once, small files first, then in the order of names, so that a load may
-   begin with what is there. Each is written at its place as it comes, its CRC computed from the same bytes.
+2. Ranges are asked for by many connections at once, small files first, then some files at a time in the order of names,
+   so that a load may begin with what is there. Each is written at its place as it comes, its CRC and the digest of the
+   content computed from the same bytes.
 3. A range that is whole is noted in the file's ledger. Where a fetch begins anew, ranges that are noted, and whose CRC
    the disk still has, are not asked for again.
 4. When all ranges of a file are there, their CRCs combine to that of the object. If it is S3's, the file gets its name;
@@ -24,8 +25,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from workers.artifacts.assembly import Assembly, disk_error
-from workers.artifacts.checksums import Checksum, crc_of, told
+from workers.artifacts.assembly import Assembly, Summing, disk_error
+from workers.artifacts.checksums import Checksum, told
+from workers.artifacts.content import PIECE_BYTES
 from workers.artifacts.ledger import Span
 from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.patience import Patience, Waiting
@@ -35,9 +37,10 @@ from workers.artifacts.s3_complaints import changed, is_short, of_obstore, unrea
 
 log = logging.getLogger(__name__)
 
-SPAN_BYTES = 8 * 2**20  # of one request; 8 to 16 MB is what AWS recommends
+SPAN_BYTES = PIECE_BYTES  # of one request; 8 to 16 MB is what AWS recommends
 CHUNK_BYTES = 2**18  # that are handed on at once: they are still in the CPU's cache when they are written
 SMALL_BYTES = 2**24  # files up to this size come first
+FILES_AT_ONCE = 4  # those who write to one and the same file wait for each other: a tenth of the CPU time
 ATTEMPTS = 3  # to get an object whose checksum is right
 SHORT_ATTEMPTS = 4  # to get a byte that S3 says is there
 STOP_S = 0.1  # between two looks whether somebody has asked for the end
@@ -45,8 +48,8 @@ LEAVE_S = 1.0  # for threads to end; those that wait for a dead connection end l
 
 
 def usual_connections() -> int:
-    """85 to 90 MB/s each: 128 fill 100 Gb/s, which hosts with many CPUs have."""
-    return min(128, max(32, 4 * (os.cpu_count() or 1)))
+    """85 to 90 MB/s each: 128 fill 100 Gb/s, which hosts with many CPUs have, 20 the 15 Gb/s of the smallest."""
+    return min(128, max(20, 4 * (os.cpu_count() or 1)))
 
 
 class S3Remote:
@@ -88,9 +91,9 @@ class _Halted(Exception):
 class _Reading:
     """How far a range has come."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, summing: Summing) -> None:
         self.at = start
-        self.crc = 0  # of what lies before
+        self.summing = summing  # of what lies before
 
 
 class _Fetch:
@@ -223,7 +226,7 @@ class _Fetch:
             log.info("%s/%s has no checksum that can be compared", self._bucket.url, file.name)
         work = self._work / blake2s(f"{file.name}\0{file.tag}".encode(), digest_size=16).hexdigest()
         target = self._folder / file.name
-        assembly = Assembly(file, target, work, checksum, sizes, self._span_bytes, content=True)
+        assembly = Assembly(file, target, work, checksum, sizes, self._span_bytes)
         assembly.damaged = damaged
         if assembly.found():
             self._progress.add(file.size)
@@ -232,7 +235,8 @@ class _Fetch:
             self._open[file.name] = assembly
         noted = assembly.noted()
         for span in assembly.spans:
-            self._push((1, number, span.start), self._span_job(assembly, number, span, noted.get(span)))
+            job = self._span_job(assembly, number, span, noted.get(span))
+            self._push((1, number // FILES_AT_ONCE, span.start), job)
         if not assembly.spans:
             self._finish(assembly, number)
         return None
@@ -272,10 +276,11 @@ class _Fetch:
 
     def _check(self, assembly: Assembly, number: int, span: Span, crc: int) -> None:
         """A range that an earlier attempt has left."""
-        if not assembly.reads(span, crc):
+        found = assembly.read(span)
+        if found.crc != crc:
             return self._fetch(assembly, number, span)
         self._progress.add(span.size)
-        if assembly.accept(span, crc, noted=True):
+        if assembly.accept(span, found, noted=True):
             self._finish(assembly, number)
         return None
 
@@ -283,7 +288,7 @@ class _Fetch:
         from obstore.exceptions import BaseError
 
         key = self._bucket.key(assembly.file.name)
-        reading = _Reading(span.start)
+        reading = _Reading(span.start, assembly.summing())
         attempt = short = 0
         while reading.at < span.end:
             before, last = reading.at, None
@@ -302,14 +307,13 @@ class _Fetch:
             if (last or attempt) and not self._waiting.again(attempt, self._halt):
                 raise unreachable("s3:GetObject", self._bucket.bucket, key, self._waiting.silent_s, last) from None
             self._go_on()
-        if assembly.accept(span, reading.crc):
+        if assembly.accept(span, reading.summing):
             self._finish(assembly, number)
 
     def _read(self, assembly: Assembly, key: str, reading: _Reading, end: int) -> None:
         """As far as the answer goes."""
         import obstore
 
-        add = crc_of(assembly.algorithm)
         options: Any = {"range": (reading.at, end), "if_match": f'"{assembly.file.tag}"'}
         for chunk in obstore.get(self._bulk(), key, options=options).stream(min_chunk_size=CHUNK_BYTES):
             self._go_on()
@@ -317,13 +321,13 @@ class _Fetch:
             self._progress.transferred(size)
             self._waiting.arrived()
             assembly.write(chunk, reading.at)
-            reading.crc = add(chunk, reading.crc)
+            reading.summing.add(chunk)
             reading.at += size
             self._progress.add(size)
 
     def _finish(self, assembly: Assembly, number: int) -> None:
         if assembly.right():
-            self._progress.digests[assembly.file.name] = assembly.blake3()
+            self._progress.digests[assembly.file.name] = assembly.content()
             assembly.publish()
             return self._done(assembly)
         log.warning("%s/%s has arrived damaged", self._bucket.url, assembly.file.name)
