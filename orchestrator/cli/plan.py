@@ -18,6 +18,7 @@ from placements.cores import CoreRange
 from placements.ledger import ledger
 from placements.plan import Placement, Plan, plan
 from placements.problems import Problem, has_errors
+from placements.spec import Spec
 from placements.topology import Host
 
 MOST_ROWS = 50  # replicas that are listed one by one
@@ -52,8 +53,15 @@ def make_plan(file: SpecFile, fleet: AdminClient | None, *, brief: bool = False)
 
 
 def _result(data: dict[str, Any], file: SpecFile, brief: bool) -> PlanResult:
-    table = plan_table(data, file.hosts, brief=brief, name=file.name)
+    table = plan_table(data, file.hosts, brief=brief, name=file.name, resting=_resting(data, file.spec))
     return PlanResult(data, table, problems_of(data), plan_fails(data), plan_changes(data))
+
+
+def _resting(data: dict[str, Any], spec: Spec | None) -> tuple[str, ...]:
+    """The models that may be without a replica, and are."""
+    planned = {item["model"] for item in (*data["placements"], *data["unplaced"])}
+    models = () if spec is None else spec.models
+    return tuple(model.name for model in models if model.name not in planned and model.replicas.min == 0)
 
 
 def text_of(file: SpecFile) -> tuple[str, str, str]:
@@ -94,14 +102,24 @@ def _nothing(problems: Sequence[Problem]) -> dict[str, Any]:
     return {"index": None, "revision": None, **{name: told if name == "problems" else [] for name in lists}}
 
 
-def plan_table(data: dict[str, Any], hosts: Sequence[Host], *, brief: bool = False, name: str = "SPEC") -> str:
+def plan_table(
+    data: dict[str, Any],
+    hosts: Sequence[Host],
+    *,
+    brief: bool = False,
+    name: str = "SPEC",
+    resting: Sequence[str] = (),
+) -> str:
     """For a person: the core map, replicas, what becomes of each model, what it takes, and how many changes it makes.
 
-    ``name`` is the file's. Keys that a fleet of another version does not tell are left out.
+    ``name`` is the file's, ``resting`` are the models that no replica is planned of. Keys that a fleet of another
+    version does not tell are left out.
     """
     if has_errors(problems_of(data)):
         return ""
     parts = [picture(data, hosts), _replicas(data)]
+    if resting:
+        parts.append(f"no replica as long as nobody asks (min: 0): {', '.join(resting)}")
     parts += [f"unplaced: {problem['what']}" for problem in _missing(data)]
     parts += ["\n".join(lines) for lines in map(model_lines, data["models"]) if lines]
     parts.append("\n".join(move_lines(data.get("moves") or ())))
@@ -148,6 +166,8 @@ def _replicas(data: dict[str, Any]) -> str:
     if more > 0:
         rows.sort(key=lambda row: (row[-1] != "unplaced", row[-1] == "none"))
         rows = rows[:MOST_ROWS]
+    if not rows:
+        return ""
     table = columns(("REPLICA", "HOST", "CORES", "THREADS", "CHANGE"), rows)
     return table + (f"\n... and {more} more; `-o json` has every replica" if more > 0 else "")
 

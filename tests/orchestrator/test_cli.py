@@ -153,6 +153,20 @@ def test_plan_that_leaves_something_unplaced_exits_1(tmp_path: Path, capsys: pyt
     assert "8 contiguous cores" in missing["problems"][0]["what"]
 
 
+def test_a_plan_names_the_models_that_may_be_without_a_replica(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a spec of nothing but those would seem to be empty."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "hosts: {emulate: inf2.xlarge}\nmodels:\n"
+        "  warm: {engine: echo}\n  hot: {engine: echo, replicas: {min: 0, max: 2}}\n"
+        "  cold: {engine: echo, replicas: {min: 0, max: 1}}\n"
+    )
+    assert run(["plan", str(path)]) == 2
+    assert "no replica as long as nobody asks (min: 0): hot, cold\n" in capsys.readouterr().out
+
+
 def test_a_plan_says_what_it_takes(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Threads and environments beside the core map and the replicas; not when it is to be brief."""
     assert run(["plan", good]) == 2
