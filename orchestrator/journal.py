@@ -23,11 +23,14 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from workers.config import Origin
+
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 16 << 20  # of the file, before it is written anew from the state
 KEEP_REVISIONS = 50
 KEEP_EVENTS = 5000
+KEEP_PINS = 256  # of versions: the latest
 KEEP_REPLICAS = 4096  # whose epochs are known: those of the latest decisions
 LOCK_WAIT_S = 3.0  # for the former holder; a process that was killed lets go within milliseconds
 LOCK_POLL_S = 0.02
@@ -99,6 +102,19 @@ class Replace(Record, frozen=True, kw_only=True):
     by: str
 
 
+class Pin(Record, frozen=True, kw_only=True):
+    """What all replicas of a version load: the content that the first of them found at the source."""
+
+    model: str
+    version: str
+    origin: Origin | None  # both None: what the source has
+    draft_origin: Origin | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}@{self.version}"
+
+
 class Quarantine(Record, frozen=True, kw_only=True):
     """A core that is held by a process which is none of ours, or that has failed; or that is free again."""
 
@@ -155,6 +171,7 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch that shall go, by `model/n`
     quarantines: Mapping[str, Mapping[int, Quarantine]] = msgspec.field(default_factory=dict)  # by host and core
     epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest of each replica, by `model/n`
+    pins: Mapping[str, Pin] = msgspec.field(default_factory=dict)  # by `Pin.key`, since this `up`
     starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # of each since this `up`, or it was forgotten
 
 
@@ -166,7 +183,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     state: JournalState
 
 
-AnyRecord = Revision | RolloutState | Scale | Target | Cordon | Replace | Quarantine | Decision | Event | Snapshot
+AnyRecord = Revision | RolloutState | Scale | Target | Cordon | Replace | Pin | Quarantine | Decision | Event | Snapshot
 R = TypeVar("R", bound=Record)
 
 
@@ -220,8 +237,11 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return replace(state, seq=seq, index=index, epochs=epochs, starts=counts, replaces=replaces)
     if isinstance(record, Revision):
         revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
-        counts = {} if record.cause == "up" else dict(state.starts)
-        return replace(state, seq=seq, index=index, revision=record.number, revisions=revisions, starts=counts)
+        begins = record.cause == "up"
+        counts, pins = ({}, {}) if begins else (state.starts, state.pins)
+        return replace(
+            state, seq=seq, index=index, revision=record.number, revisions=revisions, starts=counts, pins=pins
+        )
     if isinstance(record, Scale):
         as_the_spec_says = record.count is None and not record.sleep
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))
@@ -235,6 +255,12 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
             drained |= {record.host}
         cordons = _set(state.cordons, record.host, cordoned, not cordoned)
         return replace(state, seq=seq, index=index, cordons=cordons, drains=drained)
+    if isinstance(record, Pin):
+        gone = record.origin is None and record.draft_origin is None
+        pins = (
+            _set(state.pins, record.key, record, gone) if gone else _latest(state.pins, record.key, record, KEEP_PINS)
+        )
+        return replace(state, seq=seq, pins=pins)  # not the index: what somebody has planned stands
     if isinstance(record, Replace):
         replaces = _set(state.replaces, f"{record.model}/{record.replica}", record.epoch, absent=False)
         return replace(state, seq=seq, index=index, replaces=replaces)

@@ -45,6 +45,7 @@ class Preparing:
         self._fetched = fetched
         self._wake = wake
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by `Preparation.key`
+        self._looked: dict[tuple[str, str, str], int] = {}  # of each, `FleetState.looked` when it began
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -55,11 +56,12 @@ class Preparing:
         """Begin what is to come, and stop what is needed no more."""
         state, now = self._state, self._state.clock()
         wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.coming}
+        for key in self._tasks.keys() - {key for key in wanted if self._looked.get(key) == state.looked[key[0]]}:
+            self._tasks.pop(key).cancel()  # nobody needs it, or what it brings
         for key, (preparation, target) in wanted.items():
             if key not in self._tasks and now >= preparation.retry_at and target.placement is not None:
+                self._looked[key] = state.looked[key[0]]
                 self._tasks[key] = self._spawn(self._prepare(preparation, self._config_of(target)))
-        for key in self._tasks.keys() - wanted.keys():
-            self._tasks.pop(key).cancel()
         state.preparing = frozenset(self._tasks)
 
     def stop(self) -> None:
@@ -68,8 +70,10 @@ class Preparing:
             task.cancel()
 
     async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
-        state = self._state
+        state, looked = self._state, self._state.looked[before.model]
         ready = await self._made_ready(before, config)
+        if looked != state.looked[before.model]:
+            return  # it is what the source had, and another task brings what it has now
         if isinstance(ready, Failure):
             after = before.failed(ready, state.clock(), stopped=ready.reaction is Reaction.STOP)
             what = f"{ready}; the old replicas go on serving"
@@ -118,6 +122,9 @@ class _Watching:
         self._state.tell(
             "warning" if found.warning else "info", "Fetched", what, model=self._of.model, host=self._of.host
         )
+
+    def arrives(self, config: ReplicaConfig, left_s: float) -> None:
+        """No old replica goes for what is not there as a whole: nobody asks for this."""
 
     def not_fetched(self, failure: Failure) -> None:
         self._fetched(self._of.model, None)

@@ -13,7 +13,7 @@ borrow     an idle replica of another model gives way, and then as surge; it com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -110,6 +110,42 @@ def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView],
         return replace(done, keep=tuple(keep[: wish.count]), serves_old=bool(keep))
     keep = best_first[: max(0, wish.count - ready - spare)]
     return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, ready + 1, missing)))
+
+
+def deferred(
+    goal: Goal, views: Sequence[ReplicaView], lacking: Callable[[Target], bool], stays: Callable[[ReplicaView], bool]
+) -> tuple[Goal, tuple[Target, ...]]:
+    """The same, but that no replica that serves goes for one of another model whose host lacks what it loads.
+
+    ``lacking`` says so of a new one, ``stays`` whether one that is not wanted may go on. Also those that wait now. A
+    place that somebody takes at once all the same is given up for all.
+    """
+    there = {(view.id, view.host, view.cores, view.version) for view in views if view.state not in _ENDING}
+    late = {
+        target.id: target
+        for target in goal.targets
+        if target.placement is not None
+        and (target.id, target.host, target.cores, target.version) not in there
+        and lacking(target)
+    }
+    if not late:
+        return goal, ()
+    wanted = {target.id for target in goal.targets}
+    staying, waiting = [], {}
+    for view in views:
+        if view.state is State.READY and view.id not in wanted and stays(view):
+            takers = [target for target in goal.targets if _lies_on(target, view)]
+            if takers and all(target.id in late for target in takers):
+                staying.append(Target(view.model, view.replica, view.host, view.cores, view.version))
+                waiting.update((target.id, target) for target in takers)
+    targets = (*(target for target in goal.targets if target.id not in waiting), *staying)
+    return replace(goal, targets=targets), tuple(waiting.values())
+
+
+def _lies_on(target: Target, view: ReplicaView) -> bool:
+    if target.cores is None or view.cores is None or target.host != view.host:
+        return False
+    return target.cores.overlap(view.cores) is not None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from orchestrator.journal import (
     Journal,
     JournalState,
     JournalUnwritable,
+    Pin,
     Record,
     Replace,
     Revision,
@@ -32,7 +34,7 @@ from orchestrator.journal import (
     failed_cores,
 )
 from orchestrator.lifecycle import STARTING, State
-from orchestrator.rollout import Goal, Situation, Step, Wish, aim
+from orchestrator.rollout import Goal, Situation, Step, Wish, aim, deferred
 from orchestrator.rollout import Target as ReplicaTarget
 from orchestrator.room import Room, room_for
 from orchestrator.schedules import Bounds, bounds
@@ -42,7 +44,7 @@ from placements.hosts import Machine
 from placements.spec import ModelSpec
 from placements.topology import Host
 from workers.artifacts.progress import FetchStatus
-from workers.config import Origin, ReplicaConfig
+from workers.config import ReplicaConfig
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,10 @@ class FleetState:
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
         self.preparing: frozenset[tuple[str, str, str]] = frozenset()  # of these, what is under way
         self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start compiles nothing
-        self.pins: dict[tuple[str, str], tuple[Origin | None, Origin | None]] = {}  # by model and version
+        self.pins = {  # by model and version
+            (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in journal.state().pins.values()
+        }
+        self.looked: Counter[str] = Counter()  # by model, how often somebody wanted what its source has now
         self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, those that go on
         self.held: Mapping[str, frozenset[str]] = {}  # by host, the sources elsewhere that are there as a whole
         self.goal = Goal()
@@ -418,11 +423,19 @@ class FleetState:
         if before is not None and before != now:
             what = "its source has other content now, and what it had is not kept: from here on replicas load the new"
             self.tell("warning", "SourceChanged", what, model=config.model)
-        self.pins[key] = now
+        if before != now:
+            self.pins[key] = now
+            self.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
+
+    def _unpin(self, keys: Collection[tuple[str, str]]) -> None:
+        for model, version in keys:
+            del self.pins[model, version]
+            self.note(Pin(model=model, version=version, origin=None))
 
     def look_again(self, model: str) -> None:
         """Somebody wants new processes of the model: they load what its source has now."""
-        self.pins = {key: pin for key, pin in self.pins.items() if key[0] != model}
+        self.looked[model] += 1
+        self._unpin([key for key in self.pins if key[0] == model])
         self.compiled_on = {key for key in self.compiled_on if key[0] != model}
         self.preparations = {key: one for key, one in self.preparations.items() if key[0] != model}
 
@@ -470,7 +483,26 @@ class FleetState:
                 if missing:
                     self.coming += missing
                     awaited = awaited.with_wish(dataclasses.replace(awaited.wishes[name], awaited=True))
-        return goal if awaited is situation else aim(awaited)
+        goal = goal if awaited is situation else aim(awaited)
+        if self.frozen:
+            return goal
+        planned = Counter(target.model for target in goal.targets)
+        short = {name for name, wish in situation.wishes.items() if planned[name] < wish.count}
+        goal, waiting = deferred(goal, situation.views, self._is_lacking, lambda view: self._may_stay(view, short))
+        self.coming += waiting
+        return goal
+
+    def _is_lacking(self, target: ReplicaTarget) -> bool:
+        model = self.current.spec.model(target.model)
+        long = model is not None and takes_long(model, self.current.engines[target.model])
+        return long and not self.preparation(target).done
+
+    def _may_stay(self, view: ReplicaView, short: Collection[str]) -> bool:
+        """Nobody has told it to go: others need its cores more, that is all. ``short``: the models that lose some."""
+        told = self.current.spec.model(view.model) is None
+        told = told or (view.model in self.journal.state().scales and view.model not in short)
+        drained = view.host in self.journal.state().drains or view.host in self.lost
+        return not told and not drained and (view.id, view.epoch) not in self.replaced()
 
     def _make_room(self) -> bool:
         """Begin to make room, or be done with it; True when that changes what should be now."""
@@ -649,7 +681,7 @@ class FleetState:
         versions = set(generation.versions.items())
         used = {(view.model, view.version) for view in self.views.values()} | versions
         self.preparations = {key: one for key, one in self.preparations.items() if key[:2] in versions}
-        self.pins = {key: pin for key, pin in self.pins.items() if key in used}
+        self._unpin([key for key in self.pins if key not in used])
         self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
         self.goal = aim(self.situation())  # the old one would tell of the new revision what was true of the last
         self.restart_progress()

@@ -1,0 +1,102 @@
+"""Whoever serves goes for another model only when that model could start at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.status import Failure
+
+LOW = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  low: {engine: cpu, source: s3://models/low, tp_degree: 8, replicas: {min: 1, max: 3}}
+"""
+HIGH = LOW + "  high: {engine: cpu, source: s3://models/high, tp_degree: 8, priority: 10}\n"
+LOCAL = LOW + "  high: {engine: echo, tp_degree: 8, priority: 10}\n"
+FETCH_S = 500.0
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody_is_asked(monkeypatch, tmp_path)
+
+
+def play(tmp_path: Path, story: Callable[[Played, FakeCluster], Coroutine[Any, Any, None]]) -> None:
+    """A fleet whose cores are all taken by three replicas of `low`; from now on a fetch takes ``FETCH_S``."""
+    cluster = FakeCluster()
+
+    async def live() -> None:
+        async with Played(tmp_path, cluster, LOW) as played:
+            await played.settled()
+            await played.operator.scale("low", 3, "tester")
+            await played.until(lambda: len(played.ready("low")) == 3, "three serve", 60.0)
+            cluster.fetch_s = FETCH_S
+            await story(played, cluster)
+            await played.kill()
+        assert cluster.violations == []
+
+    virtually(live)
+
+
+def test_a_replica_serves_until_what_takes_its_cores_is_fetched(tmp_path: Path) -> None:
+    """A model of higher priority comes to a full host: its fetch is shown, and nobody drains before it is over."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        await played.apply(HIGH)
+        await played.until(lambda: cluster.fetching, "it is fetched", 30.0)
+        await asyncio.sleep(FETCH_S - 60.0)
+        assert len(played.ready("low")) == 3
+        assert cluster.drained == []
+        assert [one["state"] for one in played.model("high")["preparing"]] == ["preparing"]
+        await played.until(lambda: played.ready("high"), "it took the cores of one", 120.0)
+        assert (len(played.ready("low")), len(cluster.drained)) == (2, 1)
+        assert len([one for one in cluster.fetches if one[1] == "s3://models/high"]) == 1
+
+    play(tmp_path, story)
+
+
+def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_had(tmp_path: Path) -> None:
+    """And goes when it can be had at last."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        cluster.unfetchable["s3://models/high"] = Failure("s3-unreachable", "nobody answers")
+        await played.apply(HIGH)
+        await played.until(lambda: "PreparationFailed" in played.happened(), "it cannot be fetched", 60.0)
+        assert (len(played.ready("low")), cluster.drained) == (3, [])
+        cluster.unfetchable.clear()
+        await played.until(lambda: played.ready("high"), "it is there", FETCH_S + 700.0)
+        assert len(played.ready("low")) == 2
+
+    play(tmp_path, story)
+
+
+def test_nobody_waits_for_a_model_that_needs_nothing(tmp_path: Path) -> None:
+    """It takes the cores at once."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        await played.apply(LOCAL)
+        await played.until(lambda: played.ready("high"), "it is there", 30.0)
+        assert len(played.ready("low")) == 2
+
+    play(tmp_path, story)
+
+
+def test_a_replica_that_was_told_to_go_does_not_stay_for_another_s_fetch(tmp_path: Path) -> None:
+    """Unloaded by hand, it ends although what takes its cores is still to be fetched."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        await played.apply(HIGH)
+        await played.until(lambda: cluster.fetching, "it is fetched", 30.0)
+        await played.operator.unload("low", "tester")
+        await played.until(lambda: not played.model("low")["replicas"], "all of them are gone", 60.0)
+        await played.until(lambda: played.ready("high"), "it is there", FETCH_S + 60.0)
+
+    play(tmp_path, story)
