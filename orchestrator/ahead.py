@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from orchestrator.effects import Cluster, Fetched
+from orchestrator.effects import Arrival, Cluster, Fetched
 from orchestrator.lifecycle import State
 from orchestrator.rollout import Situation, Target, aim
 from orchestrator.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
@@ -16,7 +17,14 @@ from placements.spec import ModelSpec
 from workers.ahead import compiles
 from workers.artifacts.bringing import wanted_by
 from workers.config import ReplicaConfig
+from workers.engine import LOADS_ARRIVING
 from workers.status import Failure
+
+PROCESS_S = 5.0
+"""From asking for a process to its first look at weights: 1 s for Ray to start it, 4 s for torch and transformers to be
+imported (a replica that was killed serves a small model again after 5.7 s: docs/benchmarks.md)."""
+PACE_S = 1.0  # a fetch is watched for so long before it is said how long the rest takes
+SPAN_S = 10.0  # over which that is measured
 
 
 class Watching(Protocol):
@@ -26,7 +34,19 @@ class Watching(Protocol):
 
     def fetched(self, found: Fetched) -> None: ...
 
+    def arrives(self, config: ReplicaConfig, left_s: float) -> None:
+        """Its process may be asked for, with that configuration: the fetch takes ``left_s`` more. Told once."""
+        ...
+
     def not_fetched(self, failure: Failure) -> None: ...
+
+    def looking(self) -> None:
+        """All is here, and the engine's package is asked what it would compile."""
+        ...
+
+    def unforeseen(self, failure: Failure) -> None:
+        """That cannot be told: the start will find out, and compile what it must on its cores."""
+        ...
 
     def compiling(self, missing: list[str]) -> None: ...
 
@@ -40,30 +60,75 @@ async def get_ready(
     clock: Callable[[], float] = time.monotonic,
     *,
     compiled: bool = False,
+    lead_s: float | None = None,
 ) -> ReplicaConfig | Failure:
     """The configuration as its process is to be told, when its host has all of it; or why it cannot be had.
 
-    ``compiled``: the engine's package is not asked what it would compile, which takes it some seconds. Cancelled, it
-    waits for neither any longer. Raises HostLost.
+    ``compiled``: the engine's package is not asked what it would compile, which takes it some seconds. ``lead_s``:
+    ``watching`` hears of an arrival that ends within that time (see `lead_of`); None: of none. Cancelled, it waits for
+    neither any longer. Raises HostLost.
     """
     wanted = [one.source for one in wanted_by(config) if one is not None]
     if wanted:
         watching.fetching(wanted)
-        found = await cluster.fetch(config)
+        found = await cluster.fetch(config, None if lead_s is None else _Announcing(watching, lead_s, clock))
         if isinstance(found, Failure):
             watching.not_fetched(found)
             return found
         config = found.config
         watching.fetched(found)
-    missing = list(await cluster.foresee(config)) if compiles(config) and not compiled else []
-    if missing:
-        watching.compiling(missing)
+    if compiled or not compiles(config):
+        return config
+    watching.looking()
+    missing = await cluster.foresee(config)
+    if isinstance(missing, Failure):
+        watching.unforeseen(missing)
+    elif missing:
+        watching.compiling(list(missing))
         began = clock()
         failure = await cluster.compile(config)
         if failure is not None and failure.id != NEEDS_DEVICE:
             return failure
         watching.compiled(clock() - began)
     return config
+
+
+def lead_of(config: ReplicaConfig, load_s: float | None) -> float | None:
+    """How long before the end of its fetch a replica's process may be asked for, so that it wants its weights when they
+    are there; None: not before.
+
+    Its engine must wait for what is not there yet, and nothing else may look for it: no code of the checkpoint, and
+    nobody who compiles ahead. ``load_s`` is how long the model's last start took in all, which is an upper bound; what
+    of it came before the weights is not told by replicas.
+    """
+    if config.engine not in LOADS_ARRIVING or config.trust_remote_code or compiles(config):
+        return None
+    return PROCESS_S if load_s is None else min(PROCESS_S, load_s)
+
+
+@dataclass
+class _Announcing:
+    """Tells of an arrival when little enough of it is left, by the bytes that came over the network lately: what an
+    earlier attempt had left comes at the speed of the disk, and says nothing of the rest."""
+
+    watching: Watching
+    lead_s: float
+    clock: Callable[[], float]
+    seen: deque[tuple[float, int]] = field(default_factory=deque)
+    told: bool = False
+
+    def __call__(self, arrival: Arrival) -> None:
+        now = self.clock()
+        self.seen.append((now, arrival.moved))
+        while len(self.seen) > 2 and self.seen[1][0] <= now - SPAN_S:
+            self.seen.popleft()
+        at, moved = self.seen[0]
+        if self.told or now - at < PACE_S or arrival.moved <= moved:
+            return
+        left_s = arrival.left * (now - at) / (arrival.moved - moved)
+        if left_s < self.lead_s:
+            self.told = True
+            self.watching.arrives(arrival.config, left_s)
 
 
 NEEDS_DEVICE = "compile-needs-device"  # the start will compile it, on its cores

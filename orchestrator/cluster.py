@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec.structs
@@ -15,10 +15,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.effects import Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
+from orchestrator.effects import Arrival, Arrives, Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
 from orchestrator.host_actor import HostActor
 from orchestrator.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
-from workers.artifacts.bringing import Landed, Wanted, wanted_by, with_folders
+from workers.artifacts.bringing import Arriving, Landed, Wanted, meanwhile, wanted_by, with_folders
 from workers.artifacts.keeping import StoreSettings
 from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
@@ -35,6 +35,7 @@ CALL_DEADLINE_S = 10.0  # silence for longer is a hung process: a call takes a m
 ADOPT_S = 3.0  # for a living replica to say what it is, while nobody is served anew
 CONFIRM_DEATH_S = 10.0
 LONG_S = 2.0  # one question about what goes on for long
+SOON_S = 0.5  # the same, where what goes on is told meanwhile
 
 
 class RayCluster:
@@ -56,12 +57,19 @@ class RayCluster:
             if node.alive:
                 self._host_actor(node)  # before the first question comes
 
-    async def fetch(self, config: ReplicaConfig) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
         began = time.monotonic()
         both = wanted_by(config)
         landed: list[Landed | None] = []
+
+        def goes_on(going: Arriving) -> None:
+            now = meanwhile(config, both, landed, going)
+            if arrives is not None and now is not None:
+                arrives(Arrival(now, going.left, going.moved))
+
         for wanted in both:
-            ended = None if wanted is None else await self._wait_for(config.host, "fetch", wanted)
+            heard = None if arrives is None else goes_on
+            ended = None if wanted is None else await self._wait_for(config.host, "fetch", wanted, heard)
             if isinstance(ended, Failure):
                 return ended
             landed.append(ended)
@@ -89,11 +97,11 @@ class RayCluster:
         hosts = list(self._labels)
         return dict(zip(hosts, await asyncio.gather(*map(of, hosts)), strict=True))
 
-    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         told = await self._wait_for(config.host, "foresee", config)
-        if isinstance(told, Failure):
-            log.warning("what %s would compile cannot be told: %s", config.model, told)
-            return []
+        trouble = told.what if isinstance(told, Failure) else told.trouble
+        if trouble:
+            return Failure("foresee-failed", f"what {config.model} would compile cannot be told: {trouble}")
         missing: list[str] = told.missing
         return missing
 
@@ -101,12 +109,21 @@ class RayCluster:
         ended = await self._wait_for(config.host, "compile", config)
         return ended if isinstance(ended, Failure) else None
 
-    async def _wait_for(self, host: str, question: str, about: Wanted | ReplicaConfig) -> Any:
+    async def _wait_for(
+        self,
+        host: str,
+        question: str,
+        about: Wanted | ReplicaConfig,
+        goes_on: Callable[[Arriving], None] | None = None,
+    ) -> Any:
         """Ask, again and again, until it has ended: a host actor that is started again goes on where it was."""
-        waiter = secrets.token_hex(8)
+        waiter, each_s = secrets.token_hex(8), LONG_S if goes_on is None else SOON_S
         try:
-            while (ended := await self._ask(host, question, waiter, about, LONG_S)) is None:
-                pass
+            while (ended := await self._ask(host, question, waiter, about, each_s)) is None or isinstance(
+                ended, Arriving
+            ):
+                if ended is not None and goes_on is not None:
+                    goes_on(ended)
         except asyncio.CancelledError:
             node = self._node_of(host)
             if node is not None and node.alive:

@@ -5,45 +5,45 @@ Every set of artifacts is compiled in a process of its own, in the interpreter o
 
 from __future__ import annotations
 
-import asyncio
-import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.buildorder import Job, startable
-from orchestrator.generation import read_generation
 from orchestrator.home import Home
-from orchestrator.journal import Revision
-from orchestrator.replica_config import replica_config
+from orchestrator.offline import Offline
 from orchestrator.specfile import SpecFile
-from orchestrator.starting import prepared
-from placements.cores import CoreRange
-from placements.engines import Engine, needs_neuron
-from placements.memory import PROCESS_GIB, host_memory
 from placements.placement import Placement
-from placements.plan import plan
 from placements.spec import ModelSpec
-from placements.threads import threads
-from workers import ahead, neuron_target
-from workers import host as this_host
+from workers import ahead
 from workers.artifacts.bringing import Bringing, wanted_by, with_folders
 from workers.artifacts.keeping import StoreSettings
 from workers.artifacts.listing import SourceError, Stopped
 from workers.artifacts.progress import Progress
 from workers.build import Built, Predicted, Trouble, Working
 from workers.config import ReplicaConfig
-from workers.interpreter import Interpreter, Interpreters
 from workers.status import Failure
+from workers.turns import need_gib, startable
 
-NEEDS_DEVICE = "compile-needs-device"
 PREDICT_S = 600.0  # to import an engine's package, from a network disk
 
 Result = Literal["compiled", "pulled", "there", "nothing", "needs-device", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One build: of all models whose replicas look for the same artifacts."""
+
+    models: tuple[str, ...]
+    config: ReplicaConfig  # of the first of them
+    keys: tuple[str, ...]  # of its artifacts; empty where they follow only from weights that nobody has read yet
+    need_gib: float  # of this host's memory while it is compiled
+    complete: bool = False  # nothing is to be compiled
+    target: str = ""  # what it is compiled for, where the model is for several; see `target_of`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +51,20 @@ class Outcome:
     """What came of one model, or of several that share what is compiled."""
 
     models: tuple[str, ...]
+    target: str = ""  # as in `Job`
     engine: str
     result: Result
     keys: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     seconds: float = 0.0
     pushed: tuple[str, ...] = ()  # keys that went to the model's neff_cache
+    unsent: Failure | None = None  # why not all of it went there, though it was to
+    warnings: tuple[str, ...] = ()
     failure: Failure | None = None
 
     def as_dict(self) -> dict[str, object]:
         told = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        failure = self.failure
-        told["failure"] = None if failure is None else {"id": failure.id, "what": failure.what, "hint": failure.hint}
-        return told
+        return told | {"failure": _told(self.failure), "unsent": _told(self.unsent)}
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,20 @@ class Step:
     """How far one of them is, for whoever looks on."""
 
     models: tuple[str, ...]
-    phase: str  # predicting, fetching, queued, waiting, looking, compiling, sending, done, failed
+    # predicting, fetching, queued (for memory), turn (of `most` at once), waiting (for another who compiles the same),
+    # looking, compiling, sending, done, failed
+    phase: str
     done: int = 0  # graphs, or bytes while it is fetched
     total: int = 0  # 0: nobody knows
+    target: str = ""  # as in `Job`
 
 
 Watch = Callable[[Step], None]
+
+
+def named(of: Job | Outcome | Step) -> str:
+    """Its models, and what they are compiled for where they are for several targets."""
+    return ", ".join(of.models) + (f" for {of.target}" if of.target else "")
 
 
 @dataclass(frozen=True)
@@ -105,26 +114,25 @@ class CompileAhead:
         self._file, self._home, self._store, self._watch, self._push = file, home, store, watch, push
         self._spec = file.spec
         self._models = [model for model in file.spec.models if not names or model.name in names]
-        self._generation = read_generation(_revision(file), file.machine)
+        self._offline = Offline(file, home)
         self._stop = threading.Event()
 
     def prepare(self) -> Prepared:
         """Fetch what the models are, and ask what each would compile. One after another: an engine's package takes
         seconds to import, and a fetch uses all of the network."""
         jobs: dict[object, Job] = {}
-        outcomes = []
+        outcomes = list[Outcome]()
         for model in self._models:
-            self._watch(Step((model.name,), "predicting"))
-            found = self._job(model)
-            if isinstance(found, Outcome):
-                outcomes.append(found)
-                self._watch(Step(found.models, "failed" if found.result == "failed" else "done"))
-                continue
-            key: object = found.keys or ahead.build_key(found.config)
-            same = jobs.get((key, found.config.neff_cache))
-            jobs[key, found.config.neff_cache] = (
-                found if same is None else replace(same, models=(*same.models, model.name))
-            )
+            for found in self._jobs(model):
+                if isinstance(found, Outcome):
+                    outcomes.append(found)
+                    ended = "failed" if found.result == "failed" else "done"
+                    self._watch(Step(found.models, ended, target=found.target))
+                    continue
+                kind: object = found.keys or (ahead.build_key(found.config), found.target)
+                key, same = (kind, found.config.neff_cache), jobs.get((kind, found.config.neff_cache))
+                models = found.models if same is None else tuple(dict.fromkeys((*same.models, *found.models)))
+                jobs[key] = replace(found if same is None else same, models=models)
         return Prepared(tuple(jobs.values()), tuple(outcomes))
 
     def run(self, jobs: Sequence[Job], *, memory_gib: float, most: int) -> Generator[Outcome, None, None]:
@@ -138,7 +146,7 @@ class CompileAhead:
                     running.append(job)
                     threading.Thread(target=self._work, args=(job, ended), name="compile", daemon=True).start()
                 for job in waiting:
-                    self._watch(Step(job.models, "queued"))
+                    self._watch(Step(job.models, "queued" if len(running) < most else "turn", target=job.target))
                 job, outcome = ended.get()
                 running.remove(job)
                 yield outcome
@@ -147,72 +155,70 @@ class CompileAhead:
             while running:
                 running.remove(ended.get()[0])
 
-    def _job(self, model: ModelSpec) -> Job | Outcome:
-        engine: Engine = self._generation.engines[model.name]
-        config = replica_config(self._generation, self._placement(model, engine), self._home)
-        config = msgspec.structs.replace(config, log=str(self._home.logs / f"compile-{model.name}.log"))
-        chosen = asyncio.run(prepared(config, self._generation, _ThisMachine()))
-        if isinstance(chosen, Failure):
-            return Outcome(models=(model.name,), engine=config.engine, result="failed", failure=chosen)
-        config = _for_the_target(chosen, self._file)
+    def _jobs(self, model: ModelSpec) -> Iterator[Job | Outcome]:
+        """One for each target that the plan places the model on."""
+        places = self._offline.places(model)
+        if isinstance(places, Failure):
+            engine = self._offline.generation.engines[model.name]
+            yield Outcome(models=(model.name,), engine=engine, result="failed", failure=places)
+            return
+        for target, placement in places.items():
+            name = target if len(places) > 1 else ""
+            self._watch(Step((model.name,), "predicting", target=name))
+            yield self._job(model, placement, name)
+
+    def _job(self, model: ModelSpec, placement: Placement, target: str) -> Job | Outcome:
+        log = f"compile-{model.name}{f'-{target}' if target else ''}.log"
+        about: dict[str, Any] = {"models": (model.name,), "target": target}
+        config = self._offline.config(placement)
+        if isinstance(config, Failure):
+            engine = self._offline.generation.engines[model.name]
+            return Outcome(**about, engine=engine, result="failed", failure=config)
+        config = msgspec.structs.replace(config, log=str(self._home.logs / log))
         if not ahead.compiles(config):
-            return Outcome(models=(model.name,), engine=config.engine, result="nothing")
-        fetched = self._fetched(config)
+            return Outcome(**about, engine=config.engine, result="nothing")
+        fetched = self._fetched(config, target)
         if isinstance(fetched, Failure):
-            return Outcome(models=(model.name,), engine=config.engine, result="failed", failure=fetched)
+            return Outcome(**about, engine=config.engine, result="failed", failure=fetched)
         told = self._predicted(fetched)
         if isinstance(told, Failure):
-            return Outcome(models=(model.name,), engine=config.engine, result="failed", failure=told)
+            return Outcome(**about, engine=config.engine, result="failed", failure=told)
         if not all(one.ahead for one in told.wanted):
-            return Outcome(models=(model.name,), engine=config.engine, result="needs-device")
+            return Outcome(**about, engine=config.engine, result="needs-device")
+        complete = all(one.complete for one in told.wanted)
         return Job(
-            models=(model.name,),
+            **about,
             config=fetched,
             keys=tuple(one.key for one in told.wanted if one.key),
-            need_gib=self._need_gib(model, config.engine),
-            complete=all(one.complete for one in told.wanted),
+            need_gib=0.0 if complete else need_gib(fetched, model.host_memory_gib),
+            complete=complete,
         )
 
-    def _placement(self, model: ModelSpec, engine: Engine) -> Placement:
-        """Where the plan has its first replica, else a place on the first host: to be compiled it needs none."""
-        found = plan(self._spec, self._file.hosts, self._file.checkpoints)
-        for placement in found.placements:
-            if placement.model == model.name:
-                return placement
-        host = self._file.hosts[0]
-        cores = CoreRange(0, model.tp_degree - 1) if needs_neuron(engine) or host.emulated else None
-        count = threads(model.threads, model.tp_degree, host)
-        return Placement(model.name, 0, host.name, cores, count, machine=host, spec=model)
-
-    def _fetched(self, config: ReplicaConfig) -> ReplicaConfig | Failure:
+    def _fetched(self, config: ReplicaConfig, target: str) -> ReplicaConfig | Failure:
         wanted = wanted_by(config)
         if wanted == (None, None):
             return config
-        bringing = Bringing(self._store.open())
-        landed = []
+        bringing, landed = Bringing(self._store.open()), []
+        step = Step((config.model,), "fetching", target=target)
         try:
             for one in wanted:
-                progress = _Fetching(one.source if one else "", (config.model,), self._watch)
+                progress = _Fetching(one.source if one else "", step, self._watch)
                 landed.append(None if one is None else bringing(one, progress, self._stop))
         except SourceError as error:
             return Failure(error.id, error.what, error.hint)
         return with_folders(config, wanted, (landed[0], landed[1]))
 
     def _predicted(self, config: ReplicaConfig) -> Predicted | Failure:
+        began = time.monotonic()
         for told in ahead.answers("predict", config, self._stop, PREDICT_S):
             if isinstance(told, Predicted):
                 return told
             if isinstance(told, Trouble):
                 return told.failure
-        return _died("predicted what is compiled of", config)
-
-    def _need_gib(self, model: ModelSpec, engine: str) -> float:
-        """The estimate of the plan: reading the checkpoint, and one compiler."""
-        checkpoint = self._file.checkpoints.get(model.name)
-        if checkpoint is None:
-            return PROCESS_GIB
-        need = host_memory(model, checkpoint, cast(Engine, engine), self._file.drafts.get(model.name))
-        return need.load + need.compile
+        if time.monotonic() - began < PREDICT_S:
+            return _died("predicted what is compiled of", config)
+        what = f"{config.python or 'this interpreter'} did not tell within {PREDICT_S:.0f} s what {config.model} needs"
+        return Failure("cache-not-verified", what, f"the log is {config.log}")
 
     def _work(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Outcome]]) -> None:
         """Whatever becomes of it, whoever waits is told."""
@@ -229,51 +235,40 @@ class CompileAhead:
         try:
             for told in ahead.answers("compile", config, self._stop, push=self._push):
                 if isinstance(told, Working):
-                    self._watch(Step(job.models, told.phase, told.done, told.total))
+                    self._watch(Step(job.models, told.phase, told.done, told.total, job.target))
                 elif isinstance(told, Built):
                     built = told
                 elif isinstance(told, Trouble):
                     failure = told.failure
         except Stopped:
             failure = Failure("compile-stopped", f"compiling {config.model} was stopped", "the next one begins anew")
-        self._watch(Step(job.models, "done" if built is not None else "failed"))
+        self._watch(Step(job.models, "done" if built is not None else "failed", target=job.target))
         return _failed(job, failure) if built is None else _outcome(job, built)
 
 
+def _told(one: Failure | None) -> dict[str, str] | None:
+    return None if one is None else {"id": one.id, "what": one.what, "hint": one.hint}
+
+
 def _failed(job: Job, failure: Failure) -> Outcome:
-    return Outcome(models=job.models, engine=job.config.engine, result="failed", keys=job.keys, failure=failure)
+    about: dict[str, Any] = {"models": job.models, "target": job.target, "engine": job.config.engine}
+    return Outcome(**about, result="failed", keys=job.keys, failure=failure)
 
 
 def _outcome(job: Job, built: Built) -> Outcome:
     result: Result = "compiled" if built.compiled else "pulled" if built.pulled else "there"
     return Outcome(
         models=job.models,
+        target=job.target,
         engine=job.config.engine,
         result=result,
         keys=tuple(one.key for one in built.wanted),
         folders=tuple(one.folder for one in built.wanted),
         seconds=built.seconds,
         pushed=tuple(built.pushed),
+        unsent=built.unsent[0] if built.unsent else None,
+        warnings=tuple(dict.fromkeys(built.warnings)),
     )
-
-
-def _revision(file: SpecFile) -> Revision:
-    return Revision(
-        number=0, cause="apply", by="", text=file.text, file=file.name, base_dir=file.base_dir, of=None, plan={}
-    )
-
-
-def _for_the_target(config: ReplicaConfig, file: SpecFile) -> ReplicaConfig:
-    """On a machine without Neuron devices the compiler is told for which it compiles: for those of the spec's host."""
-    host = next(host for host in file.hosts if host.name == config.host)
-    family = (this_host.instance_type() or "").partition(".")[0]
-    if not needs_neuron(cast(Engine, config.engine)) or host.topology is None or family in neuron_target.TARGETS:
-        return config
-    if os.environ.get(neuron_target.OVERRIDE):
-        return config
-    meant = host.topology.instance.partition(".")[0]
-    env = {**config.env, neuron_target.OVERRIDE: neuron_target.TARGETS.get(meant, meant)}
-    return msgspec.structs.replace(config, env=env)
 
 
 def _died(doing: str, config: ReplicaConfig) -> Failure:
@@ -284,21 +279,11 @@ def _died(doing: str, config: ReplicaConfig) -> Failure:
 class _Fetching(Progress):
     """Tells how many bytes are there, while they come."""
 
-    def __init__(self, source: str, models: tuple[str, ...], watch: Watch) -> None:
+    def __init__(self, source: str, step: Step, watch: Watch) -> None:
         super().__init__(source)
-        self._models, self._watch = models, watch
+        self._step, self._watch = step, watch
 
     def add(self, count: int) -> None:
         super().add(count)
         now = self.status()
-        self._watch(Step(self._models, "fetching", now.done, now.total))
-
-
-class _ThisMachine:
-    """What is asked of a cluster before a start, answered by this machine."""
-
-    def __init__(self) -> None:
-        self._interpreters = Interpreters()
-
-    async def interpreter(self, python: str | None, host: str) -> Interpreter:
-        return self._interpreters.ask(python)
+        self._watch(replace(self._step, done=now.done, total=now.total))

@@ -355,6 +355,9 @@ class Daemon:
             if not lines and model["reason"]:
                 told = f"{model['name']} {model['state']}: {model['reason']}"
                 lines[model["name"]] = told, told
+            for one in model["preparing"]:
+                told = f"{model['name']} {one['state']} on {one['host']}, for what comes next"
+                lines[f"{model['name']} on {one['host']}"] = told, told
             for id, (news, line) in lines.items():
                 if self._told.get(id) != news and not self._ending:
                     self._told[id] = news

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,18 @@ class Fetched:
     warning: str = ""  # it may not be what the sources have now
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """The last of what a replica loads is on its way, into a folder that can be loaded from meanwhile."""
+
+    config: ReplicaConfig  # as its process could be told now
+    left: int  # bytes that are still to come
+    moved: int  # bytes that came over the network so far
+
+
+Arrives = Callable[[Arrival], None]
+
+
 def actor_name(model: str, replica: int, epoch: int) -> str:
     """New for each start, so that nothing can take the dying one for the new one."""
     return f"{model}/{replica}.{epoch}"
@@ -65,11 +77,12 @@ class Cluster(Protocol):
     """What the controller does to replicas and asks of hosts. ``name`` is an ``actor_name``; ``host`` is the planner's
     name of a host, and without it the controller's own is asked."""
 
-    async def fetch(self, config: ReplicaConfig) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
         """Bring what the replica loads to ``config.host``, where it is not a folder already; each artifact once at a
         time, however many ask. Who cancels the call waits no longer, and what nobody waits for is stopped.
 
-        Raises HostLost.
+        ``arrives`` hears every moment how far it is, where all but the last artifact are there, and that one comes into
+        the folder that it will be loaded from, with the very content that ``config`` means. Raises HostLost.
         """
         ...
 
@@ -81,9 +94,9 @@ class Cluster(Protocol):
         """By host, which of these sources are there as a whole, of whatever date. Nobody is asked over the network."""
         ...
 
-    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         """What the start of a replica would have to compile that can be compiled ahead, each in words. Claims no core
-        and reads no weights. Raises HostLost."""
+        and reads no weights. A Failure (foresee-failed) where that cannot be told. Raises HostLost."""
         ...
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -13,12 +13,13 @@ from typing import TypeVar, cast
 import msgspec.structs
 import ray
 
-from workers import ahead
 from workers import host as this_host
-from workers.artifacts.bringing import Bringing, Landed, Wanted
+from workers.ahead import Foreseen
+from workers.artifacts.bringing import Arriving, Bringing, Landed, Wanted
 from workers.artifacts.flights import Flights
 from workers.artifacts.keeping import StoreSettings
-from workers.artifacts.progress import FetchStatus, Progress
+from workers.artifacts.manifest import Artifact
+from workers.artifacts.progress import FetchStatus
 from workers.build import Built
 from workers.claims import held_cores
 from workers.config import ReplicaConfig
@@ -29,11 +30,18 @@ from workers.faults import fault_of
 from workers.interpreter import Interpreter, Interpreters
 from workers.metric_family import MetricFamily
 from workers.status import Failure
+from workers.workshop import Workshop
 
 RECENT = 1000
 TOOLS_PERIOD_S = 10.0  # between two runs of the Neuron tools, which take seconds
 
 M = TypeVar("M", bound=Callable[..., object])
+
+
+def held_among(sources: Collection[str], artifacts: Iterable[Artifact]) -> frozenset[str]:
+    """Those of ``sources`` that are among ``artifacts``. A slash at the end means nothing, as in the store."""
+    here = {one.source.rstrip("/") for one in artifacts}
+    return frozenset(source for source in sources if source.rstrip("/") in here)
 
 
 def _long(method: M) -> M:
@@ -51,10 +59,9 @@ class HostActor:
     def __init__(self, store: StoreSettings) -> None:
         self._store = store.open()
         self._bringing = Bringing(self._store)
+        self._copies = store.memory is not None  # what has been fetched is loaded from elsewhere
         self._fetches: Flights[Landed] = Flights()
-        self._compiles: Flights[Built | Failure] = Flights()
-        self._foresights: Flights[ahead.Foreseen] = Flights()
-        self._foreseeing = threading.Lock()
+        self._workshop = Workshop()
         self._counted: tuple[str, ...] = ()  # flights whose bytes were told
         self._told: dict[int, tuple[int | None, str | None]] = {}  # by the Neuron tools
         self._reads = False
@@ -63,44 +70,40 @@ class HostActor:
         self._devices = DeviceMonitor()
 
     @_long
-    def fetch(self, waiter: str, wanted: Wanted, wait_s: float) -> Landed | Failure | None:
-        """See `Flights.ask`; None: it goes on. What has moved is told to one of those that waited."""
+    def fetch(self, waiter: str, wanted: Wanted, wait_s: float) -> Landed | Arriving | Failure | None:
+        """See `Flights.ask`; Arriving, None: it goes on, and can or cannot be loaded from meanwhile. What has moved is
+        told to one of those that waited."""
         ended = self._fetches.ask(waiter, wanted, wanted.source, partial(self._bringing, wanted), wait_s)
         if isinstance(ended, Landed):
             with self._asking:
                 counted = ended.flight in self._counted
                 self._counted = (*self._counted[-RECENT:], ended.flight)
             return msgspec.structs.replace(ended, moved=0) if counted else ended
+        if ended is None and not self._copies and (progress := self._fetches.of(wanted)) is not None:
+            return self._bringing.arriving(wanted, progress)
         return ended
 
     @_long
     def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | None:
-        """As ``fetch``."""
-        key, work = ahead.build_key(config), partial(ahead.build, config)
-        return self._compiles.ask(waiter, key, config.model, work, wait_s)
+        """As ``fetch``. As many at once as this host's memory allows."""
+        return self._workshop.compile(waiter, config, wait_s)
 
     @_long
-    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> ahead.Foreseen | Failure | None:
-        """As ``fetch``. One after another: each imports an engine's package, in a process of its own."""
-
-        def look(_: Progress, stop: threading.Event) -> ahead.Foreseen:
-            with self._foreseeing:
-                return ahead.Foreseen() if stop.is_set() else ahead.foresee(config)
-
-        return self._foresights.ask(waiter, ahead.build_key(config), config.model, look, wait_s)
+    def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Foreseen | Failure | None:
+        """As ``fetch``."""
+        return self._workshop.foresee(waiter, config, wait_s)
 
     def leave(self, waiter: str) -> None:
         """It waits for no fetch and no compiler any more."""
         self._fetches.leave(waiter)
-        self._compiles.leave(waiter)
-        self._foresights.leave(waiter)
+        self._workshop.leave(waiter)
 
     def progress(self) -> list[FetchStatus]:
         return self._fetches.progress()
 
     def held(self, sources: Collection[str]) -> frozenset[str]:
-        """Which of the sources are in the store as a whole."""
-        return frozenset(one.source for one in self._store.artifacts()) & frozenset(sources)
+        """Which of the sources, as they are written, are in the store as a whole."""
+        return held_among(sources, self._store.artifacts())
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
         return this_host.confirm_death(pid, started, deadline_s)

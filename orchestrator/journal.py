@@ -238,10 +238,8 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     if isinstance(record, Revision):
         revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
         begins = record.cause == "up"
-        counts, pins = ({}, {}) if begins else (state.starts, state.pins)
-        return replace(
-            state, seq=seq, index=index, revision=record.number, revisions=revisions, starts=counts, pins=pins
-        )
+        state = replace(state, seq=seq, index=index, revision=record.number, revisions=revisions)
+        return replace(state, starts={}, pins={}) if begins else state
     if isinstance(record, Scale):
         as_the_spec_says = record.count is None and not record.sleep
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))

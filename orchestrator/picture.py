@@ -320,7 +320,7 @@ def _preparing(state: FleetState, one: Preparation) -> dict[str, Any]:
     return {
         "host": one.host,
         "version": one.version,
-        "state": "preparing" if one.key in state.preparing else "failed" if one.failures else "waiting",
+        "state": state.preparing.get(one.key) or ("failed" if one.failures else "waiting"),
         "failures": one.failures,
         "reason": one.reason,
     }

@@ -6,11 +6,15 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
+
+import msgspec.structs
 
 from orchestrator.ahead import Preparation, get_ready
 from orchestrator.effects import Cluster, Fetched
 from orchestrator.rollout import Target
+from orchestrator.snapshot import LOOKING_S
 from orchestrator.starting import prepared
 from orchestrator.state import FleetState
 from orchestrator.telling import fetched_text
@@ -32,15 +36,18 @@ class Preparing:
         cluster: Cluster,
         *,
         config_of: Callable[[Target], ReplicaConfig],
+        log_of: Callable[[str], Path],
         spawn: Spawn,
         fetched: Callable[[str, Fetched | None], None],
         wake: Callable[[], None],
     ) -> None:
-        """``config_of`` gives what the replica of a target with a placement is told; ``fetched`` hears, by model, what
-        a fetch brought, or None where it failed; ``wake`` asks for a round."""
+        """``config_of`` gives what the replica of a target with a placement is told, ``log_of`` the log of what is
+        compiled for a model; ``fetched`` hears, by model, what a fetch brought, or None where it failed; ``wake`` asks
+        for a round."""
         self._state = state
         self._cluster = cluster
         self._config_of = config_of
+        self._log_of = log_of
         self._spawn = spawn
         self._fetched = fetched
         self._wake = wake
@@ -62,7 +69,7 @@ class Preparing:
             if key not in self._tasks and now >= preparation.retry_at and target.placement is not None:
                 self._looked[key] = state.looked[key[0]]
                 self._tasks[key] = self._spawn(self._prepare(preparation, self._config_of(target)))
-        state.preparing = frozenset(self._tasks)
+        state.preparing = {key: state.preparing.get(key, "waiting") for key in self._tasks}
 
     def stop(self) -> None:
         """The fleet ends."""
@@ -94,26 +101,66 @@ class Preparing:
             ready = await prepared(config, state.current, self._cluster)
             if isinstance(ready, Failure):
                 return ready
-            watching = _Watching(state, before, self._fetched)
-            work = get_ready(state.pinned(ready), self._cluster, watching, state.clock)
-            return await asyncio.wait_for(work, deadlines.fetch_s + deadlines.compile_s)
-        except asyncio.TimeoutError:
-            what = f"it is not ready after {deadlines.fetch_s:.0f} s, and {deadlines.compile_s:.0f} s to compile"
-            return Failure("fetch-deadline", what)
+            # not into the log of the replica that serves with that number
+            ready = msgspec.structs.replace(state.pinned(ready), log=str(self._log_of(before.model)))
+            watching = _Watching(state, before, self._fetched, self._wake)
+            return await self._within(deadlines, watching, get_ready(ready, self._cluster, watching, state.clock))
         except Exception as error:  # the old replicas serve, and it is tried again
             log.exception("%s cannot be made ready on %s", before.model, before.host)
             return Failure("start-failed", f"{type(error).__name__}: {error}")
+
+    @staticmethod
+    async def _either(task: asyncio.Future[Any], changed: asyncio.Event, left_s: float) -> None:
+        other = asyncio.ensure_future(changed.wait())
+        await asyncio.wait({task, other}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        other.cancel()
+
+    async def _within(
+        self, deadlines: Deadlines, watching: _Watching, work: Coroutine[Any, Any, ReplicaConfig | Failure]
+    ) -> ReplicaConfig | Failure:
+        """Its result, where each phase keeps its deadline."""
+        limits = {"fetching": deadlines.fetch_s, "looking": LOOKING_S, "compiling": deadlines.compile_s}
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                phase, left_s = watching.phase, limits[watching.phase] - (self._state.clock() - watching.since)
+                if left_s <= 0.0:
+                    id = "compile-deadline" if phase == "compiling" else "fetch-deadline"
+                    return Failure(id, f"it has been {phase} for {limits[phase]:.0f} s on {watching.host}")
+                watching.changed.clear()
+                await self._either(task, watching.changed, left_s)
+            return task.result()
+        finally:
+            task.cancel()
 
 
 class _Watching:
     """Tells of what an update waits for (`ahead.Watching`)."""
 
-    def __init__(self, state: FleetState, of: Preparation, fetched: Callable[[str, Fetched | None], None]) -> None:
+    def __init__(
+        self,
+        state: FleetState,
+        of: Preparation,
+        fetched: Callable[[str, Fetched | None], None],
+        wake: Callable[[], None],
+    ) -> None:
         self._state = state
         self._of = of
         self._fetched = fetched
+        self._wake = wake
+        self.host = of.host
+        self.phase = "looking"
+        self.since = state.clock()
+        self.changed = asyncio.Event()
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self.since = phase, self._state.clock()
+        self._state.preparing = {**self._state.preparing, self._of.key: phase}
+        self.changed.set()
+        self._wake()
 
     def fetching(self, sources: list[str]) -> None:
+        self._enter("fetching")
         self._tell("Fetching", f"{', '.join(sources)}, while the old replicas serve")
 
     def fetched(self, found: Fetched) -> None:
@@ -130,7 +177,15 @@ class _Watching:
         self._fetched(self._of.model, None)
         self._state.tell("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
 
+    def looking(self) -> None:
+        self._enter("looking")
+
+    def unforeseen(self, failure: Failure) -> None:
+        what = f"{failure}; the start compiles on its cores what it must"
+        self._state.tell("warning", "ForeseeFailed", what, model=self._of.model, host=self._of.host)
+
     def compiling(self, missing: list[str]) -> None:
+        self._enter("compiling")
         self._tell("WillCompile", "; ".join(missing))
 
     def compiled(self, seconds: float) -> None:

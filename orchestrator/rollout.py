@@ -131,7 +131,8 @@ def deferred(
     if not late:
         return goal, ()
     wanted = {target.id for target in goal.targets}
-    staying, waiting = [], {}
+    staying: list[Target] = []
+    waiting: dict[str, Target] = {}
     for view in views:
         if view.state is State.READY and view.id not in wanted and stays(view):
             takers = [target for target in goal.targets if _lies_on(target, view)]

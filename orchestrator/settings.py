@@ -7,7 +7,7 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Origin = Literal["flag", "environment", "file", "default"]
 FILE = "config.yaml"
+IN_MEMORY = ("tmpfs", "ramfs")
 LONGEST_DRAIN_S = 3600.0
 
 
@@ -340,14 +341,19 @@ class Settings:
         return tuple(value.as_dict() for value in self.values)
 
 
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """``flags`` are those of the command line, None where not given. An empty variable counts as unset."""
+def resolve(
+    flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, only: Collection[str] | None = None
+) -> Settings:
+    """``flags`` are those of the command line, None where not given. An empty variable counts as unset. ``only``: the
+    settings that are read, by name; None: all."""
     environ = os.environ if environ is None else environ
     problems: list[Problem] = []
     home = environ.get("COREWRIGHT_HOME") or str(Path.home() / ".corewright")
     written = _file(Path(home).absolute() / FILE, problems)
     values = []
     for setting in SETTINGS:
+        if only is not None and setting.name not in only:
+            continue
         given = _given(setting, flags, environ, written)
         if given is None:
             default = home if setting.name == "home" else setting.default
@@ -361,6 +367,12 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             what = f"{source}{setting.name} must be {error}, not {given.value!r}"
             problems.append(Problem("setting-wrong", "error", where, what, setting.doc))
             read = setting.default
+        if setting.name == "store_memory" and read is not None and is_on_disk(read):
+            where = given.where if given.origin == "file" else ""
+            what = f"store_memory: {read} is on a disk: each model would lie there twice, and not in memory"
+            problems.append(
+                Problem("store-memory-on-disk", "warning", where, what, "a folder of a tmpfs: /dev/shm/models")
+            )
         values.append(Value(setting.name, read, given.origin, given.where))
     return Settings(tuple(values), in_order(problems))
 
@@ -410,6 +422,16 @@ def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
     return found
 
 
+def is_on_disk(folder: str) -> bool:
+    """Whether what is put there would lie on a disk of this machine; False where nobody can tell."""
+    import psutil
+
+    path = Path(folder).resolve()
+    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    found = next((mounts[one] for one in (path, *path.parents) if one in mounts), IN_MEMORY[0])
+    return found not in IN_MEMORY
+
+
 def is_loopback(host: str) -> bool:
     """Whether only processes of this machine can reach what listens there."""
     if host == "localhost":
@@ -443,9 +465,11 @@ def store_settings(settings: Settings, root: Path) -> StoreSettings:
 
 
 def store_here(root: Path) -> StoreSettings:
-    """The same for a command of this machine, from its environment and its file. Raises Failed for a wrong setting."""
-    settings = resolve({})
+    """The same for a command of this machine, from its environment and its file. Raises Failed where one of these
+    settings is wrong, or the file is."""
+    settings = resolve({}, only=("store_bytes", "store_memory", "store_memory_bytes"))
     for problem in settings.problems:
         if problem.severity == "error":
-            raise Failed(problem.id, f"{problem.where}: {problem.what}", problem.hint)
+            place = f"{problem.where}: " if problem.where else ""
+            raise Failed(problem.id, f"{place}{problem.what}", problem.hint)
     return store_settings(settings, root)

@@ -15,6 +15,7 @@ from workers.artifacts.progress import FetchStatus
 FIRST_BACKOFF_S = 1.0
 SETTLED_S = 60.0  # a replica that dies earlier after it was ready is taken to fail again: crash loops need pauses too
 IDLE_S = 60.0  # without a request for so long a replica may lend its cores
+LOOKING_S = 600.0  # for all that is found out before a process is asked for: on a small host they wait for each other
 BREAKER_AFTER = 6  # failed starts in a row, after 31 s of pauses: from then on it is tried seldom
 BREAKER_PAUSE_S = 600.0
 
@@ -76,6 +77,9 @@ class ReplicaView:
             late = here_s > self.deadlines.compile_s
             told = f"compile-deadline: it has compiled ahead for more than {self.deadlines.compile_s:.0f} s"
             return told if late else None
+        if self.state is State.PENDING and not self.asked:
+            late = here_s > max(LOOKING_S, self.deadlines.start_s)
+            return f"start-deadline: what it needs was not found out in {here_s:.0f} s" if late else None
         if self.compile_s > self.deadlines.compile_s:
             return f"compile-deadline: it has compiled for more than {self.deadlines.compile_s:.0f} s"
         aside_s = self.aside_s + self.compile_s

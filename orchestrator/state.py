@@ -113,7 +113,7 @@ class FleetState:
         self.ways: dict[str, Way] = {}  # of models whose replicas are being replaced
         self.coming: tuple[ReplicaTarget, ...] = ()  # old ones go for them once their hosts have what they load
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
-        self.preparing: frozenset[tuple[str, str, str]] = frozenset()  # of these, what is under way
+        self.preparing: Mapping[tuple[str, str, str], str] = {}  # of these, what is under way, and its phase
         self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start compiles nothing
         self.pins = {  # by model and version
             (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in journal.state().pins.values()

@@ -1,6 +1,9 @@
 """Fixtures that tests of several folders use."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 from tests.doubles import neuron as neuron
 from tests.s3 import s3_proxy as s3_proxy
@@ -14,5 +17,8 @@ os.environ.update(
     AWS_CONFIG_FILE=os.devnull,
     AWS_SHARED_CREDENTIALS_FILE=os.devnull,
 )
+# Nor does one write into the compiler's cache of the machine that it runs on.
+os.environ["NEURON_COMPILE_CACHE_URL"] = tempfile.mkdtemp(prefix="cw-neffs-")
+atexit.register(shutil.rmtree, os.environ["NEURON_COMPILE_CACHE_URL"], ignore_errors=True)
 for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
     os.environ.pop(_name, None)

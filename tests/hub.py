@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -15,6 +16,10 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_corewrightMarkedToken"  # recognizable, so that a test can look for it where it must not be
 SIGNATURE = "X-Amz-Signature=hubmarked"
+SIGNED = (  # the query of an address to which the hub leads for large files
+    "X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Credential=AKIAHUBMARKED%2F20261122%2Fus-east-1%2Fs3%2Faws4_request"
+    f"&X-Amz-Date=20261122T000000Z&X-Amz-Expires=3600&X-Amz-Security-Token=hubmarkedsession&{SIGNATURE}"
+)
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -26,6 +31,8 @@ class Repo:
     names: dict[str, str] = field(default_factory=dict)
     private: bool = False  # only who has the token sees it
     gated: bool = False  # its terms are accepted by nobody
+    expired: bool = False  # signed addresses are refused
+    uploaded: dict[str, bytes] = field(default_factory=dict)  # by sha256: what waits for the commit that names it
 
     def commit(self, files: Mapping[str, bytes], *names: str) -> str:
         """A further commit, at which ``names`` stand then; main if there are none."""
@@ -34,6 +41,11 @@ class Repo:
         self.commits[made] = dict(files)
         self.names.update(dict.fromkeys(names or ("main",), made))
         return made
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Of main, as it stands."""
+        return self.commits[self.names["main"]]
 
     def resolve(self, revision: str) -> str | None:
         return revision if revision in self.commits else self.names.get(revision)
@@ -48,7 +60,7 @@ class Asked:
 
 
 class HubServer:
-    """``HF_ENDPOINT`` is its ``url``. Large files are answered by a redirection to a signed address of another host."""
+    """``HF_ENDPOINT`` is its ``url``. Large files come from a signed address of another host, and go to one."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -81,8 +93,7 @@ class HubServer:
 
     def back(self) -> None:
         """Somebody does again."""
-        server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
-        server.daemon_threads = True
+        server = _Server(("127.0.0.1", self.port), _handler(self))
         self._server, self.port = server, server.server_address[1]
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -130,115 +141,213 @@ def _sibling(name: str, data: bytes) -> dict[str, Any]:
     return told
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has gone is no news."""
+
+
 def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def setup(self) -> None:
-            super().setup()
-            hub.connections.add(self.connection)
-
-        def finish(self) -> None:
-            hub.connections.discard(self.connection)
-            with contextlib.suppress(OSError):
-                super().finish()
-
-        def do_GET(self) -> None:
-            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            self.noted = Asked(self.command, self.path, token)
-            hub.asked.append(self.noted)
-            parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-            if hub.is_busy():
-                self.answer(503)
-            elif parts[:2] == ["api", "models"] and "tree" in parts:
-                at = parts.index("tree")
-                self.with_repo("/".join(parts[2:at]), parts[at + 1], token, self.tree)
-            elif parts[:2] == ["api", "models"]:
-                named, _, revision = "/".join(parts[2:]).partition("/revision/")
-                self.with_repo(named, revision or "main", token, self.info)
-            elif "resolve" in parts:
-                at = parts.index("resolve")
-                named, name = "/".join(parts[:at]), "/".join(parts[at + 2 :])
-                self.with_repo(named, parts[at + 1], token, lambda repo, made: self.resolve(named, repo, made, name))
-            elif parts[0] == "cdn" and SIGNATURE in self.path:
-                name = "/".join(parts[4:])
-                self.content(name, hub.repos["/".join(parts[1:3])].commits[parts[3]][name], {})
-            else:
-                self.answer(404)
-
-        do_HEAD = do_GET
-
-        def with_repo(self, named: str, revision: str, token: str, then: Callable[[Repo, str], None]) -> None:
-            repo = hub.repos.get(named)
-            if repo is None or (repo.private and token != TOKEN):
-                self.answer(401, {"X-Error-Code": "RepoNotFound"})
-            elif repo.gated and "resolve" in self.path:
-                self.answer(403, {"X-Error-Code": "GatedRepo"})
-            elif (made := repo.resolve(revision)) is None:
-                self.answer(404, {"X-Error-Code": "RevisionNotFound"})
-            else:
-                then(repo, made)
-
-        def info(self, repo: Repo, made: str) -> None:
-            files = repo.commits[made].items()
-            told = {"id": "x/y", "sha": made, "siblings": [_sibling(name, data) for name, data in sorted(files)]}
-            self.answer(200, {"Content-Type": "application/json"}, json.dumps(told).encode())
-
-        def tree(self, repo: Repo, made: str) -> None:
-            told = []
-            for name, data in sorted(repo.commits[made].items()):
-                one = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                lfs = {"oid": tag_of(name, data), "size": len(data), "pointerSize": 130}
-                told.append(one | ({"lfs": lfs} if name.endswith(LFS_SUFFIXES) else {"oid": tag_of(name, data)}))
-            self.answer(200, {"Content-Type": "application/json"}, json.dumps(told).encode())
-
-        def resolve(self, named: str, repo: Repo, made: str, name: str) -> None:
-            data = repo.commits[made].get(name)
-            headers = {"X-Repo-Commit": made}
-            if data is None:
-                self.answer(404, headers | {"X-Error-Code": "EntryNotFound"})
-            elif not name.endswith(LFS_SUFFIXES):
-                self.content(name, data, headers | {"ETag": f'"{tag_of(name, data)}"'})
-            else:
-                headers |= {"X-Linked-ETag": f'"{tag_of(name, data)}"', "X-Linked-Size": str(len(data))}
-                at = f"http://localhost:{hub.port}/cdn/{named}/{made}/{name}?{SIGNATURE}"
-                self.answer(302, headers | {"Location": at})
-
-        def content(self, name: str, data: bytes, headers: dict[str, str]) -> None:
-            if self.command == "GET" and hub.take(hub.flips, name):
-                data = bytes([data[0] ^ 0xFF]) + data[1:]
-            begin, status = 0, 200
-            if (asked := self.headers.get("Range", "")).startswith("bytes=") and data:
-                begin, status = int(asked[6:].split("-")[0]), 206
-                headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
-            rest = data[begin:]
-            self.send_response(status)
-            for key, value in (headers | {"Content-Length": str(len(rest))}).items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            half = hub.held.get(name) or (hub.take(hub.cuts, name) and threading.Event())
-            if half:
-                rest = rest[: len(rest) // 2]
-            self.noted.sent += len(rest)
-            self.wfile.write(rest)
-            if half:
-                self.wfile.flush()
-                half.set()
-                if name in hub.held:
-                    hub.wait_for_the_end()
-                self.close_connection = True
-
-        def answer(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:
-            self.send_response(status)
-            for key, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    class Handler(_Handler):
+        owner = hub
 
     return Handler
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: HubServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.owner.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.owner.connections.discard(self.connection)
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    # What is asked
+
+    def do_any(self) -> None:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.noted = Asked(self.command, self.path, token)
+        self.owner.asked.append(self.noted)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        if self.owner.is_busy():
+            self.answer(503)
+        elif parts[0] == "cdn":
+            self.cdn(parts[1:])
+        elif self.command == "POST":
+            self.post(parts, token)
+        else:
+            self.get(parts, token)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_any
+
+    def get(self, parts: list[str], token: str) -> None:
+        if parts[:2] == ["api", "models"] and "tree" in parts:
+            at = parts.index("tree")
+            self.with_repo("/".join(parts[2:at]), parts[at + 1], token, self.tree)
+        elif parts[:2] == ["api", "models"]:
+            named, _, revision = "/".join(parts[2:]).partition("/revision/")
+            self.with_repo(named, revision or "main", token, self.info)
+        elif "resolve" in parts:
+            at = parts.index("resolve")
+            named, name = "/".join(parts[:at]), "/".join(parts[at + 2 :])
+            self.with_repo(named, parts[at + 1], token, lambda repo, made: self.resolve(named, repo, made, name))
+        else:
+            self.answer(404)
+
+    def post(self, parts: list[str], token: str) -> None:
+        """Of who writes: with the token only."""
+        if token != TOKEN:
+            self.answer(401)
+        elif parts == ["api", "repos", "create"]:
+            told = json.loads(self.body)
+            named = "/".join(filter(None, (told.get("organization"), told["name"])))
+            if named not in self.owner.repos:
+                self.owner.repos[named] = Repo(private=True)
+                self.owner.repos[named].commit({})
+            self.answer_json({"url": f"{self.owner.url}/{named}", "id": named, "name": named})
+        elif parts[-3:] == ["lfs", "objects", "batch"]:
+            self.batch("/".join(parts[:-4]).removesuffix(".git"))
+        elif parts[:2] == ["api", "models"] and parts[-2] == "preupload":
+            self.preupload()
+        elif parts[:2] == ["api", "models"] and parts[-2] == "commit":
+            self.commit("/".join(parts[2:-2]))
+        elif parts == ["api", "validate-yaml"]:
+            self.answer_json({"errors": [], "warnings": []})
+        else:
+            self.answer(404)
+
+    def with_repo(self, named: str, revision: str, token: str, then: Callable[[Repo, str], None]) -> None:
+        repo = self.owner.repos.get(named)
+        if repo is None or (repo.private and token != TOKEN):
+            self.answer(401, {"X-Error-Code": "RepoNotFound"})
+        elif repo.gated and "resolve" in self.path:
+            self.answer(403, {"X-Error-Code": "GatedRepo"})
+        elif (made := repo.resolve(revision)) is None:
+            self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+        else:
+            then(repo, made)
+
+    # Reading
+
+    def info(self, repo: Repo, made: str) -> None:
+        files = repo.commits[made].items()
+        siblings = [_sibling(name, data) for name, data in sorted(files)]
+        self.answer_json({"id": "x/y", "sha": made, "siblings": siblings})
+
+    def tree(self, repo: Repo, made: str) -> None:
+        told = []
+        for name, data in sorted(repo.commits[made].items()):
+            one = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+            lfs = {"oid": tag_of(name, data), "size": len(data), "pointerSize": 130}
+            told.append(one | ({"lfs": lfs} if name.endswith(LFS_SUFFIXES) else {"oid": tag_of(name, data)}))
+        self.answer_json(told)
+
+    def resolve(self, named: str, repo: Repo, made: str, name: str) -> None:
+        data = repo.commits[made].get(name)
+        headers = {"X-Repo-Commit": made}
+        if data is None:
+            self.answer(404, headers | {"X-Error-Code": "EntryNotFound"})
+        elif not name.endswith(LFS_SUFFIXES):
+            self.content(name, data, headers | {"ETag": f'"{tag_of(name, data)}"'})
+        else:
+            headers |= {"X-Linked-ETag": f'"{tag_of(name, data)}"', "X-Linked-Size": str(len(data))}
+            self.answer(302, headers | {"Location": self.signed(f"{named}/{made}/{name}")})
+
+    def cdn(self, parts: list[str]) -> None:
+        """The other host, which knows no token: who has a signed address may read, or write."""
+        repo = self.owner.repos["/".join(parts[:2])]
+        if SIGNATURE not in self.path or repo.expired:
+            self.answer(403, {}, f"<Error><Code>AccessDenied</Code><Resource>{self.path}</Resource></Error>".encode())
+        elif self.command == "PUT":
+            repo.uploaded[parts[-1]] = self.body
+            self.answer(200)
+        else:
+            self.content(name := "/".join(parts[3:]), repo.commits[parts[2]][name], {})
+
+    def signed(self, path: str) -> str:
+        return f"http://localhost:{self.owner.port}/cdn/{path}?{SIGNED}"
+
+    def content(self, name: str, data: bytes, headers: dict[str, str]) -> None:
+        """From where the range begins that is asked for, with the faults that are due."""
+        hub = self.owner
+        if self.command == "GET" and hub.take(hub.flips, name):
+            data = bytes([data[0] ^ 0xFF]) + data[1:]
+        begin, status = 0, 200
+        if (asked := self.headers.get("Range", "")).startswith("bytes=") and data:
+            begin, status = int(asked[6:].split("-")[0]), 206
+            headers |= {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
+        rest = data[begin:]
+        self.head(status, headers | {"Content-Length": str(len(rest))})
+        if self.command != "HEAD":
+            self.send_body(name, rest)
+
+    def send_body(self, name: str, data: bytes) -> None:
+        """All of it; or a half, where it is held or cut."""
+        hub = self.owner
+        half = hub.held.get(name) or (hub.take(hub.cuts, name) and threading.Event())
+        if half:
+            data = data[: len(data) // 2]
+        self.noted.sent += len(data)
+        self.wfile.write(data)
+        if half:
+            self.wfile.flush()
+            half.set()
+            if name in hub.held:
+                hub.wait_for_the_end()
+            self.close_connection = True
+
+    # Writing
+
+    def preupload(self) -> None:
+        told = []
+        for file in json.loads(self.body)["files"]:
+            mode = "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular"
+            told.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None})
+        self.answer_json({"files": told})
+
+    def batch(self, named: str) -> None:
+        """Where large files are to be put: a signed address for each."""
+        told = []
+        for one in json.loads(self.body)["objects"]:
+            upload = {"href": self.signed(f"{named}/{one['oid']}")}
+            told.append({"oid": one["oid"], "size": one["size"], "actions": {"upload": upload}})
+        self.answer_json({"transfer": "basic", "objects": told})
+
+    def commit(self, named: str) -> None:
+        repo = self.owner.repos[named]
+        lines = [json.loads(line) for line in self.body.splitlines()]
+        files = dict(repo.files)
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = repo.uploaded[value["oid"]]
+        made = repo.commit(files)
+        self.answer_json({"success": True, "commitUrl": f"{self.owner.url}/{named}/commit/{made}", "commitOid": made})
+
+    # Answering
+
+    def answer_json(self, told: Any) -> None:
+        self.answer(200, {"Content-Type": "application/json"}, json.dumps(told).encode())
+
+    def answer(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:
+        self.head(status, {**(headers or {}), "Content-Length": str(len(body))})
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()

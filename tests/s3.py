@@ -27,6 +27,13 @@ ACCESS_KEY = "AKIACOREWRIGHTMARKED"  # recognizable, so that a test can look for
 SECRET_KEY = "secret/marked+0123456789abcdefghijklmnopqrs"
 SESSION_TOKEN = "token-marked-0123456789"
 REGION = "us-east-1"
+INDISCREET = (  # S3 repeats in its errors what it was told and what it should have been signed by
+    f"<Message>The security token {SESSION_TOKEN} of {ACCESS_KEY} was told</Message>"
+    f"<AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId><Token-0>{SESSION_TOKEN}</Token-0>"
+    "<StringToSign>AWS4-HMAC-SHA256\n20261122T000000Z\n20261122/us-east-1/s3/aws4_request</StringToSign>"
+    f"<SignatureProvided>{'0' * 64}</SignatureProvided>"
+    f"<CanonicalRequest>GET\n/\nX-Amz-Credential={ACCESS_KEY}\nx-amz-security-token:{SESSION_TOKEN}</CanonicalRequest>"
+)
 START_DEADLINE_S = 60.0
 PIECE = 2**16  # bytes that the proxy hands on at once
 SERIAL = count(1)
@@ -394,7 +401,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, seen: Seen, fault: Fault) -> None:
         seen.status = fault.status
-        told = f"<Error><Code>{fault.code}</Code><Message>{ACCESS_KEY} was told</Message></Error>".encode()
+        told = f"<Error><Code>{fault.code}</Code>{INDISCREET}</Error>".encode()
         self.send_response(fault.status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(told)))

@@ -536,8 +536,8 @@ def only_host_of_a_type_lost(folder: Path) -> list[Problem]:
 
 
 def source_away(folder: Path) -> list[Problem]:
-    listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=2, tag=""),))
     config = (folder / "models" / "tiny" / "config.json").read_bytes()
+    listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=len(config), tag=""),))
     with patch.dict(os.environ, {"COREWRIGHT_HOME": str(folder / "home")}):
         heads = Heads(folder / "home" / "store" / "heads", lambda _: KnownRemote(listing, config))
         heads.look(Asked(source="org/model"))
@@ -906,6 +906,7 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     Audit(home.audit).asked("command", "keys create")
     home.traces.mkdir()
     keep_of(home.compiled).mkdir()
+    home.store.mkdir()
     CoreClaim(home.claims(0), [0]).release()
     with entry(home.compiled, {}):
         pass
@@ -920,7 +921,8 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     told = [word for word in told if not re.fullmatch(r"audit\.log\.\d", word)]
     assert {word.partition("/")[0] for word in told} == made | {"config.yaml"}
     logs = {word.removeprefix("logs/") for word in told if word.startswith("logs/")}
-    assert logs == {home.log("MODEL", 0).name.replace("0", "N"), "generate-MODEL.log"} | (used - made)
+    compiled = {"compile-MODEL.log", "compile-MODEL-TARGET.log"}
+    assert logs == {home.log("MODEL", 0).name.replace("0", "N"), "generate-MODEL.log"} | compiled | (used - made)
 
 
 def test_every_file_says_when_it_may_be_deleted() -> None:

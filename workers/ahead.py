@@ -7,19 +7,19 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from hashlib import blake2s
-from pathlib import Path
 
 import msgspec
 
-from workers import host
-from workers.artifacts.listing import SourceError, Stopped
+from workers import child, host
+from workers.artifacts.listing import Stopped
 from workers.artifacts.progress import Progress
 from workers.build import Built, Order, Predicted, Told, Trouble, Working
-from workers.config import NEVER_SET, ReplicaConfig
+from workers.buildable import compiles as compiles
+from workers.config import ReplicaConfig
+from workers.neff_cache.verify import verdicts
 from workers.offspring import end_marked
 from workers.status import Failure
 
@@ -35,11 +35,7 @@ class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
     """What a start would find compiled."""
 
     missing: list[str] = []  # what could be compiled ahead and is not there, each in words; empty: nothing to do
-
-
-def compiles(config: ReplicaConfig) -> bool:
-    """Whether its engine compiles anything that is kept."""
-    return config.engine != "echo" and (config.engine != "cpu" or bool(config.engine_options.get("compile")))
+    trouble: str = ""  # why it could not be told; the start itself will find out, on its cores
 
 
 def build_key(config: ReplicaConfig) -> str:
@@ -48,34 +44,28 @@ def build_key(config: ReplicaConfig) -> str:
     return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def foresee(config: ReplicaConfig) -> Foreseen:
-    """What would be missing. Blocks, for as long as the engine's package takes to import. Where it cannot be told,
-    nothing is: the start itself will."""
+def foresee(config: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
+    """What would be missing. Blocks, for as long as the engine's package takes to import, and a cache elsewhere to
+    answer. Raises Stopped soon after ``stop`` is set."""
     try:
-        told = list(answers("predict", config, threading.Event(), FORESEE_S))
-    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError, Stopped) as error:
-        log.warning("what %s would compile cannot be told: %s", config.model, error)
-        return Foreseen()
-    missing = []
+        told = list(answers("predict", config, stop or threading.Event(), FORESEE_S))
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+        return Foreseen(trouble=f"{type(error).__name__}: {error}")
+    missing, trouble = [], "" if told else "the process that looked ended without a word"
     for answer in told:
         if isinstance(answer, Trouble):
-            log.warning("what %s would compile cannot be told: %s", config.model, answer.failure)
+            trouble = str(answer.failure)
         elif isinstance(answer, Predicted):
             missing += _missing(config, answer)
-    return Foreseen(missing=missing)
+    return Foreseen(missing=missing, trouble=trouble)
 
 
 def _missing(config: ReplicaConfig, told: Predicted) -> list[str]:
     """What is to be compiled, or to be brought from where another host has compiled it; with the reason of `verify`."""
-    from workers.neff_cache.verify import verdicts  # which imports this module
-
     lacking = [one for one in told.wanted if one.ahead and not one.complete]
     if not lacking:
         return []
-    try:
-        verdict = {(one.role, one.source): one.prediction for one in verdicts(config, told, os.environ, ahead=True)}
-    except SourceError as error:
-        return [f"{one.role}: whether its neff_cache holds it cannot be told: {error}" for one in lacking]
+    verdict = {(one.role, one.source): one.prediction for one in verdicts(config, told, os.environ, ahead=True)}
     found = [(one, verdict[one.role, one.source]) for one in lacking]
     return [f"{one.role}: {why.reason}" for one, why in found if not why.hit or why.where == "elsewhere"]
 
@@ -116,21 +106,7 @@ def answers(
 
 @contextlib.contextmanager
 def _process(command: str, config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
-    log_file = Path(config.log)
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    words = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        process = subprocess.Popen(
-            [config.python or sys.executable, "-m", "workers.build", command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=words,
-            env={name: value for name, value in os.environ.items() if name not in NEVER_SET} | config.env,
-            cwd="/",  # a folder `workers` where somebody stands is not ours
-            start_new_session=True,
-        )
-    finally:
-        os.close(words)
+    process = child.start(("workers.build", command), python=config.python, env=config.env, log_file=config.log)
     started = host.process_start(process.pid)
     try:
         yield process

@@ -20,15 +20,18 @@ from typing import Any, Literal
 import msgspec
 
 from workers import compiled_cache, host
+from workers.artifacts import locks
 from workers.artifacts.listing import SourceError
 from workers.artifacts.uses import using
 from workers.buildable import Buildable
+from workers.child import answering
 from workers.compiled import Entry, entry, peek
 from workers.config import NEVER_SET, ReplicaConfig
 from workers.engine import EngineLoadError
 from workers.engines import hide_progress_bars
 from workers.faults import VAGUE, fault_of
 from workers.memory import is_out_of_memory, out_of_memory
+from workers.neff_cache.silence import say
 from workers.offspring import end_with
 from workers.status import Failure
 
@@ -87,6 +90,8 @@ class Built(msgspec.Struct, frozen=True, kw_only=True, tag="built"):
     compiled: list[str] = []  # keys of those that had to be; the others were there
     pulled: list[str] = []  # keys of those that came from the ``neff_cache``
     pushed: list[str] = []  # keys of those that went there
+    unsent: list[Failure] = []  # why sets that are compiled did not go there, though they were to
+    warnings: list[str] = []  # of a ``neff_cache`` that gave no answer, in words
     seconds: float
 
 
@@ -108,55 +113,63 @@ def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
 def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False) -> Built:
     """Make all that can be without a device: what is not there comes from the ``neff_cache``, else it is compiled.
 
-    Raises EngineLoadError, SourceError, and what the package raises.
+    A ``neff_cache`` that gives no answer is gone on without; what was to be pushed there is told as ``unsent``. Raises
+    EngineLoadError, SourceError, and what the package raises.
     """
     began = time.monotonic()
     if config.compiled is None:
         raise EngineLoadError("compiled-unwritable", "no folder is named for compiled artifacts", "set `compiled`")
-    done: dict[str, list[str]] = {"compiled": [], "pulled": [], "pushed": []}
+    done: dict[str, list[Any]] = {"compiled": [], "pulled": [], "pushed": [], "unsent": [], "warnings": []}
     found = _buildables(config, read=True)
     for one in found:
         if one.make is None:
             what = f"{config.engine} compiles {one.source} on its cores only, when a replica starts"
             raise EngineLoadError("compile-needs-device", what, "start it: its own cache keeps what was compiled")
         if one.kept:
-            key, ways = _one(config, one, tell, push)
-            for way in ways:
-                done[way].append(key)
+            _one(config, one, tell, push, done)
     wanted = [_wanted(config, one) for one in found]
     return Built(wanted=wanted, seconds=round(time.monotonic() - began, 3), **done)
 
 
-def _one(config: ReplicaConfig, one: Buildable, tell: Tell, push: bool) -> tuple[str, list[str]]:
-    """The key of that set, and what was done for it."""
+def _one(config: ReplicaConfig, one: Buildable, tell: Tell, push: bool, did: dict[str, list[Any]]) -> None:
+    """``did``: what was done, the fields of ``Built``; that of this set is added."""
     assert config.compiled is not None
-    key = peek(Path(config.compiled), one.manifest).path.name
+    assert one.make is not None
+    path = peek(Path(config.compiled), one.manifest).path
+    key = path.name
 
     def working(phase: Any, done: int = 0, total: int = 0) -> None:
         tell(Working(key=key, role=one.role, phase=phase, done=done, total=total))
 
-    ways = []
-    working("waiting")
+    if locks.is_held(path.with_name(f"{key}.lock")):
+        working("waiting")
     with entry(Path(config.compiled), one.manifest, one.is_whole) as held:
         if not held.complete:
             working("looking")
-            ways.append(_made(config, one, held, working))
+            if _is_pulled(config, held, did["warnings"]):
+                did["pulled"].append(key)
+            else:
+                working("compiling")
+                one.make(held, lambda done, total: working("compiling", done, total))
+                did["compiled"].append(key)
     if push and config.neff_cache:
         working("sending")
         with entry(Path(config.compiled), one.manifest, one.is_whole) as held:  # with others now, and not alone
-            if compiled_cache.push(held, config.neff_cache):
-                ways.append("pushed")
+            try:
+                if compiled_cache.push(held, config.neff_cache):
+                    did["pushed"].append(key)
+            except SourceError as error:  # what is compiled counts, and the next push sends it
+                did["unsent"].append(Failure(error.id, error.what, error.hint))
     working("done")
-    return key, ways
 
 
-def _made(config: ReplicaConfig, one: Buildable, held: Entry, working: Callable[..., None]) -> str:
-    assert one.make is not None
-    if config.neff_cache and compiled_cache.pull(held, config.neff_cache):
-        return "pulled"
-    working("compiling")
-    one.make(held, lambda done, total: working("compiling", done, total))
-    return "compiled"
+def _is_pulled(config: ReplicaConfig, held: Entry, warnings: list[str]) -> bool:
+    """What is there can be compiled here as well: a cache that gives no answer keeps nobody from starting."""
+    try:
+        return config.neff_cache is not None and compiled_cache.pull(held, config.neff_cache)
+    except SourceError as error:
+        warnings.append(say(config.neff_cache or "", error))
+        return False
 
 
 def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
@@ -232,17 +245,7 @@ def main(arguments: list[str]) -> int:
     for name in NEVER_SET:
         os.environ.pop(name, None)
     os.environ.update(order.config.env)
-    told = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print belongs to the log
-    host.mark_log(2)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    host.pin_to(os.environ.get("COREWRIGHT_CPUS"))
-
-    def tell(what: Told) -> None:
-        told.write(msgspec.json.encode(what) + b"\n")
-        told.flush()
-
-    return 0 if _answer_in_use(arguments[0], order, tell) else 1
+    return 0 if _answer_in_use(arguments[0], order, answering()) else 1
 
 
 def _answer_in_use(command: str, order: Order, tell: Tell) -> bool:

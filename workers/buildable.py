@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workers.compiled import Entry
+from workers.config import ReplicaConfig
+
+
+def compiles(config: ReplicaConfig) -> bool:
+    """Whether its engine compiles anything that is kept."""
+    return config.engine != "echo" and (config.engine != "cpu" or bool(config.engine_options.get("compile")))
+
 
 Tell = Callable[[int, int], None]
 """How many graphs are compiled, of how many."""

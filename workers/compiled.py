@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.engine import EngineLoadError
-from workers.neff_cache.files import parts, sync_folder, sync_to_disk
+from workers.neff_cache.files import Part, parts, sync_folder, sync_to_disk
 from workers.neff_cache.record import LOCK_FILE, missing_files, name_of, plain_of, record_of, write_record
 from workers.offspring import watched
 
@@ -72,12 +72,13 @@ class Entry:
             return False
         return same and missing_files(self.path) == () and self.is_whole(self.path)
 
-    def finish(self, source: str = "") -> None:
+    def finish(self, source: str = "", files: Mapping[str, Part] | None = None) -> None:
         """Everything is in the folder, and from now on on the disk: after a power failure too.
 
-        ``source`` is the model's, for people. Beside the files lies then their record, with the digest of each.
+        ``source`` is the model's, for people. Beside the files lies then their record, with the digest of each;
+        ``files``: those, where they are known.
         """
-        made = record_of(self.manifest, source, files=parts(self.path, (MANIFEST, LOCK_FILE)))
+        made = record_of(self.manifest, source, files=files or parts(self.path, (MANIFEST, LOCK_FILE)))
         sync_folder(self.path)
         write_record(self.path / LOCK_FILE, made)
         written = self.path / f"{MANIFEST}.new"
@@ -124,6 +125,8 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
     finally:
         if alone:
             os.ftruncate(lock, 0)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked inside has it open as well
         os.close(lock)
 
 

@@ -6,6 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+LOADS_ARRIVING: frozenset[str] = frozenset({"cpu"})
+"""The engines whose ``load`` may be called while the checkpoint is still being fetched into its folder: they wait for
+each file before they read it, and return when all is there (`workers.artifacts.arriving`). Of checkpoints whose own
+code is run none does, since that reads what it likes. Neuron's packages open files by themselves, so they do not."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:

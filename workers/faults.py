@@ -9,6 +9,7 @@ guide and of its nrt_status.h; others were reported by users, which is said wher
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
@@ -21,6 +22,9 @@ from workers.status import Failure, Reaction
 MOST_TEXT = 64 * 1024  # of an exception, and of the log; a compiler's output may be megabytes
 # What these say is only where something went wrong. An engine's own finding, of any other id, is the better account.
 VAGUE = frozenset({"load-failed", "probe-failed", "engine-failed", "compile-failed", "replica-died"})
+
+# A path of a cache: its folder, the compiler's, the graph's.
+_GRAPH = re.compile(r"^(?:file://)?(?P<cache>\S+?)/neuronxcc-[^/\s]+/(?P<graph>MODULE_[^/\s]+)")
 
 Reader = Callable[[re.Match[str]], Failure]
 R = TypeVar("R", bound=Reader)
@@ -257,8 +261,16 @@ def _cached_failure(found: re.Match[str]) -> Failure:
     return Failure(
         "compile-cached-failure",
         f"the compiler's cache holds a compilation that has failed, and does not try it again{where}",
-        "remove that MODULE_... folder when the cause is gone; model.log in it tells the cause",
+        f"model.log in it tells the cause; when that is gone, on this host: `{_retry(found[1] or '')}`",
         Reaction.STOP,
+    )
+
+
+def _retry(neff: str) -> str:
+    """The command that has a graph tried again whose NEFF would be ``neff``: only that one, and in that cache."""
+    place = _GRAPH.search(neff)
+    return "corewright cache retry" + (
+        f" {shlex.quote(place['graph'])} --cache {shlex.quote(place['cache'])}" if place else ""
     )
 
 

@@ -22,6 +22,7 @@ ROOT_VARIABLE = "COREWRIGHT_HOST_ROOT"
 START_MARK = ":corewright_start:"  # a line that a replica writes when it starts, and when it is ready
 HIDDEN = (*MARKS, START_MARK)
 LAST_WORDS = 400  # lines
+CGROUP = Path("/sys/fs/cgroup")  # of version 2
 LOOK_S = 0.01  # between two looks at processes that were killed
 
 
@@ -62,6 +63,20 @@ def _cgroup_cpu_quota() -> int | None:
         if limit != "max":
             return int(limit) // int(period)
     return None
+
+
+def available_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that processes may still take: what the machine has free, cut to what the cgroup's limit leaves.
+
+    Pages of files that nobody has read lately count as free in both: the kernel drops them.
+    """
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((cgroup / "memory.max").read_text())  # "max" without one
+        told = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(told.get("inactive_file", 0))
+        free = min(free, limit - used)
+    return max(0, int(free))
 
 
 def instance_type(dev: Path | None = None, product: Path | None = None) -> str | None:

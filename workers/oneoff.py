@@ -8,7 +8,6 @@ set the whole environment. The process ends with its parent, so that no core sta
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 
 from workers import host
 from workers.batcher import Batcher
+from workers.child import answering
 from workers.claims import CoreClaim, CoresTaken
 from workers.config import ReplicaConfig
 from workers.engine import EngineLoadError
@@ -201,17 +201,7 @@ def main() -> None:
     """Read the job, answer it."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     end_with(job.parent)
-    told = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print belongs to the log
-    host.mark_log(2)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    host.pin_to(os.environ.get("COREWRIGHT_CPUS"))
-
-    def tell(what: Told) -> None:
-        told.write(msgspec.json.encode(what) + b"\n")
-        told.flush()
-
-    run(job, tell)
+    run(job, answering())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from orchestrator.compileahead import Outcome, Step
     from orchestrator.specfile import SpecFile
 
-GIB = 2**30
-WORDS = {"predicting": "looking what is compiled", "queued": "waits for memory", "waiting": "waits for another"}
+WORDS = {
+    "predicting": "looking what is compiled",
+    "queued": "waits for memory",
+    "turn": "waits for its turn",
+    "waiting": "waits for another that compiles the same",
+}
 
 
 @app.command(name="compile")
@@ -41,6 +45,7 @@ def compile_spec(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Compile what the models of a spec need, ahead of time and without a fleet or devices."""
+    from orchestrator.compileahead import named
     from orchestrator.specfile import load
     from placements.problems import has_errors
 
@@ -49,43 +54,81 @@ def compile_spec(
         complain(file.problems)
         say(f"{file.name} has errors: nothing was compiled")
         raise typer.Exit(FAILED)
-    _check_names(file, model or [], push)
-    outcomes = _compile(file, model or [], jobs, _memory_gib(memory_gb), push)
-    failed = [one for one in outcomes if one.result == "failed"]
-    for one in failed:
-        assert one.failure is not None
-        complain([Failed(one.failure.id, f"{', '.join(one.models)}: {one.failure.what}", one.failure.hint).problem])
-    places: list[str] = []
+    _check_names(file, model or [])
+    if push:
+        _check_places(file, model or [])
     if push_to_hub is not None:
-        places = _to_hub(push_to_hub, outcomes)
-    data = {"models": [one.as_dict() for one in outcomes], "hub": places}
-    show(data, output, _table(outcomes))
-    raise typer.Exit(FAILED if failed else 0)
+        _check_hub(push_to_hub)
+    outcomes = _compile(file, model or [], jobs, _memory_gib(memory_gb), push)
+    if output is Format.TABLE:
+        show(None, output, _table(outcomes))  # an upload may take long, and fail
+    places: list[str] = []
+    problems = []
+    for one in outcomes:
+        for failure, of in ((one.failure, named(one)), (one.unsent, f"{named(one)} is compiled, and not pushed")):
+            if failure is not None:
+                problems.append(Failed(failure.id, f"{of}: {failure.what}", failure.hint).problem)
+    if push_to_hub is not None:
+        try:
+            places = _to_hub(push_to_hub, outcomes)
+        except Failed as failed:
+            problems.append(failed.problem)
+    complain(problems)
+    if output is not Format.TABLE:
+        show({"models": [one.as_dict() for one in outcomes], "hub": places}, output, "")
+    raise typer.Exit(FAILED if problems else 0)
 
 
-def _check_names(file: SpecFile, names: Sequence[str], push: bool) -> None:
-    """Raises Failed for a model that there is not, and for one that has no cache to push to."""
+def _check_names(file: SpecFile, names: Sequence[str]) -> None:
+    """Raises Failed for a model that there is not."""
     assert file.spec is not None
     known = {one.name: one for one in file.spec.models}
     for name in names:
         if name not in known:
             raise Failed("model-unknown", f"{file.name} has no model {name}", f"it has {', '.join(known)}")
-    without = [one.name for one in known.values() if one.neff_cache is None and (not names or one.name in names)]
-    if push and len(without) == len(names or known):
-        what = f"--push needs a place, and {', '.join(without)} has no neff_cache"
-        raise Failed("push-nowhere", what, "neff_cache: s3://BUCKET/PREFIX, or a folder that all hosts have")
+
+
+def _check_places(file: SpecFile, names: Sequence[str]) -> None:
+    """Whether there is somewhere to push to, and it answers: before hours of compiling, not after. Models without a
+    place are named. Raises Failed."""
+    from workers.artifacts.listing import SourceError
+    from workers.compiled_cache import FOLDER
+    from workers.neff_cache.sync import S3, is_writable, place_at
+
+    assert file.spec is not None
+    models = [one for one in file.spec.models if not names or one.name in names]
+    places = dict.fromkeys(one.neff_cache_location for one in models if one.neff_cache_location)
+    without = ", ".join(one.name for one in models if not one.neff_cache_location)
+    hint = "neff_cache: s3://BUCKET/PREFIX, or a folder that all hosts have"
+    if not places:
+        raise Failed("push-nowhere", f"--push needs a place, and there is no neff_cache for {without}", hint)
+    if without:
+        say(f"not pushed, for want of a neff_cache: {without}")
+    for place in places:
+        try:
+            if place.startswith(S3):
+                place_at(f"{place.rstrip('/')}/{FOLDER}").files()
+            elif not is_writable(Path(place.removeprefix("file://"))):
+                raise Failed("neff-cache-unwritable", f"{place} cannot be written", "is it mounted, and whose is it?")
+        except SourceError as error:
+            raise Failed(error.id, error.what, error.hint) from None
+
+
+def _check_hub(repository: str) -> None:
+    """Raises Failed."""
+    from orchestrator.hubpush import opened
+
+    opened(repository)
 
 
 def _memory_gib(given: float | None) -> float:
-    if given is not None:
-        return given
-    import psutil
+    from workers.turns import free_gib
 
-    return float(psutil.virtual_memory().available) / GIB
+    return free_gib() if given is None else given
 
 
 def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[Outcome]:
-    from orchestrator.compileahead import CompileAhead
+    from orchestrator.compileahead import CompileAhead, named
     from orchestrator.home import Home
     from orchestrator.settings import store_here
 
@@ -96,11 +139,15 @@ def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float,
         prepared = flow.prepare()
         for job in prepared.jobs:
             if job.need_gib > memory_gib and not job.complete:
-                need = f"needs some {job.need_gib:.0f} GiB of host memory, and there are {memory_gib:.0f}"
-                say(f"{', '.join(job.models)}: {need}: it is compiled alone")
+                need = f"to compile it takes some {job.need_gib:.0f} GiB of host memory, and there are {memory_gib:.0f}"
+                say(f"{named(job)}: {need}: it is compiled alone")
         running = flow.run(prepared.jobs, memory_gib=memory_gib, most=jobs)
         with contextlib.closing(running):
-            return [*prepared.outcomes, *running]
+            outcomes = [*prepared.outcomes, *running]
+    for one in outcomes:
+        for warning in one.warnings:
+            say(f"{named(one)}: {warning}")
+    return outcomes
 
 
 @contextlib.contextmanager
@@ -110,15 +157,17 @@ def _view() -> Iterator[Callable[[Step], None]]:
         with _bars() as watch:
             yield watch
         return
-    last: dict[tuple[str, ...], str] = {}
+    from orchestrator.compileahead import named
+
+    last: dict[str, str] = {}
     lock = threading.Lock()
 
     def tell(step: Step) -> None:
         with lock:
             words = _words(step)
-            if last.get(step.models) != words:
-                last[step.models] = words
-                say(f"{', '.join(step.models)}: {words}")
+            if last.get(named(step)) != words:
+                last[named(step)] = words
+                say(f"{named(step)}: {words}")
 
     yield tell
 
@@ -133,21 +182,23 @@ def _bars() -> Iterator[Callable[[Step], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-    tasks: dict[tuple[str, ...], TaskID] = {}
+    from orchestrator.compileahead import named
+
+    tasks: dict[str, TaskID] = {}
     lock = threading.Lock()
     shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
     with Progress(*shown, TimeElapsedColumn(), console=Console(file=stderr())) as progress:
 
         def tell(step: Step) -> None:
             with lock:
-                if step.models not in tasks:
-                    tasks[step.models] = progress.add_task(", ".join(step.models), total=None, words="")
+                if (name := named(step)) not in tasks:
+                    tasks[name] = progress.add_task(name, total=None, words="")
                 ended = step.phase in ("done", "failed")
                 total = 1 if ended else step.total or None
                 done = 1 if ended else step.done
-                progress.update(tasks[step.models], total=total, completed=done, words=_words(step))
+                progress.update(tasks[name], total=total, completed=done, words=_words(step))
                 if ended:
-                    progress.stop_task(tasks[step.models])
+                    progress.stop_task(tasks[name])
 
         yield tell
 
@@ -157,17 +208,19 @@ def _to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
 
     folders = [Path(folder) for one in outcomes if one.result != "failed" for folder in one.folders if folder]
     if not folders:
-        raise Failed("push-nowhere", "there is nothing compiled to push", "see the table above")
+        raise Failed("push-nowhere", f"there is nothing compiled to push to {repository}", "the table says why")
     places = push_to_hub(repository, dict.fromkeys(folders))
     say(f"{len(places)} compiled sets are in {repository}")
     return places
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
+    from orchestrator.compileahead import named
+
     rows = [
-        (", ".join(one.models), one.engine, one.result, f"{one.seconds:.0f} s" if one.seconds else None, key, sent)
+        (named(one), one.engine, one.result, f"{one.seconds:.0f} s" if one.seconds else None, key, sent)
         for one in outcomes
         for key in (", ".join(one.keys) or None,)
-        for sent in (len(one.pushed) or None,)
+        for sent in (len(one.pushed) or None if one.unsent is None else "failed",)
     ]
     return columns(("MODELS", "ENGINE", "RESULT", "TIME", "COMPILED", "PUSHED"), rows)

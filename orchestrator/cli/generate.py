@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +17,13 @@ import msgspec
 from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.output import complain, say, stdout
 from orchestrator.failure import Failed
-from orchestrator.generation import Generation
 from orchestrator.home import Home
-from orchestrator.journal import Revision
-from orchestrator.replica_config import replica_config
+from orchestrator.offline import Offline
 from orchestrator.specfile import SpecFile, start_problems
-from orchestrator.starting import prepared
-from placements.plan import Placement, plan
+from placements.placement import Placement
 from placements.problems import has_errors
-from workers.config import NEVER_SET, ReplicaConfig
-from workers.interpreter import Interpreter, Interpreters
+from workers import child
+from workers.config import ReplicaConfig
 from workers.oneoff import End, Job, Piece, Told, Trouble
 from workers.status import Failure
 
@@ -50,16 +45,18 @@ def generate(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> in
     if has_errors(problems):
         complain(problems)
         return FAILED
-    found = plan(spec, file.hosts, file.checkpoints)
-    placement = next((placement for placement in found.placements if placement.model == model), None)
-    if placement is None:
-        complain([problem for missing in found.unplaced if missing.model == model for problem in missing.problems])
-        say(f"{model} has no place: nothing was started")
-        return FAILED
     home = Home.from_environment()
     home.prepare()
+    offline = Offline(file, home)
+    if problems := offline.unplaced(model):
+        complain(problems)
+        say(f"{model} has no place: nothing was started")
+        return FAILED
+    places = offline.places(one)
+    if isinstance(places, Failure):
+        raise Failed(places.id, places.what, places.hint)
     with contextlib.ExitStack() as held:
-        return _answered(file, placement, home, Asked(prompt, how), held)
+        return _answered(offline, next(iter(places.values())), home, Asked(prompt, how), held)
 
 
 class Asked(NamedTuple):
@@ -67,15 +64,16 @@ class Asked(NamedTuple):
     how: dict[str, Any]  # fields of ``Job``
 
 
-def _answered(file: SpecFile, placement: Placement, home: Home, asked: Asked, held: contextlib.ExitStack) -> int:
+def _answered(offline: Offline, placement: Placement, home: Home, asked: Asked, held: contextlib.ExitStack) -> int:
     model = placement.model
-    config = _config(file, placement, home, held)
+    config = _config(offline, placement, home, held)
     where = placement.host
     if placement.cores is not None:
         where = f"core{'s' if len(placement.cores) > 1 else ''} {placement.cores} of {where}"
-    say(f"loading {model} ({config.engine}) on {where}")
     job = Job(config=config, prompt=asked.prompt, parent=os.getpid(), **asked.how)
     try:
+        _compile(config)
+        say(f"loading {model} ({config.engine}) on {where}")
         with _process(config) as process:
             return _pass_on(process, job)
     except KeyboardInterrupt:
@@ -89,22 +87,14 @@ def _only(file: SpecFile, model: str) -> SpecFile:
     return dataclasses.replace(file, spec=file.spec.model_copy(update={"models": kept}))
 
 
-def _config(file: SpecFile, placement: Placement, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
+def _config(offline: Offline, placement: Placement, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
     """As the fleet would tell it to its replica. Raises Failed for a source that cannot be had, and an interpreter or
     an engine that will not do. What it loads is in use until ``held`` ends."""
-    assert file.spec is not None
-    revision = Revision(
-        number=0, cause="apply", by="", text=file.text, file=file.name, base_dir=file.base_dir, of=None, plan={}
-    )
-    tokenizers = {model.name: "" for model in file.spec.models}
-    generation = Generation(revision, file.spec, file.hosts, file.checkpoints, tokenizers)
-    config = replica_config(generation, placement, home)
-    config = msgspec.structs.replace(config, log=str(home.logs / f"generate-{placement.model}.log"))
-    config = _brought(config, home, held)
-    found = asyncio.run(prepared(config, generation, _ThisMachine()))
+    found = offline.config(placement)
     if isinstance(found, Failure):
         raise Failed(found.id, found.what, found.hint)
-    return found
+    log = str(home.logs / f"generate-{placement.model}.log")
+    return _brought(msgspec.structs.replace(found, log=log), home, held)
 
 
 def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
@@ -131,36 +121,32 @@ def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> R
     return with_folders(config, wanted, (landed[0], landed[1]))
 
 
-class _ThisMachine:
-    """What is asked of a cluster before a start, answered by this machine."""
+def _compile(config: ReplicaConfig) -> None:
+    """What its load would compile comes from the model's ``neff_cache``, or is compiled, before it claims a core: as
+    before the start of a replica. Raises Failed."""
+    from orchestrator.ahead import NEEDS_DEVICE
+    from workers import ahead
+    from workers.artifacts.progress import Progress
 
-    def __init__(self) -> None:
-        self._interpreters = Interpreters()
-
-    async def interpreter(self, python: str | None, host: str) -> Interpreter:
-        return self._interpreters.ask(python)
+    if not ahead.compiles(config):
+        return
+    found = ahead.foresee(config)
+    if found.trouble:
+        say(f"{config.model}: what it would compile cannot be told: {found.trouble}")
+    if not found.missing:
+        return
+    say(f"compiling {config.model} ({config.engine}): {'; '.join(found.missing)}")
+    ended = ahead.build(config, Progress(config.model), threading.Event())
+    if isinstance(ended, Failure) and ended.id != NEEDS_DEVICE:
+        raise Failed(ended.id, ended.what, ended.hint)
+    if not isinstance(ended, Failure) and ended.pulled and not ended.compiled:
+        say(f"nothing had to be compiled: it came from {config.neff_cache}")
 
 
 @contextlib.contextmanager
 def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
-    """The child with the placement's environment, its complaints in the log; ended in any case.
-
-    A session of its own: Ctrl-C on the terminal reaches this process alone, which then ends the child.
-    """
-    env = {name: value for name, value in os.environ.items() if name not in NEVER_SET} | config.env
-    descriptor = os.open(config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        process = subprocess.Popen(
-            [config.python or sys.executable, "-m", "workers.oneoff"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=descriptor,
-            env=env,
-            cwd="/",  # a folder `workers` where the user stands is not ours
-            start_new_session=True,
-        )
-    finally:
-        os.close(descriptor)
+    """The child with the placement's environment, its complaints in the log; ended in any case."""
+    process = child.start(("workers.oneoff",), python=config.python, env=config.env, log_file=config.log)
     try:
         yield process
     finally:

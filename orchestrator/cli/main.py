@@ -80,6 +80,7 @@ def up(
     """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
     from orchestrator.allowed import Allowed
     from orchestrator.settings import resolve
+    from placements.problems import has_errors
 
     if ray_address is not None:
         what = f"--ray-address {ray_address}: `up` of this version starts a Ray of its own, on this machine"
@@ -90,6 +91,7 @@ def up(
     settings = resolve(flags)
     if settings.problems:
         complain(settings.problems)
+    if has_errors(settings.problems):
         raise typer.Exit(FAILED)
     if settings["watch"] and spec == "-":
         raise Failed("watch-needs-file", "standard input cannot be watched", "give the spec as a file, or --no-watch")

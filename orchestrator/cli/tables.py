@@ -135,9 +135,8 @@ def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
 
 def _preparing_notes(model: Mapping[str, Any], one: Mapping[str, Any], hosts: Iterable[Mapping[str, Any]]) -> list[str]:
     """What an update waits for, while the old replicas serve."""
-    notes = [
-        f"{model['name']}: what the new version loads is brought to {one['host']}, the old replicas serve meanwhile"
-    ]
+    does = {"compiling": "compiled on", "looking": "looked for on"}.get(one["state"], "brought to")
+    notes = [f"{model['name']}: what the new version loads is {does} {one['host']}, the old replicas serve meanwhile"]
     if one["reason"]:
         notes.append(f"    {one['failures']} failed: {one['reason']}")
     fetches = [fetch for host in hosts if host["name"] == one["host"] for fetch in host.get("fetches") or ()]

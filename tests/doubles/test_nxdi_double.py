@@ -55,7 +55,7 @@ def loaded(source: Path, out: Path, config: Any = None, **options: Any) -> Any:
     """Compiled and loaded."""
     config = configured(source, **options) if config is None else config
     llama().NeuronLlamaForCausalLM(str(source), config).compile(str(out))
-    model = llama().NeuronLlamaForCausalLM(str(out))
+    model = llama().NeuronLlamaForCausalLM(str(source), llama().LlamaInferenceConfig.load(str(out)))
     model.load(str(out))
     return model
 
@@ -242,7 +242,7 @@ def test_another_process_loads_what_was_compiled(machine: Neuron, source: Path, 
     program = (
         "import sys, torch\n"
         f"from {PACKAGE}.models.llama.modeling_llama import NeuronLlamaForCausalLM as M\n"
-        "m = M(sys.argv[1]); m.load(sys.argv[1])\n"
+        "m = M(sys.argv[2], M.get_config_cls().load(sys.argv[1])); m.load(sys.argv[1])\n"
         f"o = m.forward(input_ids=torch.tensor([{PROMPT}]), position_ids=torch.arange({len(PROMPT)})[None],"
         " seq_ids=torch.tensor([1]))\n"
         "print(int(o.logits[0, -1].argmax()))\n"
@@ -251,7 +251,11 @@ def test_another_process_loads_what_was_compiled(machine: Neuron, source: Path, 
         shutil.rmtree(moved)
     env = os.environ | machine.env
     run = subprocess.run(
-        [sys.executable, "-c", program, str(out)], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program, str(out), str(out if sharded else moved)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) == int(expected(source, PROMPT).argmax())

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.controller import Controller
-from orchestrator.effects import Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
+from orchestrator.effects import Arrival, Arrives, Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet import FleetSettings
 from orchestrator.journal import Journal
 from orchestrator.operator import Operator
-from workers.artifacts.bringing import Landed, wanted_by, with_folders
+from workers.artifacts.bringing import Arriving, Landed, meanwhile, wanted_by, with_folders
 from workers.artifacts.progress import FetchStatus
 from workers.config import ReplicaConfig
 from workers.interpreter import Interpreter
@@ -26,6 +26,8 @@ from workers.status import Failure, Phase, ReplicaStatus
 
 T = TypeVar("T")
 DEADLINE_S = 10.0
+SIZE = 100  # bytes of any model
+LOOK_S = 0.05  # between two looks of a replica whether what it loads is there
 OWN = Interpreter(  # one that is like the fleet's own, and holds no engine's package
     python=sys.executable,
     version=platform.python_version(),
@@ -111,7 +113,12 @@ class FakeCluster:
         self.drained: list[str] = []
         self.loads = True
         self.load_s = 0.0
+        self.process_s = 0.0  # of a replica's process, before it wants its weights
         self.fetch_s = 0.0  # where the host does not hold it yet
+        self.tells = False  # fetches tell how far they are, so that replicas may be started meanwhile
+        self.stall_s = 0.0  # how much longer they take, when all but the last bytes have come
+        self.tidy_s = 0.0  # and how long after all is there
+        self.broken_fetch: Failure | None = None  # how they end then
         self.store: dict[str, set[str]] = {}  # by host, the contents that are there: SOURCE@CONTENT
         self.contents: dict[str, str] = {}  # by source, what it has now; else "1"
         self.unfetchable: dict[str, Failure] = {}  # by source
@@ -121,6 +128,9 @@ class FakeCluster:
         self.uncompiled: set[str] = set()  # versions that would be compiled
         self.compile_s = 0.0
         self.compiles: list[str] = []  # versions
+        self.compile_logs: list[str] = []
+        self.look_s = 0.0  # to find out what would be compiled
+        self.unforeseeable: Failure | None = None
         self.uncompilable: Failure | None = None
         self.drain_s = 0.0
         self.broken: dict[str, Failure] = {}  # by version
@@ -141,7 +151,7 @@ class FakeCluster:
     def living(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas.values() if replica.dead is None]
 
-    async def fetch(self, config: ReplicaConfig) -> Fetched | Failure:
+    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
         both, moved = wanted_by(config), 0
         landed: list[Landed | None] = []
         for wanted in both:
@@ -153,17 +163,36 @@ class FakeCluster:
             if f"{wanted.source}@{content}" not in here:
                 if wanted.source in self.unfetchable:
                     return self.unfetchable[wanted.source]
-                await self._transfer(config.host, wanted.source)
-                here.add(f"{wanted.source}@{content}")
-                moved += 100
-            landed.append(Landed(folder=f"/store/{wanted.source}@{content}", artifact=content, bytes=100))
-        return Fetched(with_folders(config, both, (landed[0], landed[1])), bytes=100, moved=moved, seconds=self.fetch_s)
+                folder = f"/store/{wanted.source}@{content}"
 
-    async def _transfer(self, host: str, source: str) -> None:
+                def told(moved: int, folder: str = folder, artifact: str = content) -> None:
+                    left = SIZE - moved
+                    going = Arriving(folder=folder, artifact=artifact, bytes=SIZE, left=left, moved=moved)
+                    soon = meanwhile(config, both, landed, going)
+                    if arrives is not None and soon is not None:
+                        arrives(Arrival(soon, left, moved))
+
+                await self._transfer(config.host, wanted.source, told)
+                if self.broken_fetch is not None:
+                    return self.broken_fetch
+                here.add(f"{wanted.source}@{content}")
+                moved += SIZE
+                if self.tidy_s:
+                    await asyncio.sleep(self.tidy_s)
+            landed.append(Landed(folder=f"/store/{wanted.source}@{content}", artifact=content, bytes=SIZE))
+        return Fetched(
+            with_folders(config, both, (landed[0], landed[1])), bytes=SIZE, moved=moved, seconds=self.fetch_s
+        )
+
+    async def _transfer(self, host: str, source: str, told: Callable[[int], None]) -> None:
         self.fetches.append((host, source))
         self.fetching.append((host, source))
         try:
-            await asyncio.sleep(self.fetch_s)
+            parts = 100 if self.tells else 1
+            for part in range(1, parts):
+                await asyncio.sleep(self.fetch_s / parts)
+                told(part * SIZE // parts)
+            await asyncio.sleep(self.fetch_s / parts + self.stall_s)
         except asyncio.CancelledError:
             self.stopped_fetches.append((host, source))
             raise
@@ -183,11 +212,16 @@ class FakeCluster:
             for host, here in self.store.items()
         }
 
-    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
+        if self.look_s:
+            await asyncio.sleep(self.look_s)
+        if self.unforeseeable is not None:
+            return self.unforeseeable
         return ["the model is not compiled as it is now"] if config.version in self.uncompiled else []
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
         self.compiles.append(config.version)
+        self.compile_logs.append(config.log)
         await asyncio.sleep(self.compile_s)
         if self.uncompilable is None:
             self.uncompiled.discard(config.version)
@@ -195,9 +229,12 @@ class FakeCluster:
 
     def _check_loadable(self, config: ReplicaConfig) -> None:
         for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
-            here = self.store.get(config.host, set())
-            if wanted is not None and (folder or "").removeprefix("/store/") not in here:
+            arriving = self.tells and wanted is not None and (config.host, wanted.source) in self.fetching
+            if wanted is not None and not arriving and not self._holds(config.host, folder):
                 self.violations.append(f"{config.model} is started on {config.host} without {wanted.source}")
+
+    def _holds(self, host: str, folder: str | None) -> bool:
+        return (folder or "").removeprefix("/store/") in self.store.get(host, set())
 
     async def start(self, config: ReplicaConfig) -> None:
         if self.refuses_start is not None:
@@ -224,12 +261,26 @@ class FakeCluster:
             task.add_done_callback(self._tasks.discard)
 
     async def _load(self, replica: FakeReplica) -> None:
+        if self.process_s:
+            await asyncio.sleep(self.process_s)
+        failure = await self._arrived(replica.config)
         if self.load_s:
             await asyncio.sleep(self.load_s)
-        failure = self.broken.get(replica.config.version)
+        failure = failure or self.broken.get(replica.config.version)
         if replica.dead is None:
             phase = Phase.READY if failure is None else Phase.FAILED
             await replica.tell(phase=phase, failure=failure, load_s=self.load_s, idle_s=0.0)
+
+    async def _arrived(self, config: ReplicaConfig) -> Failure | None:
+        """As an engine does: wait for what somebody still fetches, and fail when nobody does any more."""
+        silent_s = 0.0
+        for wanted, folder in zip(wanted_by(config), (config.source, config.draft_source), strict=True):
+            while wanted is not None and not self._holds(config.host, folder):
+                silent_s = 0.0 if (config.host, wanted.source) in self.fetching else silent_s + LOOK_S
+                if silent_s > 2.0:
+                    return Failure("fetch-ended", f"the fetch of {folder} has ended")
+                await asyncio.sleep(LOOK_S)
+        return None
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
         replica = self.replicas[name]

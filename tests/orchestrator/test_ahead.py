@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec.structs
 import pytest
 
+from orchestrator.ahead import PROCESS_S, get_ready, lead_of
 from orchestrator.cli.tables import status_text
 from orchestrator.daemon import _progress
+from orchestrator.effects import Arrival, Arrives, Fetched
 from orchestrator.telling import fetch_text
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakefleet import STATUS
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.workers.test_bringing import CONFIG
+from workers.config import ReplicaConfig
 from workers.status import Failure, Reaction
 
 HOST = "inf2.48xlarge/0"
@@ -148,11 +153,14 @@ def test_cores_that_another_takes_during_the_fetch_are_not_started_on(tmp_path: 
     play(tmp_path, cluster, spec(), story)
 
 
+@pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("strategy", ["in_place", "hold", "surge"])
-def test_the_old_replica_serves_until_the_new_ones_artifacts_are_there(tmp_path: Path, strategy: str) -> None:
+def test_the_old_replica_serves_until_the_new_ones_artifacts_are_there(
+    tmp_path: Path, strategy: str, tells: bool
+) -> None:
     """An update on a full host: nothing is taken down for a model that is still on its way."""
     cluster = FakeCluster()
-    cluster.load_s = 5.0
+    cluster.load_s, cluster.tells = 5.0, tells
     degree = 8 if strategy == "surge" else 24
 
     async def story(played: Played) -> None:
@@ -338,6 +346,249 @@ def test_a_replica_that_had_served_is_started_again_without_asking_what_it_would
         assert cluster.compiles == []
 
     play(tmp_path, cluster, spec(compiles=True), story)
+
+
+# Started while the rest arrives
+
+
+def arriving(fetch_s: float = 100.0) -> FakeCluster:
+    """One whose fetches tell how far they are."""
+    cluster = FakeCluster()
+    cluster.tells, cluster.fetch_s, cluster.process_s, cluster.load_s = True, fetch_s, 5.0, 3.0
+    return cluster
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_process_is_started_while_the_last_seconds_of_its_model_arrive(tmp_path: Path) -> None:
+    """Not sooner than it needs. Its start is shorter by what it does before it wants weights, and is told as if it had
+    begun when all was there; until then the status tells how far the fetch is."""
+    took = {}
+    for tells in (False, True):
+        cluster = arriving()
+        cluster.tells = tells
+
+        async def story(played: Played, cluster: FakeCluster = cluster, tells: bool = tells) -> None:
+            await played.until(lambda: cluster.started, "its process is asked for", 200.0)
+            assert now() == pytest.approx(95.0 if tells else 100.0, abs=1.5)
+            if tells:
+                await played.until(lambda: played.replica("m/0")["state"] == "loading", "loading", 3.0)
+                assert played.replica("m/0")["fetch"]["source"] == "s3://models/one"
+            await played.settled()
+            took[tells] = now()
+            assert played.replica("m/0")["fetch"] is None
+            assert played.replica("m/0")["load_s"] == pytest.approx(8.0, abs=0.2)
+            expected = ["Starting", "Fetching", *(["StartsEarly"] if tells else []), "Fetched", "Ready"]
+            assert [one for one in played.happened() if one in {*expected, "Failed"}] == expected
+            assert len(cluster.started) == len(cluster.fetches) == 1
+
+        play(tmp_path / str(tells), cluster, spec(), story)
+    assert took[False] - took[True] == pytest.approx(5.0, abs=1.5)
+
+
+@pytest.mark.parametrize("more", ["    engine_options: {compile: true}\n", "    trust_remote_code: true\n"])
+def test_who_could_not_wait_for_files_is_started_when_all_is_there(tmp_path: Path, more: str) -> None:
+    """A compiler ahead of the start, and code of the checkpoint, which reads what it likes."""
+    cluster = arriving()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        assert "StartsEarly" not in played.happened()
+
+    play(tmp_path, cluster, spec() + more, story)
+
+
+def test_a_fetch_that_breaks_fails_the_replica_that_waits_for_it(tmp_path: Path) -> None:
+    """With the cause of the fetch. Its process is ended before the next one is asked for, which goes on with it."""
+    cluster = arriving()
+    cluster.stall_s, cluster.broken_fetch = 50.0, Failure("s3-unreachable", "nobody answers")
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
+        assert played.replica("m/0")["reason"] == "s3-unreachable: nobody answers"
+        assert [config.epoch for config in cluster.started] == [1]
+        await played.until(lambda: cluster.ended, "its process is ended", 10.0)
+        cluster.broken_fetch = None
+        await played.settled()
+        assert [config.epoch for config in cluster.started] == [1, 2]
+        assert (len(cluster.living()), cluster.ended) == (1, ["m/0.1"])
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_fetch_that_slows_down_is_waited_for_and_not_counted_to_the_start(tmp_path: Path) -> None:
+    """However long, within the deadline of the fetch: `start_s` is 20 here. Nobody is started beside it."""
+    cluster = arriving()
+    cluster.stall_s = 90.0
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        assert now() == pytest.approx(193.0, abs=2.0)
+        assert len(cluster.started) == 1
+        assert "Failed" not in played.happened()
+        assert played.replica("m/0")["load_s"] == pytest.approx(8.0, abs=0.2)
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_replica_is_ready_when_its_fetch_is_heard_to_have_ended(tmp_path: Path) -> None:
+    """Not sooner, though its process says so: only then is it known what all others of its version load."""
+    cluster = arriving()
+    cluster.tidy_s = 15.0
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        assert now() == pytest.approx(115.0, abs=1.0)
+        assert played.happened().index("Fetched") < played.happened().index("Ready")
+        cluster.contents["s3://models/one"] = "2"
+        await cluster.find("m/0").die("killed")
+        await played.until(lambda: len(cluster.started) == 2, "again", 60.0)
+        assert {config.source for config in cluster.started} == {"/store/s3://models/one@1"}
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(tmp_path: Path) -> None:
+    """`fetch_s` is 200 here, and what a process waits for counts to it from the beginning."""
+    cluster = arriving()
+    cluster.stall_s = 1e6
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
+        assert now() == pytest.approx(200.0, abs=2.0)
+        assert "fetch-deadline: it is not here after 200 s" in played.replica("m/0")["reason"]
+        await played.until(lambda: cluster.ended == ["m/0.1"], "its process is ended", 10.0)
+        assert cluster.stopped_fetches == [(HOST, "s3://models/one")]
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_replica_that_is_not_wanted_any_more_lets_its_fetch_go(tmp_path: Path) -> None:
+    """Its process and its fetch end."""
+    cluster = arriving()
+    cluster.stall_s = 1e6
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.started, "it is started", 200.0)
+        await played.operator.unload("m", "tester")
+        await played.until(lambda: not played.model("m")["replicas"], "forgotten", 60.0)
+        assert (cluster.fetching, cluster.living(), cluster.ended) == ([], [], ["m/0.1"])
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_process_that_dies_while_it_waits_is_started_again(tmp_path: Path) -> None:
+    """After the fetch, which is asked for again."""
+    cluster = arriving()
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.started, "it is started", 200.0)
+        await cluster.find("m/0").die("killed")
+        await played.settled()
+        assert [config.epoch for config in cluster.started] == [1, 2]
+        assert cluster.stopped_fetches == [(HOST, "s3://models/one")]
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_controller_that_comes_back_asks_for_what_its_replica_waits_for(tmp_path: Path) -> None:
+    """The replica of its predecessor gets the rest, and is the only one."""
+    cluster = arriving()
+    cluster.stall_s = 30.0
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.started, "it is started", 200.0)
+        await played.kill()
+        cluster.fetch_s = 10.0
+        async with Played(tmp_path, cluster, spec(), journal=played.journal) as second:
+            await second.settled()
+            assert [config.epoch for config in cluster.started] == [1]
+            assert second.replica("m/0")["epoch"] == 1
+            assert second.happened().count("Failed") == 0
+            await second.kill()
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_of_a_model_and_its_draft_both_must_be_nearly_there(tmp_path: Path) -> None:
+    """The draft comes last: only its rest may be waited for."""
+    cluster = arriving(50.0)
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: cluster.started, "it is started", 200.0)
+        assert now() == pytest.approx(95.0, abs=1.5)
+        assert cluster.store[HOST] == {"s3://models/one@1"}
+        assert (cluster.started[0].source, cluster.started[0].draft_source) == (
+            "/store/s3://models/one@1",
+            "/store/s3://models/draft@1",
+        )
+        await played.settled()
+
+    play(tmp_path, cluster, spec() + "    draft: {source: s3://models/draft, k: 2}\n", story)
+
+
+class Scripted(FakeCluster):
+    """A fetch that tells, second by second, what is left and what has moved."""
+
+    def __init__(self, told: Iterable[tuple[int, int]]) -> None:
+        super().__init__()
+        self._told = told
+
+    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+        for left, moved in self._told:
+            await asyncio.sleep(1.0)
+            assert arrives is not None
+            arrives(Arrival(config, left, moved))
+        return Fetched(config, bytes=0)
+
+
+class Heard:
+    """Notes when it might be started (`ahead.Watching`)."""
+
+    def __init__(self) -> None:
+        self.early: list[tuple[float, float]] = []
+
+    def arrives(self, config: ReplicaConfig, left_s: float) -> None:
+        self.early.append((now(), left_s))
+
+    def fetching(self, sources: list[str]) -> None: ...
+    def fetched(self, found: Fetched) -> None: ...
+    def not_fetched(self, failure: Failure) -> None: ...
+    def compiling(self, missing: list[str]) -> None: ...
+    def compiled(self, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("told", "early"),
+    [
+        ([(900, 0), (800, 100), (300, 600), (200, 700)], [(3.0, pytest.approx(1.0))]),
+        ([(100, 0)], []),  # nobody knows how fast it is
+        ([(900, 0), (500, 0), (100, 0), (50, 1), (40, 2)], []),  # an earlier attempt had left it on the disk
+        ([(900, 0), (600, 100), (600, 100), (600, 100)], []),  # it stands still
+    ],
+)
+def test_how_long_the_rest_takes_is_told_by_what_came_over_the_network(
+    told: list[tuple[int, int]], early: list[tuple[float, float]]
+) -> None:
+    """And not before that was seen for a while; once."""
+    heard = Heard()
+
+    async def story() -> None:
+        config = msgspec.structs.replace(CONFIG, source="s3://models/one")
+        await get_ready(config, Scripted(told), heard, asyncio.get_running_loop().time, lead_s=5.0)
+
+    virtually(story)
+    assert heard.early == early
+
+
+def test_the_lead_of_a_process_is_no_longer_than_its_last_start() -> None:
+    """Where that is known; and there is none for an engine that does not wait for files."""
+    assert lead_of(CONFIG, None) == PROCESS_S
+    assert lead_of(CONFIG, 2.0) == 2.0
+    assert lead_of(CONFIG, 60.0) == PROCESS_S
+    assert lead_of(msgspec.structs.replace(CONFIG, engine="transformers-neuronx"), 2.0) is None
 
 
 # In words

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,14 +15,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from orchestrator import offline
 from orchestrator.cli import main as cli
 from tests.checkpoints import make_checkpoint
 from tests.doubles.machine import make_interpreter
 from tests.s3 import S3Server
+from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import COMPILER, finished, graph
-from workers import neuron_cache
+from tests.workers.tnx_runs import config as tnx
+from workers import compiled_cache, neuron_cache, neuron_target
+from workers.artifacts.keeping import StoreSettings
+from workers.artifacts.store import Store
+from workers.artifacts.uses import using
 from workers.compiled import MANIFEST, entry
+from workers.config import ReplicaConfig
+from workers.faults import fault_of
 from workers.neff_cache.entries import read_entries
+from workers.neff_cache.predict import LATER, Prediction
+from workers.neff_cache.sync import place_at
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
 TNX = """\
@@ -92,6 +104,90 @@ def test_ls_tells_states(home: Path, tmp_path: Path, run: Callable[..., tuple[in
     assert told["models"] == []
 
 
+def test_ls_of_a_spec_that_is_none_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody is told that its caches are empty."""
+    assert cli.run(["cache", "ls", str(tmp_path / "nope.yaml")]) == 1
+    assert "spec-unreadable" in capsys.readouterr().err
+    (tmp_path / "bad.yaml").write_text("models: {x: {engine: cpu}}")
+    assert cli.run(["cache", "ls", str(tmp_path / "bad.yaml")]) == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "prune", "retry"])
+def test_a_cache_that_is_not_there_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not an empty one."""
+    assert cli.run(["cache", command, "--cache", "nonsense"]) == 1
+    assert "neff-cache-unreadable: nonsense is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_ls_tells_what_was_pushed(
+    kind: str,
+    home: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    run: Callable[..., tuple[int, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole sets, and what an upload that died has left, in a folder and in S3."""
+    for name, value in s3_server.env.items():
+        monkeypatch.setenv(name, value)
+    place = s3_server.bucket() if kind == "s3" else str(tmp_path / "shared")
+    manifests = [{"engine": "transformers-neuronx", "lnc": lnc} for lnc in range(2)]
+    names = [compiled(home, lnc=lnc).name for lnc in range(2)]
+    for manifest in manifests:
+        with entry(home / "compiled", manifest) as held:
+            compiled_cache.push(held, place)
+    there = place_at(place)
+    there.put_bytes(f"{compiled_cache.FOLDER}/dead/a.neff", b"NEFF")
+    spec = tmp_path / "spec.yaml"
+    fields = f"source: /models/chat, engine: cpu, neff_cache: {place}"
+    spec.write_text(f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")
+    _, told = run("ls", str(spec))
+    (found,) = [one["pushed"] for one in told["caches"] if one["place"] == place]
+    assert {one["name"]: (one["state"], one["source"]) for one in found} == {
+        **dict.fromkeys(names, ("whole", "/models/chat")),
+        "dead": ("unfinished", None),
+    }
+    assert all(one["bytes"] > 0 for one in found)
+
+
+def test_a_set_that_was_compiled_of_a_fetched_model_names_its_source(
+    home: Path, tmp_path: Path, run: Callable[..., tuple[int, Any]]
+) -> None:
+    """And not the folder of the store that it was fetched to."""
+    artifact = Store(home / "store").get(FakeRemote({"config.json": b"{}"}, source="s3://models/chat"))
+    with entry(home / "compiled", {"engine": "cpu"}) as made:
+        made.finish(artifact.folder)
+    _, told = run("ls")
+    assert [one["source"] for one in told["compiled"]] == ["s3://models/chat"]
+
+
+def test_a_dry_run_tells_which_models_go(
+    home: Path, run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that go then, and none that somebody uses."""
+    store = Store(home / "store", grace_s=0.0)
+    monkeypatch.setattr(StoreSettings, "open", lambda _: store)
+    idle, used = (store.get(FakeRemote({"config.json": name}, source=f"s3://models/{name!r}")) for name in (b"a", b"b"))
+    with using(used.folder):
+        said = [one["path"] for one in run("prune", "--models", "--dry-run")[1]["removed"]]
+        assert Path(idle.folder).is_dir()
+        gone = [one["path"] for one in run("prune", "--models")[1]["removed"]]
+    assert said == gone == [idle.folder]
+    assert [Path(one.folder).is_dir() for one in (idle, used)] == [False, True]
+
+
+def test_a_wrong_setting_of_something_else_stops_no_command(
+    home: Path, run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of the store does, and its place is named once."""
+    monkeypatch.setenv("COREWRIGHT_PORT", "none")
+    assert run("ls")[0] == 0
+    monkeypatch.setenv("COREWRIGHT_STORE_BYTES", "none")
+    assert cli.run(["cache", "ls"]) == 1
+    assert "error: setting-wrong: COREWRIGHT_STORE_BYTES: store_bytes must be" in capsys.readouterr().err
+
+
 def test_ls_shows_a_table(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For people."""
     finished(tmp_path / "neffs")
@@ -111,6 +207,28 @@ def test_retry_forgets_failures(tmp_path: Path, home: Path, run: Callable[..., t
     assert not failed.exists()
     assert '"cache retry"' in (home / "audit.log").read_text()
     assert run("retry")[1]["removed"] == []
+
+
+def test_the_error_of_a_cached_failure_names_the_command_that_mends_it(
+    tmp_path: Path, run: Callable[..., tuple[int, Any]]
+) -> None:
+    """As it is to be typed: it forgets that graph in that cache, and no other."""
+    cache = tmp_path / "fleet"
+    failed, other = (graph(cache, key, **{"model.log": "neuronx-cc failed with 70"}) for key in ("1" * 20, "2" * 20))
+    told = fault_of(None, [f"ERROR: Got a cached failed neff at {failed}/model.neff. Will skip compilation"])
+    assert told is not None
+    assert told.id == "compile-cached-failure"
+    words = shlex.split(told.hint.split("`")[1])
+    assert words[:3] == ["corewright", "cache", "retry"]
+    run(*words[2:])
+    assert (failed.exists(), other.exists()) == (False, True)
+
+
+def test_a_cached_failure_without_a_place_still_names_the_command() -> None:
+    """For all of this host's caches."""
+    told = fault_of(None, ["Got a cached failed neff."])
+    assert told is not None
+    assert "`corewright cache retry`" in told.hint
 
 
 def test_prune_removes_what_is_of_no_use(tmp_path: Path, home: Path, run: Callable[..., tuple[int, Any]]) -> None:
@@ -141,6 +259,61 @@ def test_verify_of_what_compiles_nothing_is_a_hit(tmp_path: Path, run: Callable[
     code, told = run("verify", str(tmp_path / "spec.yaml"))
     assert (code, told["hit"]) == (0, True)
     assert [(one["model"], one["outcome"]) for one in told["models"]] == [("parrot", "hit")]
+
+
+def test_a_source_that_cannot_be_asked_is_what_verify_tells(
+    tmp_path: Path, run: Callable[..., tuple[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that there is no such folder."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fields = "source: me/chat, engine: cpu, engine_options: {compile: true}"
+    (tmp_path / "spec.yaml").write_text(f"hosts: {{instance: inf2.xlarge}}\nmodels: {{chat: {{{fields}}}}}\n")
+    code, told = run("verify", str(tmp_path / "spec.yaml"))
+    (one,) = told["models"]
+    assert (code, one["outcome"], one["source"]) == (1, "fail", "me/chat")
+    assert one["reason"].startswith(
+        "checkpoint-unreadable: chat: its config.json cannot be read: me/chat: HF_HUB_OFFLINE"
+    )
+
+
+def test_a_cached_failure_of_a_models_own_cache_names_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cache retry` alone would not look there; it does look into this host's own."""
+    from orchestrator.cli import cache
+    from orchestrator.offline import Told
+
+    own = tmp_path / "own"
+    own.mkdir()
+    env = {"NEURON_COMPILE_CACHE_URL": str(own)}
+    of = Told(model="chat", config=tnx(tmp_path, env=env, compiled=str(tmp_path / "home" / "compiled")))
+    reason = f"the cache holds a compilation that has failed; {LATER}"
+    told = Prediction("fail", "neff-cache", reason, str(own), failed=("a",))
+    assert f"`corewright cache retry --cache {own}` has it" in cache._reason(of, told)
+    assert cache._reason(of, dataclasses.replace(told, place=str(tmp_path / "neffs"))) == reason
+
+
+def test_the_compiler_is_told_its_target_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine has not the devices that the spec names; an emulated host is the machine."""
+    from orchestrator.home import Home
+    from orchestrator.offline import configs
+    from orchestrator.specfile import load
+
+    async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
+        return config
+
+    monkeypatch.setattr(offline, "prepared", as_told)
+    monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
+    make_checkpoint(tmp_path / "llama", "llama")
+    spec = tmp_path / "spec.yaml"
+    told = []
+    for kind in ("instance", "emulate"):
+        spec.write_text(TNX.format(python="python", more="").replace("emulate", kind))
+        for heads in (True, False):
+            (one,) = configs(load(str(spec)), Home(tmp_path / "home"), heads=heads)
+            assert isinstance(one.config, ReplicaConfig)
+            told.append(one.config.env.get(neuron_target.OVERRIDE))
+    assert told == ["trn1", "trn1", None, None]
 
 
 def test_a_model_that_the_spec_does_not_have_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +352,8 @@ def compile_ahead(spec: Path, home: Path) -> None:
     from workers.build import Order
     from workers.config import ReplicaConfig
 
-    ((_, config),) = configs(load(str(spec)), Home(home), heads=True)
+    (told,) = configs(load(str(spec)), Home(home), heads=True)
+    config = told.config
     assert isinstance(config, ReplicaConfig)
     done = subprocess.run(
         [config.python or sys.executable, "-m", "workers.build", "compile"],
@@ -217,3 +391,35 @@ def test_the_interpreter_of_the_engine_is_asked_and_another_host_is_warmed(
     (local,) = (tmp_path / "another" / "neff").iterdir()
     (first,) = (home / "neff").iterdir()
     assert {one.name for one in read_entries(local)} == {one.name for one in read_entries(first)}
+
+
+@pytest.mark.slow
+def test_what_was_compiled_without_devices_is_what_verify_and_warm_look_for(
+    tmp_path: Path,
+    neuron: Callable[..., Path],
+    run: Callable[..., tuple[int, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a machine that only builds: as `compile` has made it and pushed it, another machine gets it."""
+    spec = neuron(more=f"neff_cache: {tmp_path}/shared")
+    spec.write_text(spec.read_text().replace("{emulate: inf2.xlarge}", "{instance: inf2.xlarge}"))
+    assert cli.run(["compile", str(spec), "--push"]) == 0
+    capsys.readouterr()
+    code, told = run("verify", str(spec))
+    assert (code, told["models"][0]["where"]) == (0, "compiled")
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "another"))
+    code, told = run("warm", str(spec))
+    assert (code, told["models"][0]["brought"]) == (0, ["compiled model"])
+    assert run("verify", str(spec))[0] == 0
+
+
+@pytest.mark.slow
+def test_a_warm_that_finds_nothing_leaves_nothing(
+    tmp_path: Path, home: Path, neuron: Callable[..., Path], run: Callable[..., tuple[int, Any]]
+) -> None:
+    """No unfinished set that `ls` would show."""
+    (tmp_path / "shared").mkdir()
+    code, _ = run("warm", str(neuron(more=f"neff_cache: {tmp_path}/shared")))
+    assert code == 0
+    assert run("ls")[1]["compiled"] == []

@@ -14,19 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import compileahead
-from orchestrator.buildorder import Job, startable
+from orchestrator import compileahead, hubpush, offline
 from orchestrator.cli.main import run
+from orchestrator.compileahead import Job
+from orchestrator.failure import Failed
 from orchestrator.home import Home
 from orchestrator.specfile import load
 from tests.checkpoints import make_checkpoint
+from tests.s3 import S3Server
 from tests.workers.tnx_runs import config
-from workers import ahead
+from workers import ahead, neuron_target
+from workers import host as this_host
 from workers.artifacts.keeping import StoreSettings
 from workers.artifacts.listing import Stopped
 from workers.build import Built, Predicted, Told, Trouble, Wanted, Working
 from workers.config import ReplicaConfig
 from workers.status import Failure
+from workers.turns import startable
 
 DEADLINE_S = 60.0
 
@@ -81,10 +85,14 @@ class Played:
 
     def __init__(self) -> None:
         self.compiled: list[str] = []  # by model
+        self.targets: list[str | None] = []  # that the compilers were told
+        self.logs: set[str] = set()
+        self.warnings: list[str] = []
         self.pushed: list[bool] = []
         self.failures: dict[str, Failure] = {}
         self.stopped = False
         self.complete: set[str] = set()
+        self.unsent: list[Failure] = []
         self.at_once = 0
         self.most_at_once = 0
         self.gate: threading.Barrier | None = None
@@ -99,7 +107,7 @@ class Played:
         *,
         push: bool = False,
     ) -> Iterator[Told]:
-        key = f"key-of-{Path(one.source or '').name}-{one.dtype}"
+        key = f"key-of-{Path(one.source or '').name}-{one.dtype}{one.env.get(neuron_target.OVERRIDE, '')}"
         wanted = Wanted(
             role="model",
             source=one.source or "",
@@ -116,6 +124,8 @@ class Played:
     def _compile(self, one: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Told]:
         with self._lock:
             self.compiled.append(one.model)
+            self.targets.append(one.env.get(neuron_target.OVERRIDE))
+            self.logs.add(Path(one.log).name)
             self.pushed.append(push)
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
@@ -130,7 +140,8 @@ class Played:
             yield Trouble(self.failures[one.model])
             return
         done = [] if one.model in self.complete else [key]
-        yield Built(wanted=[msgspec.structs.replace(wanted, complete=True)], compiled=done, seconds=1.5)
+        whole = msgspec.structs.replace(wanted, complete=True)
+        yield Built(wanted=[whole], compiled=done, warnings=self.warnings, unsent=self.unsent, seconds=1.5)
 
 
 @pytest.fixture
@@ -220,6 +231,152 @@ def test_as_many_are_compiled_at_once_as_fit(
     assert (code, played.most_at_once) == (0, 1)
     assert "it is compiled alone" not in said
     assert "it is compiled alone" in compiled(capsys, path, "--memory-gb", "1")[2]
+    played.complete = {"x", "z"}
+    assert "it is compiled alone" not in compiled(capsys, path, "--memory-gb", "1")[2]
+
+
+def test_who_waits_says_for_what(
+    played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For memory, or for its turn where no more are to be compiled at once."""
+    path = spec({"x": "source: ./a", "z": "source: ./b"})
+    said = compiled(capsys, path, "--memory-gb", "100", "--jobs", "1")[2]
+    assert ("z: waits for its turn" in said, "waits for memory" in said) == (True, False)
+    assert "z: waits for memory" in compiled(capsys, path, "--memory-gb", "5")[2]
+
+
+def test_what_is_complete_takes_no_memory_of_others(played: Played, spec: Callable[[dict[str, str]], str]) -> None:
+    """A set that is only looked at and sent is no compiler."""
+    played.complete = {"x"}
+    home = Home.from_environment()
+    file = load(spec({"x": "source: ./a", "z": "source: ./b"}))
+    jobs = compileahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare().jobs
+    assert [(one.models, one.need_gib > 0) for one in jobs] == [(("x",), False), (("z",), True)]
+
+
+def test_an_interpreter_that_does_not_answer_in_time_is_told_so(
+    spec: Callable[[dict[str, str]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """It did not end by itself."""
+    monkeypatch.setattr(ahead, "answers", lambda *_, **__: iter(()))
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    path = spec({"x": "source: ./a"})
+    assert "x: the process that predicted what is compiled of x ended" in compiled(capsys, path)[2]
+    monkeypatch.setattr(compileahead, "PREDICT_S", 0.0)
+    code, told, said = compiled(capsys, path)
+    assert (code, told["models"][0]["failure"]["id"]) == (1, "cache-not-verified")
+    assert "did not tell within 0 s what x needs" in said
+
+
+def test_a_model_without_a_replica_has_a_place_for_all_commands(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it were alone: of min 0, and beside others that fill the host. Where it is pinned, each target counts."""
+    monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
+    (tmp_path / "spec.yaml").write_text(
+        "hosts: [{instance: inf2.xlarge}, {instance: trn2.48xlarge}]\n"
+        f"defaults: {{engine: nxd-inference, source: {models / 'a'}, dtype: bf16, max_len: 64}}\n"
+        "models:\n"
+        "  full: {tp_degree: 2, cores: ['inf2.xlarge/0:0-1']}\n"
+        "  idle: {tp_degree: 2, replicas: {min: 0, max: 1}}\n"
+        "  pinned: {replicas: {min: 0, max: 2}, cores: ['inf2.xlarge/0:0', 'trn2.48xlarge/0:0']}\n"
+    )
+    file = load(str(tmp_path / "spec.yaml"))
+    assert file.spec is not None
+    found = offline.Offline(file, Home.from_environment())
+    places = {one.name: found.places(one) for one in file.spec.models}
+    assert {name: list(each) for name, each in places.items() if not isinstance(each, Failure)} == {
+        "full": ["trn1"],
+        "idle": ["trn1"],
+        "pinned": ["trn1", "trn2-lnc2"],
+    }
+
+
+def test_a_model_that_fits_nowhere_fails_in_all_commands(
+    played: Played,
+    spec: Callable[[dict[str, str]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the same id: what `compile` does not compile, `cache verify` does not call a hit."""
+    path = spec({"x": "source: ./a"})
+    empty = offline.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[union-attr]
+    monkeypatch.setattr(offline, "plan", lambda *_: empty)
+    code, told, _ = compiled(capsys, path)
+    assert (code, told["models"][0]["failure"]["id"]) == (1, "no-room")
+    assert run(["cache", "verify", path, "-o", "json"]) == 1
+    assert "no-room" in json.loads(capsys.readouterr().out)["models"][0]["reason"]
+
+
+SEVERAL = """\
+hosts:
+  - {{instance: inf2.48xlarge}}
+  - {{instance: trn1.32xlarge}}
+  - {{instance: trn2.48xlarge}}
+defaults: {{engine: nxd-inference, dtype: bf16, max_len: 64, tp_degree: 2}}
+models:
+  wide:
+    source: {a}
+    replicas: 3
+    cores: ["inf2.48xlarge/0:0-1", "trn1.32xlarge/0:0-1", "trn2.48xlarge/0:0-1"]
+  narrow: {{source: {a}, cores: ["trn2.48xlarge/0:2-3"]}}
+"""
+
+
+@pytest.fixture
+def several(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A spec for hosts of three types, whose engine is on this machine; its path."""
+
+    async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
+        return config
+
+    monkeypatch.setattr(offline, "prepared", as_told)
+    monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
+    (tmp_path / "several.yaml").write_text(SEVERAL.format(a=models / "a"))
+    return str(tmp_path / "several.yaml")
+
+
+def test_a_model_on_hosts_of_several_targets_is_compiled_for_each(
+    played: Played, several: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once for inf2 and trn1, whose code is the same, and once for trn2, together with the model that is there alone.
+    Each compile has a log of its own."""
+    code, told, said = compiled(capsys, several)
+    assert code == 0, said
+    assert sorted(map(str, played.targets)) == ["trn1", "trn2"]
+    assert [(one["models"], one["target"], one["result"]) for one in told["models"]] == [
+        (["wide"], "trn1", "compiled"),
+        (["wide", "narrow"], "trn2-lnc2", "compiled"),
+    ]
+    assert played.logs == {"compile-wide-trn1.log", "compile-wide-trn2-lnc2.log"}
+    assert "wide for trn1: done" in said
+
+
+def test_a_machine_with_devices_compiles_for_others_too(
+    played: Played, several: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compiler is told a target where it is not that of the machine. One that the user has set holds for all."""
+    monkeypatch.setattr(this_host, "instance_type", lambda: "trn1.32xlarge")
+    assert compiled(capsys, several)[0] == 0
+    assert sorted(map(str, played.targets)) == ["None", "trn2"]
+    played.targets.clear()
+    monkeypatch.setenv(neuron_target.OVERRIDE, "trn1")
+    code, told, _ = compiled(capsys, several)
+    assert (code, played.targets) == (0, [None])
+    assert [one["models"] for one in told["models"]] == [["wide", "narrow"]]
+
+
+def test_a_cache_that_gave_no_answer_is_told(
+    played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once for a model, though each of its sets was looked for; what was compiled counts."""
+    played.warnings = ["the cache at s3://neffs does not answer"] * 2
+    code, told, said = compiled(capsys, spec({"x": "source: ./a"}))
+    assert (code, told["models"][0]["warnings"]) == (0, ["the cache at s3://neffs does not answer"])
+    assert said.count("x: the cache at s3://neffs does not answer") == 1
 
 
 def test_progress_is_lines_where_there_is_no_terminal(
@@ -237,8 +394,62 @@ def test_what_is_pushed_needs_a_place(
     code, _, said = compiled(capsys, spec({"x": "source: ./a"}), "--push")
     assert (code, "push-nowhere" in said, played.compiled) == (1, True, [])
     path = spec({"x": f"source: ./a, neff_cache: {tmp_path / 'neffs'}", "z": "source: ./b"})
-    assert compiled(capsys, path, "--push")[0] == 0
-    assert played.pushed == [True, True]
+    code, _, said = compiled(capsys, path, "--push")
+    assert (code, played.pushed) == (0, [True, True])
+    assert "not pushed, for want of a neff_cache: z" in said
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "s3://nowhere/neffs"])
+def test_a_place_that_cannot_be_pushed_to_is_told_before_anything_is_compiled(
+    place: str,
+    played: Played,
+    spec: Callable[[dict[str, str]], str],
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not after hours."""
+    for name, value in s3_server.env.items():
+        monkeypatch.setenv(name, value)
+    code, _, said = compiled(capsys, spec({"x": f"source: ./a, neff_cache: {place}"}), "--push")
+    assert (code, played.compiled) == (1, [])
+    assert "neff-cache-unwritable" in said or "s3-no-bucket" in said
+
+
+def test_what_is_not_pushed_is_compiled_none_the_less(
+    played: Played, spec: Callable[[dict[str, str]], str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The result says so; why it was not sent stands beside it, and the command fails."""
+    played.unsent = [Failure("s3-denied", "s3:PutObject is not allowed", "ask for it")]
+    path = spec({"x": f"source: ./a, neff_cache: {tmp_path / 'neffs'}"})
+    code, told, said = compiled(capsys, path, "--push")
+    assert (code, told["models"][0]["result"], told["models"][0]["unsent"]["id"]) == (1, "compiled", "s3-denied")
+    assert told["models"][0]["folders"]
+    assert "s3-denied: x is compiled, and not pushed: s3:PutObject is not allowed" in said
+
+
+def test_the_hub_is_asked_first_and_the_table_outlives_it(
+    played: Played,
+    spec: Callable[[dict[str, str]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A token that is refused costs no hours, and a hub that goes away later no result."""
+
+    def refused(*_: Any) -> Any:
+        raise Failed("hub-push-failed", "the hub refuses me/neffs with 401", "log in")
+
+    path = spec({"x": "source: ./a"})
+    monkeypatch.setattr(hubpush, "opened", refused)
+    assert compiled(capsys, path, "--push-to-hub", "me/neffs")[0] == 1
+    assert played.compiled == []
+    monkeypatch.setattr(hubpush, "opened", lambda _: None)
+    monkeypatch.setattr(hubpush, "push_to_hub", refused)
+    code, told, said = compiled(capsys, path, "--push-to-hub", "me/neffs")
+    assert (code, told["models"][0]["result"], told["hub"]) == (1, "compiled", [])
+    assert "hub-push-failed" in said
+    assert run(["compile", path, "--push-to-hub", "me/neffs"]) == 1
+    assert "compiled" in capsys.readouterr().out
 
 
 def test_a_spec_with_errors_is_not_compiled(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +487,7 @@ def test_ctrl_c_ends_the_compilers(
             raise KeyboardInterrupt
 
     jobs = flow.prepare().jobs
-    running = flow.run([*jobs, dataclasses.replace(jobs[0], models=("another",))], memory_gib=0.1, most=1)
+    running = flow.run([*jobs, dataclasses.replace(jobs[0], models=("another",))], memory_gib=0.1, most=2)
     monkeypatch.setattr(flow, "_watch", leave)
     with pytest.raises(KeyboardInterrupt):
         next(running)

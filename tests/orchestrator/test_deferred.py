@@ -55,7 +55,7 @@ def test_a_replica_serves_until_what_takes_its_cores_is_fetched(tmp_path: Path) 
         await asyncio.sleep(FETCH_S - 60.0)
         assert len(played.ready("low")) == 3
         assert cluster.drained == []
-        assert [one["state"] for one in played.model("high")["preparing"]] == ["preparing"]
+        assert [one["state"] for one in played.model("high")["preparing"]] == ["fetching"]
         await played.until(lambda: played.ready("high"), "it took the cores of one", 120.0)
         assert (len(played.ready("low")), len(cluster.drained)) == (2, 1)
         assert len([one for one in cluster.fetches if one[1] == "s3://models/high"]) == 1

@@ -1,32 +1,39 @@
-"""Real fleets whose model lies in S3: fetched once, resumed whatever dies, and no credential to be seen."""
+"""Real fleets whose models lie in S3 or on the hub: fetched once, resumed whatever dies, from memory where there is
+room, and no credential to be seen."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from orchestrator.home import Home
+from tests import leaks
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until
-from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server
+from tests.hub import TOKEN, HubServer, Repo
+from tests.s3 import FaultProxy, S3Server
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120.0
 WEIGHTS = "tiny/model.safetensors"
 SPAN = 8 * 2**20  # bytes of one request
-SECRETS = (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, "X-Amz-Signature", "X-Amz-Security-Token", "Signature=")
 SPEC = """\
 version: 1
 hosts: {{emulate: inf2.48xlarge}}
 models:
-  m: {{engine: cpu, source: {source}, replicas: {replicas}, max_batch: 2, max_len: 64}}
+  m: {{engine: cpu, source: {source}, replicas: {replicas}, max_batch: 2, max_len: 64, trust_remote_code: true}}
+"""
+"""There is no such code; but with it a process is not asked for before all is there, so these replicas stay `fetching`.
 """
 
 
@@ -42,6 +49,34 @@ def source(s3_server: S3Server, s3_proxy: FaultProxy, checkpoint: dict[str, byte
     return s3_server.bucket(files=checkpoint) + "/tiny"
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The files of two small models that answer differently, by name."""
+    made = []
+    for seed in (0, 1):
+        folder = make_checkpoint(tmp_path_factory.mktemp("tiny"), "llama", seed=seed)
+        made.append({path.name: path.read_bytes() for path in sorted(folder.iterdir())})
+    return made[0], made[1]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """This process's environment leads to it, with its token."""
+    with HubServer() as server:
+        for name, value in {**server.env, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf")}.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of a tmpfs, where the host keeps models to be loaded from."""
+    folder = Path(tempfile.mkdtemp(prefix="cwt-", dir="/dev/shm"))
+    monkeypatch.setenv("COREWRIGHT_STORE_MEMORY", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture
 def fleets(home: Path) -> Iterator[list[LiveFleet]]:
     made: list[LiveFleet] = []
@@ -50,10 +85,33 @@ def fleets(home: Path) -> Iterator[list[LiveFleet]]:
         fleet.clean()
 
 
-def answer(fleet: LiveFleet) -> str:
-    told = fleet.http.post("/v1/completions", json={"model": "m", "prompt": "A slot", "max_tokens": 4}).json()
-    text: str = told["choices"][0]["text"]
+def answer(fleet: LiveFleet, model: str = "m") -> str:
+    asked = {"model": model, "prompt": "A slot", "max_tokens": 8, "temperature": 0}
+    reply = fleet.http.post("/v1/completions", json=asked).json()
+    text: str = reply["choices"][0]["text"]
     return text
+
+
+def ready(fleet: LiveFleet, id: str, epoch: int) -> Any:
+    """That replica, once it has been started so often and is ready."""
+
+    def found() -> Any:
+        one = next((r for model in fleet.status()["models"] for r in model["replicas"] if r["id"] == id), None)
+        return one is not None and (one["epoch"], one["state"]) == (epoch, "ready") and one
+
+    return until(found, DEADLINE_S, f"{id}.{epoch} is ready: {fleet.output()}")
+
+
+def kept(fleet: LiveFleet) -> dict[str, tuple[str, str]]:
+    """The fetched models of this host: revision and folder, by source."""
+    models = json.loads(fleet.corewright("cache", "ls", "-o", "json").stdout)["models"]
+    return {model["source"]: (model["revision"], model["folder"]) for model in models}
+
+
+def told(fleet: LiveFleet, reason: str, model: str = "m") -> list[str]:
+    """What the events of that reason say, oldest first."""
+    events = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
+    return [event["message"] for event in events if (event["reason"], event["model"]) == (reason, model)]
 
 
 def host_actor(fleet: LiveFleet) -> int:
@@ -61,19 +119,10 @@ def host_actor(fleet: LiveFleet) -> int:
     return found[0]
 
 
-def leaks(fleet: LiveFleet, home: Path, told: str) -> list[str]:
-    """Where a credential is to be seen: in what was told, in any file of the home and of Ray, in a command line."""
-    found = [f"told: {mark}" for mark in SECRETS if mark in told]
-    for root in (home, Home(home).sockets):
-        for path in root.rglob("*"):
-            if path.is_file() and path.suffix != ".safetensors" and path.stat().st_size < 64 * 2**20:
-                data = path.read_bytes()
-                found += [f"{path}: {mark}" for mark in SECRETS if mark.encode() in data]
-    for pid in (*fleet.processes(), fleet.process.pid):
-        if psutil.pid_exists(pid):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found += [f"the command line of {pid}: {mark}" for mark in SECRETS if mark.encode() in line]
-    return found
+def seen(fleet: LiveFleet, home: Path, told: str) -> list[str]:
+    """Secrets in what was told, in any file of the home and of Ray, and in what processes show."""
+    shown = leaks.in_processes((*fleet.processes(), fleet.process.pid))
+    return leaks.in_text(told) + leaks.in_files(home, Home(home).sockets) + shown
 
 
 def test_two_replicas_that_start_together_transfer_the_bytes_once(
@@ -109,7 +158,7 @@ def test_two_replicas_that_start_together_transfer_the_bytes_once(
     assert len(told) == 2
     metrics = fleet.http.get("/metrics").text
     assert f'corewright_fetched_bytes_total{{model="m"}} {size}' in metrics
-    assert leaks(fleet, home, "".join((events, json.dumps(fleet.status()), fleet.output(), table, metrics))) == []
+    assert seen(fleet, home, "".join((events, json.dumps(fleet.status()), fleet.output(), table, metrics))) == []
 
     s3_proxy.away()
     os.kill(fleet.replica("m/0")["pid"], signal.SIGKILL)
@@ -151,3 +200,167 @@ def test_a_fetch_is_resumed_whoever_is_killed_in_the_middle_of_it(
     arrived_twice = s3_proxy.bytes(WEIGHTS) - len(checkpoint[WEIGHTS])
     assert arrived_twice <= 2 * SPAN  # those that were under way at the two deaths
     second.stop()
+
+
+HUB = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  m: {engine: cpu, source: org/tiny, revision: stable, replicas: {min: 1, max: 2}, max_batch: 2, max_len: 64}
+"""
+
+
+def test_a_fleet_stays_at_the_commit_that_a_branch_had_when_it_was_first_seen(
+    home: Path, hub: HubServer, tiny: tuple[dict[str, bytes], dict[str, bytes]], fleets: list[LiveFleet]
+) -> None:
+    """Though the branch moves: a replica that died, a controller that died, a second replica and a restart by hand
+    get that commit, and none of them transfers a byte. The next fleet gets what the branch is then. No token is to be
+    seen."""
+    repo = hub.repos["org/tiny"] = Repo(private=True)
+    first = repo.commit(tiny[0], "stable")
+    fleet = LiveFleet(HUB, home=home).wait_ready()
+    fleets.append(fleet)
+    said, sent = answer(fleet), len(tiny[0]["model.safetensors"])
+    assert sum(one.sent for one in hub.asked if "model.safetensors" in one.path) == sent
+
+    second = repo.commit(tiny[1], "stable")
+    began = hub.sent
+    os.kill(fleet.replica("m/0")["pid"], signal.SIGKILL)
+    ready(fleet, "m/0", 2)
+    assert answer(fleet) == said
+    os.kill(fleet.controller_pid(), signal.SIGKILL)
+    until(lambda: "ready" in fleet.corewright("status").stdout, DEADLINE_S, "the controller is there again")
+    assert fleet.corewright("scale", "m", "2").returncode == 0
+    ready(fleet, "m/1", 1)
+    assert told(fleet, "Fetched")[-1].startswith("0 bytes: ")
+    os.kill(ready(fleet, "m/0", 2)["pid"], signal.SIGSTOP)  # so that the other one answers
+    assert answer(fleet) == said
+    os.kill(fleet.replica("m/0")["pid"], signal.SIGCONT)
+    assert fleet.corewright("rollout", "restart", "m").returncode == 0
+    assert fleet.corewright("rollout", "status", "--wait").returncode == 0
+    assert answer(fleet) == said
+    assert kept(fleet)["org/tiny"][0] == first
+    assert hub.sent == began
+    assert [one.path for one in hub.asked if one.path.startswith("/api/models") and one.token != TOKEN] == []
+    shown = "".join(fleet.corewright(*one).stdout for one in (("events",), ("status", "-o", "json"), ("describe", "m")))
+    assert seen(fleet, home, shown + fleet.output() + fleet.http.get("/metrics").text) == []
+    fleet.stop()
+
+    other = LiveFleet(fleet.spec, home=home).wait_ready()
+    fleets.append(other)
+    assert answer(other) != said
+    assert kept(other)["org/tiny"][0] == second
+    other.stop()
+
+
+IN_MEMORY = """\
+version: 1
+hosts: {{emulate: inf2.48xlarge}}
+defaults: {{engine: cpu, max_batch: 2, max_len: 64}}
+models:
+  one: {{source: {bucket}/one}}
+  two: {{source: {bucket}/two}}
+  large: {{source: {bucket}/tiny}}
+"""
+
+
+def loads_from(fleet: LiveFleet, id: str) -> str:
+    """The folder that the replica holds in use."""
+    pid = ready(fleet, id, fleet.replica(id)["epoch"])["pid"]
+    open_files = [one.readlink() for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink()]
+    (found,) = {str(path.parent.parent) for path in open_files if path.suffix == ".use"}
+    return found
+
+
+def test_models_are_loaded_from_memory_as_far_as_they_fit(
+    home: Path,
+    s3_server: S3Server,
+    s3_proxy: FaultProxy,
+    checkpoint: dict[str, bytes],
+    tiny: tuple[dict[str, bytes], dict[str, bytes]],
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fleets: list[LiveFleet],
+) -> None:
+    """One of two that are used at once, and never more than the bound; the others from disk. What memory had is lost
+    with the machine's power, and copied anew from the disk, without a question for a byte."""
+    files = {f"{name}/{file}": data for name, of in zip(("one", "two"), tiny, strict=True) for file, data in of.items()}
+    bucket = s3_server.bucket(files=files | checkpoint)
+    bound = max(2**20, int(1.5 * sum(map(len, tiny[0].values()))))
+    monkeypatch.setenv("COREWRIGHT_STORE_MEMORY_BYTES", str(bound))
+    held = s3_proxy.hold("one/model.safetensors", 1000)
+    fleet = LiveFleet(IN_MEMORY.format(bucket=bucket), home=home)
+    fleets.append(fleet)
+    assert held.reached.wait(DEADLINE_S), fleet.output()
+    assert f"{bucket}/one" not in sources(memory)  # it is filled from the disk, when all is there
+    held.released.set()
+    fleet.wait_ready()
+    places = {name: loads_from(fleet, f"{name}/0") for name in ("one", "two", "large")}
+    assert sorted((places["one"], places["two"])) == sorted((str(memory), str(home / "store")))
+    assert places["large"] == str(home / "store")
+    assert used(memory) <= bound
+    assert sources(memory) == {f"{bucket}/{name}" for name in ("one", "two") if places[name] == str(memory)}
+    assert len(kept(fleet)) == 3
+
+    inside = next(name for name in ("one", "two") if places[name] == str(memory))
+    before = answer(fleet, inside)
+    s3_proxy.forget()
+    shutil.rmtree(memory)
+    os.kill(fleet.replica(f"{inside}/0")["pid"], signal.SIGKILL)
+    ready(fleet, f"{inside}/0", 2)
+    assert (answer(fleet, inside), loads_from(fleet, f"{inside}/0")) == (before, str(memory))
+    fleet.stop()
+    shutil.rmtree(memory)
+    again = LiveFleet(fleet.spec, home=home).wait_ready()
+    fleets.append(again)
+    assert answer(again, inside) == before
+    assert str(memory) in {loads_from(again, f"{name}/0") for name in ("one", "two")}
+    assert used(memory) <= bound
+    assert sum(s3_proxy.bytes(f"{name}/model.safetensors") for name in ("one", "two", "tiny")) == 0
+    again.stop()
+
+
+def sources(memory: Path) -> set[str]:
+    """Of what is in memory, or on its way there."""
+    found = set()
+    for path in memory.glob("artifacts/*/*.json"):
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it was moved, or is being written
+            told = json.loads(path.read_text())
+            found |= {told.get("source"), told.get("listing", {}).get("source")}
+    return found - {None}
+
+
+def used(memory: Path) -> int:
+    """Bytes of the models in it; equal contents lie there once."""
+    return sum({one.stat().st_ino: one.stat().st_size for one in memory.glob("artifacts/*/*")}.values())
+
+
+TWO_HOSTS = """\
+version: 1
+hosts: {{emulate: inf2.xlarge, count: 2}}
+models:
+  m: {{engine: cpu, source: {source}, tp_degree: 2, replicas: 2, max_batch: 2, max_len: 64}}
+"""
+
+
+def test_two_hosts_of_one_machine_share_what_is_fetched(
+    home: Path, source: str, s3_proxy: FaultProxy, checkpoint: dict[str, bytes], fleets: list[LiveFleet]
+) -> None:
+    """Their actors ask at once, for a replica on each; the bytes come once, and one of the two has waited."""
+    held = s3_proxy.hold(WEIGHTS, SPAN + 1000)
+    fleet = LiveFleet(TWO_HOSTS.format(source=source), home=home)
+    fleets.append(fleet)
+    assert held.reached.wait(DEADLINE_S), fleet.output()
+
+    def phases() -> list[str]:
+        fetches = [replica["fetch"] for replica in fleet.status()["models"][0]["replicas"]]
+        return sorted(fetch["phase"] for fetch in fetches if fetch)
+
+    until(lambda: phases() == ["fetching", "waiting"], DEADLINE_S, "one fetches and one waits")
+    held.released.set()
+    fleet.wait_ready()
+    replicas = [ready(fleet, id, 1) for id in ("m/0", "m/1")]
+    assert sorted(replica["host"] for replica in replicas) == ["inf2.xlarge/0", "inf2.xlarge/1"]
+    assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
+    assert [one.startswith("0 bytes: ") for one in sorted(told(fleet, "Fetched"))] == [True, False]
+    fleet.stop()

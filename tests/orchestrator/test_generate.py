@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,14 @@ import pytest
 from orchestrator.cli import main as cli
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, save_tokenizer
 from tests.doubles.machine import Machine, build_machine
-from workers import oneoff
+from workers import ahead, oneoff
 from workers.claims import CoreClaim, held_cores
 from workers.config import ReplicaConfig
 from workers.engine import EngineLoadError
 from workers.engines.cpu import CpuEngine
 from workers.engines.echo import EchoEngine
 from workers.oneoff import End, Job, Piece, Told, Trouble
+from workers.status import Failure
 from workers.tokenizer import load_tokenizer
 
 SPEC = """\
@@ -88,6 +90,7 @@ def test_a_neuron_engine_answers_as_the_cpu_engine(
     expected = subprocess.run([*command, "real", *arguments], capture_output=True, check=True).stdout
     for name, value in machine.env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "graphs"))  # nobody has compiled it before
     (tmp_path / "spec.yaml").write_text(
         "hosts: {instance: inf2.48xlarge}\n"
         f"engines: {{{engine}: {{python: {machine.python}}}}}\n"
@@ -98,9 +101,62 @@ def test_a_neuron_engine_answers_as_the_cpu_engine(
 
     answer = subprocess.run([*command, "real", *arguments], capture_output=True, check=False)
 
-    assert answer.stderr.decode() == f"loading real ({engine}) on cores 4-5 of inf2.48xlarge/0\n"
+    compiling, loading = answer.stderr.decode().splitlines()
+    assert compiling.startswith(f"compiling real ({engine}): model: ")
+    assert loading == f"loading real ({engine}) on cores 4-5 of inf2.48xlarge/0"
     assert answer.stdout == expected
     assert sorted(lock.name for lock in machine.state.glob("nc*.lock")) == ["nc4.lock", "nc5.lock"]  # nothing else
+
+
+@pytest.mark.slow
+def test_what_another_host_has_compiled_comes_from_the_cache(
+    spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before the start of a replica: nothing is compiled, and no core is held meanwhile."""
+    make_checkpoint(tmp_path / "model", "llama", eos=None)
+    for name, value in machine.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "graphs"))
+    engine = "transformers-neuronx"
+    fields = f"source: ./model, max_len: 64, tp_degree: 2, dtype: fp32, neff_cache: {tmp_path / 'shared'}"
+    Path(spec).write_text(
+        f"hosts: {{instance: inf2.48xlarge}}\nengines: {{{engine}: {{python: {machine.python}}}}}\n"
+        f"models: {{real: {{engine: {engine}, {fields}}}}}\n"
+    )
+    command = [sys.executable, "-m", "orchestrator.cli.main"]
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "first"))
+    subprocess.run([*command, "compile", spec, "--push"], capture_output=True, check=True)
+    for graph in tmp_path.glob("shared/neuronxcc-*"):
+        shutil.rmtree(graph)
+    count = len((machine.state / "compiles.jsonl").read_text().splitlines())
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "second"))
+
+    answer = subprocess.run(
+        [*command, "generate", spec, "real", "--prompt", "Hi", "--raw", "--max-tokens", "2"],
+        capture_output=True,
+        check=False,
+    )
+
+    assert (answer.returncode, "it came from" in answer.stderr.decode()) == (0, True), answer.stderr.decode()
+    assert len((machine.state / "compiles.jsonl").read_text().splitlines()) == count
+
+
+def test_a_compile_that_fails_is_the_commands_failure(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its id; what only a device can compile is left to the load."""
+    make_checkpoint(tmp_path / "model", "llama", eos=None)
+    Path(spec).write_text(
+        "hosts: {emulate: inf2.24xlarge}\n"
+        "models: {real: {engine: cpu, source: ./model, max_len: 16, engine_options: {compile: true}}}\n"
+    )
+    monkeypatch.setattr(ahead, "foresee", lambda _: ahead.Foreseen(missing=["model: nothing was compiled"]))
+    monkeypatch.setattr(ahead, "build", lambda *_: Failure("compiler-killed", "no memory", "take a larger host"))
+
+    code = cli.run(["generate", spec, "real", "--prompt", "Hi"])
+
+    said = capfd.readouterr().err
+    assert (code, "compiler-killed" in said, "loading" in said) == (1, True, False)
 
 
 def test_sampling_is_as_it_was_asked_for(spec: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from orchestrator.failure import Failed
 from orchestrator.hubpush import push_to_hub
 from workers.compiled import MANIFEST, entry
+from workers.neff_cache.upkeep import Removed, prune_compiled
 
 TOKEN = "hf_marked-secret"
 
@@ -31,6 +32,7 @@ class Hub(ThreadingHTTPServer):
         self.made: list[dict[str, Any]] = []
         self.tokens: set[str] = set()
         self.refuses = 0
+        self.before_commit: Callable[[], object] = lambda: None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -56,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
             files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
             self._answer({"files": [file | {"shouldIgnore": False, "oid": None} for file in files]})
         elif "/commit/" in self.path:
+            self.server.before_commit()
             values = [line["value"] for line in map(json.loads, body.splitlines()) if line["key"] == "file"]
             self.server.files |= {value["path"]: base64.b64decode(value["content"]) for value in values}
             self.server.commits.append([value["path"] for value in values])
@@ -117,6 +120,20 @@ def test_an_entry_that_is_there_stays(hub: Hub, folder: Path) -> None:
     push_to_hub("me/neffs", [folder])
     push_to_hub("me/neffs", [folder])
     assert len(hub.commits) == 1
+
+
+def test_an_entry_is_held_while_it_is_sent(
+    hub: Hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cache prune` takes nothing away meanwhile; what it took before is told."""
+    monkeypatch.setattr(hub, "before_commit", lambda: gone.extend(prune_compiled(tmp_path, -1.0)))
+    gone: list[Removed] = []
+    push_to_hub("me/neffs", [folder])
+    assert (len(hub.commits), gone) == (1, [])
+    assert [Path(one.path) for one in prune_compiled(tmp_path, -1.0)] == [folder]
+    hub.files.clear()
+    with pytest.raises(Failed, match="has been emptied"):
+        push_to_hub("me/neffs", [folder])
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -11,10 +11,12 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from orchestrator.allowed import Allowed, allowed_by_setting, allowed_to_keys, interpreters_of
@@ -99,6 +101,18 @@ def test_a_setting_comes_from_a_variable_or_the_file(name: str, tmp_path: Path) 
     assert (told[name], told.origin(name).origin, told.problems) == (value, "file", ())
     told = resolve({}, {**environ, setting.env: text})
     assert (told[name], told.origin(name).where, told.problems) == (value, setting.env, ())
+
+
+def test_a_place_in_memory_that_is_on_a_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a warning: each model would lie there twice."""
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype="ext4")]
+    mounts.append(SimpleNamespace(mountpoint=str(tmp_path / "memory"), fstype="tmpfs"))
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
+    found = {}
+    for name in ("memory/models", "disk/models"):
+        told = resolve({}, {"COREWRIGHT_HOME": str(tmp_path), "COREWRIGHT_STORE_MEMORY": str(tmp_path / name)})
+        found[name] = [(problem.id, problem.severity) for problem in told.problems]
+    assert found == {"memory/models": [], "disk/models": [("store-memory-on-disk", "warning")]}
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def test_a_source_that_is_not_there_is_told_with_its_name(s3: S3Server, hub: Hub
     [
         (("pytorch_model.bin",), "", [("pickle-refused", "error")]),
         (("pytorch_model.bin",), ", allow_pickle: true", []),
-        (("weights/tp0_sharded_checkpoint.safetensors",), "", [("layout-unsupported", "error")]),
+        (("weights/tp0_sharded_checkpoint.safetensors",), ", engine: cpu", [("layout-unsupported", "error")]),
+        (("weights/tp0_sharded_checkpoint.safetensors",), "", []),  # auto may become nxd-inference
         (SPLIT, ", engine: cpu", [("layout-unsupported", "error")]),
         (SPLIT, "", []),  # auto may become transformers-neuronx
     ],

@@ -18,6 +18,7 @@ from workers.artifacts.blobs import digest_of
 from workers.artifacts.listing import SourceError, Stopped
 from workers.artifacts.manifest import Artifact
 from workers.artifacts.store import Store
+from workers.artifacts.uses import using
 
 BUDGET = 2500
 SOURCES = st.sampled_from(["s3://m/one", "s3://m/two", "org/three"])
@@ -72,7 +73,7 @@ class Stores(RuleBasedStateMachine):
         if artifact is None or artifact.folder in self.holds:
             return ""
         stack = contextlib.ExitStack()
-        stack.enter_context(self.store.using(artifact.folder))
+        stack.enter_context(using(artifact.folder))
         self.holds[artifact.folder] = stack, files
         return artifact.folder
 

@@ -85,6 +85,7 @@ from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
 from workers.artifacts.progress import Progress
 from workers.artifacts.store import Store
+from workers.artifacts.uses import using
 
 job = json.loads(sys.stdin.readline())
 
@@ -104,7 +105,7 @@ store = Store(Path(job["root"]), budget=job["budget"])
 artifact = store.get(remote, Told(remote.source))
 print(json.dumps({"moved": remote.moved, "folder": artifact.folder}), flush=True)
 if job["use"]:
-    with store.using(artifact.folder):
+    with using(artifact.folder):
         print("using", flush=True)
         sys.stdin.readline()
 """

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec.structs
 import pytest
 
-from tests.workers.fake_remote import FakeRemote
-from workers.artifacts.bringing import Bringing, Landed, Wanted, wanted_by, with_folders
+from tests.workers.fake_remote import DEADLINE_S, FakeRemote
+from workers.artifacts.bringing import Arriving, Bringing, Landed, Wanted, meanwhile, wanted_by, with_folders
 from workers.artifacts.listing import Listing, SourceError
 from workers.artifacts.progress import Progress
+from workers.artifacts.sources import Selected
 from workers.artifacts.store import Store
 from workers.config import Origin, ReplicaConfig
 
@@ -75,10 +77,87 @@ def test_a_source_that_is_away_is_no_matter_where_it_is_held(tmp_path: Path) -> 
     assert (found.artifact, found.moved, found.warning) == (held.artifact, 0, "s3-unreachable: nobody answers")
 
 
+def test_offline_what_is_whole_here_counts_more_than_the_hubs_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may hold a part of the model; S3 is asked, and the hub where nobody may say offline."""
+    store, hub = Store(tmp_path), Wanted(source="org/model")
+    whole = store.get(FakeRemote(FILES, hub.source, revision="c1"))
+    part = FakeRemote({"config.json": b"{}"}, hub.source, revision="c1")
+
+    def brought(wanted: Wanted) -> tuple[bool, int]:
+        part.listings = 0
+        landed = Bringing(store, lambda _: part)(wanted, Progress(""), threading.Event())
+        return landed.artifact == whole.key, part.listings
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [brought(hub), brought(msgspec.structs.replace(hub, revision="c1"))] == [(True, 0), (True, 0)]
+    assert brought(msgspec.structs.replace(hub, revision="c2")) == (False, 1)
+    assert brought(msgspec.structs.replace(hub, trust_remote_code=True)) == (False, 1)
+    assert brought(Wanted(source=SOURCE)) == (False, 1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert brought(hub) == (False, 1)
+
+
+def test_a_slash_at_the_end_of_a_source_means_nothing(tmp_path: Path) -> None:
+    """It is fetched once, and found when S3 is away."""
+    store, remotes = Store(tmp_path), (FakeRemote(FILES, SOURCE), Away({}, SOURCE))
+    opened = [Selected(f"{SOURCE}/", one, allow_pickle=False, trust_remote_code=False) for one in remotes]
+    wanted = Wanted(source=f"{SOURCE}/")
+    first, again = (Bringing(store, lambda _, one=one: one)(wanted, Progress(""), threading.Event()) for one in opened)
+    plain = bring(store, FakeRemote(FILES, SOURCE))
+    assert (again.artifact, plain.artifact, plain.moved) == (first.artifact, first.artifact, 0)
+    assert again.warning.startswith("s3-unreachable")
+
+
 def test_what_is_meant_and_is_not_here_is_asked_for(tmp_path: Path) -> None:
     """The store may have removed it."""
     found = bring(Store(tmp_path), FakeRemote(FILES, SOURCE), artifact="0" * 32)
     assert found.moved == found.bytes
+
+
+def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> None:
+    """With the folder and the key that it will have; neither before nor after, and not to others that wait for it."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def before(name: str) -> None:
+        if name == "model.safetensors":
+            progress.enter("fetching")
+            reached.set()
+            assert go_on.wait(DEADLINE_S)
+
+    store, wanted, progress = Store(tmp_path), Wanted(source=SOURCE), Progress(SOURCE)
+    bringing = Bringing(store, lambda _: FakeRemote(FILES, SOURCE, before=before))
+    assert bringing.arriving(wanted, progress) is None
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(bringing, wanted, progress, threading.Event())
+        assert reached.wait(DEADLINE_S)
+        told = bringing.arriving(wanted, progress)
+        assert told is not None
+        assert (told.bytes, told.left, told.moved) == (7002, 7000, 2)
+        assert Path(told.folder) == store.growing(SOURCE)
+        assert bringing.arriving(Wanted(source=SOURCE, artifact=told.artifact), progress) is None
+        go_on.set()
+        landed = fetch.result(DEADLINE_S)
+    assert (landed.folder, landed.artifact, landed.bytes) == (told.folder, told.artifact, told.bytes)
+    assert bringing.arriving(wanted, progress) is None
+
+
+def test_a_replica_can_be_told_of_the_last_that_arrives_and_of_what_is_meant_only() -> None:
+    """While its draft is still to come, or other content than its version has, there is nothing to tell."""
+    both = msgspec.structs.replace(CONFIG, source=SOURCE, draft_source="s3://models/draft")
+    wanted = wanted_by(both)
+    going = Arriving(folder="/store/k2", artifact="k2", bytes=10, left=5, moved=5)
+    model = Landed(folder="/store/k1", artifact="k1", bytes=10)
+    assert meanwhile(both, wanted, [], going) is None
+    told = meanwhile(both, wanted, [model], going)
+    assert told is not None
+    assert (told.source, told.draft_source) == ("/store/k1", "/store/k2")
+    assert told.draft_origin == Origin(source="s3://models/draft", artifact="k2")
+
+    for pinned, allowed in (("k1", False), ("k2", True)):
+        config = msgspec.structs.replace(CONFIG, origin=Origin(source=SOURCE, artifact=pinned))
+        assert (meanwhile(config, wanted_by(config), [], going) is not None) == allowed
 
 
 def test_a_configuration_names_what_is_fetched_before_and_after() -> None:

@@ -20,6 +20,7 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
 from workers import ahead, build
+from workers.artifacts import locks
 from workers.artifacts.listing import Stopped
 from workers.build import Built, Order, Predicted, Told, Trouble, Wanted, Working
 from workers.compiled import MANIFEST
@@ -71,7 +72,7 @@ def test_what_is_predicted_is_what_a_start_takes(checkpoint: Checkpoints, machin
     (before,) = wanted(one)
     assert (before.complete, before.ahead, compiles(machine)) == (False, True, 0)
     *working, built = asked("compile", one)
-    assert [told.phase for told in working if isinstance(told, Working)] == ["waiting", "looking", "compiling", "done"]
+    assert [told.phase for told in working if isinstance(told, Working)] == ["looking", "compiling", "done"]
     assert isinstance(built, Built)
     assert built.compiled == [before.key]
     assert machine.held() == {}
@@ -91,6 +92,36 @@ def test_what_is_there_is_not_compiled_again(checkpoint: Checkpoints, machine: N
     *_, built = asked("compile", one)
     assert isinstance(built, Built)
     assert (built.compiled, built.pulled, compiles(machine) - count) == ([], [], 0)
+
+
+def test_who_waits_for_another_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Only while somebody holds the set."""
+    one = kept(checkpoint("llama"), tmp_path)
+    (before,) = wanted(one)
+    phases: list[str] = []
+    with contextlib.ExitStack() as other:
+        lock = Path(before.folder).with_name(f"{before.key}.lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        other.enter_context(locks.shared(lock))
+
+        def tell(told: Told) -> None:
+            if isinstance(told, Working):
+                phases.append(told.phase)
+                other.close()
+
+        build.answer("compile", Order(config=one), tell)
+    assert phases == ["waiting", "looking", "compiling", "done"]
+
+
+def test_what_cannot_be_sent_is_compiled_none_the_less(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """And it is told why it was not sent."""
+    one = kept(checkpoint("llama"), tmp_path, neff_cache="/proc/nowhere")
+    *_, built = asked("compile", one, push=True)
+    assert isinstance(built, Built)
+    assert (len(built.compiled), built.pushed) == (1, [])
+    assert [failure.id for failure in built.unsent] == ["neff-cache-unwritable"]
+    (after,) = wanted(one)
+    assert after.complete
 
 
 def test_a_prediction_reads_no_weights(checkpoint: Checkpoints, tmp_path: Path) -> None:

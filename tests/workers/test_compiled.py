@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import importlib
 import json
 import logging
@@ -115,6 +116,24 @@ def test_a_manifest_that_is_not_the_wanted_one_makes_no_entry_complete(tmp_path:
     with entry(tmp_path, WANTED) as found:
         assert not found.complete
         assert list(found.path.iterdir()) == []
+
+
+def test_a_child_that_was_forked_inside_holds_no_entry(tmp_path: Path) -> None:
+    """A pool of processes may outlive what it was made for, and nobody would get the entry any more."""
+    waits, ends = os.pipe()
+    with entry(tmp_path, WANTED) as found:
+        child = os.fork()
+        if child == 0:
+            os.close(ends)
+            os.read(waits, 1)
+            os._exit(0)
+    lock = os.open(found.path.with_name(f"{found.path.name}.lock"), os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
+    finally:
+        for descriptor in (waits, ends, lock):
+            os.close(descriptor)
+        os.waitpid(child, 0)
 
 
 def test_an_entry_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:

@@ -77,6 +77,33 @@ def _other_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
 
 
+@pytest.mark.parametrize("file", ["own.py", "parts/rotary.py"])
+def test_code_that_a_checkpoint_brings_is_a_part_of_it_where_it_is_run(source: Path, file: str) -> None:
+    """Whichever file of it is changed; of a model whose code nobody runs it does not matter."""
+    (source / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    (source / "parts").mkdir()
+    for name in ("own.py", "parts/rotary.py"):
+        (source / name).write_text("a = 1")
+
+    def manifests() -> list[dict[str, Any]]:
+        return [cpu_artifacts.manifest(source, **SHAPE, trust_remote_code=run) for run in (True, False)]
+
+    before = manifests()
+    assert manifests() == before
+    (source / file).write_text("a = 2")
+    after = manifests()
+    assert [one == other for one, other in zip(after, before, strict=True)] == [False, True]
+
+
+def test_an_engine_that_runs_a_checkpoints_code_names_it(source: Path) -> None:
+    """In what it looks for."""
+    (source / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    engine = CpuEngine(source, slots=1, max_len=16, compile=True, trust_remote_code=True)
+    before = engine.buildable().manifest
+    (source / "own.py").write_text("a = 1")
+    assert engine.buildable().manifest != before
+
+
 @pytest.mark.parametrize("change", [_other_config, _other_compiler, _other_python, _other_cpu, _other_torch])
 def test_another_machine_or_model_has_another_manifest(
     source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, pytest.MonkeyPatch], None]

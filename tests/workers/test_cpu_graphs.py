@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,17 @@ Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[2]
 DEADLINE_S = 300.0
 FEW = {"prefill_buckets": [16], "decode_buckets": [32]}  # each bucket is a graph to be compiled
+
+# Takes code from a folder, says so, and stays at it.
+KILLED = """
+import sys, tempfile
+from pathlib import Path
+from workers.engines import cpu_graphs
+tempfile.tempdir = sys.argv[2]
+with cpu_graphs.code_taken_from(Path(sys.argv[1])):
+    print("holds", flush=True)
+    sys.stdin.readline()
+"""
 
 
 @pytest.fixture
@@ -155,8 +167,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         decode_buckets=[16],
         compiled=str(folder / "kept"),
         # The second: torch need not try out what the CPU has, which is three compiles more.
-        env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"},
+        env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1", "TMPDIR": str(folder / "tmp")},
     )
+    (folder / "tmp").mkdir()
     (wanted,) = predict(one).wanted
     process = _start(one)
     compilers = _at_work(process, Path(wanted.folder))
@@ -177,7 +190,7 @@ def _start(one: ReplicaConfig) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "workers.build", "compile"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        env={**os.environ, **one.env, "PYTHONPATH": str(PROJECT)},
     )
     assert process.stdin is not None
     with process.stdin:
@@ -258,6 +271,55 @@ def test_a_start_finds_every_graph_and_answers_as_without_them(made: Made, tmp_p
     assert (hits, missed) == (2, 0)
     assert found == greedy(plain, [0, 1], prompts, 9)
     assert peek(root, held.manifest, is_whole).complete
+    headers = [file for folder in (root, Path(made.config.env["TMPDIR"])) for file in folder.rglob("*.gch")]
+    assert headers == []  # they are large, of one compile, and of no use to a start
+
+
+def test_headers_lie_where_the_compile_wants_them_and_only_as_long(tmp_path: Path) -> None:
+    """A start that takes what is there compiles none; afterwards torch is as it was."""
+    from torch._inductor import codecache
+
+    usual: Any = codecache
+    before = usual._HEADER_DIR, usual._HEADER_LOCK_DIR, usual._precompile_header
+    (tmp_path / "code").mkdir()
+    with cpu_graphs.code_kept_in(tmp_path / "code"):
+        (headers,) = (path for path in tmp_path.iterdir() if path.name != "code")
+        assert str(headers) == usual._HEADER_DIR
+        assert Path(usual._HEADER_LOCK_DIR).parent == headers
+    with cpu_graphs.code_taken_from(tmp_path / "code"):
+        assert usual._precompile_header("a.h", "g++") is None
+    assert (usual._HEADER_DIR, usual._HEADER_LOCK_DIR, usual._precompile_header) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["code"]
+
+
+def test_the_copy_of_a_start_that_was_killed_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is in use stays, and so does what is none."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.so").write_bytes(b"program")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "code"), str(tmp_path / "tmp")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holds\n"
+    (held,) = (tmp_path / "tmp").iterdir()
+    (tmp_path / "tmp" / "corewright-else").mkdir()
+    for path in (tmp_path / "tmp").iterdir():
+        os.utime(path, (1e9, 1e9))
+    with cpu_graphs.code_taken_from(tmp_path / "code"):
+        assert (held / "a.so").exists()
+    process.kill()
+    process.communicate(timeout=60)
+    with cpu_graphs.code_taken_from(tmp_path / "code"):
+        assert not held.exists()
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["corewright-else"]
 
 
 def test_the_settings_are_inductors_own() -> None:

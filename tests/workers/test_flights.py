@@ -49,12 +49,16 @@ def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
     assert work.running.wait(DEADLINE_S)
     assert flights.ask("a", "key", "s3://models/one", work, 0.0) is None
     assert [(one.source, one.phase) for one in flights.progress()] == [("s3://models/one", "fetching")]
+    progress = flights.of("key")
+    assert progress is not None
+    assert progress.status().phase == "fetching"
     work.go_on.set()
     for thread in threads:
         thread.join(DEADLINE_S)
 
     assert told == ["end 1", "end 1"]
     assert flights.progress() == []
+    assert flights.of("key") is None
     assert asked(flights, "c", work) == "end 2"
 
 
@@ -110,3 +114,18 @@ def test_a_failure_is_told_and_the_next_one_begins_anew(error: Exception, failur
     assert asked(flights, "a", fail) == failure
     assert asked(flights, "a", fail) == failure
     assert len(begun) == 2
+
+
+class Panic(BaseException):
+    """As PyO3 raises where a library in Rust panics."""
+
+
+def test_a_panic_is_an_end_too() -> None:
+    """Nobody waits for it in vain."""
+
+    def panics(progress: Progress, stop: threading.Event) -> str:
+        raise Panic("index out of bounds")
+
+    ended = asked(Flights[str](), "a", panics)
+    assert isinstance(ended, Failure)
+    assert ended.id == "fetch-failed"

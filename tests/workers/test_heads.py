@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.artifacts.heads import KEPT_S, MARK, Asked, Heads
+from workers.artifacts.heads import KEPT_PINS, KEPT_S, MARK, Asked, Heads
 from workers.artifacts.listing import Listing, RemoteFile, SourceError
 from workers.artifacts.progress import Progress
 
@@ -165,3 +166,94 @@ def test_a_fleet_stays_at_its_commits(heads: Heads, source: Source) -> None:
 def test_no_key_leads_out_of_the_folder(heads: Heads, key: str) -> None:
     """Keys are read from files."""
     assert heads.kept(key) is None
+
+
+@pytest.mark.parametrize("lost", [{"config.json": b""}, {"config.json": None, MARK: None}, {"config.json": None}])
+def test_a_head_that_has_lost_something_is_fetched_again(
+    heads: Heads, source: Source, lost: dict[str, bytes | None]
+) -> None:
+    """To a crash of the machine, or to a removal that was killed: it is none until then."""
+    source.files["tokenizer.json"] = b"{}"
+    folder = Path(heads.look(ASKED).head.folder)
+    for name, left in lost.items():
+        (folder / name).unlink()
+        if left is not None:
+            (folder / name).write_bytes(left)
+    assert heads.known(ASKED) is None
+    assert Path(heads.look(ASKED).head.folder) == folder
+    assert (folder / "config.json").read_bytes() == CONFIG
+    assert heads.known(ASKED) is not None
+    assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".arriving")] == []
+
+
+def aged(*paths: Path) -> None:
+    """As if nobody had asked for them for more than a month."""
+    for path in paths:
+        os.utime(path, (0, time.time() - KEPT_S - 60))
+
+
+def test_what_is_asked_for_daily_is_never_forgotten(heads: Heads, source: Source) -> None:
+    """Though it was fetched long ago."""
+    head = heads.look(ASKED).head
+    aged(Path(head.folder) / MARK)
+    heads.look(ASKED)
+    source.files["model.safetensors"] = b"new"
+    heads.look(ASKED)
+    assert heads.kept(head.listing.key) == head
+
+
+def test_a_fleet_that_runs_for_months_stays_at_its_commits(heads: Heads, source: Source) -> None:
+    """It reads them when its controller is started again only; those of fleets long gone are forgotten."""
+    head = heads.look(ASKED).head
+    pins = Path(head.folder).parent / "pins"
+    for number in range(KEPT_PINS + 1):
+        heads.pin(f"fleet-{number}", {ASKED.digest: head})
+        aged(pins / f"fleet-{number}")
+        os.utime(pins / f"fleet-{number}", (0, (pins / f"fleet-{number}").stat().st_mtime + number))
+    aged(Path(head.folder) / MARK)
+    source.files["model.safetensors"] = b"new"
+    heads.look(ASKED)
+    assert heads.pins(f"fleet-{KEPT_PINS}") == {ASKED.digest: head}
+    assert not (pins / "fleet-0").exists()
+
+
+def test_a_home_that_can_only_be_read_tells_what_it_has(
+    heads: Heads, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may have filled it."""
+    head = heads.look(ASKED).head
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(Heads, "_write", refused)
+    assert heads.known(ASKED) == heads.look(ASKED).head == head
+
+
+def test_a_head_is_there_for_every_user(tmp_path: Path, source: Source) -> None:
+    """As far as the umask allows it."""
+    before = os.umask(0o022)
+    try:
+        folder = Path(Heads(tmp_path / "heads", source.open).look(ASKED).head.folder)
+    finally:
+        os.umask(before)
+    index = tmp_path / "heads" / "index" / ASKED.digest
+    assert (folder.stat().st_mode & 0o777, index.stat().st_mode & 0o777) == (0o755, 0o644)
+
+
+def test_nothing_that_is_of_no_use_is_left_for_ever(heads: Heads, source: Source) -> None:
+    """What killed processes have left, and names of heads that are gone."""
+    head = heads.look(ASKED).head
+    root = Path(head.folder).parent
+    left = [root / ".arriving-1", root / "pins" / ".half", root / "index" / ".half"]
+    (root / "pins").mkdir()
+    left[0].mkdir()
+    for path in left[1:]:
+        path.write_text("")
+    aged(*left, Path(head.folder) / MARK)
+    other = Asked(source="org/model", trust_remote_code=True)
+    source.files["model.safetensors"] = b"new"
+    heads.look(other)
+    found = [path for path in (*left, root / "index" / ASKED.digest, Path(head.folder)) if path.exists()]
+    assert (found, heads.known(other) is not None) == ([], True)

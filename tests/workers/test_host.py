@@ -97,3 +97,16 @@ def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypa
 
     monkeypatch.delenv("COREWRIGHT_HOST_ROOT")
     assert Places.of_this_host() == Places()
+
+
+def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> None:
+    """Pages of files that can be dropped count as free; without a limit the machine's memory does."""
+    machine = host.available_memory(tmp_path / "none")
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("2500000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 500000\n")
+    assert host.available_memory(tmp_path) == 1_000_000
+    (tmp_path / "memory.current").write_text("9500000\n")
+    assert host.available_memory(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.available_memory(tmp_path) > machine // 2

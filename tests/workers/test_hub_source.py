@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -292,6 +293,41 @@ def test_offline_what_is_not_there_is_told(hub: HubServer, tmp_path: Path, monke
             HubRemote(repo, revision).listing()
         assert refused.value.id == "hub-offline"
     assert len(hub.asked) == asked
+
+
+def test_offline_a_tokenizer_is_no_model(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds what somebody else's program has read."""
+    from huggingface_hub import hf_hub_download
+
+    for name in ("config.json", "tokenizer.json"):
+        hf_hub_download(ID, name, endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SourceError, match="holds no weights") as refused:
+        remote().listing()
+    assert refused.value.id == "hub-offline"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("CAS Client Error: Request error: error sending", SourceError),
+        ("IO Error: No space left (os error 28)", OSError),
+    ],
+)
+def test_what_xet_complains_of_is_told_as_what_it_is(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: type[Exception]
+) -> None:
+    """It raises RuntimeErrors, of the network as of the disk."""
+
+    def download(*_: object, **__: object) -> str:
+        raise RuntimeError(f"Task error: File reconstruction error: {said}")
+
+    listing = remote().listing()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(told) as found:
+        fetched(listing, tmp_path, Patience(seconds=0.0))
+    assert getattr(found.value, "id", None) == ("hub-unreachable" if told is SourceError else None)
+    assert getattr(found.value, "errno", None) == (errno.ENOSPC if told is OSError else None)
 
 
 def test_a_source_is_opened_by_the_form_of_its_name(hub: HubServer) -> None:

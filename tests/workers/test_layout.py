@@ -138,9 +138,12 @@ def test_what_is_taken_is_taken_again(names: set[str]) -> None:
             "optimum",
             (),
         ),
-        ((CONFIG, "neuron_config.json", "model.pt"), {}, "presharded", ()),
-        ((CONFIG, "model.pt", "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ()),
-        ((CONFIG, "model-rank0.safetensors"), {"neuron_sharded_weights": True}, "presharded", ()),
+        ((CONFIG, "neuron_config.json", "model.pt"), {}, "presharded", ("nxd-inference",)),
+        ((CONFIG, "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ("nxd-inference",)),
+        ((CONFIG, "model.pt", "weights/tp0_sharded_checkpoint.safetensors"), {}, "presharded", ("nxd-inference",)),
+        ((CONFIG, "tp0_sharded_checkpoint.safetensors"), {}, "presharded", ()),
+        ((CONFIG, "a.safetensors"), {"neuron_sharded_weights": True}, "presharded", ()),
+        ((CONFIG, "DecoderLMHead.safetensors", "decoder_layer_0.safetensors"), {}, "presharded", ()),
     ],
 )
 def test_layouts_are_known_by_names_and_config(

@@ -75,6 +75,19 @@ def test_a_compile_is_told_with_the_field_that_differs(path: str, value: Any, fi
     assert str(told.why[0]).startswith(f"{field}: needs ")
 
 
+def test_a_place_that_gave_no_answer_is_told_beside_the_reason() -> None:
+    """Once, and only where something is compiled: what is here is taken without it."""
+    silent = Candidate("neff-cache", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
+    elsewhere = Candidate("elsewhere", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
+    told = predict(WANTED, [silent, elsewhere])
+    assert told.reason == "nothing of this model was compiled; the cache at s3://neffs does not answer"
+    told = predict(WANTED, [silent, Candidate("compiled", "/a", changed("lnc", 2), source="/model")], "/model")
+    assert told.reason == "it was compiled otherwise; the cache at s3://neffs does not answer"
+    assert len(told.why) == 1
+    for there in (HERE, CACHED):
+        assert predict(WANTED, [silent, there]).hit
+
+
 def test_of_several_the_nearest_tells_why() -> None:
     """And another model's tell nothing."""
     near, far = changed("lnc", 2), changed("lnc", 2) | {"target": "trn2"}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +23,9 @@ import pytest
 from tests.s3 import FaultProxy, S3Server
 from tests.workers.neffs import COMPILER, FLAGS, content, finished, graph
 from workers import neuron_cache
-from workers.artifacts.listing import SourceError
+from workers.artifacts import locks
+from workers.artifacts.listing import SourceError, Stopped
+from workers.artifacts.s3 import Bucket
 from workers.neff_cache import sync
 from workers.neff_cache.entries import OWN, State, read_entries
 from workers.neff_cache.files import part_of
@@ -140,8 +144,9 @@ def test_only_finished_entries_move(either: Place, tmp_path: Path) -> None:
     graph(one, "44444444444444444444", **{"model.neff": "half"})
     assert len(push(one, either).entries) == 1
     base = f"neuronxcc-{COMPILER}/{good.name}"
+    told = f"corewright.{part_of(good / 'model.neff').digest}"
     assert names(either) == {
-        f"{base}/{file}" for file in ("model.neff", "model.done", "model.hlo_module.pb", "compile_flags.json")
+        f"{base}/{file}" for file in ("model.neff", "model.done", "model.hlo_module.pb", "compile_flags.json", told)
     }
     for state, files in {"5" * 20: {"model.neff": b"half"}, "6" * 20: {"model.log": b"failed"}}.items():
         for file, data in files.items():
@@ -306,7 +311,7 @@ def test_what_a_killed_push_left_in_a_folder_is_no_entry(tmp_path: Path) -> None
     os.utime(stray, (1e9, 1e9))
     push(one, FolderPlace(afar))
     assert not stray.exists()
-    assert entries(afar) == entries(one)
+    assert {file for file in entries(afar) if "corewright." not in file} == set(entries(one))
 
 
 # Denials
@@ -411,3 +416,159 @@ def test_a_pull_that_is_stopped_leaves_nothing_half(tmp_path: Path, monkeypatch:
     with pytest.raises(SourceError):
         pull(FolderPlace(tmp_path / "one"), tmp_path / "other")
     assert entries(tmp_path / "other") == {}
+
+
+# What is not as it was compiled
+
+
+def test_a_damaged_graph_is_not_sent(afar: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A record tells that it is another NEFF than was compiled; the others go."""
+    one = tmp_path / "one"
+    bad, good = finished(one), finished(one, "2" * 20)
+    kept(one, bad, good)
+    (bad / "model.neff").write_text("NEfF")
+    assert push(one, afar).entries == (f"{good.parent.name}/{good.name}",)
+    assert f"{bad.name} is not sent" in caplog.text
+
+
+@pytest.mark.parametrize("told_by", ["sender", "record"])
+def test_a_graph_that_was_damaged_elsewhere_is_not_taken(either: Place, tmp_path: Path, told_by: str) -> None:
+    """By the digest that its sender has told, or else by the record that is pulled; the next push mends it."""
+    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    folder = finished(one)
+    name = kept(one, folder)
+    push(one, either)
+    graph_name = f"{folder.parent.name}/{folder.name}"
+    either.put_bytes(f"{graph_name}/model.neff", b"NEfF")
+    if told_by == "record":
+        (digest,) = (file for file in names(either) if sync.DIGEST in file)
+        _delete(either, digest)
+    got = pull(either, other, record=name)
+    assert (got.entries, got.records, entries(other)) == ((), (), {})
+    kept(other, finished(other, neff="compiled anew"))
+    assert push(other, either).entries == (graph_name,)
+    assert pull(either, third, record=name).entries == (graph_name,)
+    assert entries(third) == entries(other)
+
+
+def _delete(place: Place, file: str) -> None:
+    if isinstance(place, FolderPlace):
+        (Path(place.url) / file).unlink()
+    else:
+        Bucket.of(place.url).delete(file)
+
+
+# Several hosts at once
+
+
+def test_a_graph_that_another_host_was_faster_with_stays(
+    either: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was finished after the list was read."""
+    one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
+    finished(one, neff="of one")
+    finished(other, neff="of the other")
+    listed = type(either).files
+
+    def late(place: Any) -> Any:
+        found = listed(place)
+        monkeypatch.setattr(type(either), "files", listed)
+        assert len(push(one, either).entries) == 1
+        return found
+
+    monkeypatch.setattr(type(either), "files", late)
+    assert push(other, either).entries == ()
+    pull(either, third)
+    assert entries(third) == entries(one)
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_sent_while_it_is_pulled_is_asked_for_again(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts have sent it at once: it is another object than was listed."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    folder = finished(one, neff="of one")
+    place = place_at(bucket)
+    push(one, place)
+    (folder / "model.neff").write_text("another")
+    told = f"{folder.parent.name}/{folder.name}"
+    listed = sync.BucketPlace.files
+
+    def replaced(place: Any) -> Any:
+        found = listed(place)
+        monkeypatch.setattr(sync.BucketPlace, "files", listed)
+        place.put_bytes(f"{told}/{sync.DIGEST}{part_of(folder / 'model.neff').digest}", b"")
+        place.put(f"{told}/model.neff", folder / "model.neff")
+        return found
+
+    monkeypatch.setattr(sync.BucketPlace, "files", replaced)
+    assert pull(place, other).entries == (told,)
+    assert entries(other) == entries(one)
+
+
+@pytest.mark.parametrize("age_s", [60.0, 2 * sync.STRAY_S])
+def test_what_somebody_compiles_in_a_folder_of_many_hosts_stays(tmp_path: Path, age_s: float) -> None:
+    """Its compiler would lose its folder; a lock of yesterday is nobody's any more."""
+    one, afar = tmp_path / "one", tmp_path / "afar"
+    finished(one)
+    lock = graph(afar, **{"model.hlo_module.pb.lock": ""}) / "model.hlo_module.pb.lock"
+    at = time.time() - age_s
+    os.utime(lock, (at, at))
+    assert len(push(one, FolderPlace(afar)).entries) == (0 if age_s == 60.0 else 1)
+    assert lock.exists() == (age_s == 60.0)
+
+
+def test_what_is_sent_to_a_folder_other_users_can_read(tmp_path: Path) -> None:
+    """As far as the umask lets them: graphs and records."""
+    one, afar = tmp_path / "one", tmp_path / "afar"
+    kept(one, finished(one))
+    afar.mkdir()
+    push(one, FolderPlace(afar))
+    (tmp_path / "made").mkdir()
+    (tmp_path / "written").touch()
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("made", "written")}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in afar.rglob("*")} == modes
+
+
+def test_what_a_killed_push_has_left_of_a_record_goes(tmp_path: Path) -> None:
+    """A file, and not a folder."""
+    one, afar = tmp_path / "one", tmp_path / "afar"
+    finished(one)
+    (afar / OWN).mkdir(parents=True)
+    stray = afar / OWN / f"{sync.STAGED}dead"
+    stray.write_text("half")
+    os.utime(stray, (1e9, 1e9))
+    push(one, FolderPlace(afar))
+    assert not stray.exists()
+
+
+def test_a_pull_waits_for_no_push(afar: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that starts does not wait until another has sent its gigabytes."""
+    one = tmp_path / "one"
+    finished(one)
+    put_entry = FolderPlace.put_entry
+
+    def while_it_is_sent(place: FolderPlace, *args: Any) -> bool:
+        stop = threading.Event()
+        timer = threading.Timer(DEADLINE_S, stop.set)
+        timer.start()
+        assert pull(afar, one, stop=stop).entries == ()
+        timer.cancel()
+        return put_entry(place, *args)
+
+    monkeypatch.setattr(FolderPlace, "put_entry", while_it_is_sent)
+    assert len(push(one, afar).entries) == 1
+
+
+def test_a_pull_that_waits_for_another_says_so_and_can_be_stopped(
+    afar: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may take as long as all graphs of a model."""
+    stop = threading.Event()
+    stop.set()
+    (tmp_path / "other" / OWN).mkdir(parents=True)
+    caplog.set_level("INFO")
+    with locks.alone(tmp_path / "other" / OWN / sync.PULLING), pytest.raises(Stopped):
+        pull(afar, tmp_path / "other", stop=stop)
+    assert f"waiting for another process that syncs {tmp_path / 'other'}" in caplog.text

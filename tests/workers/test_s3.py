@@ -10,13 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import botocore  # type: ignore[import-untyped]
+import obstore
 import pytest
+from obstore.store import MemoryStore
 
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
 from workers.artifacts.listing import SourceError
 from workers.artifacts.patience import Patience
 from workers.artifacts.s3 import WORK, Bucket, wrong_with
-from workers.artifacts.s3_complaints import by_code
+from workers.artifacts.s3_complaints import by_code, of_obstore
 
 AT_ONCE = Patience(seconds=0.0)
 
@@ -50,6 +52,7 @@ def test_a_listing_has_every_file_and_no_folder(s3_server: S3Server, s3_proxy: F
         ("../b", "leaves the folder"),
         ("a/./b", "leaves the folder"),
         ("a\nb", "a character that no file can have"),
+        ("a\x7fb", "a character that no file can have"),
         (f"{WORK}/a", "is kept for what arrives"),
         ("ä" * 128, "longer than 255 bytes"),
     ],
@@ -92,11 +95,11 @@ def test_what_is_written_is_there(s3_server: S3Server, s3_proxy: FaultProxy, tmp
 def test_an_object_is_there_until_it_is_deleted(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
     """A second deletion does no harm."""
     bucket = Bucket.of(s3_server.bucket())
-    bucket.put_bytes("a", b"")
-    there = bucket.exists("a")
+    bucket.put_bytes("a", b"1")
+    there = bucket.files()
     bucket.delete("a")
     bucket.delete("a")
-    assert (there, bucket.exists("a")) == (True, False)
+    assert (len(there), bucket.files()) == (1, [])
 
 
 def test_of_two_that_write_only_new_objects_one_does(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
@@ -137,7 +140,7 @@ def test_an_upload_outlasts_errors_that_pass(s3_server: S3Server, s3_proxy: Faul
 ACTIONS: list[tuple[str, str, Callable[[Bucket], object]]] = [
     ("s3:ListBucket", "", lambda bucket: bucket.files()),
     ("s3:GetObject", "m/key", lambda bucket: bucket.read("key")),
-    ("s3:GetObject", "m/key", lambda bucket: bucket.exists("key")),
+    ("s3:GetObject", "m/key", lambda bucket: bucket.head("key")),
     ("s3:PutObject", "m/key", lambda bucket: bucket.put_bytes("key", b"")),
     ("s3:PutObject", "m/key", lambda bucket: bucket.put("key", Path(__file__))),
     ("s3:DeleteObject", "m/key", lambda bucket: bucket.delete("key")),
@@ -195,6 +198,7 @@ def test_without_credentials_the_error_says_where_they_come_from(s3_server: S3Se
 def test_bulk_reads_go_where_small_requests_went(address: str, virtual: bool, s3_server: S3Server) -> None:
     """To the bucket's own region, in its own style of address, and with the same certificates."""
     bucket = Bucket.of("s3://bucket/a")
+    bucket._on_call({"url": f"{address}{'' if virtual else '/bucket'}/key", "url_path": "/key"})
     bucket._on_send(SimpleNamespace(url=f"{address}/key"))
     bucket._on_answer({"headers": {"x-amz-bucket-region": "eu-west-1"}})
     bundle = Path(botocore.__file__).with_name("cacert.pem")
@@ -204,6 +208,25 @@ def test_bulk_reads_go_where_small_requests_went(address: str, virtual: bool, s3
     told = (config["region"], config["virtual_hosted_style_request"] in (True, "true"))
     assert told == ("eu-west-1", virtual)
     assert address in config.values()
+
+
+@pytest.mark.parametrize("name", ["127", "bucket"])
+def test_a_host_that_begins_with_the_buckets_name_is_no_bucket(
+    name: str, s3_server: S3Server, s3_proxy: FaultProxy
+) -> None:
+    """http://models.example may have a bucket models, and asks for it by the path; keys may begin with it as well."""
+    bucket = Bucket.of(s3_server.bucket(f"{name}", {f"{name}/a": b"1"}))
+    bucket.files()
+    assert bytes(obstore.get(bucket.bulk(), f"{name}/a").bytes()) == b"1"
+
+
+def test_what_can_never_be_asked_for_is_given_up_at_once() -> None:
+    """Whatever key that may be."""
+    with pytest.raises(ValueError, match="path") as refused:
+        obstore.get(MemoryStore(), "a\x7fb")
+    told = of_obstore(refused.value, "models", "a\x7fb")
+    assert told is not None
+    assert told.id == "s3-key-unsafe"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,13 +20,15 @@ import pytest
 from blake3 import blake3
 
 from tests.workers.fake_remote import DEADLINE_S, ROOT, FakeRemote, Fetcher
-from workers.artifacts import manifest
+from workers.artifacts import locks, manifest
 from workers.artifacts.blobs import digest_of
 from workers.artifacts.digests import Digests
-from workers.artifacts.listing import SourceError, Stopped
+from workers.artifacts.listing import Listing, SourceError, Stopped
 from workers.artifacts.manifest import OURS, WHOLE, Artifact
 from workers.artifacts.progress import Progress
+from workers.artifacts.room import Room
 from workers.artifacts.store import Store
+from workers.artifacts.uses import using
 
 BIG = "sub/model-2.safetensors"
 FILES = {"config.json": b"{}", "model-1.safetensors": b"a" * 200_000, BIG: os.urandom(300_000)}
@@ -119,11 +122,13 @@ def test_it_is_found_without_asking_the_source(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> None:
-    """It is found by its new commit, and nothing is fetched."""
+    """It is found by either commit, and nothing is fetched."""
     store = Store(tmp_path)
     first, same = store.get(FakeRemote(FILES, revision="1")), FakeRemote(FILES, revision="2")
     assert (store.get(same).folder, store.get(same).revision, same.moved) == (first.folder, "2", [])
-    assert [store.held("s3://models/one", "1"), store.held("s3://models/one", "2")] == [None, store.artifacts()[0]]
+    assert [store.held("s3://models/one", commit) for commit in "123"] == [*store.artifacts(), *store.artifacts(), None]
+    store.get(FakeRemote(FILES, revision="1"))
+    assert store.artifacts()[0].earlier == ("2",)
 
 
 def test_equal_files_exist_once(tmp_path: Path) -> None:
@@ -342,7 +347,7 @@ def test_a_damaged_content_is_damaged_in_every_artifact_that_has_it(tmp_path: Pa
 @pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 7), Path.unlink])
 def test_a_fetch_believes_no_content_that_is_here_unread(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """One that was damaged in secret is found when the next version of the source would share it."""
-    store = Store(tmp_path)
+    store = Store(tmp_path, grace_s=0)
     one = store.get(FakeRemote(FILES))
     damage(Path(one.folder) / BIG)
     newer = FakeRemote({**FILES, "config.json": b"[]"})
@@ -402,6 +407,41 @@ def test_after_a_crash_of_the_machine_contents_are_read_before_they_are_trusted(
     assert remote.moved == [BIG]
     monkeypatch.setattr(store, "_proven", None)
     store.get(remote)
+
+
+def unreadable(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """As a disk with a bad sector in what is marked by its time, under any name."""
+    if path.stat().st_mtime == 0:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+    return digest_of(path, stopped)
+
+
+@pytest.mark.parametrize("when", ["whole", "linked from another"])
+def test_what_the_disk_cannot_read_any_more_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A bad sector is damage, and no want of rights."""
+    store, remote = Store(tmp_path), FakeRemote(FILES)
+    artifact = store.get(remote)
+    os.utime(Path(artifact.folder) / BIG, (0, 0))
+    monkeypatch.setattr("workers.artifacts.blobs.digest_of", unreadable)
+    monkeypatch.setattr("workers.artifacts.digests.digest_of", unreadable)
+    remote.moved.clear()
+    if when == "whole":
+        after_a_crash(monkeypatch)
+    else:
+        remote.files["config.json"] = b"[]"
+    assert content(store.get(remote)) == remote.files
+    assert remote.moved == ([BIG] if when == "whole" else ["config.json", BIG])
+
+
+def test_verify_finds_what_the_disk_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on with the others."""
+    store = Store(tmp_path)
+    artifact = store.get(FakeRemote(FILES))
+    os.utime(Path(artifact.folder) / BIG, (0, 0))
+    monkeypatch.setattr("workers.artifacts.blobs.digest_of", unreadable)
+    assert store.verify(artifact.key) == [BIG]
 
 
 def test_after_a_crash_of_the_machine_an_unfinished_fetch_begins_anew(
@@ -492,6 +532,49 @@ def test_what_was_just_asked_for_is_not_removed(tmp_path: Path) -> None:
     assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
 
 
+def test_what_was_just_asked_for_is_not_pruned(tmp_path: Path) -> None:
+    """Between a fetch and the process that will hold it there is a while; a clock that is set back does not end it."""
+    store = Store(tmp_path, grace_s=1000)
+    artifact = store.get(FakeRemote(FILES))
+    assert store.prune() == []
+    use = tmp_path / "locks" / f"{artifact.key}.use"
+    use.write_text(f"{time.time() + 500:<20.6f} 0.0\n")
+    assert store.prune() == []
+    store.remove(artifact.key)
+    assert store.artifacts() == ()
+
+
+def test_what_somebody_gets_while_room_is_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was chosen to go a moment before."""
+    budget = budget_for(FILES)
+    old = Store(tmp_path, budget=budget, grace_s=0).get(FakeRemote(FILES))
+    use = tmp_path / "locks" / f"{old.key}.use"
+    path = Path(old.folder) / WHOLE
+    path.write_text(path.read_text().replace(f'"fetched_at":{old.fetched_at}', '"fetched_at":1.0'))
+    use.write_text(f"{1.0:<20.6f} 0.0\n")
+    store, remove, got = Store(tmp_path, budget=budget), Room.remove, list[str]()
+
+    def late(room: Room, key: str, **how: bool) -> bool:
+        got.append(Store(tmp_path).get(FakeRemote(FILES)).folder)
+        return remove(room, key, **how)
+
+    monkeypatch.setattr(Room, "remove", late)
+    assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
+    with using(got[0]):
+        assert got == [old.folder]
+
+
+def test_the_newest_is_what_was_fetched_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the clock was set back in between."""
+    store, now = Store(tmp_path), time.time()
+    store.get(FakeRemote(FILES))
+    monkeypatch.setattr(time, "time", lambda: now - 3600)
+    newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}))
+    found = store.held("s3://models/one")
+    assert found is not None
+    assert found.key == newer.key
+
+
 def test_more_than_the_budget_is_refused_before_anything_is_fetched_or_removed(tmp_path: Path) -> None:
     """The error names the sizes; what is here stays."""
     store = Store(tmp_path, budget=budget_for(OTHER), grace_s=0)
@@ -529,7 +612,7 @@ def test_prune_leaves_what_is_named(tmp_path: Path, fetcher: Fetchers) -> None:
     dead = fetcher(tmp_path, FILES, gate=BIG)
     assert dead.line() == "gate"
     dead.kill()
-    store = Store(tmp_path)
+    store = Store(tmp_path, grace_s=0)
     made = {name: store.get(FakeRemote({"a": name.encode()}, f"s3://models/{name}")) for name in ("k", "s", "gone")}
     (tmp_path / "blobs" / "0").write_text("of an artifact that was removed by a process that died in between")
     assert [one.source for one in store.prune(keep=[made["k"].key, "s3://models/s"])] == ["s3://models/gone"]
@@ -547,18 +630,91 @@ def test_removing_takes_nothing_from_others(tmp_path: Path) -> None:
     assert failure(lambda: store.verify(one.key)) == "store-gone"
 
 
+@pytest.mark.parametrize("key", ["", ".", "../victim", "../../victim"])
+def test_what_is_no_key_removes_nothing(tmp_path: Path, key: str) -> None:
+    """It would name all artifacts, or a folder of somebody else."""
+    store = Store(tmp_path / "store")
+    artifact = store.get(FakeRemote(FILES))
+    for victim in (tmp_path / "victim", tmp_path / "store" / "victim"):
+        victim.mkdir()
+    assert failure(lambda: store.remove(key)) == "store-gone"
+    assert failure(lambda: store.verify(key)) == "store-gone"
+    assert store.artifacts()[0].key == artifact.key
+    assert len(list(tmp_path.rglob("victim"))) == 2
+
+
+def test_the_locks_of_what_is_removed_go_too(tmp_path: Path) -> None:
+    """Else their files would grow in number for ever."""
+    store = Store(tmp_path, grace_s=0)
+    removed = store.get(FakeRemote(FILES, "s3://models/removed"))
+    kept = store.get(FakeRemote(FILES))
+    store.remove(removed.key)
+    with pytest.raises(SourceError), using(removed.folder):
+        pass
+    store.prune(keep=[kept.key])
+    assert {path.name for path in (tmp_path / "locks").iterdir()} == {"room", f"{kept.key}.flight", f"{kept.key}.use"}
+
+
+def test_who_waits_for_a_lock_whose_file_goes_gets_the_next_one(tmp_path: Path) -> None:
+    """Two would hold it alone otherwise."""
+    path, waits, holds, done = tmp_path / "lock", threading.Event(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with locks.alone(path, None, waits.set):
+            holds.set()
+            done.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=second)
+    with locks.alone(path):
+        thread.start()
+        assert waits.wait(DEADLINE_S)
+        path.unlink()
+    assert holds.wait(DEADLINE_S)
+    with locks.at_once(path) as free:
+        assert not free
+    done.set()
+    thread.join(DEADLINE_S)
+
+
+def test_a_lock_ends_with_its_holder_and_not_with_a_child_of_it(tmp_path: Path) -> None:
+    """A process that was forked meanwhile has the descriptor too."""
+    with locks.alone(tmp_path / "lock") as lock:
+        childs = os.dup(lock)
+    try:
+        assert not locks.is_held(tmp_path / "lock")
+    finally:
+        os.close(childs)
+
+
+def test_a_source_that_says_nothing_is_not_waited_for_when_asked_to_stop(tmp_path: Path) -> None:
+    """It may be silent for as long as its patience lasts."""
+    asked, stop, answer = threading.Event(), threading.Event(), threading.Event()
+
+    class Silent(FakeRemote):
+        def listing(self) -> Listing:
+            asked.set()
+            assert answer.wait(DEADLINE_S)
+            return super().listing()
+
+    threading.Thread(target=lambda: asked.wait(DEADLINE_S) and stop.set()).start()
+    with pytest.raises(Stopped):
+        Store(tmp_path).get(Silent(FILES), None, stop)
+    assert not answer.is_set()
+    answer.set()
+
+
 def test_what_was_removed_cannot_be_used(tmp_path: Path) -> None:
     """Who comes too late is told, instead of reading half a model."""
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     store.remove(artifact.key)
-    with pytest.raises(SourceError, match="store-gone"), store.using(artifact.folder):
+    with pytest.raises(SourceError, match="store-gone"), using(artifact.folder):
         pass
 
 
 def test_any_folder_may_be_used(tmp_path: Path) -> None:
     """One that is no store's is nobody's to remove, and gets no files of ours."""
-    with Store(tmp_path / "store").using(tmp_path):
+    with using(tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -682,6 +838,7 @@ from tests.workers.fake_remote import FakeRemote
 from workers.artifacts.listing import SourceError
 from workers.artifacts.locks import is_held
 from workers.artifacts.store import Store
+from workers.artifacts.uses import using
 
 header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(header, none) == 0
@@ -690,7 +847,7 @@ for text in ("ab", "xy"):
     remote = FakeRemote({"config.json": text[0].encode(), "weights": text[1].encode() * 1000})
     try:
         artifact = store.get(remote)
-        with store.using(artifact.folder):
+        with using(artifact.folder):
             names = sorted(path.name for path in Path(artifact.folder).iterdir())
             told.append([names, remote.moved, is_held(store.root / "locks" / f"{artifact.key}.use")])
     except SourceError as error:
@@ -756,11 +913,35 @@ def test_what_does_not_fit_into_memory_is_loaded_from_disk(tmp_path: Path) -> No
     assert store.get(FakeRemote(FILES)).folder.startswith(str(tmp_path / "disk"))
 
 
+@pytest.mark.parametrize("damage", ["flipped", "unreadable"])
+def test_a_damaged_byte_is_not_copied_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """The copy is compared with what was fetched; what the disk has lost is fetched again."""
+    artifact = Store(tmp_path / "disk").get(FakeRemote(FILES))
+    path, sendfile = Path(artifact.folder) / BIG, os.sendfile
+    if damage == "flipped":
+        flip(path)
+    else:
+        os.utime(path, (0, 0))
+        monkeypatch.setattr("workers.artifacts.blobs.digest_of", unreadable)
+
+    def send(target: int, source: int, at: int, count: int) -> int:
+        if damage == "unreadable" and os.fstat(source).st_mtime == 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return sendfile(target, source, at, count)
+
+    monkeypatch.setattr(os, "sendfile", send)
+    remote = FakeRemote(FILES)
+    found = Store(tmp_path / "disk", memory=tmp_path / "memory").get(remote)
+    assert (content(found), remote.moved) == (FILES, [BIG])
+    assert found.folder.startswith(str(tmp_path / "memory"))
+    assert found.files == artifact.files
+
+
 def test_memory_has_a_budget_of_its_own_and_keeps_what_is_used(tmp_path: Path) -> None:
     """What is used from memory is not removed, there or on disk; afterwards it makes room in memory only."""
     store = Store(tmp_path / "disk", memory=tmp_path / "memory", memory_budget=budget_for(FILES), grace_s=0)
     one = store.get(FakeRemote(FILES))
-    with store.using(one.folder):
+    with using(one.folder):
         assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "disk"))
         assert failure(lambda: store.remove(one.key)) == "store-in-use"
     assert store.get(FakeRemote(OTHER, "s3://models/other")).folder.startswith(str(tmp_path / "memory"))
@@ -797,6 +978,7 @@ from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
 from workers.artifacts.listing import SourceError, Stopped
 from workers.artifacts.store import Store
+from workers.artifacts.uses import using
 
 CONTENTS = [bytes([number]) * 1000 * (number + 1) for number in range(6)]
 
@@ -806,7 +988,7 @@ def get(store, random):
     files = {name: chosen.choice(CONTENTS) for name in ("config.json", "x", "sub/y")}
     before = lambda name: stop.set() if random.random() < 0.03 else None
     artifact = store.get(FakeRemote(files, source, checksums=random.random() < 0.5, before=before), None, stop)
-    with store.using(artifact.folder):
+    with using(artifact.folder):
         for _ in range(2):
             assert {name: (Path(artifact.folder) / name).read_bytes() for name in files} == files
     if random.random() < 0.05:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote, Fetcher
+from workers import engines
 from workers.artifacts import arriving
-from workers.artifacts.arriving import coming, wait_for, wait_for_small
+from workers.artifacts.arriving import coming, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.listing import SourceError, Stopped
 from workers.artifacts.manifest import Artifact
 from workers.artifacts.store import Store
-from workers.engine import EngineLoadError
+from workers.engine import LOADS_ARRIVING, EngineLoadError
 from workers.engines.cpu import CpuEngine
 
 FILES = {"config.json": b"{}", "model-1.safetensors": b"1" * 100_000, "model-2.safetensors": b"2" * 100_000}
@@ -152,6 +155,44 @@ def test_small_files_are_waited_for_and_large_ones_are_not(
     wait_for_small(gated().folder)
 
 
+def test_all_of_it_is_waited_for_until_it_was_compared(
+    gated: Callable[..., Gated], looked: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file may be there already; what makes the folder whole is the manifest. A fetch that ends is told."""
+    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    reached, compare = threading.Event(), threading.Event()
+    real = Store._checked
+
+    def checked(self: Store, *arguments: Any) -> Any:
+        reached.set()
+        assert compare.wait(DEADLINE_S)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Store, "_checked", checked)
+    fetch = gated()
+    fetch.go_on()
+    assert reached.wait(DEADLINE_S)
+    assert coming(fetch.folder) == frozenset()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_all, fetch.folder)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        compare.set()
+        waiting.result(DEADLINE_S)
+    assert fetch.fetch.result(DEADLINE_S).folder == str(fetch.folder)
+
+
+def test_of_a_fetch_that_ends_nobody_gets_the_whole(
+    gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one of its files."""
+    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    fetch = gated()
+    fetch.end()
+    with pytest.raises(SourceError, match=r"fetch-ended: .* before all of it"):
+        wait_for_all(fetch.folder)
+
+
 def test_a_file_linked_from_another_version_is_waited_for_until_it_was_read(
     gated: Callable[..., Gated], tmp_path: Path
 ) -> None:
@@ -209,6 +250,65 @@ def test_the_cpu_engine_loads_while_shards_arrive(
         assert coming(fetch.folder) == {LAST_SHARD}
         fetch.go_on()
         assert loading.result(DEADLINE_S) == pytest.approx(first_logits(checkpoint("llama")), abs=1e-4)
+
+
+def test_the_cpu_engine_is_loaded_when_all_is_there(
+    sharded: dict[str, bytes], gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what it does not read: a replica never serves from less than the whole."""
+    monkeypatch.setattr(arriving, "SMALL_BYTES", 100)
+    asked, real = threading.Event(), arriving.wait_for_all
+
+    def wait(folder: Path) -> None:
+        asked.set()
+        real(folder)
+
+    monkeypatch.setattr("workers.engines.cpu.wait_for_all", wait)
+    fetch = gated({**sharded, "z.safetensors": b"of no model" * 100}, "z.safetensors")
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(first_logits, fetch.folder)
+        assert asked.wait(DEADLINE_S)
+        assert not loading.done()
+        fetch.go_on()
+        assert len(loading.result(DEADLINE_S)) > 0
+
+
+def test_pickled_weights_that_arrive_are_waited_for(
+    checkpoint: Checkpoints, gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not there when the engine looks which weights there are; refused without `allow_pickle` all the same."""
+    import torch
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(arriving, "SMALL_BYTES", 2000)
+    files = {name: (checkpoint("llama") / name).read_bytes() for name in ("config.json", "generation_config.json")}
+    held = io.BytesIO()
+    torch.save(load_file(checkpoint("llama") / "model.safetensors"), held)
+    fetch = gated({**files, "pytorch_model.bin": held.getvalue()}, "pytorch_model.bin")
+    with pytest.raises(EngineLoadError, match="pickle-refused"):
+        CpuEngine(fetch.folder, slots=1, max_len=32).load()
+
+    asked, real = threading.Event(), arriving.wait_for
+
+    def wait(folder: Path, name: str) -> Path:
+        asked.set()
+        return real(folder, name)
+
+    monkeypatch.setattr("workers.engines.cpu.wait_for", wait)
+    engine = CpuEngine(fetch.folder, slots=1, max_len=32, allow_pickle=True)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(engine.load)
+        assert asked.wait(DEADLINE_S)
+        fetch.go_on()
+        loading.result(DEADLINE_S)
+    assert engine.spec.vocab_size > 0
+
+
+def test_the_engines_that_may_load_early_are_those_that_wait_for_files() -> None:
+    """By what their modules use: the controller asks the set and not the engine."""
+    folder = Path(engines.__file__).parent
+    waits = {path.stem for path in folder.glob("*.py") if "workers.artifacts.arriving" in path.read_text()}
+    assert waits == LOADS_ARRIVING
 
 
 def test_the_cpu_engine_says_when_a_shard_does_not_come(

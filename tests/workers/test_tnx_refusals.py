@@ -12,6 +12,7 @@ import pytest
 
 from tests.doubles import Neuron
 from tests.workers.tnx_runs import config
+from workers.build import predict
 from workers.engine import EngineLoadError
 from workers.engines.transformers_neuronx import open_transformers_neuronx
 
@@ -42,6 +43,30 @@ def test_blocks_that_the_package_does_not_compute_are_refused(
     error = refused(source)
     assert error.id == "unknown-family"
     assert next(iter(told)) in error.what
+    assert neuron.held() == {}
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+def test_weights_that_the_package_has_sharded_are_refused(
+    checkpoint: Checkpoints, tmp_path: Path, neuron: Neuron, flagged: bool
+) -> None:
+    """By the flag in config.json or by the file; before a core is claimed, and by `cache verify` too."""
+    import transformers_neuronx as tnx
+    from neuron_double.runtime import reset_for_tests
+
+    usual = {"n_positions": 64, "tp_degree": 2, "neuron_config": tnx.NeuronConfig(on_device_embedding=True)}
+    model = tnx.LlamaForSampling.from_pretrained(str(checkpoint("llama")), **usual)
+    model.to_neuron()
+    model.save(str(tmp_path), sharded_weights=True)
+    reset_for_tests()
+    assert {"DecoderLMHead.safetensors", "decoder_layer_0.safetensors"} <= {file.name for file in tmp_path.iterdir()}
+    if not flagged:
+        shutil.copy(checkpoint("llama") / "config.json", tmp_path)
+    error = refused(tmp_path)
+    with pytest.raises(EngineLoadError) as foretold:
+        predict(config(tmp_path, compiled=str(tmp_path / "compiled")))
+    assert (error.id, str(tmp_path) in error.what) == ("layout-unsupported", True)
+    assert foretold.value.what == error.what
     assert neuron.held() == {}
 
 

@@ -523,3 +523,60 @@ def test_the_digest_of_each_file_is_told_before_it_appears(
     play.proxy.cut("m/model.safetensors", 2 * SPAN + 7)
     progress = play.fetch(tmp_path)
     assert progress.digests == {name: known_by(data, piece) for name, data in FILES.items()}
+
+
+def test_a_fetch_that_has_ended_names_no_file_any_more(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads may still compare what has arrived, while the next fetch works in the same folder."""
+    comparing, go_on, right = threading.Event(), threading.Event(), Assembly.right
+
+    def slow(assembly: Assembly) -> bool:
+        if assembly.file.name == "model.safetensors":
+            comparing.set()
+            assert go_on.wait(DEADLINE_S)
+        return right(assembly)
+
+    monkeypatch.setattr(Assembly, "right", slow)
+    monkeypatch.setattr("workers.artifacts.transfer.LEAVE_S", 0.01)
+    before, stop = set(threading.enumerate()), threading.Event()
+    threading.Thread(target=lambda: comparing.wait(DEADLINE_S) and stop.set()).start()
+    with pytest.raises(Stopped):
+        play.remote.fetch(play.only("model.safetensors"), tmp_path, Progress("test"), stop)
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("s3-")]
+    go_on.set()
+    for thread in left:
+        thread.join(DEADLINE_S)
+    assert (len(left), (tmp_path / "model.safetensors").exists()) == (1, False)
+    play.fetch(tmp_path)
+    assert content(tmp_path) == FILES
+
+
+def test_what_is_read_from_the_disk_ends_when_it_is_to(tmp_path: Path) -> None:
+    """Files of gigabytes are read again where a fetch goes on."""
+    (tmp_path / "a").write_bytes(BIG)
+    asked = []
+
+    def go_on() -> None:
+        asked.append(None)
+        raise Stopped
+
+    checksum = Checksum(algorithm="md5", value=hashlib.md5(BIG).digest(), composite=False)
+    file = RemoteFile(name="a", size=SIZE, tag="")
+    assembly = Assembly(file, tmp_path / "a", tmp_path / "work", checksum, [SIZE], SPAN, go_on)
+    with pytest.raises(Stopped):
+        assembly.found()
+    with pytest.raises(Stopped):
+        assembly.read(assembly.spans[0])
+    assert len(asked) == 2
+    assembly.close()
+
+
+def test_an_upload_in_ten_thousands_of_parts_costs_no_time(tmp_path: Path) -> None:
+    """Less than two CPU seconds: all connections would wait."""
+    sizes = [1000] * 20_000
+    began = time.process_time()
+    checksum = Checksum(algorithm="crc32", value=b"", composite=True)
+    file = RemoteFile(name="a", size=sum(sizes), tag="")
+    found = Assembly(file, tmp_path / "a", tmp_path / "work", checksum, sizes, 1000).spans
+    assert ((found[1].start, found[-1].end), time.process_time() - began < 2.0) == ((1000, sum(sizes)), True)

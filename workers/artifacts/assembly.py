@@ -6,8 +6,9 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from workers.artifacts.listing import RemoteFile, SourceError
 
 READ_BYTES = 2**20  # of what is read again from the disk, at once
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def _nothing() -> None:
+    pass
 
 
 class Summing:
@@ -61,8 +66,10 @@ class Assembly:
         checksum: Checksum | None,
         sizes: Sequence[int],
         span_bytes: int,
+        go_on: Callable[[], None] = _nothing,
     ) -> None:
-        """``sizes``: of the parts that the checksum is made of. ``span_bytes``: the most that is asked for at once."""
+        """``sizes``: of the parts that the checksum is made of. ``span_bytes``: the most that is asked for at once.
+        ``go_on`` is called again and again by whatever reads from the disk, and raises where that is to end."""
         self.file = file
         self.checksum = checksum
         self.algorithm = checksum.algorithm if checksum is not None and checksum.combines else OF_RANGES
@@ -73,8 +80,9 @@ class Assembly:
         self._data = -1
         self._sums: dict[Span, int] = {}
         self._parts: list[_Part] = []
-        for size in sizes:
-            self._parts.append(_Part(sum(part.size for part in self._parts), size, span_bytes))
+        self._go_on = go_on
+        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            self._parts.append(_Part(start, size, span_bytes))
         self.spans = [span for part in self._parts for span in part.spans]
         if checksum is not None and not checksum.combines:
             for part in self._parts:
@@ -184,6 +192,7 @@ class Assembly:
                 )
                 left = part.size
                 while left and (data := file.read(min(left, READ_BYTES))):
+                    self._go_on()
                     left -= len(data)
                     if hashed is None:
                         crc = add(data, crc)
@@ -202,6 +211,7 @@ class Assembly:
     def _read(self, span: Span) -> Iterator[bytes]:
         file = self._opened()
         for at in range(span.start, span.end, READ_BYTES):
+            self._go_on()
             yield os.pread(file, min(READ_BYTES, span.end - at), at)
 
     def _digest(self, part: _Part) -> bytes:

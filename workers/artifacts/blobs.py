@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Callable
@@ -14,8 +15,21 @@ from workers.artifacts.listing import Stopped
 BLOCK = 1 << 20  # bytes read at once: they are still in the CPU's cache when they are hashed
 
 
+DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})  # of the disk, or of its file system's own checksums
+
+
 def _never() -> bool:
     return False
+
+
+def is_of(path: Path, digest: str, stopped: Callable[[], bool] = _never) -> bool:
+    """Whether the file has that content. One that the disk cannot read any more has not. Raises OSError and Stopped."""
+    try:
+        return digest_of(path, stopped) == digest
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        return False
 
 
 def digest_of(path: Path, stopped: Callable[[], bool] = _never) -> str:
@@ -55,7 +69,7 @@ class Blobs:
             except FileExistsError:
                 if path.samefile(blob):
                     return True
-                if digest_of(blob) != digest:
+                if not is_of(blob, digest):
                     self._replace(blob, path)
                     return False
                 self._replace(path, blob)
@@ -71,10 +85,6 @@ class Blobs:
         except OSError:
             return False
         return True
-
-    def drop(self, digest: str) -> None:
-        """It is damaged: nobody gets it any more."""
-        self.path(digest).unlink(missing_ok=True)
 
     def sweep(self) -> int:
         """Remove what no artifact has; bytes. One that an artifact has is linked there before it comes here."""

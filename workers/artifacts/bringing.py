@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from placements.spec import source_kind
 from workers.artifacts import manifest
 from workers.artifacts.heads import AWAY
+from workers.artifacts.hub import is_offline
 from workers.artifacts.listing import Listing, Remote, SourceError
 from workers.artifacts.progress import Progress
 from workers.artifacts.sources import open_remote
@@ -40,6 +41,21 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     warning: str = ""  # it may not be what the source has now
     flight: str = ""  # a name of the fetch, which several may have waited for
+
+
+class Arriving(msgspec.Struct, frozen=True, kw_only=True):
+    """It is being fetched, into a folder that can be loaded from meanwhile: see arriving.py."""
+
+    folder: str
+    artifact: str  # the key of the content that is listed
+    bytes: int
+    left: int  # bytes that are still to come
+    moved: int  # bytes that came over the network so far
+
+    @property
+    def landed(self) -> Landed:
+        """As it will be."""
+        return Landed(folder=self.folder, artifact=self.artifact, bytes=self.bytes)
 
 
 def wanted_by(config: ReplicaConfig) -> tuple[Wanted | None, Wanted | None]:
@@ -77,6 +93,23 @@ def with_folders(
     return config
 
 
+def meanwhile(
+    config: ReplicaConfig,
+    wanted: tuple[Wanted | None, Wanted | None],
+    landed: Sequence[Landed | None],
+    going: Arriving,
+) -> ReplicaConfig | None:
+    """As ``with_folders``, while ``going`` arrives: the one of ``wanted`` that comes after those that have ``landed``.
+
+    None: another one is still to be fetched after it, or it is not the very content that is meant.
+    """
+    now, *later = wanted[len(landed) :]
+    if now is None or any(later) or now.artifact not in ("", going.artifact):
+        return None
+    model, draft = (*landed, going.landed, None)[:2]
+    return with_folders(config, wanted, (model, draft))
+
+
 def _origin(wanted: Wanted, landed: Landed) -> Origin:
     return Origin(source=wanted.source, revision=wanted.revision, artifact=landed.artifact)
 
@@ -88,17 +121,19 @@ class Bringing:
         """``opened`` makes the source of what is wanted; None: by its name, as `open_remote`."""
         self._store = store
         self._opened = opened or _opened
+        self._going: dict[Wanted, Path] = {}  # what is fetched from its source now, and to where
 
     def __call__(self, wanted: Wanted, progress: Progress, stop: threading.Event) -> Landed:
         """It is in the store. Raises SourceError and Stopped.
 
-        1. The very content that is meant, where it is here, without a question to anybody.
+        1. The very content that is meant, where it is here, without a question to anybody; offline what is here of the
+           hub's, since the hub's own cache may hold less of it.
         2. What the source has now.
         3. Where the source is away: the newest of it that is here, with a warning.
         """
         began, warning = time.monotonic(), ""
-        remote = self._opened(wanted)
-        same = self._here(wanted.artifact, remote)
+        remote: Remote = _Told(self._opened(wanted), self._going, wanted)
+        same = self._here(wanted.artifact or self._offline(wanted), remote)
         try:
             found = self._store.get(same or remote, progress, stop)  # 1, 2
         except SourceError as error:
@@ -117,6 +152,24 @@ class Bringing:
             flight=secrets.token_hex(8),
         )
 
+    def arriving(self, wanted: Wanted, progress: Progress) -> Arriving | None:
+        """What can be loaded from already, where somebody calls this object with that ``progress``; None: nothing.
+
+        Another one that fetches the same does not count, since nobody knows how fast that is.
+        """
+        folder, status = self._going.get(wanted), progress.status()
+        if folder is None or status.phase != "fetching" or not status.total:
+            return None
+        left = max(0, status.total - status.done)
+        return Arriving(folder=str(folder), artifact=folder.name, bytes=status.total, left=left, moved=progress.moved)
+
+    def _offline(self, wanted: Wanted) -> str:
+        """The key of what counts for the hub while nobody may ask it; empty: it may be asked, or nothing is here."""
+        if not is_offline() or wanted.source.startswith("s3://") or wanted.trust_remote_code:
+            return ""  # the last: nobody knows whether what is here was fetched with its code
+        held = self._store.held(wanted.source, wanted.revision or "")
+        return "" if held is None else held.key
+
     def _here(self, key: str, remote: Remote) -> _Here | None:
         kept = manifest.published(self._store.root / "artifacts" / key) if key else None
         return None if kept is None else _Here(kept.listing(), remote)
@@ -129,6 +182,26 @@ def _opened(wanted: Wanted) -> Remote:
         allow_pickle=wanted.allow_pickle,
         trust_remote_code=wanted.trust_remote_code,
     )
+
+
+class _Told:
+    """A source that tells to where it is being fetched."""
+
+    def __init__(self, remote: Remote, going: dict[Wanted, Path], wanted: Wanted) -> None:
+        self._remote = remote
+        self._going = going
+        self._wanted = wanted
+
+    def listing(self) -> Listing:
+        return self._remote.listing()
+
+    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
+        self._going[self._wanted] = folder
+        try:
+            self._remote.fetch(listing, folder, progress, stop)
+        finally:
+            if self._going.get(self._wanted) == folder:  # a later one of the same name may fetch other content
+                del self._going[self._wanted]
 
 
 class _Here:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from workers.artifacts.blobs import digest_of
+from workers.artifacts.blobs import DAMAGE, digest_of
 
 LOOK_S = 0.1
 AT_ONCE = 4  # files
@@ -40,7 +40,7 @@ class Digests:
         self._pool.shutdown(cancel_futures=True)
 
     def all(self) -> dict[str, str]:
-        """Of all that are there now. Raises Stopped and OSError."""
+        """Of all that are there now; empty for one that the disk cannot read. Raises Stopped and OSError."""
         there = [name for name in sorted(self._names) if (self._folder / name).exists()]
         for name in there:
             self._read(name)
@@ -65,7 +65,13 @@ class Digests:
                 self._reading[name] = self._pool.submit(self._digest, self._folder / name)
 
     def _digest(self, path: Path) -> tuple[Stamp, str]:
-        return _stamp(path), digest_of(path, self._ended)
+        stamp = _stamp(path)
+        try:
+            return stamp, digest_of(path, self._ended)
+        except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
+            return stamp, ""
 
     def _ended(self) -> bool:
         return self._left.is_set() or self._stop.is_set()

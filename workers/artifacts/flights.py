@@ -71,6 +71,12 @@ class Flights(Generic[End]):
         with self._changed:
             return [flight.progress.status() for flight in self._flights.values() if flight.ended is None]
 
+    def of(self, key: Hashable) -> Progress | None:
+        """How far that one is; None where it does not go on."""
+        with self._changed:
+            flight = self._flights.get(key)
+            return None if flight is None or flight.ended is not None else flight.progress
+
     def _begin(self, key: Hashable, name: str, work: Work[End]) -> _Flight[End]:
         flight: _Flight[End] = _Flight(Progress(name))
         self._flights[key] = flight
@@ -89,7 +95,7 @@ class Flights(Generic[End]):
         except SourceError as error:
             reaction = Reaction.STOP if error.id in HOPELESS else Reaction.RETRY
             ended = Failure(error.id, error.what, error.hint, reaction)
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception, and many wait for an end
             log.exception("%s has failed", name)
             ended = Failure("fetch-failed", f"{name}: {type(error).__name__}: {error}")
         with self._changed:

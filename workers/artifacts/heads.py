@@ -5,7 +5,8 @@
     heads/index/<digest>    the key that a source was last seen at
     heads/pins/<fleet>      {digest: key}: the commits that a fleet stays at
 
-The planner, the commands and the gateway read them. A folder appears whole, under its last name.
+The planner, the commands and the gateway read them. A folder appears whole, under its last name; one of which a crash
+of the machine has lost something is fetched again.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2s
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 
+from workers.artifacts import locks, manifest
 from workers.artifacts.layout import head
 from workers.artifacts.listing import Listing, Remote, SourceError
 from workers.artifacts.patience import Patience
@@ -31,6 +33,8 @@ from workers.artifacts.sources import open_remote
 MARK = "corewright-head.json"
 PATIENCE_S = 3.0  # somebody waits for the command
 KEPT_S = 30 * 86_400.0  # a head that nobody has asked for since then goes
+KEPT_PINS = 8  # fleets; one home has one at a time, and the commits of one that runs for months are read once
+HALF_S = 86_400.0  # what is half there for so long is of a process that died
 AWAY = ("hub-offline", "hub-unreachable", "hub-denied", "s3-unreachable", "s3-denied", "s3-no-credentials")
 """Errors that say nothing about the source: what was seen of it before still counts."""
 
@@ -119,23 +123,18 @@ class Heads:
             return None
 
     def kept(self, key: str) -> Head | None:
-        """The one with that key, if it is here."""
-        if len(key) != 32 or not key.isalnum():
+        """The one with that key, if all of it is here."""
+        folder = self._folder(key)
+        listing = None if folder is None else _whole(folder)
+        if folder is None or listing is None:
             return None
-        folder = self._root / key
-        try:
-            listing = msgspec.json.decode((folder / MARK).read_bytes(), type=Listing)
-            os.utime(folder / MARK)
-        except (OSError, msgspec.DecodeError):
-            return None
+        _touch(folder / MARK)
         return Head(listing=listing, folder=str(folder))
 
     def pins(self, fleet: str) -> dict[str, Head]:
         """By `Asked.digest`, what a fleet stays at, as far as it is here."""
-        try:
-            told = msgspec.json.decode((self._root / "pins" / fleet).read_bytes(), type=dict[str, str])
-        except (OSError, msgspec.DecodeError):
-            return {}
+        told = self._pinned(fleet)
+        _touch(self._root / "pins" / fleet)
         found = {digest: self.kept(key) for digest, key in told.items()}
         return {digest: head for digest, head in found.items() if head is not None}
 
@@ -144,52 +143,110 @@ class Heads:
         told = {digest: head.listing.key for digest, head in (self.pins(fleet) | dict(more)).items()}
         self._write("pins", fleet, msgspec.json.encode(told).decode())
 
+    def _folder(self, key: str) -> Path | None:
+        """None: no key, which are read from files."""
+        return self._root / key if len(key) == 32 and key.isalnum() else None
+
+    def _pinned(self, fleet: str) -> dict[str, str]:
+        try:
+            return msgspec.json.decode((self._root / "pins" / fleet).read_bytes(), type=dict[str, str])
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return {}
+
     def _fetched(self, asked: Asked, remote: Remote, listing: Listing) -> Head:
         folder = self._root / listing.key
-        if not (folder / MARK).is_file():
+        if _whole(folder) is None:
             self._root.mkdir(parents=True, exist_ok=True)
             self._prune()
-            arriving = Path(tempfile.mkdtemp(prefix=".arriving-", dir=self._root))
+            arriving = self._root / f".arriving-{uuid4().hex}"
+            arriving.mkdir()
             try:
                 remote.fetch(head(listing), arriving, Progress(listing.source), threading.Event())
                 (arriving / MARK).write_bytes(msgspec.json.encode(listing))
-                with contextlib.suppress(OSError):  # another process was first
-                    arriving.rename(folder)
+                self._place(arriving, folder)
             finally:
                 shutil.rmtree(arriving, ignore_errors=True)
-        self._remember(asked, listing.key)
+        _touch(folder / MARK)
+        with contextlib.suppress(OSError):  # it is asked for again
+            self._write("index", asked.digest, listing.key)
         return Head(listing=listing, folder=str(folder))
 
-    def _remember(self, asked: Asked, key: str) -> None:
-        self._write("index", asked.digest, key)
+    def _place(self, arriving: Path, folder: Path) -> None:
+        lost = arriving.with_name(f"{arriving.name}-lost")
+        with locks.alone(self._root / ".placing"):
+            if _whole(folder) is not None:
+                return  # another process was first
+            if folder.exists():  # a crash of the machine, or a process that was killed, has left it so
+                folder.rename(lost)
+            arriving.rename(folder)
+        shutil.rmtree(lost, ignore_errors=True)
 
     def _write(self, folder: str, name: str, text: str) -> None:
         (self._root / folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self._root / folder, prefix=".", delete=False) as stream:
-            stream.write(text)
-        Path(stream.name).replace(self._root / folder / name)
+        half = self._root / folder / f".{uuid4().hex}"
+        try:
+            half.write_text(text)
+            half.replace(self._root / folder / name)
+        except OSError:
+            half.unlink(missing_ok=True)
+            raise
 
     def _prune(self) -> None:
-        """What nobody has asked for in a month and no fleet of that time is pinned to; and what was killed."""
-        for pins in self._old(self._root / "pins"):
-            pins.unlink(missing_ok=True)
-        pinned = {
-            head.listing.key for pins in self._each(self._root / "pins") for head in self.pins(pins.name).values()
-        }
-        for folder in self._old(self._root):
-            if folder.name not in ("index", "pins", *pinned):
+        """What nobody has asked for in a month and no fleet is pinned to; and what was killed."""
+        pins = sorted(_each(self._root / "pins"), key=_age)
+        for old in pins[KEPT_PINS:]:
+            if _age(old) > KEPT_S:
+                _remove(old)
+        pinned = {key for fleet in _each(self._root / "pins") for key in self._pinned(fleet.name).values()}
+        for folder in _each(self._root):
+            mark = folder / MARK
+            if folder.name in ("index", "pins", *pinned):
+                continue
+            if not mark.exists() or _age(mark) > KEPT_S:  # the first: somebody has begun to remove it
+                _remove(mark)  # at the beginning: what is left of a head by a process that was killed is none
                 shutil.rmtree(folder, ignore_errors=True)
+        for name in _each(self._root / "index"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                if not (self._root / name.read_text()).exists():
+                    name.unlink()
+        for place in (self._root, self._root / "pins", self._root / "index"):
+            for half in place.glob(".arriving-*" if place == self._root else ".*"):
+                if _age(half) > HALF_S:
+                    shutil.rmtree(half, ignore_errors=True)
+                    _remove(half)
 
-    def _each(self, folder: Path) -> list[Path]:
-        try:
-            return list(folder.iterdir())
-        except OSError:
-            return []
 
-    def _old(self, folder: Path) -> Iterator[Path]:
-        now = time.time()
-        for path in self._each(folder):
-            mark = path / MARK if (path / MARK).is_file() else path
-            with contextlib.suppress(OSError):
-                if now - mark.stat().st_mtime > KEPT_S:
-                    yield path
+def _whole(folder: Path) -> Listing | None:
+    """What was listed when it was fetched; None: not all of its small files are there, at their sizes."""
+    try:
+        listing = msgspec.json.decode((folder / MARK).read_bytes(), type=Listing)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return listing if all(manifest.is_file(folder / file.name, file.size) for file in head(listing).files) else None
+
+
+def _touch(path: Path) -> None:
+    """It is in use today."""
+    with contextlib.suppress(OSError):  # it can only be read, and then nobody removes it either; or it is not there
+        os.utime(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _each(folder: Path) -> list[Path]:
+    """Without what is half there."""
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was written, or last in use; 0 where it is not there."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -6,11 +6,13 @@ by Xet where the server has it. Its exceptions hold addresses that are signed, s
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import inspect
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -18,11 +20,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from workers.artifacts.layout import INDEX, checked
+from workers.artifacts.layout import INDEX, PICKLES, checked
 from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.patience import Patience
 from workers.artifacts.progress import Progress
@@ -31,6 +33,7 @@ ASK_S = 10.0  # for one answer about a model
 TRIES = 3  # of a file that arrives damaged
 AT_ONCE = 8  # files
 SMALL_BYTES = 16 * 2**20  # files up to it come first
+_WEIGHTS = PICKLES | {".safetensors"}
 STAGING = ".fetching"  # in the folder: what is not verified yet
 
 _T = TypeVar("_T")
@@ -122,12 +125,17 @@ class HubRemote:
     def _download(self, listing: Listing, file: RemoteFile, staged: Path, arriving: _Arriving) -> Path:
         from huggingface_hub import hf_hub_download
 
-        _be_silent()
+        be_silent()
         download: Callable[..., str] = hf_hub_download
         told = {"tqdm_class": arriving.bar()} if "tqdm_class" in inspect.signature(download).parameters else {}
         arriving.forget()
         place = {"local_dir": staged, "cache_dir": _cache(), "endpoint": _endpoint(), "etag_timeout": ASK_S}
-        return Path(download(self._source, file.name, revision=listing.revision, **place, **told))
+        try:
+            return Path(download(self._source, file.name, revision=listing.revision, **place, **told))
+        except RuntimeError as error:  # Xet's is a plain one, whatever has happened
+            if full := _OF_THE_DISK.search(str(error)):
+                raise OSError(int(full[1]), os.strerror(int(full[1])), str(staged)) from None
+            raise
 
     def _asked(self, work: Callable[[], _T], arriving: _Arriving | None = None) -> _T:
         """The result of ``work``, tried again while the hub is away for no longer than the patience."""
@@ -216,11 +224,11 @@ def _endpoint() -> str | None:
 def _api() -> Any:
     from huggingface_hub import HfApi
 
-    _be_silent()
+    be_silent()
     return HfApi(endpoint=_endpoint())
 
 
-def _be_silent() -> None:
+def be_silent() -> None:
     """What these libraries log are addresses and headers, with signatures and the token."""
     for name in ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock"):
         logger = logging.getLogger(name)
@@ -268,6 +276,8 @@ def _cached(source: str, revision: str | None) -> Listing:
             name, size = path.relative_to(folder).as_posix(), path.stat().st_size
             files.append(RemoteFile(name=name, size=size, tag=tag, checksum=kind + tag if kind else ""))
     names = {file.name for file in files}
+    if not any(PurePosixPath(name).suffix in _WEIGHTS for name in names):
+        raise _away_offline(source, "holds no weights of it")  # tokenizers are kept there without a model
     if INDEX in names:
         shards = set(json.loads((folder / INDEX).read_text()).get("weight_map", {}).values())
         if shards - names:
@@ -279,7 +289,7 @@ def _snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    _be_silent()
+    be_silent()
     try:
         found = snapshot_download(source, revision=revision, cache_dir=_cache(), local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
@@ -298,6 +308,7 @@ def _away_offline(source: str, what: str) -> SourceError:
     return SourceError("hub-offline", f"{source}: HF_HUB_OFFLINE is set, and this machine's cache {what}", hint)
 
 
+_OF_THE_DISK = re.compile(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b")
 _OF_THE_WAY = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
 
 
@@ -332,13 +343,11 @@ def _told(error: Exception, source: str, revision: str | None) -> SourceError | 
         return SourceError("hub-not-found", f"{source} is no id of the hub", "write org/model")
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, _OF_THE_WAY):
         return None  # of the disk
-    # All threads share one client of the library, which closes it under the others where it finds no connection.
-    is_closed = isinstance(error, RuntimeError) and "client has been closed" in str(error)
+    # A RuntimeError tells that the client was closed, which all threads share, or it is Xet's, with a signed address.
     library = type(error).__module__.partition(".")[0]
     if (
         status is not None
-        or is_closed
-        or isinstance(error, OSError)
+        or isinstance(error, OSError | RuntimeError)
         or library in ("httpx", "httpx2", "httpcore", "requests")
     ):
         why = f"answers {status}" if status is not None else f"is not reached ({type(error).__name__})"

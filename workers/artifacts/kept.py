@@ -6,13 +6,16 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from workers.artifacts import manifest
-from workers.artifacts.listing import Listing, RemoteFile, Stopped
+from workers.artifacts.blobs import DAMAGE
+from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.manifest import Artifact
 from workers.artifacts.progress import Progress
 
 AT_ONCE = 4  # files
+DIGEST = "content:"  # of the checksums of its files: the digest that the store knows them by (content.py) comes after
 PIECE = 1 << 26  # bytes between two looks whether somebody has asked for the end
 
 
@@ -25,7 +28,10 @@ class Kept:
     def listing(self) -> Listing:
         """See `Remote`."""
         one = self._artifact
-        files = [RemoteFile(name=name, size=size, tag=digest) for name, (size, digest) in sorted(one.files.items())]
+        files = [
+            RemoteFile(name=name, size=size, tag=digest, checksum=f"{DIGEST}{digest}")
+            for name, (size, digest) in sorted(one.files.items())
+        ]
         return Listing(source=one.source, revision=one.revision, files=tuple(files))
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
@@ -40,9 +46,18 @@ class Kept:
         copy = path.with_name(f".{path.name}.copy")
         with (Path(self._artifact.folder) / file.name).open("rb") as source, copy.open("wb") as target:
             at = 0
-            while count := os.sendfile(target.fileno(), source.fileno(), at, PIECE):
+            while count := self._send(source, target, at):
                 at += count
                 progress.add(count)
                 if stop.is_set():
                     raise Stopped(f"the copy of {self._artifact.source} into memory was stopped")
         copy.replace(path)
+
+    def _send(self, source: IO[bytes], target: IO[bytes], at: int) -> int:
+        try:
+            return os.sendfile(target.fileno(), source.fileno(), at, PIECE)
+        except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
+            what = f"the disk cannot read {source.name} any more"
+            raise SourceError("store-incomplete", what, "it is fetched again") from error

@@ -16,12 +16,13 @@ _SERVED: Mapping[Layout, tuple[str, ...]] = {
     "hf": ("cpu", "transformers-neuronx", "nxd-inference"),
     "split": ("transformers-neuronx",),
     "optimum": ("transformers-neuronx",),
-    "presharded": (),
+    "presharded": ("nxd-inference",),
 }
 
 INDEX = "model.safetensors.index.json"
 SPLIT = "pytorch_model.bin/key_to_filename.json"  # what transformers-neuronx's ``save_pretrained_split`` wrote
 NEURON_CONFIG, COMPILED = "neuron_config.json", "model.pt"  # of NxD Inference, and of Optimum Neuron since 0.4
+TNX_SHARDS = "DecoderLMHead.safetensors"  # one file of those of ``save(folder, sharded_weights=True)``
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 
 # Of other programs, which no engine reads; and what training leaves beside a model.
@@ -44,7 +45,8 @@ def layout_of(names: Iterable[str] | Path, config: Mapping[str, Any] | None = No
 
     1. optimum: compiled by Optimum Neuron: a folder ``checkpoint/`` beside ``compiled/`` or neuron_config.json, or a
        config.json with ``neuron``.
-    2. presharded: weights that are already divided among the cores.
+    2. presharded: compiled by NxD Inference, or weights that are already divided among the cores: by it, or by
+       transformers-neuronx.
     3. split: one file for each weight, as transformers-neuronx wrote them.
     4. hf: config.json, and weights that transformers reads.
 
@@ -59,7 +61,7 @@ def layout_of(names: Iterable[str] | Path, config: Mapping[str, Any] | None = No
     if "checkpoint" in folders and ("compiled" in folders or NEURON_CONFIG in found):
         return "optimum"
     # 2.
-    if settings.get("neuron_sharded_weights") is True or any(map(_is_shard_of_a_core, found)):
+    if settings.get("neuron_sharded_weights") is True or TNX_SHARDS in found or any(map(_is_shard_of_a_core, found)):
         return "presharded"
     if NEURON_CONFIG in found and COMPILED in found:
         return "presharded"
@@ -78,9 +80,22 @@ def _unknown(source: str, names: Collection[str]) -> SourceError:
 
 
 def served_by(layout: Layout, names: Collection[str]) -> tuple[str, ...]:
-    """The engines that load such a model. Of what Optimum Neuron compiled, what it did before 0.4: a split model beside
-    NEFFs; since then it is a program of its own."""
-    return () if layout == "optimum" and NEURON_CONFIG in names else _SERVED[layout]
+    """The engines that load such a model.
+
+    Of what Optimum Neuron compiled, what it did before 0.4: a split model beside NEFFs; since then it is a program of
+    its own. Of presharded ones, those of NxD Inference: transformers-neuronx does not tell what its were made for.
+    """
+    if layout == "optimum" and NEURON_CONFIG in names:
+        return ()
+    if layout == "presharded" and not is_of_nxd(names):
+        return ()
+    return _SERVED[layout]
+
+
+def is_of_nxd(names: Collection[str]) -> bool:
+    """Whether a presharded model is in a form that NxD Inference loads: compiled, or its shards in ``weights/``."""
+    shards = any(name.startswith("weights/") and _is_shard_of_a_core(name) for name in names)
+    return shards or (NEURON_CONFIG in names and COMPILED in names)
 
 
 def names_in(folder: Path) -> list[str]:

@@ -1,4 +1,7 @@
-"""Locks of files: among the threads of one process as among processes, released by the kernel with their holder."""
+"""Locks of files: among the threads of one process as among processes, released by the kernel with their holder.
+
+Who holds one alone may unlink its file; who waits for it then takes the file of that name which comes after it.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,9 @@ def at_once(path: Path) -> Iterator[bool]:
     """Hold ``path`` alone if nobody else holds it: whether that is so."""
     lock = _opened(path)
     try:
-        yield _try(lock, fcntl.LOCK_EX)
+        yield _try(lock, fcntl.LOCK_EX) and _is_at(lock, path)
     finally:
-        os.close(lock)
+        _let_go(lock)
 
 
 def is_held(path: Path) -> bool:
@@ -56,22 +59,28 @@ def is_held(path: Path) -> bool:
     try:
         return not _try(lock, fcntl.LOCK_EX)
     finally:
-        os.close(lock)
+        _let_go(lock)
 
 
 @contextlib.contextmanager
 def _held(path: Path, kind: int, stop: threading.Event | None, waiting: Callable[[], None]) -> Iterator[int]:
-    stop = stop or threading.Event()
+    stop, told = stop or threading.Event(), False
     lock = _opened(path)
     try:
-        if not _try(lock, kind):
-            waiting()
-            while not _try(lock, kind):
-                if stop.wait(WAIT_S):
-                    raise Stopped(f"stopped while another held {path}")
+        while not (_try(lock, kind) and _is_at(lock, path)):
+            if not _is_at(lock, path):
+                _let_go(lock)
+                lock = -1
+                lock = _opened(path)
+                continue
+            if not told:
+                told = True
+                waiting()
+            if stop.wait(WAIT_S):
+                raise Stopped(f"stopped while another held {path}")
         yield lock
     finally:
-        os.close(lock)
+        _let_go(lock)
 
 
 def _opened(path: Path) -> int:
@@ -82,6 +91,20 @@ def _opened(path: Path) -> int:
         if error.errno not in READ_ONLY or not path.exists():
             raise
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough for a lock
+
+
+def _let_go(lock: int) -> None:
+    """Not by closing it alone: a child that was forked meanwhile has the descriptor too."""
+    if lock >= 0:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def _is_at(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _try(lock: int, kind: int) -> bool:

@@ -18,6 +18,8 @@ WHOLE = "corewright-artifact.json"  # written last: a folder without it is a fet
 GROWING = "corewright-fetch.json"  # written first
 OURS = frozenset({WHOLE, GROWING, f"{WHOLE}.new", f"{GROWING}.new"})
 
+EARLIER = 64  # commits that are remembered
+
 Kind = TypeVar("Kind")
 
 
@@ -27,6 +29,7 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     source: str
     revision: str = ""
+    earlier: tuple[str, ...] = ()  # commits that had the same files
     folder: str  # its files lie there under the source's names
     bytes: int
     files: Mapping[str, tuple[int, str]]  # name -> bytes and digest
@@ -49,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     revision: str = ""
+    earlier: tuple[str, ...] = ()  # commits that had the same files, the last one first
     files: Mapping[str, KeptFile]
     fetched_at: float
     fetch_s: float
@@ -57,6 +61,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files.values())
+
+    def moved_on(self, revision: str) -> Manifest:
+        """The same files stand at another commit now."""
+        before = [one for one in (self.revision, *self.earlier) if one != revision]
+        return msgspec.structs.replace(self, revision=revision, earlier=tuple(before[:EARLIER]))
 
     def listing(self) -> Listing:
         """What was fetched."""
@@ -71,6 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             key=folder.name,
             source=self.source,
             revision=self.revision,
+            earlier=self.earlier,
             folder=str(folder),
             bytes=self.bytes,
             files={name: (file.size, file.digest) for name, file in self.files.items()},

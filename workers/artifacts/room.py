@@ -61,21 +61,38 @@ class Room:
             what = f"the disk of {self.root} is full, and {listing.source} needs {_size(listing.bytes)}"
             raise SourceError("store-full", what, REMEDY)
 
-    def remove(self, key: str) -> bool:
-        """Whether nobody fetches it or uses it, so that it is gone now."""
+    def remove(self, key: str, *, though_given: bool = False) -> bool:
+        """Whether nobody fetches it or uses it, so that it is gone now. Not ``though_given``: nor was it given to
+        anybody for ``grace_s``."""
         folder = self.artifacts / key
         if not folder.is_dir():
             return True
         with locks.at_once(self.uses.flight(key)) as free, locks.at_once(self.uses.use(key)) as unused:
             if not free or not unused or (self._above is not None and self._above.uses.is_busy(key)):
                 return False
+            whole = manifest.whole(folder)
+            if whole is not None and not though_given and self._is_given(key, whole):
+                return False  # who has chosen it has looked before
             manifest.withdraw(folder)  # first: a death in between leaves nothing that looks whole
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)
+            self.uses.forget(key)
         self.blobs.sweep()
         if self._above is not None:
-            self._above.remove(key)
+            self._above.remove(key, though_given=True)
         return True
+
+    def is_spare(self, key: str) -> bool:
+        """Whether `remove` would take it now."""
+        return self._entry(self.artifacts / key).spare
+
+    def sweep(self) -> None:
+        """Remove contents that no artifact has, and locks of artifacts that are not here."""
+        self.blobs.sweep()
+        for key in self.uses.known():
+            with locks.at_once(self.uses.flight(key)) as free, locks.at_once(self.uses.use(key)) as unused:
+                if free and unused and not (self.artifacts / key).exists():
+                    self.uses.forget(key)
 
     def _over_budget(self) -> int:
         return held(self._entries()) - self._budget if self._budget is not None else 0
@@ -111,14 +128,13 @@ class Room:
         whole, going = manifest.published(folder), manifest.growing(folder)
         if whole is not None:
             used_at, level = self.uses.last(key)
-            used_at = max(used_at, whole.fetched_at)
             return Entry(
                 key=key,
                 files={file.digest: file.size for file in whole.files.values()},
                 reload_s=whole.fetch_s + FIXED_S,
                 level=level,
-                used_at=used_at,
-                spare=not busy and not 0.0 <= time.time() - used_at < self._grace_s,
+                used_at=max(used_at, whole.fetched_at),
+                spare=not busy and not self._is_given(key, whole),
             )
         if going is None:
             return Entry(key=key, files={key: _blocks(folder)}, reload_s=0.0, spare=not busy)
@@ -126,6 +142,12 @@ class Room:
         seeded = {digest: sizes[name] for name, digest in going.seeds.items() if name in sizes}
         rest = (going.listing.bytes if busy else min(going.listing.bytes, _blocks(folder))) - sum(seeded.values())
         return Entry(key=key, files={**seeded, key: max(0, rest)}, reload_s=0.0, spare=not busy)
+
+    def _is_given(self, key: str, whole: manifest.Manifest) -> bool:
+        """Whether somebody got it a moment ago, who may not hold it yet. A clock that is set back by less than the
+        grace changes nothing."""
+        used_at = max(self.uses.last(key)[0], whole.fetched_at)
+        return abs(time.time() - used_at) < self._grace_s
 
 
 def says_full(error: BaseException | None) -> bool:

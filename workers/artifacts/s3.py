@@ -25,8 +25,6 @@ DEFAULT_REGION = "us-east-1"
 WORK = ".arriving"  # a folder in the one that a fetch fills, gone at the end
 NAME_BYTES = 255  # of one folder or file: NAME_MAX of Linux's file systems
 
-_LOADING = threading.Lock()
-
 T = TypeVar("T")
 
 
@@ -44,8 +42,10 @@ class Bucket:
         self.region = DEFAULT_REGION
         self._patience = patience or Patience(seconds=20.0)
         self._session: Any = None
+        self._loading = threading.Lock()  # a session is not to be used by two threads at once, a client is
         self._clients: dict[int, Any] = {}
         self._address = ""  # scheme and host of the last request: that of the bucket's region, after redirections
+        self._virtual = False  # the host names the bucket, and the path does not
 
     @classmethod
     def of(cls, url: str, patience: Patience | None = None) -> Bucket:
@@ -108,15 +108,6 @@ class Bucket:
 
         return self._ask("s3:GetObject", key, ask, stop=stop)
 
-    def exists(self, name: str) -> bool:
-        try:
-            self.head(name)
-        except SourceError as error:
-            if error.id == "s3-not-found":
-                return False
-            raise
-        return True
-
     def put_bytes(self, name: str, data: bytes, only_new: bool = False) -> bool:
         """``only_new``: not over an object that is there already, also when two write at once. True: it was written."""
         key = self.key(name)
@@ -164,12 +155,11 @@ class Bucket:
         """
         from obstore.store import S3Store
 
-        host = urlsplit(self._address).hostname or ""
         config: dict[str, Any] = {
             "region": self.region,
             # obstore prefers this variable to the option of the other name
             "aws_endpoint_url_s3" if "AWS_ENDPOINT_URL_S3" in os.environ else "endpoint": self._address,
-            "virtual_hosted_style_request": host.startswith(f"{self.bucket}."),
+            "virtual_hosted_style_request": self._virtual,
             "skip_signature": False,
         }
         options: dict[str, Any] = {
@@ -240,7 +230,7 @@ class Bucket:
 
     def _client(self, attempts: int) -> Any:
         """botocore's; it makes itself ``attempts`` of each request."""
-        with _LOADING:  # a session is not to be used by two threads at once, a client is
+        with self._loading:
             if attempts not in self._clients:
                 self._clients[attempts] = self._connected(attempts)
             return self._clients[attempts]
@@ -263,9 +253,15 @@ class Bucket:
         )
         client = self._session.create_client("s3", config=config)
         self.region = client.meta.region_name or DEFAULT_REGION
+        client.meta.events.register("before-call.s3", self._on_call)
         client.meta.events.register("before-send.s3", self._on_send)
         client.meta.events.register("response-received.s3", self._on_answer)
         return client
+
+    def _on_call(self, params: Any, **_: Any) -> None:
+        """An endpoint's own host may begin with the name of the bucket: the path tells."""
+        path, within = urlsplit(params["url"]).path, urlsplit(params["url_path"]).path
+        self._virtual = path.strip("/") == within.strip("/")
 
     def _on_send(self, request: Any, **_: Any) -> None:
         parts = urlsplit(request.url)
@@ -291,7 +287,7 @@ def wrong_with(name: str) -> str:
         return "its name has an empty part"
     if {".", ".."} & set(parts):
         return "its name leaves the folder"
-    if any(ord(sign) < 32 for sign in name):
+    if any(ord(sign) < 32 or ord(sign) == 127 for sign in name):
         return "its name has a character that no file can have"
     if parts[0] == WORK:
         return f"{WORK} is kept for what arrives"

@@ -125,6 +125,8 @@ def of_obstore(error: Exception, bucket: str, key: str) -> SourceError | None:
     """An exception of obstore's reads; None: another attempt may go better."""
     if isinstance(error, FileNotFoundError):
         return changed(bucket, key)  # it was there when it was listed
+    if isinstance(error, ValueError):  # before anything is asked
+        return SourceError("s3-key-unsafe", f"{url_of(bucket, key)!r} cannot be asked for", "rename the object")
     kind, text = type(error).__name__, str(error)
     code, status, lacks = CODE.search(text), STATUS.search(text), LACKS.search(text)
     known = {"PermissionDeniedError": 403, "UnauthenticatedError": 401, "PreconditionError": 412, "NotFoundError": 404}

@@ -18,7 +18,7 @@ class Selected:
     """A source, of which only the files of the model are seen."""
 
     def __init__(self, source: str, remote: Remote, *, allow_pickle: bool, trust_remote_code: bool) -> None:
-        self._source = source
+        self._source = source.rstrip("/")  # which means nothing: by one name it is found again
         self._remote = remote
         self._allow_pickle = allow_pickle
         self._trust_remote_code = trust_remote_code

@@ -15,25 +15,27 @@ import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import msgspec
 
 from workers.artifacts import locks, manifest
-from workers.artifacts.blobs import digest_of
+from workers.artifacts.blobs import is_of
 from workers.artifacts.digests import Digests
-from workers.artifacts.kept import Kept
+from workers.artifacts.kept import DIGEST, Kept
 from workers.artifacts.layout import checked
-from workers.artifacts.listing import Listing, Remote, SourceError
+from workers.artifacts.listing import Listing, Remote, SourceError, Stopped
 from workers.artifacts.manifest import Artifact as Artifact
 from workers.artifacts.manifest import KeptFile, Manifest
 from workers.artifacts.progress import Progress
 from workers.artifacts.room import GRACE_S, REMEDY, Room, says_full
-from workers.artifacts.uses import using as using
+from workers.artifacts.uses import using
 
 log = logging.getLogger(__name__)
 
 ASSUMED_RATE = 1e9  # bytes a second, of a fetch that was not seen
+LOOK_S = 0.1  # between two looks whether somebody has asked for the end
 ATTEMPTS = 3  # to fetch what turns out to be damaged when all of it is here
 
 
@@ -67,17 +69,17 @@ class Store:
     def get(self, remote: Remote, progress: Progress | None = None, stop: threading.Event | None = None) -> Artifact:
         """What ``remote`` lists now, from this host if it is here, else fetched. Raises SourceError and Stopped.
 
-        Whoever asks for what another fetches waits for it. What is returned is not removed for ``GRACE_S``; hold it
-        with `using` for longer.
+        Whoever asks for what another fetches waits for it. What is returned is not removed for ``GRACE_S``, but by
+        `remove`; hold it with `using` for longer.
         """
         progress, stop = progress or Progress(""), stop or threading.Event()
         try:
             progress.enter("listing")
-            listing = checked(manifest.without_ours(remote.listing()))
+            listing = checked(manifest.without_ours(_listed(remote, stop)))
             progress.expect(listing.bytes)
             with self._writing():
                 found = self._fetched(listing.key, listing, remote, progress, stop)
-                found = self._promoted(found, progress, stop)
+                found = self._promoted(found, listing, remote, progress, stop)
         except BaseException:
             progress.enter("failed")
             raise
@@ -87,14 +89,19 @@ class Store:
     def held(self, source: str, revision: str = "") -> Artifact | None:
         """The newest whole one of ``source``, without asking it. ``revision`` is a commit of the hub; empty: any."""
         source = source.rstrip("/")
-        found = [one for one in self.artifacts() if one.source == source and revision in ("", one.revision)]
+        found = [
+            one for one in self.artifacts() if one.source == source and revision in ("", one.revision, *one.earlier)
+        ]
         return max(found, key=lambda one: one.fetched_at, default=None)
 
     def artifacts(self) -> tuple[Artifact, ...]:
         """All whole ones, by key. Those that are in memory have their folder there."""
         found = {folder.name: one for folder in self._room.folders() if (one := self._artifact(folder)) is not None}
         if self._memory is not None:
-            found |= {one.key: one for one in self._memory.artifacts() if one.key in found}
+            for copy in self._memory.artifacts():
+                if (one := found.get(copy.key)) is not None:
+                    used_at = max(one.used_at, copy.used_at)
+                    found[copy.key] = msgspec.structs.replace(one, folder=copy.folder, used_at=used_at)
         return tuple(found[key] for key in sorted(found))
 
     def growing(self, source: str) -> Path | None:
@@ -111,26 +118,24 @@ class Store:
 
     # What goes
 
-    def using(self, folder: str | Path) -> contextlib.AbstractContextManager[None]:
-        """See `using`."""
-        return using(folder)
-
     def remove(self, key: str) -> None:
         """It is not here any more. Raises SourceError where it is used or fetched (store-in-use), or not there."""
-        folder = self._artifacts / key
-        if not folder.is_dir():
-            raise SourceError("store-gone", f"no artifact {key} is in {self.root}")
+        if not self._folder(key).is_dir():
+            raise self._gone(key)
         with self._writing():
             for _ in range(3):  # who looks whether it is used holds it for a moment
-                if self._room.remove(key):
+                if self._room.remove(key, though_given=True):
                     return
                 time.sleep(locks.WAIT_S)
         what = f"artifact {key} is used by a replica, or is being fetched"
         raise SourceError("store-in-use", what, "unload the model first")
 
-    def prune(self, keep: Collection[str] = ()) -> list[Artifact]:
-        """Remove all that nobody uses, but those whose key or source is in ``keep``; what died fetches have left goes
-        as well. The removed ones."""
+    def prune(self, keep: Collection[str] = (), *, dry_run: bool = False) -> list[Artifact]:
+        """Remove all that nobody uses, or was given lately, but those whose key or source is in ``keep``; what died
+        fetches have left goes as well. The removed ones; with ``dry_run`` those that would be, and nothing goes."""
+        if dry_run:
+            kept = [one for one in self.artifacts() if one.key in keep or one.source in keep]
+            return [one for one in self.artifacts() if one not in kept and self._room.is_spare(one.key)]
         gone = []
         with self._writing():
             for folder in self._room.folders():
@@ -139,26 +144,35 @@ class Store:
                     continue
                 if self._room.remove(folder.name) and one is not None:
                     gone.append(one)
-            self._blobs.sweep()
+            self._room.sweep()
         if self._memory is not None:
             self._memory.prune([folder.name for folder in self._room.folders()])
         return gone
 
-    def verify(self, key: str) -> list[str]:
+    def verify(self, key: str, stop: threading.Event | None = None) -> list[str]:
         """Read all files of an artifact, and compare them with their digests. The names of the damaged ones.
 
         These are removed, from every artifact that has them, which are then no longer whole: the next `get` fetches
-        them again, and nothing else.
+        them again, and nothing else. Raises SourceError (store-gone), and Stopped.
         """
-        folder = self._artifacts / key
+        folder, stop = self._folder(key), stop or threading.Event()
         found = manifest.published(folder)
         if found is None:
-            raise SourceError("store-gone", f"no artifact {key} is in {self.root}")
-        with self._writing(), locks.alone(self._uses.flight(key)):
-            damaged = self._damaged(folder, found, threading.Event())
+            raise self._gone(key)
+        with self._writing(), locks.alone(self._uses.flight(key), stop):
+            damaged = self._damaged(folder, found, stop)
         if self._memory is not None and manifest.published(self._memory._artifacts / key) is not None:
-            damaged += self._memory.verify(key)
+            damaged += self._memory.verify(key, stop)
         return sorted(set(damaged))
+
+    def _folder(self, key: str) -> Path:
+        """Raises SourceError where it is no key: it would name a folder that is no artifact."""
+        if len(key) != 32 or not key.isalnum():
+            raise self._gone(key)
+        return self._artifacts / key
+
+    def _gone(self, key: str) -> SourceError:
+        return SourceError("store-gone", f"no artifact {key} is in {self.root}")
 
     # Fetching
 
@@ -174,15 +188,15 @@ class Store:
                 if found is None:
                     return self._fetch(key, listing, remote, progress, stop)
         progress.expect(listing.bytes, listing.bytes)
-        return found if found.revision == listing.revision else self._moved_on(found, listing.revision)
+        return found if found.revision == listing.revision else self._moved_on(found, listing.revision, stop)
 
-    def _moved_on(self, found: Artifact, revision: str) -> Artifact:
-        """The same content stands at another commit now."""
+    def _moved_on(self, found: Artifact, revision: str, stop: threading.Event) -> Artifact:
+        """The same content stands at another commit now. It is found by both."""
         folder = Path(found.folder)
-        with contextlib.suppress(OSError), locks.alone(self._uses.flight(found.key)):
+        with contextlib.suppress(OSError), locks.alone(self._uses.flight(found.key), stop):
             kept = manifest.published(folder)
             if kept is not None:
-                manifest.publish(folder, msgspec.structs.replace(kept, revision=revision))
+                manifest.publish(folder, kept.moved_on(revision))
         return msgspec.structs.replace(found, revision=revision)
 
     def _here(self, key: str, progress: Progress, stop: threading.Event) -> Artifact | None:
@@ -208,7 +222,7 @@ class Store:
         told = progress.digests
         told.clear()  # of what was fetched before with that progress
         for _ in range(ATTEMPTS):
-            seeds = self._begin(folder, listing)
+            seeds = self._begin(folder, listing, stop)
             with Digests(folder, (file.name for file in listing.files), told, stop) as digests:
                 progress.enter("fetching")
                 self._bring(folder, listing, remote, progress, stop)
@@ -225,17 +239,22 @@ class Store:
             source=listing.source,
             revision=listing.revision,
             files=files,
-            fetched_at=time.time(),
+            fetched_at=self._now(listing.source),
             fetch_s=_whole_fetch_s(listing.bytes, progress.moved - moved, time.monotonic() - began),
             boot=manifest.boot(),
         )
         manifest.publish(folder, made)
         return made.artifact(folder, time.time())
 
-    def _begin(self, folder: Path, listing: Listing) -> dict[str, str]:
+    def _now(self, source: str) -> float:
+        """The time, later than all that was fetched of the source, even where the clock was set back since."""
+        every = filter(None, map(manifest.published, self._room.folders()))
+        return max([time.time(), *(one.fetched_at + 0.001 for one in every if one.source == source)])
+
+    def _begin(self, folder: Path, listing: Listing, stop: threading.Event) -> dict[str, str]:
         """Make room, and say that it is taken from now on. The seeds."""
         folder.mkdir(exist_ok=True)
-        with locks.alone(self._uses.room):
+        with locks.alone(self._uses.room, stop):
             manifest.regrow(folder)
             before = manifest.growing(folder)
             if before is None or before.boot != manifest.boot():
@@ -288,7 +307,7 @@ class Store:
             except (OSError, SourceError) as error:
                 if not says_full(error):
                     raise
-                with locks.alone(self._uses.room):
+                with locks.alone(self._uses.room, stop):
                     self._room.make_more(folder, listing)
 
     def _checked(
@@ -299,6 +318,11 @@ class Store:
         for file in listing.files:
             name, digest = file.name, digests.get(file.name)
             if digest is None:
+                continue
+            told = file.checksum.removeprefix(DIGEST) if file.checksum.startswith(DIGEST) else digest
+            if not digest or told != digest:  # of a copy: it is not what it is a copy of
+                (folder / name).unlink(missing_ok=True)
+                self._distrust(seeds.get(name, ""))
                 continue
             if seeds.get(name, digest) != digest:
                 (folder / name).unlink()
@@ -338,7 +362,7 @@ class Store:
         damaged = []
         for name, file in found.files.items():
             path = folder / name
-            if manifest.is_file(path, file.size) and digest_of(path, stop.is_set) == file.digest:
+            if manifest.is_file(path, file.size) and is_of(path, file.digest, stop.is_set):
                 continue
             damaged.append(name)
             self._give_up(folder, name)
@@ -348,7 +372,10 @@ class Store:
         return damaged
 
     def _distrust(self, digest: str) -> None:
-        """Some copy of a content is damaged. All that are go; artifacts that lose theirs are not whole any more."""
+        """Some copy of a content is damaged. All that are go; artifacts that lose theirs are not whole any more.
+        Empty: of none that is known."""
+        if not digest:
+            return
         blob = self._blobs.path(digest)
         if _differs(blob, digest):
             blob.unlink(missing_ok=True)
@@ -366,18 +393,29 @@ class Store:
 
     # Memory
 
-    def _promoted(self, found: Artifact, progress: Progress, stop: threading.Event) -> Artifact:
+    def _promoted(
+        self, found: Artifact, listing: Listing, remote: Remote, progress: Progress, stop: threading.Event
+    ) -> Artifact:
         """The artifact in memory, if there is room for it; else as it is."""
         if self._memory is None:
             return found
+        for again in (True, False):
+            try:
+                progress.enter("copying")
+                return self._memory._copied(found, stop)
+            except SourceError as error:
+                if again and error.id == "store-incomplete":  # perhaps what is copied is damaged
+                    self.verify(found.key, stop)
+                    found = self._fetched(found.key, listing, remote, progress, stop)
+                    continue
+                log.info("%s is loaded from %s, and not from memory: %s", found.source, found.folder, error)
+        return found
+
+    def _copied(self, found: Artifact, stop: threading.Event) -> Artifact:
+        """Of another store's."""
         remote = Kept(found)
-        try:
-            progress.enter("copying")
-            with self._memory._writing(), using(found.folder):
-                return self._memory._fetched(found.key, remote.listing(), remote, Progress(found.source), stop)
-        except SourceError as error:
-            log.info("%s is loaded from %s, and not from memory: %s", found.source, found.folder, error)
-            return found
+        with self._writing(), using(found.folder):
+            return self._fetched(found.key, remote.listing(), remote, Progress(found.source), stop)
 
     # Files
 
@@ -399,6 +437,24 @@ class Store:
             raise SourceError("store-unwritable", what, "does the folder belong to another user?") from error
 
 
+def _listed(remote: Remote, stop: threading.Event) -> Listing:
+    """What it lists; Stopped soon after ``stop`` is set, for which a source that is away does not look."""
+    answer: Future[Listing] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(remote.listing())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="listing", daemon=True).start()
+    while not answer.done():
+        wait([answer], LOOK_S)
+        if stop.is_set() and not answer.done():
+            raise Stopped("stopped before it was listed")
+    return answer.result()
+
+
 def _whole_fetch_s(size: int, moved: int, seconds: float) -> float:
     """What fetching all ``size`` bytes takes, seen that ``moved`` of them took so long. Too few tell nothing."""
     return seconds * max(1.0, size / moved) if 2 * moved >= size > 0 else max(seconds, size / ASSUMED_RATE)
@@ -407,7 +463,7 @@ def _whole_fetch_s(size: int, moved: int, seconds: float) -> float:
 def _differs(path: Path, digest: str) -> bool:
     """Whether it is there, with another content."""
     try:
-        return digest_of(path) != digest
+        return not is_of(path, digest)
     except FileNotFoundError:
         return False
 

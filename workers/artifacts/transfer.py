@@ -116,6 +116,7 @@ class _Fetch:
         self._waiting = waiting
         self._span_bytes = span_bytes
         self._halt = threading.Event()
+        self._naming = threading.Lock()  # held by who gives a file its name
         self._changed = threading.Condition()  # guards what follows
         self._jobs: list[tuple[tuple[int, int, int], int, Callable[[], None]]] = []
         self._serial = count()
@@ -176,6 +177,8 @@ class _Fetch:
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._running, LEAVE_S)
+        with self._naming:
+            pass  # from now on nobody does: another fetch may work in the same folder
 
     # The threads
 
@@ -226,7 +229,7 @@ class _Fetch:
             log.info("%s/%s has no checksum that can be compared", self._bucket.url, file.name)
         work = self._work / blake2s(f"{file.name}\0{file.tag}".encode(), digest_size=16).hexdigest()
         target = self._folder / file.name
-        assembly = Assembly(file, target, work, checksum, sizes, self._span_bytes)
+        assembly = Assembly(file, target, work, checksum, sizes, self._span_bytes, self._go_on)
         assembly.damaged = damaged
         if assembly.found():
             self._progress.add(file.size)
@@ -326,10 +329,14 @@ class _Fetch:
             self._progress.add(size)
 
     def _finish(self, assembly: Assembly, number: int) -> None:
-        if assembly.right():
-            self._progress.digests[assembly.file.name] = assembly.content()
-            assembly.publish()
+        right, content = assembly.right(), assembly.content()
+        if right:
+            with self._naming:
+                self._go_on()
+                self._progress.digests[assembly.file.name] = content
+                assembly.publish()
             return self._done(assembly)
+        self._go_on()
         log.warning("%s/%s has arrived damaged", self._bucket.url, assembly.file.name)
         assembly.forget()
         if assembly.damaged >= ATTEMPTS:

@@ -53,6 +53,15 @@ class Uses:
         """Whether anybody fetches or uses it."""
         return locks.is_held(self.flight(key)) or locks.is_held(self.use(key))
 
+    def known(self) -> set[str]:
+        """The keys of all that there are locks of."""
+        return {path.stem for path in self.folder.glob("*.*") if path.suffix in (".flight", ".use")}
+
+    def forget(self, key: str) -> None:
+        """By who holds both alone: it is not here any more."""
+        for path in (self.flight(key), self.use(key)):
+            path.unlink(missing_ok=True)
+
     def last(self, key: str) -> tuple[float, float]:
         """When it was last used, in seconds since the epoch, and at which level; 0 where that is not known."""
         try:

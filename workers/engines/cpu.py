@@ -15,14 +15,15 @@ import inspect
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
-from workers.artifacts.arriving import coming, wait_for, wait_for_small
+from workers.artifacts.arriving import coming, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.listing import SourceError
 from workers.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
 from workers.buildable import Buildable, Tell
@@ -228,6 +229,7 @@ class CpuEngine:
             max_len=self._max_len,
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
+            trust_remote_code=self._trust_remote_code,
         )
 
     def _make(self, found: Entry, tell: Tell) -> None:
@@ -242,7 +244,7 @@ class CpuEngine:
         if self._compiles:
             cpu_artifacts.check_compiler()
         prefill_buckets, decode_buckets = self._checked_sizes()
-        _wait_for_small(self._path)
+        _arrived(lambda: wait_for_small(self._path))
         settings = read_config(self._path)
         family = _family(settings, self._path, self._trust_remote_code)
         eos = eos_token_ids(self._path, settings)
@@ -286,6 +288,7 @@ class CpuEngine:
             self._take_graphs()
         else:
             self._warm_up()
+        _arrived(lambda: wait_for_all(self._path))  # what serves is never less than the whole, each file verified
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
@@ -634,10 +637,13 @@ def _family(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Fa
 def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
     """The files that transformers will read, and whether they are pickles, which is where there are no safetensors."""
     safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
-    is_there = {file: file.exists() or _index_of(file).exists() for file in (safe, pickle)}
+    still = coming(path)  # first: what arrives between the two looks is then seen twice, and not overlooked
+    is_there = {
+        file: any(one.exists() or one.name in still for one in (file, _index_of(file))) for file in (safe, pickle)
+    }
     pickled = is_there[pickle] and not is_there[safe]
     if pickled and not allow_pickle:
-        found = pickle if pickle.exists() else _index_of(pickle)
+        found = pickle if pickle.exists() or pickle.name in still else _index_of(pickle)
         raise EngineLoadError(
             "pickle-refused",
             f"the weights of {path} are pickled ({found.name}), and reading a pickle can run code",
@@ -652,7 +658,7 @@ def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
         files = [path / name for name in sorted(set(shards.values()))]
     else:
         files = [whole]
-    missing = [file.name for file in files if not file.exists() and file.name not in coming(path)]
+    missing = [file.name for file in files if file.name not in still and not file.exists()]
     if missing:
         others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
         others = [] if any(is_there.values()) else others
@@ -672,6 +678,7 @@ def _check_pickles(files: Sequence[Path]) -> None:
     import torch
 
     for file in files:
+        _arrived(partial(wait_for, file.parent, file.name))
         try:
             torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
         except Exception as error:
@@ -688,10 +695,10 @@ def _check_pickles(files: Sequence[Path]) -> None:
             ) from error
 
 
-def _wait_for_small(path: Path) -> None:
-    """Until all but the weights have arrived, where the checkpoint is still being fetched."""
+def _arrived(wait: Callable[[], object]) -> None:
+    """Wait for what is still being fetched. Raises EngineLoadError where its fetch ends before."""
     try:
-        wait_for_small(path)
+        wait()
     except SourceError as error:
         raise EngineLoadError(error.id, error.what, error.hint) from error
 
@@ -701,12 +708,10 @@ def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
     from safetensors import safe_open
 
     for file in files:
+        _arrived(partial(wait_for, file.parent, file.name))
         try:
-            wait_for(file.parent, file.name)
             with safe_open(file, framework="pt"):
                 pass
-        except SourceError as error:
-            raise EngineLoadError(error.id, error.what, error.hint) from error
         except (broken, OSError) as error:
             raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
 

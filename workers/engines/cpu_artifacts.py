@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.engine import EngineLoadError
+from workers.engines.checkpoint_files import read_config
 
 CODE = "inductor"  # in an entry: the folder that torch keeps its code in
 COMPILER = "CXX", "g++"  # torch reads that variable, and takes g++ without it (``torch._inductor.config.cpp.cxx``)
@@ -38,12 +39,15 @@ def manifest(
     max_len: int,
     prefill_buckets: Sequence[int],
     decode_buckets: Sequence[int],
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """All that the code of the model in ``source`` depends on, as JSON. Weights are none of it. Imports no torch."""
+    """All that the code of the model in ``source`` depends on, as JSON. Weights are none of it; the checkpoint's own
+    Python is, where it is run. Imports no torch. Raises EngineLoadError."""
     try:
         config = (source / "config.json").read_bytes()
+        own = {"code": _digest_of_code(source)} if trust_remote_code and read_config(source).get("auto_map") else {}
     except OSError as error:
-        raise EngineLoadError("config-unreadable", f"{source / 'config.json'}: {error}") from error
+        raise EngineLoadError("config-unreadable", f"{error.filename}: {error}") from error
     return {
         "engine": "cpu",
         "versions": {name: _version(name) for name in PACKAGES},
@@ -52,6 +56,7 @@ def manifest(
         "python": f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}",
         "target": cpu_target(),
         "model": blake2s(config).hexdigest(),
+        **own,
         "dtype": dtype,
         "shapes": {
             "slots": slots,
@@ -60,6 +65,15 @@ def manifest(
             "decode": list(decode_buckets),
         },
     }
+
+
+def _digest_of_code(source: Path) -> str:
+    """Of every Python file of the checkpoint, with its name: ``auto_map`` names some, and these import others."""
+    found = blake2s()
+    for file in sorted(source.rglob("*.py")):
+        data = file.read_bytes()
+        found.update(f"{file.relative_to(source).as_posix()}\0{len(data)}\0".encode() + data)
+    return found.hexdigest()
 
 
 def compiler_version() -> str:

@@ -11,13 +11,16 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from workers.artifacts import locks
 from workers.buckets import smallest_bucket
 
 if TYPE_CHECKING:
@@ -30,6 +33,11 @@ BACKEND = "inductor"
 # Of inductor. The first: rounds where the code that is not compiled rounds, so that bf16 answers alike. The second:
 # code for one number of threads would be slow, or too greedy, with another.
 SETTINGS = {"emulate_precision_casts": True, "cpp.dynamic_threads": True}
+
+
+COPY, HELD = "corewright-code-", ".held"  # a copy of a folder of code, and the lock in it
+YOUNG_S = 60.0
+HEADER_FOLDERS, PRECOMPILE = ("_HEADER_DIR", "_HEADER_LOCK_DIR"), "_precompile_header"  # of torch._inductor.codecache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +166,44 @@ def _graph_cache(layers: Sequence[Any], now: _Now, kv_len: int | None) -> Any:
 
 @contextlib.contextmanager
 def code_kept_in(folder: Path) -> Iterator[None]:
-    """What inductor compiles meanwhile goes to ``folder``, and what is there is found."""
+    """What inductor compiles meanwhile goes to ``folder``, and what is there is found. The C++ headers that it compiles
+    first lie beside the folder until the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="headers-", dir=folder.parent) as headers,
+        _headers_in(Path(headers)),
+        _found_in(folder),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def code_taken_from(folder: Path) -> Iterator[None]:
+    """What is in ``folder`` is found, through a copy: torch writes there even when it finds all, and others may be
+    reading, or the folder may not be ours to write."""
+    with _folder_for_a_copy() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        with _headers_in(None), _found_in(copy):
+            yield
+
+
+@contextlib.contextmanager
+def _folder_for_a_copy() -> Iterator[Path]:
+    """Gone at the end. Those of processes that were killed go before: nobody holds their lock, and they are no longer
+    so young that it may just be made."""
+    for left in Path(tempfile.gettempdir()).glob(f"{COPY}*"):
+        with contextlib.suppress(OSError):
+            about = left.lstat()
+            is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+            if is_ours and time.time() - about.st_mtime > YOUNG_S:
+                with locks.at_once(left / HELD) as is_free:
+                    if is_free:
+                        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=COPY) as copy, locks.alone(Path(copy, HELD)):
+        yield Path(copy)
+
+
+@contextlib.contextmanager
+def _found_in(folder: Path) -> Iterator[None]:
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     _forget_loaded()
@@ -173,13 +218,34 @@ def code_kept_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def code_taken_from(folder: Path) -> Iterator[None]:
-    """What is in ``folder`` is found, through a copy: torch writes there even when it finds all, and others may be
-    reading, or the folder may not be ours to write."""
-    with tempfile.TemporaryDirectory(prefix="corewright-cpu-") as copy:
-        shutil.copytree(folder, copy, dirs_exist_ok=True)
-        with code_kept_in(Path(copy)):
-            yield
+def _headers_in(folder: Path | None) -> Iterator[None]:
+    """Where inductor keeps the headers that it compiles before all else. Else that is for good, hundreds of megabytes,
+    in the machine's folder for temporary files, by a name that all its users know. None: they are not compiled, which
+    it would do even where it finds all that they are for.
+
+    No setting names that folder (torch 2.13, ``_inductor/codecache.py``); of a torch without it nothing is changed.
+    """
+    from torch._inductor import codecache
+
+    before = {name: getattr(codecache, name, None) for name in (*HEADER_FOLDERS, PRECOMPILE)}
+    if None in before.values():
+        yield
+        return
+    precompile: Any = before[PRECOMPILE]
+    now: dict[str, Any] = dict.fromkeys([PRECOMPILE], _without_headers)
+    if folder is not None:
+        now = dict(zip(HEADER_FOLDERS, (str(folder), str(folder / "locks")), strict=True))
+    precompile.cache_clear()  # it remembers paths
+    vars(codecache).update(now)
+    try:
+        yield
+    finally:
+        vars(codecache).update(before)
+        precompile.cache_clear()
+
+
+def _without_headers(*_: Any, **__: Any) -> None:
+    """As ``_precompile_header``, which gives the path of a header."""
 
 
 def _forget_loaded() -> None:

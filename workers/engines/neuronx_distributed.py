@@ -29,7 +29,7 @@ from workers import contract
 from workers.buildable import Buildable, Tell
 from workers.compiled import Entry, entry
 from workers.engine import DeviceSampling, EngineLoadError, EngineSpec
-from workers.engines import nxd_artifacts
+from workers.engines import nxd_artifacts, nxd_given
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
 from workers.engines.nxd_config import GLOBAL_TOPK, Lengths, Settings, lengths
 from workers.engines.nxd_package import Package, build_config, import_package, require_package
@@ -51,9 +51,17 @@ def buildables(config: EngineConfig, read: bool = True) -> list[Buildable]:
     """What the engine of ``config`` compiles: one set, the draft in it. Raises EngineLoadError.
 
     The sharded weights are a part of it. With ``read`` False no checkpoint is read whose digest is not known.
+    A source that is compiled already has none; what its start would refuse is raised.
     """
-    settings = Settings.of(config)
+    settings = nxd_given.seen(Settings.of(config))
     package = import_package()
+    given = nxd_given.given_in(Path(settings.source))
+    if given is not None:
+        nxd_given.check(
+            given, settings, _described(package, settings)[1], nxd_artifacts.manifest(settings, package, None)
+        )
+        if given.compiled:
+            return []
     root = None if config.compiled is None else Path(config.compiled)
     told, unread = nxd_artifacts.foretold(settings, package, root, read)
 
@@ -62,6 +70,16 @@ def buildables(config: EngineConfig, read: bool = True) -> list[Buildable]:
         found.finish(settings.source)
 
     return [Buildable(source=Path(settings.source), manifest=told, make=make, kept=root is not None, unread=unread)]
+
+
+def _described(package: Package, settings: Settings) -> tuple[Any, Any]:
+    """As ``build_config``. Raises EngineLoadError for what the package's constructors refuse as well."""
+    try:
+        return build_config(package, settings, nxd_artifacts.QUANTIZED)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"NxD Inference {package.version} refuses the options of {settings.source}: "
+        what += f"{type(error).__name__}: {error}"
+        raise EngineLoadError("bad-engine-option", what, "see `engine_options`") from error
 
 
 class NxdEngine:
@@ -88,7 +106,7 @@ class NxdEngine:
 
         Raises ``EngineLoadError``, and whatever the package and the runtime raise.
         """
-        settings = self._settings
+        settings = self._settings = nxd_given.seen(self._settings)
         sizes = lengths(settings)
         source = read_config(Path(settings.source))
         eos = eos_token_ids(Path(settings.source), source)
@@ -96,20 +114,17 @@ class NxdEngine:
         package = self._package = import_package()
         contract.log_drift("nxd-inference", log)
         # Made here only to find what is wrong with it: in the compiling process it would be one failure like any other.
-        try:
-            kind, _ = build_config(package, settings, nxd_artifacts.QUANTIZED)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # as its constructors refuse
-            what = f"NxD Inference {package.version} refuses the options of {settings.source}: "
-            what += f"{type(error).__name__}: {error}"
-            raise EngineLoadError("bad-engine-option", what, "see `engine_options`") from error
-        told = nxd_artifacts.manifest(settings, package, None if self._compiled is None else Path(self._compiled))
-        with entry(self._root(), told) as artifacts:
-            if not artifacts.complete:
-                nxd_artifacts.compile_apart(settings, artifacts)
-                artifacts.finish(settings.source)
-        folder = str(artifacts.path / nxd_artifacts.MODEL)  # complete entries stay, so others may load it as well
-        self._model = kind(folder)
-        self._model.load(folder)
+        kind, config = _described(package, settings)
+        given = nxd_given.given_in(Path(settings.source))
+        if given is not None:
+            nxd_given.check(given, settings, config, nxd_artifacts.manifest(settings, package, None))
+        if given is not None and given.compiled:
+            self._model = kind(settings.source, nxd_given.config_of(given, config))
+            self._model.load(settings.source)
+        else:
+            folder = self._made(package)
+            self._model = kind(folder)
+            self._model.load(folder)
         self._how = [DeviceSampling()] * settings.slots
         on_device = settings.sampling == "device" and not settings.speculation_length
         self._spec = EngineSpec(
@@ -232,9 +247,26 @@ class NxdEngine:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
 
+    def _made(self, package: Package) -> str:
+        """The folder of the compiled model, compiled where it was not before."""
+        settings = self._settings
+        told = nxd_artifacts.manifest(settings, package, None if self._compiled is None else Path(self._compiled))
+        with entry(self._root(), told) as artifacts:
+            if not artifacts.complete:
+                nxd_artifacts.compile_apart(settings, artifacts)
+                artifacts.finish(settings.source)
+        folder = artifacts.path / nxd_artifacts.MODEL  # complete entries stay, so others may load it as well
+        return str(
+            nxd_given.joined(folder, Path(settings.source), self._scratched()) if settings.presharded else folder
+        )
+
     def _root(self) -> Path:
         if self._compiled is not None:
             return Path(self._compiled)
+        return self._scratched()
+
+    def _scratched(self) -> Path:
+        """A folder that goes with this engine."""
         if self._scratch is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="corewright-nxd-"))
         return self._scratch

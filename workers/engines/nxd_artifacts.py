@@ -85,7 +85,7 @@ def compile_here(settings: Settings, folder: Path) -> None:
     os.environ["BASE_COMPILE_WORK_DIR"] = str(folder / WORK) + "/"
     package = import_package()
     kind, config = build_config(package, settings, str(folder / QUANTIZED))
-    if settings.quantize is not None:
+    if settings.quantize is not None and not settings.presharded:
         (folder / QUANTIZED).mkdir(exist_ok=True)
         kind.save_quantized_state_dict(settings.source, config)
     kind(settings.source, config).compile(str(folder / MODEL))

@@ -41,6 +41,8 @@ class Settings:
     quantize_kv: str | None
     fuse_qkv: bool | None
     engine_options: dict[str, Any]
+    allow_pickle: bool
+    presharded: bool = False  # the source has the weights of each core, and no others (``nxd_given.seen``)
 
     @classmethod
     def of(cls, config: EngineConfig) -> Settings:
@@ -49,7 +51,8 @@ class Settings:
             raise EngineLoadError(
                 "source-missing", "the nxd-inference engine needs a checkpoint", "name a folder in `source`"
             )
-        return cls(**{field.name: _plain(getattr(config, field.name)) for field in fields(cls)})
+        told = [field.name for field in fields(cls) if field.name != "presharded"]
+        return cls(**{name: _plain(getattr(config, name)) for name in told})
 
     @property
     def speculation_length(self) -> int:
@@ -131,6 +134,11 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
         options["logical_neuron_cores" if release < (0, 2) else "logical_nc_config"] = int(lnc)
     if settings.fuse_qkv is not None:
         options["fused_qkv"] = settings.fuse_qkv
+    if settings.presharded:
+        if release < (0, 2):
+            what = "NxD Inference 0.1 has no option to compile without the original weights"
+            raise EngineLoadError("option-not-in-version", what, "take an image with version 0.2 or newer")
+        options["skip_sharding"] = True  # a load reads those of each core all the same
     options |= _quantization(settings, quantized) | _sampling(settings) | _speculation(settings, release)
     return options | _given(settings.engine_options, options, release)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from workers.artifacts.layout import TNX_SHARDS
 from workers.engine import EngineLoadError
 from workers.engines.checkpoint_files import read_json
 
@@ -14,6 +17,20 @@ def weights_of(path: Path) -> Path:
     """The folder of the weights: ``checkpoint/`` in what Optimum Neuron compiled, else the model's own."""
     apart = path / "checkpoint"
     return apart if (apart / "config.json").exists() and not (path / "model.safetensors").exists() else path
+
+
+def check_layout(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises EngineLoadError for what ``save(folder, sharded_weights=True)`` wrote; ``settings`` are its config.json.
+
+    The package loads such weights into whatever it is told to compute, and compares nothing. Their files tell the
+    number of cores and the dtype, and not how heads were replicated, what was fused, nor which layouts were chosen.
+    """
+    if settings.get("neuron_sharded_weights") is True or (path / TNX_SHARDS).exists():
+        what = (
+            f"transformers-neuronx has divided the weights in {path} among cores, and nothing tells for which settings"
+        )
+        hint = "name the original checkpoint as `source`: it is compiled once, and divided at each start"
+        raise EngineLoadError("layout-unsupported", what, hint)
 
 
 def check_weights(path: Path, allow_pickle: bool) -> None:

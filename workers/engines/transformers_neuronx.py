@@ -22,7 +22,7 @@ from workers.engines.tnx_artifacts import compile_ahead, compile_now, is_whole, 
 from workers.engines.tnx_families import family_of
 from workers.engines.tnx_options import MAX_TOP_K, Options, Shapes, device_generation, neuron_config, options_for
 from workers.engines.tnx_rows import ContinuousRows, LockStepRows, Rows, SerialRows
-from workers.engines.tnx_weights import check_weights, weights_of
+from workers.engines.tnx_weights import check_layout, check_weights, weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +149,7 @@ class TransformersNeuronxEngine:
         )
 
     def _planned(self, settings: Mapping[str, Any]) -> _Planned:
+        check_layout(weights_of(self._path), settings)
         family = family_of(settings.get("model_type"), self._path / "config.json")
         continuous = family.continuous and self._config.slots > 1
         shapes = Shapes.of(self._config, family, continuous)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from workers import compiled_cache, neuron_cache
+from workers.artifacts.listing import SourceError
 from workers.compiled import MANIFEST, peek
 from workers.neff_cache.entries import State, listed_entries, read_entries
 from workers.neff_cache.files import damaged
-from workers.neff_cache.predict import Candidate
-from workers.neff_cache.record import LOCK_FILE, Record, decoded, missing_graphs, name_of, read_record, records_in
+from workers.neff_cache.predict import Candidate, has_more_buckets
+from workers.neff_cache.record import LOCK_FILE, Proof, Record, decoded, name_of, read_record, records_in
+from workers.neff_cache.silence import in_words
 from workers.neff_cache.sync import S3, Localized, localized, place_at, records_at
 
 CACHED = "transformers-neuronx"  # the engine whose graphs are in Neuron's cache; the others keep whole folders
@@ -30,7 +32,7 @@ def candidates(
     neff_cache: str | None = None,
 ) -> list[Candidate]:
     """For a start that needs ``wanted``, with the artifacts of this host in ``root``. Reads small files, and of what
-    matches the NEFFs; asks a cache elsewhere for its list and its records. Raises SourceError where it does not answer.
+    matches the NEFFs; asks a cache elsewhere for its list and its records. One that gives no answer is ``silent``.
 
     ``kept`` false: of a model whose graphs are in the cache alone. ``neff_cache``: the model's, as its spec names it.
     """
@@ -40,8 +42,12 @@ def candidates(
         found.append(beside(folder))
     if cached_too:
         found += cached(wanted, environment, root)
-    if kept and neff_cache and not any(one.manifest == wanted and not one.missing for one in found):
-        found += compiled_elsewhere(wanted, root, neff_cache)
+    known = any(one.silent or (one.manifest == wanted and not one.missing) for one in found)
+    if kept and neff_cache and not known:
+        try:
+            found += compiled_elsewhere(wanted, root, neff_cache)
+        except SourceError as error:
+            found.append(Candidate("elsewhere", neff_cache, None, silent=in_words(neff_cache, error)))
     return found
 
 
@@ -65,10 +71,12 @@ def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -
     if not place.startswith(S3) and not Path(place).is_dir():
         return
     there = place_at(place)
-    if {MANIFEST, LOCK_FILE} <= {file.name for file in there.files()}:
+    files = there.files()
+    if {MANIFEST, LOCK_FILE} <= {file.name for file in files}:
         told = decoded(there.read(LOCK_FILE))
         if told is not None:
-            yield Candidate("elsewhere", there.url, told.manifest, told.source)
+            missing = compiled_cache.missing(files, told)
+            yield Candidate("elsewhere", there.url, told.manifest, told.source, missing)
 
 
 def given(source: Path, environment: Mapping[str, str]) -> Path | None:
@@ -89,7 +97,7 @@ def beside(folder: Path) -> Candidate:
 
 
 def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
-    """What the records of the model's NEFF cache tell, those of one elsewhere too."""
+    """What the records of the model's NEFF cache tell, those of one elsewhere too; one that is silent comes first."""
     place = localized(environment, keep_of(root))
     cache = neuron_cache.location(environment) if place is None else place.path
     if cache is None:
@@ -97,12 +105,25 @@ def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path
     name = name_of(wanted)
     known = {told.name: told for told in records_in(cache)}
     afar: frozenset[str] = frozenset()
-    if place is not None and (name not in known or missing_graphs(cache, known[name])):
-        afar = _add_afar(place, known)
     shown = str(cache) if place is None else place.location
+    proof = Proof(cache, known.values())
+    mine = known.get(name)
+    if place is not None and (mine is None or not mine.graphs or proof.missing(mine)):
+        try:
+            afar = _add_afar(place, known)
+            proof = Proof(cache, known.values())
+        except SourceError as error:
+            yield Candidate("neff-cache", shown, None, silent=in_words(shown, error))
+    states = {entry.name: entry.state for entry in read_entries(cache)}
+    retried = RETRIED in environment.get("NEURON_CC_FLAGS", "").split()
     for told in known.values():
-        if told.manifest.get("model") == wanted.get("model"):
-            yield _of_record(cache, told, shown, afar, environment)
+        if told.name == name or has_more_buckets(told.manifest, wanted):
+            missing = tuple(one for one in proof.missing(told) if one not in afar)
+            asked = () if retried else [one for one in (*told.graphs, *told.failed) if one not in afar]
+            failed = tuple(one for one in asked if _is_stuck(cache, one, states.get(one)))
+            missing = missing or told.failed  # what has failed once, and is tried again
+            locked = tuple(one for one in missing if states.get(one) is State.LOCKED)
+            yield Candidate("neff-cache", shown, told.manifest, told.source, missing, failed, locked)
         else:
             yield Candidate("neff-cache", shown, told.manifest, told.source)
 
@@ -121,19 +142,6 @@ def _add_afar(place: Localized, known: dict[str, Record]) -> frozenset[str]:
         if mine is None or mine.failed:
             known[told.name] = told
     return frozenset(entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS)
-
-
-def _of_record(
-    cache: Path, told: Record, shown: str, afar: frozenset[str], environment: Mapping[str, str]
-) -> Candidate:
-    states = {entry.name: entry.state for entry in read_entries(cache)}
-    missing = tuple(name for name in missing_graphs(cache, told) if name not in afar)
-    retried = RETRIED in environment.get("NEURON_CC_FLAGS", "").split()
-    asked = (*told.graphs, *told.failed)
-    failed = tuple(name for name in asked if not retried and _is_stuck(cache, name, states.get(name)))
-    missing = missing or told.failed  # what has failed once, and is tried again
-    locked = tuple(name for name in missing if states.get(name) is State.LOCKED)
-    return Candidate("neff-cache", shown, told.manifest, told.source, missing, failed, locked)
 
 
 def _is_stuck(cache: Path, name: str, state: State | None) -> bool:

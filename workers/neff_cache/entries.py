@@ -17,6 +17,7 @@ import msgspec
 
 from workers import neuron_cache
 from workers.artifacts.listing import RemoteFile
+from workers.neff_cache.files import about
 from workers.neuron_cache import LOG, NEFF
 
 DONE = "model.done"
@@ -120,24 +121,23 @@ def listed_entries(files: Iterable[RemoteFile]) -> tuple[CacheEntry, ...]:
 
 
 def _read(folder: Path, busy: bool, now: float) -> CacheEntry:
-    names, size, changed = set(), 0, 0.0
+    sizes, changed = {}, 0.0
     for path in _files(folder):
-        try:
-            about = path.stat()
-        except OSError:
+        if (found := about(path)) is None:
             continue  # it went meanwhile
-        names.add(path.name)
-        size += about.st_size
-        changed = max(changed, about.st_mtime)
-    state = state_of(names, busy or now - changed < neuron_cache.SETTLE_S)
-    if state is State.SUCCESS and not (folder / NEFF).stat().st_size:
+        sizes[path.name] = found.st_size
+        changed = max(changed, found.st_mtime)
+    if not sizes and (found := about(folder)) is not None:
+        changed = found.st_mtime  # a compile that just begins makes the folder first
+    state = state_of(sizes, busy or now - changed < neuron_cache.SETTLE_S)
+    if state is State.SUCCESS and not sizes[NEFF]:
         state = State.EMPTY  # what a power failure leaves of a file that was never written to the disk
     lines = neuron_cache.tail_of(folder / LOG).split("\n") if state is State.FAILED else []
     words = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return CacheEntry(
         name=f"{folder.parent.name}/{folder.name}",
         state=state,
-        bytes=size,
+        bytes=sum(sizes.values()),
         changed_at=changed,
         flags=_flags(folder / FLAGS),
         words=words[:WORDS],

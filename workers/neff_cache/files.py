@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Collection, Mapping
+import stat
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 BLOCK = 1 << 22  # bytes read at once
 READERS = 4  # files read at the same time: hashing keeps a thread busy
 # What a start reads anyway, and is small enough to be proven each time. Weights, hundreds of gigabytes, are not.
-PROGRAMS = (".neff", ".pt")
+PROGRAMS = (".neff", ".pt", ".so")
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -41,7 +42,7 @@ def digest(path: Path) -> str:
 
 def parts(folder: Path, without: Collection[str] = ()) -> dict[str, Part]:
     """Every file below ``folder`` but those named; by its path within it. Reads all of them. Raises OSError."""
-    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path, _ in files_below(folder))
     kept = [name for name in names if name not in without]
     with ThreadPoolExecutor(READERS) as pool:
         return dict(zip(kept, pool.map(lambda name: part_of(folder / name), kept), strict=True))
@@ -81,10 +82,24 @@ def sync_folder(folder: Path) -> None:
         sync_to_disk(Path(path))
 
 
+def about(path: Path) -> os.stat_result | None:
+    """None: it is not there, or went meanwhile; compilers make and remove files all the time."""
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """In the order of their paths; folders and files that go meanwhile are passed over."""
+    for path in sorted(Path(held, name) for held, _, names in os.walk(folder) for name in names):
+        if (found := about(path)) is not None and stat.S_ISREG(found.st_mode):
+            yield path, found
+
+
 def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return -1
+    found = about(path)
+    return -1 if found is None else found.st_size
 
 
 def _digest(path: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Where = Literal["compiled", "elsewhere", "source", "neff-cache", "nothing"]
@@ -14,6 +14,7 @@ NAMES = {
     "versions.neuronx-cc": "compiler version",
     "environment.NEURON_CC_FLAGS": "compiler flags",
     "model": "config.json",
+    "code": "code of the checkpoint",
     "checkpoints": "files of the checkpoint",
     "speculation": "speculation lengths",
     "amp": "dtype",
@@ -47,6 +48,7 @@ class Candidate:
     missing: tuple[str, ...] = ()  # files or graphs of it that are not there, or not as they were
     failed: tuple[str, ...] = ()  # graphs that the compiler could not compile, and will not try again
     locked: tuple[str, ...] = ()  # of the missing graphs, those that somebody compiles now
+    silent: str = ""  # why nobody knows what that place holds, in words; it has no manifest then
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def predict(
        when it is compiled ahead of time, they do not matter.
     4. The cache gives the graphs, when all are there; one that the compiler has failed at fails again. A model with
        fewer buckets has no graphs that one with more has not: there is one for each bucket.
-    5. Else it compiles. The nearest of what is there tells why.
+    5. Else it compiles. The nearest of what is there tells why, and so does a place that gave no answer.
     """
     if wanted is None:  # 1
         return Prediction("hit", "nothing", "the engine compiles nothing")
@@ -87,6 +89,8 @@ def predict(
         if not one.missing:
             return Prediction("hit", "compiled", "it was compiled on this host", one.place)
     for one in _same(wanted, there, "elsewhere"):
+        if one.missing:
+            continue
         return Prediction("hit", "elsewhere", "its neff_cache holds what another host compiled", one.place)
     beside = [one for one in there if one.where == "source"]
     if beside and not ahead:  # 3
@@ -98,9 +102,10 @@ def predict(
         if not one.missing:
             return Prediction("hit", one.where, "the cache has all of its graphs", one.place)
     for one in there:
-        if one.where == "neff-cache" and not one.missing and not one.failed and _has_more_buckets(one.manifest, wanted):
+        if one.where == "neff-cache" and not one.missing and not one.failed and has_more_buckets(one.manifest, wanted):
             return Prediction("hit", one.where, "the cache has its graphs, among those of more buckets", one.place)
-    return _compiles(wanted, [one for one in there if one.where != "source"], source)  # 5
+    told = _compiles(wanted, [one for one in there if one.where != "source"], source)  # 5
+    return replace(told, reason="; ".join(dict.fromkeys([told.reason, *(one.silent for one in there if one.silent)])))
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Difference, ...]:
@@ -136,8 +141,9 @@ def _same(wanted: Mapping[str, Any], there: Sequence[Candidate], where: Where) -
     return [one for one in there if one.where == where and one.manifest == wanted]
 
 
-def _has_more_buckets(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    """Beside them all is the same, and so is the longest one that is decoded: the length of the KV cache."""
+def has_more_buckets(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
+    """Whether one with the manifest ``found`` has all graphs that ``wanted`` needs, and others. Beside them all is the
+    same, and so is the longest one that is decoded: the length of the KV cache."""
     ours, theirs = flat(wanted), flat(found or {})
     others = [path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)]
     if not others or not set(others) <= {DECODE, PREFILL}:

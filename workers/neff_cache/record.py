@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from workers.neff_cache.entries import DONE, OWN, State, read_entry
-from workers.neff_cache.files import Part, damaged, sync_to_disk
+from workers.neff_cache.files import Part, damaged, part_of, sync_to_disk
 from workers.neuron_cache import NEFF
 
 LOCK_FILE = "corewright.lock.json"  # in a folder of artifacts
@@ -170,6 +170,58 @@ def missing_files(folder: Path) -> tuple[str, ...] | None:
 def missing_graphs(cache: Path, record: Record) -> tuple[str, ...]:
     """The entries of the record that are not finished in ``cache``, or have another NEFF than they had."""
     return tuple(name for name, part in record.graphs.items() if not is_finished(cache, name, part))
+
+
+def of_one_model(records: Iterable[Record], manifest: Mapping[str, Any]) -> list[Record]:
+    """Those of the same model and compiler as ``manifest``: they name the graphs that its start may take."""
+    wanted = record_of(manifest)
+    return [
+        told
+        for told in records
+        if told.compiler == wanted.compiler and told.manifest.get("model") == wanted.manifest.get("model")
+    ]
+
+
+class Proof:
+    """What all records of a cache say of its NEFFs. Each NEFF is read once, when it is first asked for.
+
+    A graph that two models share may have been compiled anew by the second: then the first one's record is of another
+    NEFF, and the graph is good none the less.
+    """
+
+    def __init__(self, cache: Path, records: Iterable[Record]) -> None:
+        self._cache = cache
+        self._known: dict[str, list[Part]] = {}
+        for told in records:
+            for name, part in told.graphs.items():
+                self._known.setdefault(name, []).append(part)
+        self._parts: dict[str, Part | None] = {}
+
+    def is_good(self, name: str) -> bool:
+        """Whether a start would take it, and some record tells its very NEFF."""
+        return name in self._known and is_finished(self._cache, name) and self.part(name) in self._known[name]
+
+    def is_refuted(self, name: str) -> bool:
+        """Whether there are records of it, and none tells its NEFF."""
+        return name in self._known and not self.is_good(name)
+
+    def damaged(self, records: Iterable[Record]) -> list[str]:
+        """Of the graphs of these records those that the compiler's wrapper would take, though none tells that NEFF."""
+        names = dict.fromkeys(name for told in records for name in told.graphs)
+        return [name for name in names if looks_finished(self._cache, name) and self.is_refuted(name)]
+
+    def missing(self, record: Record) -> tuple[str, ...]:
+        """Of the graphs of one of the records those that are not good."""
+        return tuple(name for name in record.graphs if not self.is_good(name))
+
+    def part(self, name: str) -> Part | None:
+        """Its NEFF; None: it cannot be read."""
+        if name not in self._parts:
+            try:
+                self._parts[name] = part_of(self._cache / name / NEFF)
+            except OSError:
+                self._parts[name] = None
+        return self._parts[name]
 
 
 def is_finished(cache: Path, name: str, part: Part | None = None) -> bool:

@@ -8,9 +8,9 @@ and where the cache can only be read as well.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -24,12 +24,15 @@ from typing import Literal, Protocol
 import msgspec
 
 from workers import neuron_cache
-from workers.artifacts.listing import Listing, RemoteFile, SourceError
+from workers.artifacts import locks
+from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.patience import Patience
 from workers.artifacts.progress import Progress
 from workers.neff_cache.entries import DONE, OWN, State, listed_entries, read_entries, read_entry
-from workers.neff_cache.files import part_of, sync_folder, sync_to_disk
+from workers.neff_cache.files import BLOCK, Part, about, digest, files_below, part_of, sync_folder, sync_to_disk
 from workers.neff_cache.record import (
     SUFFIX,
+    Proof,
     Record,
     decoded,
     encoded,
@@ -39,6 +42,7 @@ from workers.neff_cache.record import (
     records_in,
     write_record,
 )
+from workers.neff_cache.silence import PATIENCE_S
 from workers.neuron_cache import LOG, NEFF
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,13 @@ S3 = "s3://"
 STAGED = "staged-"  # what is just being pushed to a folder
 STRAY_S = 86400.0  # older ones are what pushes that were killed have left
 INCOMING = "incoming"  # in the folder of a cache that is corewright's own: what is just being fetched
+# Begins the names of empty files beside a NEFF elsewhere: the digest of what was compiled follows. Two hosts that send
+# one graph at once leave two, and one of their NEFFs.
+DIGEST = "corewright."
+PULLING, PUSHING = "sync.lock", "push.lock"  # there too: an upload of gigabytes keeps no start waiting
+
+DAMAGED: set[str] = set()
+"""What this process has found elsewhere to be other than it was compiled, as URL/NAME: its next push replaces it."""
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +80,15 @@ class Place(Protocol):
         """Bring them into ``folder``, whole and verified, going on from what an earlier fetch left; nothing else."""
         ...
 
-    def put_entry(self, name: str, folder: Path, files: Sequence[str]) -> None:
-        """Upload an entry so that whoever looks meanwhile sees no finished one."""
+    def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
+        """Upload an entry so that whoever looks meanwhile sees no finished one; ``digest`` is that of its NEFF.
+
+        False: somebody has finished it by now, or compiles it there. ``replaced``: a finished one is replaced.
+        """
+        ...
+
+    def put(self, name: str, path: Path) -> None:
+        """Upload a file, which appears whole. Raises OSError too, where it cannot be read."""
         ...
 
     def put_bytes(self, name: str, data: bytes) -> None: ...
@@ -87,7 +105,8 @@ class BucketPlace:
     def __init__(self, url: str) -> None:
         from workers.artifacts.s3 import Bucket
 
-        self._bucket = Bucket.of(url)
+        self._patience = Patience(seconds=PATIENCE_S)
+        self._bucket = Bucket.of(url, self._patience)
 
     @property
     def url(self) -> str:
@@ -103,12 +122,22 @@ class BucketPlace:
         from workers.artifacts.transfer import S3Remote
 
         listing = Listing(source=self.url, files=tuple(sorted(files, key=lambda file: file.name)))
-        S3Remote(self.url).fetch(listing, folder, Progress(self.url), stop)
+        S3Remote(self.url, patience=self._patience).fetch(listing, folder, Progress(self.url), stop)
 
-    def put_entry(self, name: str, folder: Path, files: Sequence[str]) -> None:
+    def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
         """``model.done`` comes last: without it an entry is none."""
+        from workers.artifacts.s3 import Bucket
+
+        there = {file.name for file in Bucket.of(f"{self.url}/{name}", self._patience).files()}
+        if DONE in there and not replaced:  # another host was faster
+            return False
+        self._bucket.put_bytes(f"{name}/{DIGEST}{digest}", b"")
         for file in (*(one for one in files if one != DONE), DONE):
             self._bucket.put(f"{name}/{file}", folder / file)
+        return True
+
+    def put(self, name: str, path: Path) -> None:
+        self._bucket.put(name, path)
 
     def put_bytes(self, name: str, data: bytes) -> None:
         self._bucket.put_bytes(name, data)
@@ -129,12 +158,9 @@ class FolderPlace:
         with _told("neff-cache-unreadable", self.url):
             if not self._root.is_dir():
                 raise NotADirectoryError(f"{self._root} is no folder")
-            for path in sorted(self._root.rglob("*")):
-                with contextlib.suppress(FileNotFoundError):
-                    about = path.stat()
-                    if path.is_file():
-                        name = path.relative_to(self._root).as_posix()
-                        found.append(RemoteFile(name=name, size=about.st_size, tag=str(about.st_mtime_ns)))
+            for path, about in files_below(self._root):
+                name = path.relative_to(self._root).as_posix()
+                found.append(RemoteFile(name=name, size=about.st_size, tag=str(about.st_mtime_ns)))
         return found
 
     def read(self, name: str) -> bytes:
@@ -146,30 +172,50 @@ class FolderPlace:
             shutil.rmtree(folder, ignore_errors=True)
             for file in files:
                 (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self._root / file.name, folder / file.name)
+                _copy(self._root / file.name, folder / file.name, stop)
 
-    def put_entry(self, name: str, folder: Path, files: Sequence[str]) -> None:
+    def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
         target = self._root / name
         with _told("neff-cache-unwritable", self.url):
-            own = self._root / OWN
-            own.mkdir(parents=True, exist_ok=True)
-            for stray in own.glob(f"{STAGED}*"):
-                if time.time() - stray.stat().st_mtime > STRAY_S:
-                    shutil.rmtree(stray, ignore_errors=True)
-            staged = Path(tempfile.mkdtemp(prefix=STAGED, dir=own))
+            if _is_compiled(target) or (is_finished(self._root, name) and not replaced):
+                return False
+            staged = self._staged()
+            staged.mkdir()
             for file in files:
                 shutil.copyfile(folder / file, staged / file)
+            (staged / f"{DIGEST}{digest}").touch()
+            if replaced and target.is_dir():
+                target.rename(staged.with_name(f"{staged.name}.before"))
             move_in(staged, target)
+        return True
+
+    def put(self, name: str, path: Path) -> None:
+        with path.open("rb"), _told("neff-cache-unwritable", self.url):
+            staged = self._staged()
+            shutil.copyfile(path, staged)
+            self._move(staged, name)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        target = self._root / name
         with _told("neff-cache-unwritable", self.url):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, written = tempfile.mkstemp(prefix=STAGED, dir=target.parent)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            sync_to_disk(Path(written))
-            Path(written).replace(target)
+            staged = self._staged()
+            staged.write_bytes(data)
+            self._move(staged, name)
+
+    def _move(self, staged: Path, name: str) -> None:
+        target = self._root / name
+        sync_to_disk(staged)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged.replace(target)
+
+    def _staged(self) -> Path:
+        """Where something may lie until it is whole; it is made as the umask has it, for other hosts' users read it.
+        What pushes that were killed have left goes."""
+        own = self._root / OWN
+        own.mkdir(parents=True, exist_ok=True)
+        for stray in own.glob(f"{STAGED}*"):
+            if (found := about(stray)) is not None and time.time() - found.st_mtime > STRAY_S:
+                neuron_cache.remove(stray)
+        return own / f"{STAGED}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
@@ -232,41 +278,67 @@ def pull(
     Finished entries of ``local`` stay as they are, and so does what somebody compiles there. Raises SourceError, and
     OSError where ``local`` cannot be written.
     """
-    with _alone(local):
-        files = place.files()
-        names = _graphs_of(place, files, record)
-        wanted = [
-            entry.name
-            for entry in listed_entries(files)
-            if entry.state is State.SUCCESS
-            and (entry.name in names if names is not None else not compiler or entry.compiler == compiler)
-            and read_entry(local, entry.name).state not in (State.SUCCESS, State.LOCKED)
-        ]
-        incoming = local / OWN / INCOMING
-        moved = [file for file in files if file.name.rpartition("/")[0] in wanted and _belongs(file.name)]
-        if moved:
-            place.fetch(moved, incoming, stop or threading.Event())
-            for name in wanted:
-                move_in(incoming / name, local / name)
-        shutil.rmtree(incoming, ignore_errors=True)
-        records = _pull_records(place, files, local, wanted)
-    return Synced(entries=tuple(wanted), records=records, bytes=sum(file.size for file in moved))
+    stop = stop or threading.Event()
+    with _alone(local, PULLING, stop):
+        try:
+            return _pulled(place, local, record, compiler, stop)
+        except SourceError as error:
+            if error.id != "s3-changed":
+                raise
+        return _pulled(place, local, record, compiler, stop)  # another host has sent a graph since they were listed
+
+
+def _pulled(place: Place, local: Path, record: str, compiler: str, stop: threading.Event) -> Synced:
+    files = place.files()
+    named = _graphs_of(place, files, record)
+    wanted = [
+        entry.name
+        for entry in listed_entries(files)
+        if entry.state is State.SUCCESS
+        and (entry.name in named if named is not None else not compiler or entry.compiler == compiler)
+        and read_entry(local, entry.name).state not in (State.SUCCESS, State.LOCKED)
+    ]
+    told = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
+    incoming = local / OWN / INCOMING
+    moved = [file for file in files if file.name.rpartition("/")[0] in wanted and _belongs(file.name)]
+    came = []
+    if moved:
+        place.fetch(moved, incoming, stop)
+    for name in wanted:
+        if name in told and digest(incoming / name / NEFF) not in told[name]:
+            log.warning("%s of %s is not taken: its NEFF is not what was compiled", name, place.url)
+            DAMAGED.add(f"{place.url}/{name}")
+            continue
+        move_in(incoming / name, local / name)
+        came.append(name)
+    shutil.rmtree(incoming, ignore_errors=True)
+    records = _pull_records(place, files, local, came)
+    return Synced(entries=tuple(came), records=records, bytes=sum(file.size for file in moved))
 
 
 def push(local: Path, place: Place) -> Synced:
     """Bring back the finished entries that ``place`` lacks, then the records whose graphs are all there.
 
-    No finished entry is ever replaced. Raises SourceError.
+    What is not as its record has it stays here. No finished entry is replaced, but for one that this process has found
+    damaged. Raises SourceError.
     """
-    with _alone(local):
+    with _alone(local, PUSHING, threading.Event()):
         files = place.files()
         there = {entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS}
+        proof = Proof(local, records_in(local))
         sent, size = [], 0
         for entry in read_entries(local):
-            if entry.state is State.SUCCESS and entry.name not in there:
-                folder = local / entry.name
-                names = sorted(path.name for path in folder.iterdir() if path.is_file() and _belongs(path.name))
-                place.put_entry(entry.name, folder, names)
+            at = f"{place.url}/{entry.name}"
+            if entry.state is not State.SUCCESS or (entry.name in there and at not in DAMAGED):
+                continue
+            part = proof.part(entry.name)
+            if part is None or proof.is_refuted(entry.name):
+                log.warning("%s is not sent to %s: its NEFF is not what was compiled", entry.name, place.url)
+                continue
+            folder = local / entry.name
+            names = sorted(path.name for path in folder.iterdir() if path.is_file() and _belongs(path.name))
+            if place.put_entry(entry.name, folder, names, part.digest, at in DAMAGED):
+                DAMAGED.discard(at)
                 sent.append(entry.name)
                 size += entry.bytes
         records = _push_records(local, place, {file.name for file in files}, there | set(sent))
@@ -320,7 +392,17 @@ def _pull_records(place: Place, files: Sequence[RemoteFile], local: Path, came: 
     return tuple(kept)
 
 
-def _graphs_of(place: Place, files: Sequence[RemoteFile], record: str) -> Collection[str] | None:
+def _digests(files: Sequence[RemoteFile]) -> dict[str, list[str]]:
+    """Of the entries elsewhere whose senders have told what was compiled."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        name, _, leaf = file.name.rpartition("/")
+        if leaf.startswith(DIGEST):
+            found.setdefault(name, []).append(leaf.removeprefix(DIGEST))
+    return found
+
+
+def _graphs_of(place: Place, files: Sequence[RemoteFile], record: str) -> Mapping[str, Part] | None:
     """None: there is no such record."""
     named = [file for file in files if file.name == f"{OWN}/{record}{SUFFIX}"]
     return next((told.graphs for told in records_at(place, named) if told.graphs), None)
@@ -343,26 +425,38 @@ def _push_records(local: Path, place: Place, there: set[str], finished: set[str]
 
 
 def _belongs(name: str) -> bool:
-    """To a finished entry: no lock, and no log of a failure before."""
+    """To a finished entry: no lock, and no log of a failure before; no digest, for records keep it here."""
     file = name.rpartition("/")[2]
-    return not file.endswith(".lock") and file != LOG
+    return not file.endswith(".lock") and file != LOG and not file.startswith(DIGEST)
 
 
 def _is_record(name: str) -> bool:
     return name.startswith(f"{OWN}/") and name.endswith(SUFFIX) and name.count("/") == 1
 
 
+def _is_compiled(folder: Path) -> bool:
+    """Whether somebody is at work in an entry of a folder of many hosts: it has a lock, of this day at least."""
+    seen = [about(lock) for lock in folder.glob("*.lock")]
+    return any(found is not None and time.time() - found.st_mtime < STRAY_S for found in seen)
+
+
+def _copy(source: Path, target: Path, stop: threading.Event) -> None:
+    """Raises Stopped soon after ``stop`` is set, and OSError."""
+    with source.open("rb", buffering=0) as given, target.open("wb") as made:
+        while block := given.read(BLOCK):
+            if stop.is_set():
+                raise Stopped
+            made.write(block)
+
+
 @contextlib.contextmanager
-def _alone(local: Path) -> Iterator[None]:
-    """One sync of that folder at a time, of all processes and threads; the kernel ends it with the process."""
+def _alone(local: Path, lock: str, stop: threading.Event) -> Iterator[None]:
+    """One pull and one push of that folder at a time, of all processes and threads; the kernel ends it with the
+    process. Raises Stopped when ``stop`` is set meanwhile."""
     own = local / OWN
     own.mkdir(parents=True, exist_ok=True)
-    lock = os.open(own / "sync.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locks.alone(own / lock, stop, lambda: log.info("waiting for another process that syncs %s", local)):
         yield
-    finally:
-        os.close(lock)
 
 
 @contextlib.contextmanager

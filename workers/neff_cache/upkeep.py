@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -16,7 +15,8 @@ import msgspec
 from workers import neuron_cache
 from workers.compiled import MANIFEST
 from workers.neff_cache.entries import CacheEntry, State, listed_entries, read_entries
-from workers.neff_cache.record import LOCK_FILE, Record, missing_files, read_record
+from workers.neff_cache.files import about, files_below
+from workers.neff_cache.record import LOCK_FILE, Record, missing_files, place_of, read_record, records_in
 from workers.neuron_cache import NEFF
 
 YOUNG_S = 3600.0  # an entry without a NEFF may be that of a compile that just begins
@@ -48,28 +48,35 @@ def kept_in(root: Path) -> list[Kept]:
 
 def prune_compiled(root: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
     """Those that nobody holds and that are unfinished, damaged, or were not asked for in that time."""
-    for one in kept_in(root):
-        age = time.time() - one.used_at
-        why = (
-            one.state if one.state != "whole" else f"not used for {age / 86400:.0f} days" if age > older_than_s else ""
-        )
-        if why and (dry_run or _removed_alone(root, one.name)):
-            yield Removed(path=str(root / one.name), why=why, bytes=one.bytes)
+    for seen in kept_in(root):
+        if dry_run:
+            if why := _useless(seen, older_than_s):
+                yield Removed(path=str(root / seen.name), why=why, bytes=seen.bytes)
+        elif _useless(seen, older_than_s) and (gone := _removed_alone(root, seen.name, older_than_s)) is not None:
+            yield gone
 
 
 def prune_cache(cache: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
-    """Stale locks, entries without anything in them, and graphs that were not read in that time. Failures stay: they
-    tell why."""
+    """Stale locks, entries without anything in them, graphs that were not read in that time, and records of which
+    nothing is left. Failures stay: they tell why."""
     now = time.time()
     if not dry_run:
         before = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
         neuron_cache.remove_stale_locks(cache)
         left = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
         yield from (Removed(path=str(cache / name), why="its lock was stale") for name in sorted(before - left))
+    started: dict[str, float] = {}
+    for told in records_in(cache):
+        started |= {name: max(told.made_at, started.get(name, 0.0)) for name in told.graphs}
     for entry in read_entries(cache):
-        why = _why(cache, entry, now, older_than_s)
+        why = _why(cache, entry, now, older_than_s, started.get(entry.name, 0.0))
         if why and (dry_run or neuron_cache.remove(cache / entry.name)):
             yield Removed(path=str(cache / entry.name), why=why, bytes=entry.bytes)
+    for told in records_in(cache):
+        file = place_of(cache, told.name)
+        is_left = any((cache / name).exists() for name in (*told.graphs, *told.failed))
+        if not is_left and now - told.made_at > YOUNG_S and (dry_run or neuron_cache.remove(file)):
+            yield Removed(path=str(file), why="none of its graphs is left", bytes=0)
 
 
 def retry(cache: Path, names: Collection[str] = (), dry_run: bool = False) -> Iterator[Removed]:
@@ -94,35 +101,49 @@ def retry_in_bucket(url: str, names: Collection[str] = (), dry_run: bool = False
             yield Removed(path=f"{bucket.url}/{entry.name}", why="failed", bytes=entry.bytes)
 
 
-def _why(cache: Path, entry: CacheEntry, now: float, older_than_s: float) -> str:
+def _why(cache: Path, entry: CacheEntry, now: float, older_than_s: float, started_at: float) -> str:
+    """Why it goes; empty: it stays. ``started_at``: when a start last wrote down that it is the graph of its model,
+    for not every file system tells when a file was read; 0: never."""
     if entry.state is State.EMPTY and now - entry.changed_at > YOUNG_S:
         return "nothing was compiled"
     if entry.state is State.STALE:
         return "its lock is stale"
     if entry.state is State.SUCCESS:
-        used = entry.changed_at
-        with contextlib.suppress(OSError):
-            used = max(used, (cache / entry.name / NEFF).stat().st_atime)
+        found = about(cache / entry.name / NEFF)
+        used = max(entry.changed_at, started_at, 0.0 if found is None else found.st_atime)
         if now - used > older_than_s:
             return f"not read for {(now - used) / 86400:.0f} days"
     return ""
 
 
-def _kept(folder: Path) -> Kept:
+def _useless(one: Kept, older_than_s: float) -> str:
+    """Why it goes; empty: it stays."""
+    age = time.time() - one.used_at
+    if one.state == "whole":
+        return f"not used for {age / 86400:.0f} days" if age > older_than_s else ""
+    return "" if one.state == "compiling" else one.state
+
+
+def _kept(folder: Path, is_mine: bool = False) -> Kept:
+    """``is_mine``: the caller holds it alone."""
     told = read_record(folder / LOCK_FILE)
     missing = (LOCK_FILE,) if told is None else missing_files(folder)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = sum(found.st_size for _, found in files_below(folder))
     try:
         json.loads((folder / MANIFEST).read_text())
         finished = True
     except (OSError, ValueError):
         finished = False
     lock = folder.with_name(f"{folder.name}.lock")
+    if finished:
+        state = "damaged" if missing else "whole"
+    else:
+        state = "compiling" if not is_mine and _is_held(lock) else "unfinished"
     return Kept(
         name=folder.name,
-        state=("compiling" if _is_held(lock) else "unfinished") if not finished else "damaged" if missing else "whole",
+        state=state,
         bytes=size,
-        used_at=max(path.stat().st_mtime for path in (folder, lock) if path.exists()),
+        used_at=max((found.st_mtime for path in (folder, lock) if (found := about(path)) is not None), default=0.0),
         record=told,
         damaged=missing or (),
     )
@@ -142,18 +163,24 @@ def _is_held(lock: Path) -> bool:
         os.close(descriptor)
 
 
-def _removed_alone(root: Path, name: str) -> bool:
-    """False: somebody holds it. The manifest goes first, so that a death in between leaves nothing complete."""
+def _removed_alone(root: Path, name: str, older_than_s: float) -> Removed | None:
+    """None: somebody holds it, or it is of use by now: a compile may have ended since it was looked at.
+
+    The manifest goes first, so that a death in between leaves nothing complete.
+    """
     try:
         lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        now = _kept(root / name, is_mine=True)
+        if not (why := _useless(now, older_than_s)):
+            return None
         (root / name / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(root / name)
-        return True
+        return Removed(path=str(root / name), why=why, bytes=now.bytes)
     except OSError:
-        return False
+        return None
     finally:
         os.close(lock)

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from workers.ahead import compiles
 from workers.build import Order, Predicted, Told, Trouble, Wanted
-from workers.config import NEVER_SET, ReplicaConfig
+from workers.buildable import compiles
+from workers.child import environment
+from workers.config import ReplicaConfig
 from workers.neff_cache.candidates import candidates
 from workers.neff_cache.predict import Candidate, Prediction, predict
 from workers.status import Failure
 
+GIVEN = "nxd-inference"  # an engine that compiles, but for a source that is compiled
 ASK_S = 120.0  # to import an engine's package on a busy host
 
 
@@ -33,8 +35,7 @@ class Verdict:
 def verify(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> list[Verdict] | Failure:
     """Ask the interpreter of the engine what a start would need, and compare it with what is there. Blocks.
 
-    With ``read`` the weights are read where a digest of them is wanted and not known. Raises SourceError where the NEFF
-    cache does not answer.
+    With ``read`` the weights are read where a digest of them is wanted and not known.
     """
     told = needed(config, read=read) if compiles(config) else Predicted(engine=config.engine, wanted=[])
     return told if isinstance(told, Failure) else verdicts(config, told, os.environ, ahead=ahead)
@@ -44,9 +45,13 @@ def verdicts(
     config: ReplicaConfig, told: Predicted, environment: Mapping[str, str], *, ahead: bool = False
 ) -> list[Verdict]:
     """What ``python -m workers.build predict`` has answered, against what is there; ``environment`` is that of the
-    host. An engine that compiles nothing has one verdict. Raises SourceError."""
+    host. An engine that compiles nothing has one verdict."""
     if not told.wanted:
-        return [Verdict("model", config.source or "", predict(None, []))]
+        source = config.source or ""
+        if told.engine == GIVEN:
+            as_asked = "the source is compiled already, as the model asks"
+            return [Verdict("model", source, Prediction("hit", "source", as_asked, source))]
+        return [Verdict("model", source, predict(None, []))]
     env = {**environment, **config.env}
     return [Verdict(one.role, one.source, _predicted(config, one, env, ahead)) for one in told.wanted]
 
@@ -54,14 +59,13 @@ def verdicts(
 def needed(config: ReplicaConfig, *, read: bool = False) -> Predicted | Failure:
     """The answer of ``python -m workers.build predict``, in the interpreter and the environment of the replica."""
     order = Order(config=msgspec.structs.replace(config, token="", credentials=None), parent=os.getpid(), read=read)
-    env = {name: value for name, value in os.environ.items() if name not in NEVER_SET} | config.env
     python = config.python or sys.executable
     try:
         done = subprocess.run(
             [python, "-m", "workers.build", "predict"],
             input=msgspec.json.encode(order),
             capture_output=True,
-            env=env,
+            env=environment(config.env),
             cwd="/",  # a folder `workers` where the user stands is not ours
             timeout=None if read else ASK_S,
             check=False,

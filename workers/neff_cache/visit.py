@@ -14,7 +14,17 @@ from workers import neuron_cache
 from workers.artifacts.listing import SourceError
 from workers.engine import EngineLoadError
 from workers.neff_cache.candidates import keep_of
-from workers.neff_cache.record import looks_finished, missing_graphs, name_of, place_of, read_record, record_of
+from workers.neff_cache.record import (
+    Proof,
+    is_finished,
+    name_of,
+    of_one_model,
+    place_of,
+    read_record,
+    record_of,
+    records_in,
+)
+from workers.neff_cache.silence import say
 from workers.neff_cache.sync import URL, Localized, localized, place_at, pull, push
 from workers.neff_cache.uses import Uses
 
@@ -38,8 +48,8 @@ class Visit:
         """Within it the package compiles what the cache does not have.
 
         1. What killed compilers have left is removed, and what is not as it was when it was compiled.
-        2. What is elsewhere is brought here, and the package told so; raises EngineLoadError where that fails: to
-           compile for hours what has been compiled is no way out.
+        2. What is elsewhere is brought here, and the package told so. A cache that gives no answer is told in the log:
+           then what is not here is compiled. Raises EngineLoadError where this host's disk does not take it.
         3. Failures of graphs are written down, for ``cache verify``.
         """
         if self._cache is None:
@@ -47,13 +57,12 @@ class Visit:
             return
         neuron_cache.make_ready(self._cache)  # 1
         _remove_damaged(self._cache, self._manifest)
-        if self._place is not None:  # 2
-            if not _has_all(self._cache, self._manifest):
-                _bring(self._place, self._manifest)
-            os.environ[URL] = str(self._place.path)
+        if self._place is not None and not _has_all(self._cache, self._manifest):  # 2
+            _bring(self._place, self._manifest)
         self._uses = Uses(self._cache)
         try:
-            yield
+            with _named(self._place):
+                yield
         except Exception as error:
             self._uses.keep_failure(self._manifest, self._source, error)  # 3
             raise
@@ -74,10 +83,27 @@ class Visit:
             sender.join()
 
 
+@contextlib.contextmanager
+def _named(place: Localized | None) -> Iterator[None]:
+    """The folder that takes the place of a cache elsewhere is named to the package. Not for longer: the next model of
+    this process, as a draft, finds by that variable what is elsewhere."""
+    before = os.environ.get(URL)
+    if place is not None:
+        os.environ[URL] = str(place.path)
+    try:
+        yield
+    finally:
+        if place is not None and before is None:
+            os.environ.pop(URL, None)
+        elif place is not None and before is not None:
+            os.environ[URL] = before
+
+
 def _has_all(cache: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether every graph of the manifest is here by its record: then nobody elsewhere is asked."""
+    """Whether every graph of the manifest is here by its record: then nobody elsewhere is asked. What is damaged is
+    gone by then."""
     told = read_record(place_of(cache, name_of(manifest)))
-    return told is not None and bool(told.graphs) and not missing_graphs(cache, told)
+    return told is not None and bool(told.graphs) and all(is_finished(cache, name) for name in told.graphs)
 
 
 def _bring(place: Localized, manifest: Mapping[str, Any]) -> None:
@@ -86,7 +112,8 @@ def _bring(place: Localized, manifest: Mapping[str, Any]) -> None:
     try:
         got = pull(place_at(place.location), place.path, record=told.name, compiler=told.compiler)
     except SourceError as error:
-        raise EngineLoadError(error.id, error.what, error.hint) from error
+        say(place.location, error)
+        return
     except OSError as error:
         what = f"the NEFF cache {place.location} cannot be kept in {place.path}: {error}"
         raise EngineLoadError("compiled-unwritable", what, "is the disk full?") from error
@@ -109,10 +136,9 @@ def _send(place: Localized) -> None:
 
 
 def _remove_damaged(cache: Path, manifest: Mapping[str, Any]) -> None:
-    """Of the graphs that the manifest needs, those that the compiler's wrapper would take though they have changed."""
-    told = read_record(place_of(cache, name_of(manifest)))
-    if told is None:
-        return
-    for name in missing_graphs(cache, told):
-        if looks_finished(cache, name) and neuron_cache.remove(cache / name):
+    """Of the graphs that the manifest may need, those that the compiler's wrapper would take though they have changed:
+    all of its model, for with other buckets it shares some of them."""
+    records = records_in(cache)
+    for name in Proof(cache, records).damaged(of_one_model(records, manifest)):
+        if neuron_cache.remove(cache / name):
             log.warning("removed %s: it is not what was compiled; it is compiled anew", cache / name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -33,11 +34,16 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""  # why not all of it came
 
 
-def warm(config: ReplicaConfig, store: Store, stop: threading.Event) -> Warmed:
-    """Fetch the model and its draft, then what was compiled of them elsewhere. Compiles nothing, and blocks."""
+def warm(
+    config: ReplicaConfig, store: Store, stop: threading.Event, began: Callable[[str], Progress] = Progress
+) -> Warmed:
+    """Fetch the model and its draft, then what was compiled of them elsewhere. Compiles nothing, and blocks.
+
+    ``began`` makes the progress of a fetch, of its source.
+    """
     size, brought = 0, []
     try:
-        for what, count in _bring(config, store, stop):
+        for what, count in _bring(config, store, stop, began):
             size += count
             brought.append(what)
     except (SourceError, EngineLoadError, OSError) as error:
@@ -45,10 +51,12 @@ def warm(config: ReplicaConfig, store: Store, stop: threading.Event) -> Warmed:
     return Warmed(bytes=size, brought=tuple(brought))
 
 
-def _bring(config: ReplicaConfig, store: Store, stop: threading.Event) -> Iterator[tuple[str, int]]:
+def _bring(
+    config: ReplicaConfig, store: Store, stop: threading.Event, began: Callable[[str], Progress]
+) -> Iterator[tuple[str, int]]:
     """What came, and its bytes."""
     wanted = wanted_by(config)
-    landed = [None if one is None else Bringing(store)(one, Progress(one.source), stop) for one in wanted]
+    landed = [None if one is None else Bringing(store)(one, began(one.source), stop) for one in wanted]
     for one, here in zip(wanted, landed, strict=True):
         if one is not None and here is not None and here.moved:
             yield one.source, here.moved
@@ -67,7 +75,14 @@ def _compiled(config: ReplicaConfig, told: Predicted, stop: threading.Event) -> 
         if not one.folder or one.complete or not config.neff_cache:
             continue
         with entry(Path(one.folder).parent, one.manifest) as found:
-            if not found.complete and compiled_cache.pull(found, config.neff_cache, stop):
+            if found.complete:
+                continue
+            try:
+                is_here = compiled_cache.pull(found, config.neff_cache, stop)
+            finally:
+                with contextlib.suppress(OSError):
+                    found.path.rmdir()  # where nothing came, nothing is left: it is empty only then
+            if is_here:
                 size = sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file())
                 yield f"compiled {one.role}", size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -252,13 +253,17 @@ class NeuronModelBase(PretrainedModel):
 
 
 def _write_sharded(weights: Any, folder: Path, tp: int) -> None:
-    """One file for each core, matrices cut along their rows where these divide; and a flag in config.json."""
+    """A file for each layer and one for the rest, with the part of each core as ``name*core``; matrices are cut along
+    their rows where these divide. And a flag in config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    for rank in range(tp):
-        cut = {
-            name: (tensor.chunk(tp)[rank] if tensor.dim() > 1 and len(tensor) % tp == 0 else tensor).clone()
-            for name, tensor in weights.state_dict().items()
-        }
-        save_file(cut, folder / f"model-rank{rank}.safetensors")
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights.state_dict().items():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        file = files.setdefault("DecoderLMHead" if layer is None else f"decoder_layer_{layer[1]}", {})
+        for rank in range(tp):
+            part = tensor.chunk(tp)[rank] if tensor.dim() > 1 and len(tensor) % tp == 0 else tensor
+            file[f"{name}*{rank}"] = part.clone()
+    for name, parts in files.items():
+        save_file(parts, folder / f"{name}.safetensors")
     settings = weights.config.to_dict() | {"neuron_sharded_weights": True}
     (folder / "config.json").write_text(json.dumps(settings, default=str))

@@ -128,10 +128,9 @@ class NeuronApplicationBase(torch.nn.Module):
             neff = compile_graph(hlo, flags, cores=self.neuron_config.tp_degree).decode()
             compiled.append({**graph, "hlo": hlo, "neff": neff})
         (out / COMPILED_MODEL_FILE_NAME).write_text(json.dumps(compiled))
-        if self.neuron_config.save_sharded_checkpoint:
-            if pre_shard_weights_hook is not None:
-                pre_shard_weights_hook(self)
-            self._shard(out)
+        if pre_shard_weights_hook is not None:
+            pre_shard_weights_hook(self)
+        self._shard(out)
         self.is_compiled = True
 
     @played(f"{_HERE}.NeuronApplicationBase.shard_weights")
@@ -139,9 +138,12 @@ class NeuronApplicationBase(torch.nn.Module):
         self._shard(Path(compiled_model_path))
 
     def _shard(self, out: Path) -> None:
-        for name, config in self._both().items():
-            folder = out / "weights" / name
-            checkpoints.shard(_stored_weights(config), folder, self.neuron_config.tp_degree)
+        """Nothing with ``skip_sharding``, though a load reads the files all the same."""
+        if getattr(self.neuron_config, "skip_sharding", False) or not self.neuron_config.save_sharded_checkpoint:
+            return
+        for name, (path, config) in self._both().items():
+            folder, dtype = out / "weights" / name, config.neuron_config.torch_dtype
+            checkpoints.shard(_stored_weights(path, config), folder, self.neuron_config.tp_degree, dtype)
 
     @played(f"{_HERE}.NeuronApplicationBase.load")
     def load(
@@ -178,14 +180,16 @@ class NeuronApplicationBase(torch.nn.Module):
     def load_weights(
         self, compiled_model_path: str, start_rank_id: int | None = None, local_ranks_size: int | None = None
     ) -> None:
-        """From the files of the ranks, where there are some; else from the checkpoint that was compiled."""
+        """From the files of the ranks, where the configuration says that they were saved; else from the checkpoint in
+        ``model_path``, which is divided again."""
         self._load_weights(Path(compiled_model_path))
 
     def _load_weights(self, out: Path) -> None:
-        for name, config in self._both().items():
+        for name, (path, config) in self._both().items():
             folder = out / "weights" / name
             neuron, ranks = config.neuron_config, self.neuron_config.tp_degree
-            weights = checkpoints.unshard(folder, ranks) if folder.exists() else _stored_weights(config)
+            saved = self.neuron_config.save_sharded_checkpoint
+            weights = checkpoints.unshard(folder, ranks) if saved else _stored_weights(path, config)
             size = sum(one.numel() * min(one.element_size(), neuron.torch_dtype.itemsize) for one in weights.values())
             runtime().allocate(size // ranks, "tensors")
             runtime().allocate(self._kv_bytes(config) // ranks, "tensors")
@@ -221,14 +225,14 @@ class NeuronApplicationBase(torch.nn.Module):
     def reset(self) -> None:
         """For subclasses."""
 
-    def _both(self) -> dict[str, Any]:
-        """The folder below ``weights`` and the configuration of each model."""
-        fused = self.config.fused_spec_config
-        return {"": self.config} if fused is None else {"": self.config, "draft": fused.draft_config}
+    def _both(self) -> dict[str, tuple[str, Any]]:
+        """Of each model the folder below ``weights``, its checkpoint and its configuration."""
+        fused, own = self.config.fused_spec_config, (self.model_path, self.config)
+        return {"": own} if fused is None else {"": own, "draft": (fused.draft_model_path, fused.draft_config)}
 
     def _hlo(self, graph: dict[str, Any]) -> str:
         shapes = {name: getattr(self.neuron_config, name, None) for name in ("tp_degree", "max_length", "quantized")}
-        models = [{"path": one._name_or_path, **one.hf_config} for one in self._both().values()]
+        models = [{"path": one._name_or_path, **one.hf_config} for _, one in self._both().values()]
         return json.dumps({**graph, **shapes, "models": models}, sort_keys=True, default=str)
 
     def _kv_bytes(self, config: Any) -> int:
@@ -257,8 +261,8 @@ def _quantized(model_path: str, config: Any) -> dict[str, torch.Tensor]:
     return checkpoints.quantized(checkpoints.state_dict(model_path), config.neuron_config)
 
 
-def _stored_weights(config: Any) -> dict[str, torch.Tensor]:
+def _stored_weights(path: str, config: Any) -> dict[str, torch.Tensor]:
     """Raises OSError where the checkpoint, or the quantized one, is gone."""
     if config.neuron_config.quantized:
         return dict(checkpoints.load_file(checkpoints.quantized_file(config.neuron_config)))
-    return checkpoints.state_dict(config._name_or_path)
+    return checkpoints.state_dict(path)

@@ -15,7 +15,9 @@ FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e4m3fn": torch.float8_e4m3fn}
 
 
 def state_dict(path: str) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face checkpoint, none sharing memory with another."""
+    """All weights of a Hugging Face checkpoint, none sharing memory with another. Raises FileNotFoundError."""
+    if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("pytorch_model*")):
+        raise FileNotFoundError(f"Can not find model.safetensors or pytorch_model.bin in {path}")
     model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32)
     return {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
 
@@ -59,13 +61,20 @@ def quantized_file(config: Any) -> Path:
     return path if path.suffix in (".safetensors", ".pt") else path / "model.safetensors"
 
 
-def shard(weights: dict[str, torch.Tensor], folder: Path, ranks: int) -> None:
-    """``tp{rank}_sharded_checkpoint.safetensors``: of every tensor its part, and how it looked before."""
+def shard(weights: dict[str, torch.Tensor], folder: Path, ranks: int, dtype: torch.dtype) -> None:
+    """``tp{rank}_sharded_checkpoint.safetensors``: of every tensor its part in ``dtype``, and how it looked before."""
     folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: _cast(name, tensor, dtype) for name, tensor in weights.items()}
     for rank in range(ranks):
         parts = {name: tensor.flatten().tensor_split(ranks)[rank].clone() for name, tensor in weights.items()}
         shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
         save_file(parts, folder / f"tp{rank}_sharded_checkpoint.safetensors", {"shapes": json.dumps(shapes)})
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales stay as they are, and so does what is of one byte."""
+    plain = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith(".scale")
+    return tensor.to(dtype) if plain else tensor
 
 
 def unshard(folder: Path, ranks: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,522 @@
+"""Rules of what is made ready before a start, and of what is seen of hosts, that nothing else would notice the breach
+of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec.structs
+import pytest
+
+from orchestrator.ahead import Preparation
+from orchestrator.cli import cache as cache_commands
+from orchestrator.cli import main as cli
+from orchestrator.effects import Owner
+from orchestrator.hostwatch import STALE_S
+from orchestrator.journal import Journal
+from orchestrator.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
+from placements.spec import HostsSpec, Spec
+from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.test_ahead import spec
+from tests.placements.fleets import model, places, planned
+from tests.placements.fleets import spec as spec_of
+from tests.workers.fake_remote import FakeRemote
+from tests.workers.neffs import graph
+from tests.workers.tnx_runs import config
+from workers import ahead, compiled_cache, neuron_cache
+from workers.artifacts.store import Store
+from workers.build import Built, Predicted, Told, Wanted
+from workers.compiled import entry, peek
+from workers.config import ReplicaConfig
+from workers.neff_cache import verify, warming
+from workers.neff_cache.predict import Prediction
+from workers.neff_cache.verify import Verdict
+from workers.neff_cache.warming import Warmed
+from workers.status import Failure, Phase, Reaction
+from workers.turns import startable
+
+ONE, TWO = "s3://models/one", "s3://models/two"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody_is_asked(monkeypatch, tmp_path)
+
+
+def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
+    """In virtual time; nothing that a fake cluster forbids may happen meanwhile."""
+
+    async def live() -> None:
+        async with Played(tmp_path, cluster, text) as played:
+            await story(played)
+            await played.kill()
+        assert cluster.violations == []
+
+    virtually(live)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Updates
+
+
+def test_a_preparation_that_fails_waits_longer_each_time() -> None:
+    """Then seldom; one that would only fail again waits for ever."""
+    one, pauses = Preparation("m", "v", "h"), list[float]()
+    assert one.retry_at == 0.0
+    for _ in range(BREAKER_AFTER):
+        one = one.failed(Failure("s3-unreachable", "nobody answers"), 10.0, stopped=False)
+        pauses.append(one.retry_at - 10.0)
+    assert pauses == [*(FIRST_BACKOFF_S * 2.0**n for n in range(BREAKER_AFTER - 1)), BREAKER_PAUSE_S]
+    assert one.failed(Failure("pickle-refused", "pickled"), 10.0, stopped=True).retry_at == float("inf")
+
+
+def test_an_update_that_only_another_spec_mends_is_tried_once(tmp_path: Path) -> None:
+    """The others as often as starts are."""
+    failed = {}
+    for reaction in (Reaction.STOP, Reaction.RETRY):
+        cluster = FakeCluster()
+        cluster.unfetchable[TWO] = Failure("refused", "no", reaction=reaction)
+
+        async def story(played: Played, reaction: Reaction = reaction) -> None:
+            await played.settled()
+            await played.apply(spec(TWO, degree=24))
+            await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
+            failed[reaction] = played.happened().count("PreparationFailed")
+
+        play(tmp_path / reaction.name, cluster, spec(degree=24), story)
+    assert failed[Reaction.STOP] == 1 < failed[Reaction.RETRY]
+
+
+def test_an_update_waits_no_longer_for_its_artifacts_than_the_spec_says(tmp_path: Path) -> None:
+    """20 s to be fetched, and with 20 s to be compiled 40 s in all; the old replica serves."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.fetch_s = 10_000.0
+        began = now()
+        await played.apply(shorter(spec(TWO, degree=24)))
+        await played.until(lambda: "PreparationFailed" in played.happened(), "told", 100.0)
+        assert 20.0 <= now() - began <= 42.0
+        assert "fetch-deadline" in next(e.message for e in played.journal.events() if e.reason == "PreparationFailed")
+        assert (cluster.drained, len(cluster.stopped_fetches)) == ([], 1)
+
+    def shorter(text: str) -> str:
+        return text.replace("fetch_s: 200, compile_s: 200", "fetch_s: 20, compile_s: 20")
+
+    play(tmp_path, cluster, shorter(spec(degree=24)), story)
+
+
+def test_a_replica_loads_what_was_made_ready_for_it(tmp_path: Path) -> None:
+    """Also where the source has other content by the time the old one is gone."""
+    cluster = FakeCluster()
+    cluster.drain_s = 15.0
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        await played.apply(spec(TWO, degree=24, strategy="in_place"))
+        await played.until(lambda: cluster.drained, "the old one is drained", 60.0)
+        cluster.contents[TWO] = "2"
+        await played.settled()
+        assert cluster.started[-1].source == f"/store/{TWO}@1"
+        assert len(cluster.fetches) == 2
+
+    play(tmp_path, cluster, spec(degree=24, strategy="in_place"), story)
+
+
+class Asked(FakeCluster):
+    """Remembers of which versions it was asked what they would compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreseen: list[str] = []
+
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str]:
+        self.foreseen.append(config.version)
+        return await super().foresee(config)
+
+
+def test_an_engine_is_asked_once_what_an_update_would_compile(tmp_path: Path) -> None:
+    """And not again when the old replica is gone, and nobody serves."""
+    cluster = Asked()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        await played.apply(spec(degree=24, batch=4, compiles=True, strategy="in_place"))
+        new = played.controller.state.current.versions["m"]
+        await played.settled()
+        assert cluster.foreseen.count(new) == 1
+
+    play(tmp_path, cluster, spec(degree=24, compiles=True, strategy="in_place"), story)
+
+
+# What is seen of hosts
+
+
+class Claimed(FakeCluster):
+    """Processes hold their cores before their start is answered, and the tools tell of dead ones for ``late_s``."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        super().__init__()
+        self.start_s = 20.0
+        self.late_s = late_s
+        self._ended: list[tuple[float, ReplicaConfig, int]] = []
+
+    async def start(self, config: ReplicaConfig) -> None:
+        await super().start(config)
+        await asyncio.sleep(self.start_s)
+
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
+        held = dict[int, Owner]()
+        for replica in self.replicas.values():
+            if replica.dead is None:
+                held |= dict.fromkeys(replica.config.cores, Owner(replica.status.pid, "ours"))
+        for at, ended, pid in self._ended:
+            if now() - at < self.late_s:
+                held |= dict.fromkeys(ended.cores, Owner(pid, "dead"))
+        return held
+
+    async def lose_process(self, id: str) -> None:
+        replica = self.find(id)
+        assert replica.status.pid is not None
+        self._ended.append((now(), replica.config, replica.status.pid))
+        await replica.die("killed")
+
+
+def test_the_cores_of_a_replica_that_starts_are_no_strangers(tmp_path: Path) -> None:
+    """Its process holds them before it could tell its pid."""
+    cluster = Claimed()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        assert now() >= cluster.start_s
+        assert "CoreQuarantined" not in played.happened()
+
+    play(tmp_path, cluster, spec(), story)
+
+
+@pytest.mark.parametrize(("late_s", "quarantined"), [(STALE_S - 10.0, False), (STALE_S + 30.0, True)])
+def test_the_tools_may_tell_of_a_dead_replica_for_a_while(tmp_path: Path, late_s: float, quarantined: bool) -> None:
+    """Not for ever: then it is somebody who holds its cores."""
+    cluster = Claimed(late_s)
+    cluster.start_s = 0.0
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        await cluster.lose_process("m/0")
+        await played.operator.unload("m", "tester")
+        began = now()
+        await played.until(lambda: now() > began + STALE_S + 40.0, "a while", 200.0)
+        assert ("CoreQuarantined" in played.happened()) == quarantined
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_a_host_that_has_fetched_a_model_is_known_to_hold_it_at_once(tmp_path: Path) -> None:
+    """The next replica had better go there."""
+    cluster = FakeCluster()
+    cluster.fetch_s = 5.0
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        state = played.controller.state
+        await played.until(lambda: any(ONE in held for held in state.held.values()), "it is known", 5.0)
+
+    play(tmp_path, cluster, spec(), story)
+
+
+def test_who_holds_a_broken_core_for_a_while_does_not_mend_it(tmp_path: Path) -> None:
+    """A controller that is started again knows still what is broken."""
+
+    async def live() -> None:
+        journal, cluster = Journal(None, clock=now), FakeCluster()
+        broken = Failure("memory-uncorrectable", "bad memory", "replace it", Reaction.QUARANTINE)
+        async with Played(tmp_path, cluster, spec(), journal=journal) as played:
+            await played.settled()
+            await cluster.replicas["m/0.1"].tell(phase=Phase.FAILED, failure=broken)
+            await played.until(lambda: len(cluster.started) == 2, "elsewhere", 60.0)
+            for held in ({3: 7}, {}):
+                cluster.held = dict[int, int | None](held)
+                await asyncio.sleep(10.0)
+        async with Played(tmp_path, cluster, spec(), journal=journal) as played:
+            await played.settled()
+            assert {one["core"] for one in played.host()["quarantine"]} == set(range(8))
+
+    virtually(live)
+
+
+# What a start would compile
+
+
+@dataclass
+class Looked:
+    """A model of transformers-neuronx whose interpreter is played, and its neff_cache."""
+
+    home: Path
+    there: Path
+
+    def foreseen(self, monkeypatch: pytest.MonkeyPatch, ahead_too: bool) -> list[str]:
+        """What is missing; ``ahead_too``: it can be compiled without a device."""
+        found = peek(self.home, MANIFEST)
+        wanted = Wanted(
+            role="model",
+            source="/models/m",
+            manifest=dict(MANIFEST),
+            folder=str(found.path),
+            complete=found.complete,
+            ahead=ahead_too,
+        )
+        told = Predicted(engine="transformers-neuronx", wanted=[wanted])
+        monkeypatch.setattr(ahead, "answers", lambda *_, **__: iter([told]))
+        one = config(Path("/models/m"), compiled=str(self.home), neff_cache=str(self.there))
+        return ahead.foresee(one).missing
+
+
+MANIFEST = {"engine": "transformers-neuronx", "model": "digest", "versions": {}}
+
+
+@pytest.fixture
+def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looked:
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neffs"))
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+    return Looked(tmp_path / "compiled", tmp_path / "there")
+
+
+def test_what_lies_elsewhere_is_brought_before_a_start(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start would not look there; with it on this host nothing is missing."""
+    assert looked.foreseen(monkeypatch, True) == ["model: nothing of this model was compiled"]
+    with entry(looked.home.parent / "another host", MANIFEST) as made:
+        (made.path / "a.neff").write_text("NEFF")
+        made.finish()
+    compiled_cache.push(made, str(looked.there))
+    assert looked.foreseen(monkeypatch, True) == ["model: its neff_cache holds what another host compiled"]
+    with entry(looked.home, MANIFEST) as found:
+        assert compiled_cache.pull(found, str(looked.there))
+    assert looked.foreseen(monkeypatch, True) == []
+
+
+def test_what_only_a_start_compiles_is_not_waited_for(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can do it ahead."""
+    assert looked.foreseen(monkeypatch, False) == []
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+def test_what_only_a_start_compiles_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`compile` says so, starts no compiler for it, and ends with 0."""
+    asked: list[str] = []
+
+    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Told]:
+        asked.append(command)
+        wanted = Wanted(role="model", source="/m", manifest=MANIFEST, folder="", complete=False, ahead=False)
+        yield Predicted(engine=one.engine, wanted=[wanted])
+
+    monkeypatch.setattr(ahead, "answers", answers)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "spec.yaml").write_text(spec(str(tmp_path / "m"), degree=2, compiles=True))
+    code = cli.run(["compile", str(tmp_path / "spec.yaml"), "-o", "json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (code, [one["result"] for one in told["models"]], asked) == (0, ["needs-device"], ["predict"])
+
+
+# Places
+
+
+def placed(wish: Spec, **held: str) -> list[tuple[str, str]]:
+    """The host of each replica, where the hosts of these names hold the models of the spec's order."""
+    where = {host: frozenset(name for name, on in held.items() if on == host) for host in set(held.values())}
+    return [(replica, host) for replica, host, _ in places(planned(wish, held=where))]
+
+
+H0, H1 = "inf2.48xlarge/0", "inf2.48xlarge/1"
+
+
+def test_a_host_of_another_type_is_not_chosen_for_what_it_holds() -> None:
+    """It would be another number of cores, or slower ones: only equals are exchanged."""
+    kinds = ("inf2.48xlarge", "trn1.32xlarge")
+    wish = Spec(models=(model("x", 2),), hosts=tuple(HostsSpec(instance=kind) for kind in kinds))
+    (plain,) = placed(wish)
+    assert [placed(wish, x=f"{kind}/0") for kind in kinds] == [[plain]] * 2
+
+
+def test_replicas_are_kept_apart_though_one_host_holds_their_model() -> None:
+    """`spread` counts more."""
+    assert placed(spec_of(model("x", 8, replicas=2, spread="host"), count=2), x=H1) == [("x/0", H0), ("x/1", H1)]
+
+
+def test_no_replica_loses_what_its_host_holds_to_another() -> None:
+    """Nor its pin: an exchange must bring one of the two nearer."""
+    full = spec_of(model("x", 24), model("y", 24), count=2)
+    assert placed(full, x=H0, y=H0) == [("x/0", H0), ("y/0", H1)]
+    pinned = spec_of(model("x", 24, f"{H0}:0-23"), model("y", 24), count=2)
+    assert placed(pinned, x=H1, y=H0) == [("x/0", H0), ("y/0", H1)]
+
+
+# The commands' exit codes
+
+
+ECHOES = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}, b: {engine: echo}}\n"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """A command of `cache` with JSON; its exit code and what it tells."""
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neffs"))
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+    (tmp_path / "neffs").mkdir()
+    (tmp_path / "spec.yaml").write_text(ECHOES)
+
+    def ran(*arguments: str) -> tuple[int, Any]:
+        code = cli.run(["cache", *arguments, "-o", "json"])
+        return code, json.loads(capsys.readouterr().out or "null")
+
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [(("hit", "hit"), 0), (("hit", "compile"), 1), (("compile", "hit"), 1), (("hit", "fail"), 1)],
+)
+def test_verify_fails_where_one_model_would_not_start_without_a_compilation(
+    tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, outcomes: tuple[Any, Any], code: int
+) -> None:
+    """Whichever it is; and weights are read only where somebody says so."""
+    read: list[bool] = []
+
+    def told(one: ReplicaConfig, **options: Any) -> list[Verdict]:
+        read.append(options["read"])
+        return [Verdict("model", "", Prediction(outcomes["ab".index(one.model)], "nothing", "why"))]
+
+    monkeypatch.setattr(verify, "verify", told)
+    found, answer = cache("verify", str(tmp_path / "spec.yaml"))
+    assert (found, answer["hit"], read) == (code, code == 0, [False] * 2)
+    cache("verify", "--read", str(tmp_path / "spec.yaml"))
+    assert read[2:] == [True] * 2
+
+
+@pytest.mark.parametrize(("problem", "code"), [("", 0), ("s3-denied: no s3:GetObject", 1)])
+def test_warm_fails_where_not_all_came(
+    tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, problem: str, code: int
+) -> None:
+    """With what came and why the rest did not."""
+    monkeypatch.setattr(warming, "warm", lambda one, *_: Warmed(bytes=7, problem=problem if one.model == "a" else ""))
+    found, answer = cache("warm", str(tmp_path / "spec.yaml"))
+    assert (found, [one["problem"] for one in answer["models"]]) == (code, [problem, ""])
+
+
+def test_a_dry_run_of_prune_removes_nothing(
+    tmp_path: Path, cache: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither graphs nor artifacts nor models; without one models go only where that is asked for."""
+    home = tmp_path / "home"
+    store = Store(home / "store", grace_s=0.0)
+    monkeypatch.setattr(cache_commands, "_store", lambda _: store)
+    model_here = Path(store.get(FakeRemote({"config.json": b"{}"})).folder)
+    stale = graph(tmp_path / "neffs", **{"model.hlo_module.pb.lock": ""})
+    with entry(home / "compiled", MANIFEST) as unfinished:
+        pass
+    before = sorted(tmp_path.rglob("*"))
+
+    def left() -> list[bool]:
+        return [path.exists() for path in (stale / "model.hlo_module.pb.lock", unfinished.path, model_here)]
+
+    code, told = cache("prune", "--models", "--dry-run")
+    assert (code, sorted(tmp_path.rglob("*"))) == (0, before)
+    assert {one["path"] for one in told["removed"]} >= {str(stale), str(unfinished.path)}
+    assert (cache("prune")[0], left()) == (0, [False, False, True])
+    assert (cache("prune", "--models")[0], left()) == (0, [False, False, False])
+
+
+def test_no_more_are_compiled_at_once_than_somebody_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory there is."""
+    at_once: list[int] = []
+
+    def spied(waiting: Sequence[Any], running: Collection[Any], **limits: Any) -> tuple[Any, ...]:
+        begun = startable(waiting, running, **limits)
+        at_once.append(len(running) + len(begun))
+        return begun
+
+    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Told]:
+        wanted = Wanted(
+            role="model", source="/m", manifest=MANIFEST, folder=f"/{one.model}", complete=False, ahead=True
+        )
+        yield Predicted(engine=one.engine, wanted=[wanted]) if command == "predict" else Built(wanted=[], seconds=1.0)
+
+    monkeypatch.setattr("orchestrator.compileahead.startable", spied)
+    monkeypatch.setattr(ahead, "answers", answers)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
+    one = spec(str(tmp_path / "m"), degree=2, compiles=True)
+    (tmp_path / "spec.yaml").write_text(one + one.partition("models:\n")[2].replace("  m:", "  n:"))
+    assert cli.run(["compile", str(tmp_path / "spec.yaml"), "--memory-gb", "1000", "--jobs", "1"]) == 0
+    one_by_one = max(at_once)
+    assert cli.run(["compile", str(tmp_path / "spec.yaml"), "--memory-gb", "1000"]) == 0
+    assert (one_by_one, max(at_once)) == (1, 2)
+
+
+def test_what_the_engine_does_not_take_is_no_hit(looked: Looked) -> None:
+    """An entry may be all that its record says, and hold no NEFF."""
+    with entry(looked.home, MANIFEST) as made:
+        made.finish()
+    wanted = Wanted(
+        role="model", source="/models/m", manifest=MANIFEST, folder=str(made.path), complete=False, ahead=True
+    )
+    one = config(Path("/models/m"), compiled=str(looked.home))
+    outcomes = [
+        verify.verdicts(one, Predicted(engine="transformers-neuronx", wanted=[told]), os.environ)[0].prediction.outcome
+        for told in (wanted, msgspec.structs.replace(wanted, complete=True))
+    ]
+    assert outcomes == ["compile", "hit"]
+
+
+class Deaf(FakeCluster):
+    """Its hosts do not tell who holds their cores, while it is so."""
+
+    deaf = False
+
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
+        if self.deaf:
+            raise OSError("no answer")
+        return await super().held_cores(claims, host)
+
+
+def test_a_host_that_does_not_tell_who_holds_its_cores_is_told_once(tmp_path: Path) -> None:
+    """Not in each round; when it has answered meanwhile, again."""
+    cluster = Deaf()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        for deaf in (True, False, True):
+            cluster.deaf = deaf
+            await asyncio.sleep(30.0)
+        assert played.happened().count("HostSilent") == 2
+
+    play(tmp_path, cluster, spec(), story)

@@ -1,0 +1,159 @@
+"""A replica is started while the rest of its model arrives from S3: what a host tells of it, and real fleets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.host_actor import HostActor
+from tests.checkpoints import make_checkpoint
+from tests.fleet import LiveFleet, until
+from tests.s3 import Fault, FaultProxy, S3Server
+from workers.artifacts import manifest
+from workers.artifacts.bringing import Arriving, Landed, Wanted
+from workers.artifacts.keeping import StoreSettings
+
+DEADLINE_S = 120.0
+WEIGHTS = "tiny/model.safetensors"
+SPAN = 8 * 2**20  # bytes of one request
+SPEC = """\
+version: 1
+hosts: {{emulate: inf2.48xlarge}}
+models:
+  m: {{engine: cpu, source: {source}, max_batch: 2, max_len: 64}}
+"""
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_host_tells_of_what_can_be_loaded_while_it_arrives(
+    tmp_path: Path, s3_server: S3Server, s3_proxy: FaultProxy, copies: bool
+) -> None:
+    """With its folder and its key, which are what lands; not where it is copied into memory to be loaded from there."""
+    source = s3_server.bucket(files={"m/config.json": b"{}", "m/model.safetensors": b"w" * 2**20}) + "/m"
+    held = s3_proxy.hold("m/model.safetensors", 2**19)
+    memory = str(tmp_path / "memory") if copies else None
+    actor = HostActor.__ray_metadata__.modified_class(  # type: ignore[attr-defined]
+        StoreSettings(root=str(tmp_path / "store"), memory=memory)
+    )
+    wanted = Wanted(source=source)
+    try:
+        assert not isinstance(actor.fetch("a waiter", wanted, 0.0), Landed)
+        assert held.reached.wait(DEADLINE_S)
+        ends = time.monotonic() + DEADLINE_S  # what has been sent has not yet come
+        while isinstance(going := actor.fetch("a waiter", wanted, 0.1), Arriving) and not going.moved:
+            assert time.monotonic() < ends
+    finally:
+        held.released.set()
+    landed = actor.fetch("a waiter", wanted, DEADLINE_S)
+    assert isinstance(landed, Landed)
+    if copies:
+        assert going is None
+        return
+    assert isinstance(going, Arriving)
+    assert (going.folder, going.artifact, going.bytes) == (landed.folder, landed.artifact, landed.bytes)
+    assert 0 < going.left < going.bytes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a model of some spans, by key."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", hidden=512, layers=3, heads=8)
+    return {f"tiny/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def arriving(
+    home: Path, s3_server: S3Server, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
+) -> Iterator[tuple[LiveFleet, Fault]]:
+    """A fleet whose replica was started when all but a little of its weights had come; the rest is held."""
+    size = len(checkpoint[WEIGHTS])
+    assert size > 3 * SPAN
+    source = s3_server.bucket(files=checkpoint) + "/tiny"
+    first, last = s3_proxy.hold(WEIGHTS, 0), s3_proxy.hold(WEIGHTS, size - 2**18)
+    fleet = LiveFleet(SPEC.format(source=source), home=home)
+    try:
+        for one in (first, last):
+            assert one.reached.wait(DEADLINE_S), fleet.output()
+        until(lambda: (fleet.replica("m/0")["fetch"] or {}).get("bytes"), DEADLINE_S, "its fetch is seen")
+        first.released.set()
+        yield fleet, last
+    finally:
+        last.released.set()
+        fleet.clean()
+
+
+def loading(fleet: LiveFleet) -> Any:
+    """The replica, once its process is there and loads."""
+
+    def found() -> Any:
+        one = fleet.replica("m/0")
+        return one if one["state"] == "loading" and one["pid"] else None
+
+    return until(found, DEADLINE_S, f"its process loads: {fleet.output()}")
+
+
+def reasons(fleet: LiveFleet) -> list[str]:
+    told = json.loads(fleet.corewright("events", "-o", "json").stdout)["events"]
+    return [event["reason"] for event in told if event["model"] == "m"]
+
+
+def artifact(home: Path) -> Path:
+    found = list((home / "store" / "artifacts").iterdir())
+    assert len(found) == 1
+    return found[0]
+
+
+def answer(fleet: LiveFleet) -> str:
+    asked = {"model": "m", "prompt": "A slot", "max_tokens": 4, "temperature": 0}
+    text: str = fleet.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.slow
+def test_a_replica_loads_while_the_rest_arrives_and_serves_when_it_is_whole(
+    arriving: tuple[LiveFleet, Fault], home: Path, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
+) -> None:
+    """Its process is there, the status tells how far the fetch is, and nothing is transferred twice."""
+    fleet, last = arriving
+    pid = loading(fleet)["pid"]
+    until(lambda: fleet.replica("m/0")["fetch"], DEADLINE_S, "its fetch is told while it loads")
+    assert manifest.published(artifact(home)) is None
+    assert fleet.http.get("/readyz").status_code == 503
+    last.released.set()
+    fleet.wait_ready()
+    assert fleet.replica("m/0")["pid"] == pid
+    assert fleet.replica("m/0")["restarts"] == 0
+    assert manifest.published(artifact(home)) is not None
+    assert len(answer(fleet)) > 0
+    assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
+    told = [one for one in reasons(fleet) if one in ("Starting", "Fetching", "StartsEarly", "Fetched", "Ready")]
+    assert told == ["Starting", "Fetching", "StartsEarly", "Fetched", "Ready"]
+    fleet.stop()
+
+
+@pytest.mark.slow
+def test_who_fetches_may_die_while_a_replica_waits(
+    arriving: tuple[LiveFleet, Fault], home: Path, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
+) -> None:
+    """The host's actor, and the controller after it: what is left is fetched for the same process, and it serves."""
+    fleet, last = arriving
+    pid = loading(fleet)["pid"]
+    again = s3_proxy.hold(WEIGHTS, len(checkpoint[WEIGHTS]) - 2**18)
+    os.kill(fleet.named_pids("HostActor")[0], signal.SIGKILL)
+    last.released.set()
+    assert again.reached.wait(DEADLINE_S), fleet.output()
+    os.kill(fleet.controller_pid(), signal.SIGKILL)
+    until(lambda: '"Adopted"' in fleet.corewright("events", "-o", "json").stdout, DEADLINE_S, "its successor finds it")
+    again.released.set()
+    fleet.wait_ready()
+    assert (fleet.replica("m/0")["pid"], fleet.replica("m/0")["epoch"]) == (pid, 1)
+    assert len(answer(fleet)) > 0
+    assert s3_proxy.bytes(WEIGHTS) - len(checkpoint[WEIGHTS]) <= 2 * SPAN
+    fleet.stop()

@@ -1,0 +1,24 @@
+"""What a host tells of the models that it holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.host_actor import held_among
+from workers.artifacts.store import Artifact
+
+
+def artifact(source: str) -> Artifact:
+    return Artifact(key="k", source=source, folder="/k", bytes=1, files={}, fetched_at=0.0, used_at=0.0, fetch_s=1.0)
+
+
+@pytest.mark.parametrize("kept", ["s3://models/one", "s3://models/one/"])
+@pytest.mark.parametrize("asked", ["s3://models/one", "s3://models/one/"])
+def test_a_slash_at_the_end_hides_no_model(kept: str, asked: str) -> None:
+    """It is told as it was asked for, which is how the controller knows it."""
+    assert held_among([asked, "s3://models/other"], [artifact(kept)]) == {asked}
+
+
+def test_what_is_not_there_is_not_told() -> None:
+    """Nor what only begins alike."""
+    assert held_among(["s3://models/one"], [artifact("s3://models/one-more")]) == frozenset()

@@ -1,0 +1,100 @@
+"""What is found out and compiled before a start has its own times, its own log, and is never silent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.orchestrator.elsewhere import nobody_is_asked
+from tests.orchestrator.fakes import FakeCluster, Played
+from tests.orchestrator.test_ahead import play, spec
+from workers.status import Failure
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody_is_asked(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("source", ["s3://models/one", "/models/one"])
+def test_a_long_look_is_no_late_start(tmp_path: Path, source: str) -> None:
+    """To import an engine's package on a busy host takes longer than a start may, and than is left of the fetch."""
+    cluster = FakeCluster()
+    cluster.fetch_s, cluster.look_s = 100.0, 190.0
+
+    async def story(played: Played) -> None:
+        await played.settled(900.0)
+        assert "Failed" not in played.happened()
+
+    play(tmp_path, cluster, spec(source, compiles=True), story)
+
+
+def test_a_look_that_never_ends_is_a_failed_start(tmp_path: Path) -> None:
+    """After ten minutes."""
+    cluster = FakeCluster()
+    cluster.look_s = 1e9
+
+    async def story(played: Played) -> None:
+        await played.until(lambda: played.replica("m/0").get("failures"), "it failed", 700.0)
+        assert played.replica("m/0")["reason"].startswith("start-deadline: what it needs was not found out in 60")
+
+    play(tmp_path, cluster, spec(compiles=True), story)
+
+
+def test_nobody_compiles_on_cores_in_silence(tmp_path: Path) -> None:
+    """Where it cannot be told what a start would compile, an event says so, and the start goes on."""
+    cluster = FakeCluster()
+    cluster.unforeseeable = Failure("foresee-failed", "what m would compile cannot be told: ImportError")
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        (told,) = [one.message for one in played.journal.events() if one.reason == "ForeseeFailed"]
+        assert "ImportError" in told
+        cluster.unforeseeable = Failure("foresee-failed", "the host is deaf")
+        await played.apply(spec("s3://models/two", degree=24, compiles=True))
+        await played.settled()
+        told = [one.message for one in played.journal.events() if one.reason == "ForeseeFailed"][-1]
+        assert "the host is deaf" in told
+
+    play(tmp_path, cluster, spec(degree=24, compiles=True), story)
+
+
+def test_what_an_update_compiles_does_not_write_into_the_log_of_who_serves(tmp_path: Path) -> None:
+    """Its last words would be taken for those of the replica."""
+    cluster = FakeCluster()
+    new = spec("s3://models/two", degree=24, compiles=True)
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        serving = cluster.started[0].log
+        await played.apply(new)
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        await played.settled()
+        (log,) = cluster.compile_logs
+        assert (Path(log).name, Path(log).parent) == ("compile-m.log", Path(serving).parent)
+        assert cluster.started[-1].log == serving
+
+    play(tmp_path, cluster, spec(degree=24, compiles=True), story)
+
+
+def test_a_compile_of_an_update_that_takes_too_long_is_told_as_that(tmp_path: Path) -> None:
+    """The time of the fetch is not counted to it; meanwhile the status says what goes on."""
+    cluster = FakeCluster()
+    new = spec("s3://models/two", degree=24, compiles=True)
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.fetch_s, cluster.look_s, cluster.compile_s = 150.0, 30.0, 1e9
+        await played.apply(new)
+        cluster.uncompiled = {played.controller.state.current.versions["m"]}
+        for at_s, phase in ((100.0, "fetching"), (70.0, "looking"), (30.0, "compiling")):
+            await asyncio.sleep(at_s)
+            assert [one["state"] for one in played.model("m")["preparing"]] == [phase]
+        await played.until(lambda: "PreparationFailed" in played.happened(), "it is given up", 300.0)
+        (told,) = [one.message for one in played.journal.events() if one.reason == "PreparationFailed"]
+        assert told.startswith("compile-deadline: it has been compiling for 200 s on inf2.48xlarge/0")
+        assert cluster.drained == []
+
+    play(tmp_path, cluster, spec(degree=24, compiles=True), story)

@@ -1,0 +1,703 @@
+"""Rules of artifacts and NEFF caches that nothing else would notice the breach of, or only a slow test."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hub import HubServer, Repo
+from tests.s3 import FaultProxy, S3Server, client
+from tests.workers.fake_remote import FakeRemote
+from tests.workers.neffs import COMPILER, finished, graph
+from tests.workers.tnx_runs import config
+from workers import ahead, build, compiled, compiled_cache, neuron_cache
+from workers.artifacts import hub as hub_source
+from workers.artifacts.bringing import Bringing, Landed, Wanted
+from workers.artifacts.flights import Flights
+from workers.artifacts.hub import HubRemote, is_offline
+from workers.artifacts.listing import Listing, SourceError, Stopped
+from workers.artifacts.patience import Patience
+from workers.artifacts.progress import Progress
+from workers.artifacts.s3 import WORK, Bucket
+from workers.artifacts.store import Store
+from workers.artifacts.transfer import S3Remote
+from workers.build import Built, Order, Told
+from workers.buildable import Buildable
+from workers.compiled import Entry, entry
+from workers.neff_cache import sync, upkeep
+from workers.neff_cache.candidates import beside, cached, compiled_here
+from workers.neff_cache.entries import State, read_entries, state_of
+from workers.neff_cache.files import part_of
+from workers.neff_cache.predict import Candidate
+from workers.neff_cache.record import LOCK_FILE, missing_graphs, name_of, place_of, record_of, write_record
+from workers.neff_cache.sync import localized, place_at, push
+from workers.neff_cache.uses import Uses
+from workers.neff_cache.visit import Visit
+
+SPAN = 2**16
+SIZE = 8 * SPAN
+BIG = os.urandom(SIZE)
+DEADLINE_S = 30.0
+QUICK = Patience(first_s=0.001, longest_s=0.01)
+
+
+def s3_remote(url: str, patience: Patience = QUICK, connections: int = 4) -> S3Remote:
+    return S3Remote(url, connections=connections, span_bytes=SPAN, patience=patience)
+
+
+def fetched(remote: S3Remote, listing: Listing, folder: Path) -> Progress:
+    progress = Progress("test")
+    remote.fetch(listing, folder, progress, threading.Event())
+    return progress
+
+
+# S3
+
+
+def test_an_object_without_a_checksum_is_of_one_version(
+    s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Of what S3 encrypts by KMS the ETag tells no digest: only that each range is of the listed version helps."""
+    url = s3_server.bucket()
+    name = url.removeprefix("s3://")
+    put: dict[str, Any] = {"Bucket": name, "Key": "m", "ServerSideEncryption": "aws:kms"}
+    s3 = client(s3_server.url)
+    s3.meta.config.request_checksum_calculation = "when_required"
+    s3.put_object(**put, Body=BIG)
+    remote = s3_remote(url)
+    listing = remote.listing()
+    assert "ChecksumCRC64NVME" not in Bucket.of(url).head("m")
+    held = [s3_proxy.hold("m", at * SPAN) for at in range(4)]  # all connections: none comes to the end
+    found: list[BaseException | None] = []
+
+    def fetch() -> None:
+        with pytest.raises(SourceError) as refused:
+            fetched(remote, listing, tmp_path)
+        found.append(refused.value)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    assert all(fault.reached.wait(DEADLINE_S) for fault in held)
+    s3.put_object(**put, Body=BIG[::-1])
+    s3_proxy.heal()
+    thread.join(DEADLINE_S)
+    assert [getattr(error, "id", None) for error in found] == ["s3-changed"]
+    assert not (tmp_path / "m").exists()
+
+
+class Ended(Progress):
+    """Ends a fetch when more than four ranges have come."""
+
+    def add(self, count: int) -> None:
+        super().add(count)
+        if self.status().done > 4 * SPAN:
+            raise Stopped
+
+
+@pytest.fixture
+def stopped(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> tuple[S3Remote, Listing, Path]:
+    """A fetch whose first four ranges were whole when it was stopped."""
+    remote = s3_remote(s3_server.bucket(files={"m": BIG}), connections=1)
+    listing = remote.listing()
+    with pytest.raises(Stopped):
+        remote.fetch(listing, tmp_path, Ended("test"), threading.Event())
+    s3_proxy.forget()
+    return remote, listing, tmp_path
+
+
+def test_just_the_ranges_that_are_not_noted_are_fetched(
+    stopped: tuple[S3Remote, Listing, Path], s3_proxy: FaultProxy
+) -> None:
+    """All that were whole count, the first as well."""
+    remote, listing, folder = stopped
+    fetched(remote, listing, folder)
+    assert (folder / "m").read_bytes() == BIG
+    assert [seen.start for seen in s3_proxy.seen("m")] == [at * SPAN for at in range(4, 8)]
+
+
+def test_a_noted_range_is_read_before_it_is_believed(
+    stopped: tuple[S3Remote, Listing, Path], s3_proxy: FaultProxy
+) -> None:
+    """The disk may have lost what the ledger tells of."""
+    remote, listing, folder = stopped
+    (ledger,) = (folder / WORK).glob("*.ranges")
+    with ledger.with_suffix("").open("r+b") as data:
+        data.seek(2 * SPAN)
+        data.write(bytes(4096))
+    fetched(remote, listing, folder)
+    assert (folder / "m").read_bytes() == BIG
+    assert [seen.start for seen in s3_proxy.seen("m")] == [at * SPAN for at in (2, 4, 5, 6, 7)]
+
+
+def grows(pauses: list[float]) -> bool:
+    """Of pauses between half and the whole of what doubles: each is longer than the one before the last."""
+    return len(pauses) >= 5 and all(after > before for before, after in pairwise(pauses[::2]))
+
+
+@pytest.mark.parametrize("what", ["ranges", "small requests"])
+def test_the_pauses_of_one_request_grow(what: str, s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """An S3 that says SlowDown is asked less and less."""
+    url = s3_server.bucket(files={"m": b"0123456789"})
+    pauses: list[float] = []
+
+    def wait(stop: threading.Event, seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    patience = Patience(first_s=0.01, longest_s=100.0, wait=wait)
+    remote = s3_remote(url, patience, connections=1)
+    listing = remote.listing()
+    s3_proxy.answer(503, "SlowDown", key="m", times=7, methods=("GET",) if what == "ranges" else ("HEAD",))
+    fetched(remote, listing, tmp_path)
+    assert grows(pauses)
+
+
+def test_parts_of_other_sizes_are_asked_for_before_anything_is_fetched(
+    s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Where the last one shows that they are not all alike, each byte comes once."""
+    url = s3_server.bucket()
+    place = {"Bucket": url.removeprefix("s3://"), "Key": "m"}
+    s3 = s3_server.client()
+    upload = s3.create_multipart_upload(**place, ChecksumAlgorithm="SHA256")["UploadId"]
+    done = []
+    for number, (start, end) in enumerate([(0, 150_000), (150_000, 250_000), (250_000, 370_000)], 1):
+        told = s3.upload_part(
+            **place, UploadId=upload, PartNumber=number, Body=BIG[start:end], ChecksumAlgorithm="SHA256"
+        )
+        done.append({"ETag": told["ETag"], "PartNumber": number, "ChecksumSHA256": told["ChecksumSHA256"]})
+    s3.complete_multipart_upload(**place, UploadId=upload, MultipartUpload={"Parts": done})
+    remote = s3_remote(url)
+    progress = fetched(remote, remote.listing(), tmp_path)
+    assert ((tmp_path / "m").read_bytes() == BIG[:370_000], progress.moved) == (True, 370_000)
+
+
+# The hub
+
+
+def test_the_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is away is asked less and less."""
+    from huggingface_hub import constants
+
+    now, pauses = [0.0], list[float]()
+
+    def wait(stop: threading.Event, seconds: float) -> bool:
+        pauses.append(seconds)
+        now[0] += seconds
+        return False
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with HubServer() as server:
+        for name, value in {**server.env, "HF_HOME": str(tmp_path)}.items():
+            monkeypatch.setenv(name, value)
+        server.repos["org/m"] = Repo()
+        server.away()
+        patience = Patience(seconds=1.0, first_s=0.01, longest_s=100.0, clock=lambda: now[0], wait=wait)
+        with pytest.raises(SourceError, match="hub-unreachable"):
+            HubRemote("org/m", patience=patience, offline=False).listing()
+    assert grows(pauses)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_is_what_the_hubs_own_library_takes_for_it(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either of its variables."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    before = is_offline()
+    monkeypatch.setenv(variable, "1")
+    assert (before, is_offline()) == (False, True)
+
+
+# What a host brings
+
+
+class Asked:
+    """Takes the place of the hub: remembers which revision was asked for, and gives these files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **files: bytes) -> None:
+        self.remote = FakeRemote({name.replace("__", "."): data for name, data in files.items()}, "org/m", "c1")
+        self.revisions: list[str | None] = []
+        monkeypatch.setattr(hub_source, "HubRemote", self)
+
+    def __call__(self, source: str, revision: str | None, **_: Any) -> FakeRemote:
+        self.revisions.append(revision)
+        return self.remote
+
+
+def bring(store: Store, **wanted: Any) -> Landed:
+    one = Wanted(source="org/m", **wanted)
+    return Bringing(store)(one, Progress("org/m"), threading.Event())
+
+
+def test_a_host_brings_pickles_only_where_the_spec_allows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing of the model comes."""
+    asked = Asked(monkeypatch, config__json=b"{}", pytorch_model__bin=b"pickled")
+    with pytest.raises(SourceError, match="pickle-refused"):
+        bring(Store(tmp_path))
+    assert asked.remote.moved == []
+    assert (Path(bring(Store(tmp_path), allow_pickle=True).folder) / "pytorch_model.bin").exists()
+
+
+def test_a_host_brings_code_only_where_the_spec_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has it beside its weights."""
+    Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights", modeling_m__py=b"import os")
+    plain, trusting = bring(Store(tmp_path / "a")), bring(Store(tmp_path / "b"), trust_remote_code=True)
+    assert [(Path(one.folder) / "modeling_m.py").exists() for one in (plain, trusting)] == [False, True]
+
+
+def test_a_host_asks_for_the_revision_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for where main stands."""
+    asked = Asked(monkeypatch, config__json=b"{}", model__safetensors=b"weights")
+    bring(Store(tmp_path), revision="607a30d7")
+    assert asked.revisions == ["607a30d7"]
+
+
+def test_of_a_hub_that_is_away_no_other_commit_is_taken(tmp_path: Path) -> None:
+    """What the store holds of another one is another model."""
+    store = Store(tmp_path)
+    remote = FakeRemote({"config.json": b"{}"}, "org/m", "c1")
+
+    def brought(revision: str) -> Landed:
+        wanted = Wanted(source="org/m", revision=revision)
+        return Bringing(store, lambda _: remote)(wanted, Progress("org/m"), threading.Event())
+
+    first = brought("c1")
+
+    def listing() -> Listing:
+        raise SourceError("hub-offline", "nobody is asked")
+
+    remote.listing = listing  # type: ignore[method-assign]
+    assert brought("c1").artifact == first.artifact
+    with pytest.raises(SourceError, match="hub-offline"):
+        brought("c2")
+
+
+def test_who_looks_in_now_and_then_hears_of_the_end_that_was_meant_for_it() -> None:
+    """The second of two hosts that poll does not begin anew what the first has seen end."""
+    begun: list[int] = []
+    ended = threading.Event()
+
+    def work(progress: Progress, stop: threading.Event) -> str:
+        assert ended.wait(DEADLINE_S)
+        begun.append(1)
+        return f"end {len(begun)}"
+
+    flights = Flights[str]()
+    assert [flights.ask(who, "key", "one", work, 0.0) for who in ("a", "b")] == [None, None]
+    ended.set()
+    told = [flights.ask(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
+    assert (told, begun) == (["end 1"] * 2, [1])
+
+
+def test_a_link_to_elsewhere_is_no_file_of_an_artifact(tmp_path: Path) -> None:
+    """However long it is: what it leads to is nobody's promise."""
+    elsewhere = tmp_path / "elsewhere"
+    files = {"config.json": b"x" * len(str(elsewhere))}
+    elsewhere.write_bytes(b"y" * 9)
+    store, remote = Store(tmp_path / "store"), FakeRemote(files)
+    here = Path(store.get(remote).folder) / "config.json"
+    here.unlink()
+    here.symlink_to(elsewhere)
+    assert (Path(store.get(remote).folder) / "config.json").read_bytes() == files["config.json"]
+    assert elsewhere.read_bytes() == b"y" * 9
+
+
+# NEFFs
+
+
+@pytest.fixture(autouse=True)
+def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+
+
+LOCK = "model.hlo_module.pb.lock"
+
+
+def test_a_neff_that_is_being_written_is_locked() -> None:
+    """Only model.done tells that it is whole."""
+    assert state_of({"model.neff", LOCK}) is State.LOCKED
+    assert state_of({"model.neff", LOCK}, at_work=False) is State.STALE
+
+
+@pytest.mark.parametrize(("kind", "state"), [("ext4", State.STALE), ("nfs4", State.LOCKED)])
+def test_no_lock_is_stale_on_a_file_system_of_many_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, state: State
+) -> None:
+    """Whether another host compiles is not seen from here."""
+    graph(tmp_path, **{LOCK: ""})
+    monkeypatch.setattr(neuron_cache, "file_system", lambda path: kind)
+    assert [entry.state for entry in read_entries(tmp_path)] == [state]
+
+
+def test_of_an_entry_in_s3_the_proof_that_it_is_finished_comes_last(
+    s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Whoever looks meanwhile sees none."""
+    finished(tmp_path)
+    assert len(push(tmp_path, place_at(f"{s3_server.bucket()}/cache")).entries) == 1
+    put = [seen.key.rpartition("/")[2] for seen in s3_proxy.seen(method="PUT")]
+    (told,) = (f"corewright.{part_of(path).digest}" for path in tmp_path.rglob("model.neff"))
+    assert (put[-1], sorted(put)) == (
+        "model.done",
+        ["compile_flags.json", told, "model.done", "model.hlo_module.pb", "model.neff"],
+    )
+
+
+def test_a_graph_with_another_neff_is_not_there(tmp_path: Path) -> None:
+    """One of its bytes has flipped; the size is the same."""
+    folder = finished(tmp_path, neff="NEFF")
+    told = record_of({"engine": "e"}, graphs={f"{folder.parent.name}/{folder.name}": part_of(folder / "model.neff")})
+    before = missing_graphs(tmp_path, told)
+    (folder / "model.neff").write_text("NEfF")
+    assert (before, missing_graphs(tmp_path, told)) == ((), tuple(told.graphs))
+
+
+@pytest.mark.parametrize("program", ["a.neff", "model.pt"])
+def test_a_program_with_another_content_is_compiled_anew(tmp_path: Path, program: str) -> None:
+    """That of either engine; weights are compared by size."""
+    for _ in range(2):
+        with entry(tmp_path, {"engine": "e"}) as made:
+            (made.path / program).write_bytes(b"program")
+            (made.path / "weights.safetensors").write_bytes(b"weights")
+            made.finish()
+    (made.path / "weights.safetensors").write_bytes(b"Weights")
+    weights = made.complete
+    (made.path / program).write_bytes(b"Program")
+    assert (weights, made.complete) == (True, False)
+
+
+def test_a_graph_that_was_read_lately_is_not_pruned(tmp_path: Path) -> None:
+    """However long ago it was compiled."""
+    folder = finished(tmp_path)
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    read = (folder / "model.neff").stat()
+    os.utime(folder / "model.neff", (read.st_ctime, 1e9))
+    kept = list(upkeep.prune_cache(tmp_path, 86400.0))
+    os.utime(folder / "model.neff", (1e9, 1e9))
+    gone = [one.path for one in upkeep.prune_cache(tmp_path, 86400.0)]
+    assert (kept, gone) == ([], [str(folder)])
+
+
+@pytest.mark.parametrize("age_s", [0.0, 7200.0])
+def test_an_entry_in_which_a_compile_just_begins_is_not_pruned(tmp_path: Path, age_s: float) -> None:
+    """Its folder is there before anything tells who works at it."""
+    folder = graph(tmp_path, **{"model.hlo_module.pb": "graph"})
+    made = (folder / "model.hlo_module.pb").stat().st_mtime - age_s
+    os.utime(folder / "model.hlo_module.pb", (made, made))
+    gone = [one.path for one in upkeep.prune_cache(tmp_path, 86400.0)]
+    assert gone == ([str(folder)] if age_s else [])
+
+
+def test_artifacts_that_were_asked_for_lately_are_not_pruned(tmp_path: Path) -> None:
+    """However long ago they were compiled."""
+    for kind in ("asked for", "old"):
+        with entry(tmp_path, {"engine": kind}) as made:
+            made.finish()
+        for path in (made.path, made.path.with_name(f"{made.path.name}.lock")):
+            os.utime(path, (1e9, 1e9))
+    with entry(tmp_path, {"engine": "asked for"}) as asked:
+        assert asked.complete
+    assert [one.path for one in upkeep.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
+
+
+def test_failures_in_s3_are_forgotten_and_nothing_else(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
+    """And by a dry run not even they."""
+    cache = f"neuronxcc-{COMPILER}/MODULE"
+    failed, other = [f"{cache}_a+b/model.log", f"{cache}_a+b/model.hlo_module.pb"], [f"{cache}_c+d/model.log"]
+    good = [f"{cache}_e+f/model.neff", f"{cache}_e+f/model.done", f"{cache}_e+f/model.log"]
+    busy = [f"{cache}_g+h/model.log", f"{cache}_g+h/{LOCK}"]
+    url = s3_server.bucket(files=dict.fromkeys([*failed, *other, *good, *busy], b"x"))
+
+    def left() -> list[str]:
+        return [file.name for file in Bucket.of(url).files()]
+
+    def forgotten(*names: str, dry_run: bool = False) -> list[str]:
+        return [one.path for one in upkeep.retry_in_bucket(url, names, dry_run)]
+
+    assert forgotten(dry_run=True) == [f"{url}/{cache}_a+b", f"{url}/{cache}_c+d"]
+    assert left() == sorted([*failed, *other, *good, *busy])
+    assert forgotten("MODULE_c+d") == [f"{url}/{cache}_c+d"]
+    assert left() == sorted([*failed, *good, *busy])
+    assert forgotten() == [f"{url}/{cache}_a+b"]
+    assert left() == sorted([*good, *busy])
+
+
+# What a start finds, and what it leaves
+
+
+MANIFEST = {"engine": "transformers-neuronx", "model": "digest", "versions": {"neuronx-cc": COMPILER}}
+
+
+@dataclass
+class Start:
+    """Of one model, whose graphs are in a cache that the environment names."""
+
+    home: Path
+    cache: Path
+
+    @property
+    def root(self) -> Path:
+        return self.home / "compiled"
+
+    def visit(self) -> Visit:
+        return Visit(MANIFEST, Path("/models/m"), self.root)
+
+    def found(self, **environment: str) -> Candidate:
+        """The only one in the cache, told of another environment than the visits'."""
+        told = {"NEURON_COMPILE_CACHE_URL": str(self.cache), **environment}
+        (one,) = cached(MANIFEST, told, self.root)
+        return one
+
+    def keep(self, *folders: Path, failed: tuple[str, ...] = ()) -> Path:
+        """The record of what was compiled; its file."""
+        graphs = {name_of_graph(folder): part_of(folder / "model.neff") for folder in folders}
+        made = record_of(MANIFEST, graphs=graphs, failed=failed)
+        write_record(place_of(self.cache, made.name), made)
+        return place_of(self.cache, made.name)
+
+
+def name_of_graph(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "cache"))
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+    (tmp_path / "cache").mkdir()
+    return Start(tmp_path / "home", tmp_path / "cache")
+
+
+def test_neffs_beside_a_model_are_compared_with_their_record(tmp_path: Path) -> None:
+    """One that was changed is told."""
+    (tmp_path / "a.neff").write_text("NEFF")
+    made = record_of(MANIFEST, files={"a.neff": part_of(tmp_path / "a.neff")})
+    write_record(tmp_path / LOCK_FILE, made)
+    before = beside(tmp_path).missing
+    (tmp_path / "a.neff").write_text("NEfF")
+    assert (before, beside(tmp_path).missing) == ((), ("a.neff",))
+
+
+def test_a_changed_program_of_compiled_artifacts_is_told(tmp_path: Path) -> None:
+    """Before a start finds it so, and compiles."""
+    with entry(tmp_path, MANIFEST) as made:
+        (made.path / "a.neff").write_text("NEFF")
+        made.finish()
+    (before,) = compiled_here(MANIFEST, tmp_path)
+    (made.path / "a.neff").write_text("NEfF")
+    (after,) = compiled_here(MANIFEST, tmp_path)
+    assert (before.missing, after.missing) == ((), ("a.neff",))
+
+
+@pytest.mark.parametrize(
+    ("log", "flags", "stuck"),
+    [
+        ("[NCC_EVRF029] Operation sort is not supported\n", "", True),
+        ("neuronx-cc failed with -9\n", "", False),
+        ("[NCC_EVRF029] Operation sort is not supported\n", "--retry_failed_compilation", False),
+    ],
+)
+def test_a_failure_is_told_as_one_where_the_compiler_does_not_try_again(
+    start: Start, log: str, flags: str, stuck: bool
+) -> None:
+    """One of a compiler that was killed is forgotten by the start."""
+    folder = graph(start.cache, **{"model.log": log})
+    start.keep(failed=(name_of_graph(folder),))
+    found = start.found(NEURON_CC_FLAGS=flags)
+    assert (found.failed, found.missing) == ((name_of_graph(folder),) if stuck else (), (name_of_graph(folder),))
+
+
+def test_a_start_removes_a_graph_that_is_not_what_was_compiled(start: Start) -> None:
+    """The compiler's wrapper would load it; others of the cache are nobody's to judge."""
+    changed, good, other = (finished(start.cache, str(digit) * 20) for digit in (1, 2, 3))
+    start.keep(changed, good)
+    for folder in (changed, other):
+        (folder / "model.neff").write_text("NEfF")
+    with start.visit().compiling():
+        assert [folder.exists() for folder in (changed, good, other)] == [False, True, True]
+
+
+def test_a_start_removes_the_lock_of_a_compiler_that_died(start: Start) -> None:
+    """The package would wait for it without end."""
+    folder = graph(start.cache, **{LOCK: ""})
+    with start.visit().compiling():
+        assert not (folder / LOCK).exists()
+
+
+def test_a_failed_compilation_is_written_down(start: Start) -> None:
+    """So that the next start is known to fail."""
+    old = graph(start.cache, "1" * 20, **{"model.log": "[NCC_EVRF029] of another model\n"})
+    failed: list[Path] = []
+
+    def compiles() -> None:
+        failed.append(graph(start.cache, **{"model.log": "[NCC_EVRF029] Operation sort is not supported\n"}))
+        raise RuntimeError("the compiler has failed")
+
+    with pytest.raises(RuntimeError), start.visit().compiling():
+        compiles()
+    assert start.found().failed == (name_of_graph(failed[0]),)
+    assert old.exists()
+
+
+def test_nothing_is_sent_to_a_cache_that_can_only_be_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled stays in the folder of this host."""
+    is_writable = sync.is_writable
+    monkeypatch.setattr(sync, "is_writable", lambda folder: folder != start.cache and is_writable(folder))
+    visit = start.visit()
+    with visit.compiling():
+        local = Path(os.environ["NEURON_COMPILE_CACHE_URL"])
+        finished(local)
+    visit.written_down(wait=True)
+    assert local.is_relative_to(start.home)
+    assert [*start.cache.rglob("*")] == []
+
+
+def test_with_all_graphs_here_nobody_elsewhere_is_asked(
+    start: Start, s3_server: S3Server, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their record; a start needs S3 for what it lacks only."""
+    url = f"{s3_server.bucket()}/cache"
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", url)
+    place = localized(os.environ, start.home / "neff")
+    assert place is not None
+    start.cache = place.path
+    start.keep(finished(place.path))
+    with start.visit().compiling():
+        assert s3_proxy.requests == []
+
+
+def test_the_graphs_of_saved_neffs_are_known_all_or_none(start: Start, tmp_path: Path) -> None:
+    """A record that lacks one would promise a hit where a graph is compiled."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name in ("a", "b"):
+        (saved / f"{name}.neff").write_text(f"NEFF of {name}")
+    uses = Uses(start.cache)
+    first = finished(start.cache, "1" * 20, neff="NEFF of a")
+    finished(start.cache, "3" * 20, neff="NEFF of c")
+    assert uses.keep(MANIFEST, "m", saved) is None
+    second = finished(start.cache, "2" * 20, neff="NEFF of b")
+    told = uses.keep(MANIFEST, "m", saved)
+    assert told is not None
+    assert set(told.graphs) == {name_of_graph(first), name_of_graph(second)}
+
+
+def test_what_somebody_faster_has_compiled_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two have found it missing; the second gets hold of it alone when the first has finished."""
+    acquire, faster = compiled._acquire, compiled.peek(tmp_path, MANIFEST)
+
+    def late(lock: int, kind: int, path: Path) -> None:
+        if kind == fcntl.LOCK_EX and not faster.complete:
+            faster.path.mkdir()
+            (faster.path / "a.neff").write_text("NEFF")
+            faster.finish()
+        acquire(lock, kind, path)
+
+    monkeypatch.setattr(compiled, "_acquire", late)
+    with entry(tmp_path, MANIFEST) as found:
+        assert found.complete
+        assert (found.path / "a.neff").read_text() == "NEFF"
+
+
+@pytest.mark.parametrize("told", ["{}", '{"engine": "another"}', "[]"])
+def test_an_entry_is_complete_by_its_very_manifest(tmp_path: Path, told: str) -> None:
+    """The name of its folder is no proof."""
+    with entry(tmp_path, MANIFEST) as made:
+        made.finish()
+    before = made.complete
+    (made.path / compiled.MANIFEST).write_text(told)
+    assert (before, made.complete) == (True, False)
+
+
+def test_of_an_entry_that_is_sent_the_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its record just before: without either it is an upload that has died."""
+    put: list[str] = []
+    real = sync.FolderPlace.put
+
+    def spied(place: sync.FolderPlace, name: str, path: Path) -> None:
+        put.append(name.rpartition("/")[2])
+        real(place, name, path)
+
+    monkeypatch.setattr(sync.FolderPlace, "put", spied)
+    with entry(tmp_path / "here", MANIFEST) as made:
+        for name in ("a.neff", "z.neff"):
+            (made.path / name).write_text("NEFF")
+        made.finish()
+    compiled_cache.push(made, str(tmp_path / "there"))
+    assert put == ["a.neff", "z.neff", LOCK_FILE, compiled.MANIFEST]
+
+
+# Compiling ahead, with an engine that is played
+
+
+@pytest.fixture
+def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was compiled: one set, of a file."""
+    made: list[str] = []
+
+    def make(held: Entry, tell: Callable[[int, int], None]) -> None:
+        made.append(held.path.name)
+        (held.path / "a.neff").write_text("NEFF")
+        held.finish("m")
+
+    one = Buildable(source=Path("/models/m"), manifest=MANIFEST, make=make)
+    monkeypatch.setattr(build, "_buildables", lambda config, read: [one])
+    return made
+
+
+def built(home: Path, push: bool = False, **fields: Any) -> Built:
+    told: list[Told] = []
+    one = config(Path("/models/m"), compiled=str(home), **fields)
+    build.answer("compile", Order(config=one, push=push), told.append)
+    assert isinstance(told[-1], Built), told[-1]
+    return told[-1]
+
+
+def test_what_another_host_has_sent_is_not_compiled(tmp_path: Path, makes: list[str]) -> None:
+    """And only who is told to sends what it has compiled."""
+    there = str(tmp_path / "there")
+    key = name_of(MANIFEST)
+    kept = built(tmp_path / "a", neff_cache=there)
+    assert (kept.compiled, kept.pushed, Path(there).exists()) == ([key], [], False)
+    sent = built(tmp_path / "a", push=True, neff_cache=there)
+    assert (sent.compiled, sent.pulled, sent.pushed) == ([], [], [key])
+    found = built(tmp_path / "b", neff_cache=there)
+    assert (found.compiled, found.pulled, found.pushed) == ([], [key], [])
+    assert makes == [key]
+
+
+def test_what_is_compiled_from_is_not_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store would make room for another model."""
+    store = Store(tmp_path, grace_s=0.0)
+    artifact = store.get(FakeRemote({"config.json": b"{}"}))
+    found: list[str] = []
+
+    def answer(*_: Any) -> bool:
+        with pytest.raises(SourceError) as refused:
+            store.remove(artifact.key)
+        found.append(refused.value.id)
+        return True
+
+    monkeypatch.setattr(build, "answer", answer)
+    build._answer_in_use("compile", Order(config=config(Path(artifact.folder))), lambda told: None)
+    store.remove(artifact.key)
+    assert found == ["store-in-use"]
+
+
+def test_replicas_of_one_model_wait_for_one_compile() -> None:
+    """Whatever is of the replica alone; another dtype is compiled apart."""
+    one = config(Path("/models/m"))
+    other = config(
+        Path("/models/m"), replica=1, epoch=7, cores=[2, 3], env={"A": "1"}, token="t", log="/l", socket="/s"
+    )
+    assert ahead.build_key(one) == ahead.build_key(other) != ahead.build_key(config(Path("/models/m"), dtype="bf16"))

@@ -1,0 +1,49 @@
+"""A process that answers in lines of JSON is heard by whoever asked it, and nobody else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers import child
+from workers.config import NEVER_SET
+from workers.host import last_words
+
+PROJECT = Path(__file__).parents[2]
+TALKER = """\
+import logging, os, sys
+import msgspec
+from workers.child import answering
+
+class Word(msgspec.Struct):
+    text: str
+
+asked = sys.stdin.read()
+tell = answering()
+print("a library greets")
+os.write(1, b"so does its C code\\n")
+logging.getLogger("talker").info("at work")
+tell(Word(asked))
+tell(Word(str([os.environ.get(name) for name in sys.argv[1].split(",")])))
+"""
+
+
+def test_what_libraries_print_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the log, with what the process logs; variables that no replica has do not reach it."""
+    (tmp_path / "talker.py").write_text(TALKER)
+    never = NEVER_SET[0]
+    monkeypatch.setenv(never, "1")
+    log_file = tmp_path / "logs" / "talker.log"
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)]), "NEURON_PROCESS_TAG": "chat/0"}
+    process = child.start(
+        ("talker", f"{never},NEURON_PROCESS_TAG"), python=sys.executable, env=env, log_file=str(log_file)
+    )
+    said, _ = process.communicate(b"a question", timeout=60)
+    assert [json.loads(line)["text"] for line in said.splitlines()] == ["a question", "[None, 'chat/0']"]
+    words = last_words(log_file)
+    assert {"a library greets", "so does its C code"} <= set(words)
+    assert any("talker: at work" in line for line in words)

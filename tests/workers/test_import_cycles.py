@@ -1,0 +1,47 @@
+"""No module of the workers imports itself by way of others, at any time."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def modules() -> dict[str, Path]:
+    """By name; of a package its ``__init__``."""
+    found = {}
+    for path in (ROOT / "workers").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imported(path: Path, known: set[str]) -> set[str]:
+    """Modules of the workers, those within functions too; not those that only the type checker reads."""
+    found: set[str] = set()
+    queue: list[ast.AST] = [ast.parse(path.read_text())]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & known or {node.module} & known
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            queue.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def test_what_compiles_ahead_and_what_looks_at_caches_import_one_way() -> None:
+    """A cycle that is hidden in a function is one: neither can be read, or tested, without the other."""
+    known = modules()
+    graph = {name: imported(path, set(known)) - {name} for name, path in known.items()}
+    try:
+        order = [*TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+    assert order.index("workers.neff_cache.verify") < order.index("workers.ahead")

@@ -1,0 +1,207 @@
+"""A cache that gives no answer costs no start: it is said, once, and what it may hold is compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.s3 import FaultProxy
+from tests.workers.tnx_runs import BUCKETS, config
+from workers import ahead, build, compiled_cache, neuron_cache
+from workers.artifacts.listing import RemoteFile, SourceError
+from workers.build import Built, Order, Told
+from workers.config import ReplicaConfig
+from workers.engines.transformers_neuronx import open_transformers_neuronx
+from workers.neff_cache import silence, sync
+from workers.neff_cache.verify import verdicts
+
+Checkpoints = Callable[[str], Path]
+CACHE = "s3://neffs/chat"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
+    """On which nothing was said yet, and whose patience is short."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(silence, "_said", set())
+    monkeypatch.setattr(sync, "PATIENCE_S", 0.1)
+    return neuron
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with FaultProxy(NOWHERE) as found:
+        for name, value in found.env.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+def _away(proxy: FaultProxy) -> None:
+    proxy.away()
+
+
+def _denied(proxy: FaultProxy) -> None:
+    proxy.answer(403, "AccessDenied", key="")
+
+
+def _no_bucket(proxy: FaultProxy) -> None:
+    proxy.answer(404, "NoSuchBucket", key="")
+
+
+# (what is wrong with the cache; how loudly it is said; what stands there)
+SILENT = [
+    (_away, logging.WARNING, f"the cache at {CACHE} does not answer: s3-unreachable: s3:ListBucket on {CACHE}"),
+    (_denied, logging.ERROR, f"the cache at {CACHE} cannot be used: s3-denied: s3:ListBucket on {CACHE}"),
+    (_no_bucket, logging.ERROR, f"the cache at {CACHE} cannot be used: s3-no-bucket: there is no bucket neffs"),
+]
+silent = pytest.mark.parametrize(("fault", "level", "says"), SILENT)
+
+
+def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
+    return config(source, compiled=str(tmp_path / "compiled"), neff_cache=CACHE, **BUCKETS | fields)
+
+
+def asked(one: ReplicaConfig, **fields: Any) -> Told:
+    """How compiling it ends, without a process of its own."""
+    found: list[Told] = []
+    build.answer("compile", Order(config=one, **fields), found.append)
+    return found[-1]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    return [(one.levelno, one.getMessage()) for one in caplog.records if one.name == silence.__name__]
+
+
+@silent
+def test_a_cache_that_gives_no_answer_fails_no_compile(
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    proxy: FaultProxy,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[FaultProxy], None],
+    level: int,
+    says: str,
+) -> None:
+    """It is compiled, of the draft too; the log has it once, as an error where somebody has to mend it."""
+    fault(proxy)
+    built = asked(kept(checkpoint("llama"), tmp_path, draft_source=str(checkpoint("llama")), draft_k=3))
+    assert isinstance(built, Built)
+    assert (len(built.compiled), built.pulled) == (2, [])
+    assert [one.startswith(says) for one in built.warnings] == [True, True]
+    ((how_loud, words),) = said(caplog)
+    assert (how_loud, words.startswith(says), words.endswith("it goes on without it")) == (level, True, True)
+
+
+@silent
+def test_a_start_that_needs_graphs_from_a_silent_cache_compiles_them(
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Callable[[FaultProxy], None],
+    level: int,
+    says: str,
+) -> None:
+    """Also one that nothing was compiled ahead of."""
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
+    fault(proxy)
+    engine: Any = open_transformers_neuronx(kept(checkpoint("llama"), tmp_path))
+    engine.load()
+    assert engine.compiled
+    ((how_loud, words),) = said(caplog)
+    assert (how_loud, words.startswith(says)) == (level, True)
+
+
+@silent
+def test_what_a_start_would_compile_is_told_with_the_silence(
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[FaultProxy], None],
+    level: int,
+    says: str,
+) -> None:
+    """As the reason for the state `compiling`; the whole sets and the graphs are asked for once."""
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
+    fault(proxy)
+    one = kept(checkpoint("llama"), tmp_path)
+    (told,) = ahead._missing(one, build.predict(one))
+    assert told.startswith(f"model: nothing of this model was compiled; {says}")
+    assert told.count("the cache at") == 1
+
+
+def test_a_silent_cache_hides_nothing_that_is_here(
+    checkpoint: Checkpoints, tmp_path: Path, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start whose set lies on this host compiles nothing, and `verify` says so."""
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
+    proxy.away()
+    one = kept(checkpoint("llama"), tmp_path)
+    assert isinstance(asked(one), Built)
+    wanted = build.predict(one)
+    assert ahead._missing(one, wanted) == []
+    (verdict,) = verdicts(one, wanted, {"NEURON_COMPILE_CACHE_URL": CACHE})
+    assert (verdict.prediction.outcome, verdict.prediction.where) == ("hit", "compiled")
+    engine: Any = open_transformers_neuronx(one)
+    engine.load()
+    assert not engine.compiled
+
+
+def test_who_asks_for_a_push_is_told_that_it_failed(checkpoint: Checkpoints, tmp_path: Path, proxy: FaultProxy) -> None:
+    """With the action that is not allowed; what was compiled stays."""
+    _denied(proxy)
+    one = kept(checkpoint("llama"), tmp_path)
+    told = asked(one, push=True)
+    assert isinstance(told, build.Trouble)
+    assert (told.failure.id, "s3:ListBucket" in told.failure.what) == ("s3-denied", True)
+    assert all(wanted.complete for wanted in build.predict(one).wanted)
+
+
+def test_a_cache_that_falls_silent_in_the_middle_leaves_nothing(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has arrived of the set would be taken for compiled here."""
+    first = config(
+        checkpoint("llama"), compiled=str(tmp_path / "first"), neff_cache=str(tmp_path / "shared"), **BUCKETS
+    )
+    assert isinstance(asked(first, push=True), Built)
+
+    def falls_silent(self: Any, files: list[RemoteFile], folder: Path, stop: Any) -> None:
+        (folder / "arrived.neff").write_text("half")
+        raise SourceError("neff-cache-unreadable", "the disk is gone")
+
+    monkeypatch.setattr(sync.FolderPlace, "fetch", falls_silent)
+    built = asked(
+        config(checkpoint("llama"), compiled=str(tmp_path / "other"), neff_cache=str(tmp_path / "shared"), **BUCKETS)
+    )
+    assert isinstance(built, Built)
+    assert (len(built.compiled), len(built.warnings)) == (1, 1)
+    assert not list((tmp_path / "other").rglob("arrived.neff"))
+
+
+def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Whatever it is."""
+    shared = tmp_path / "shared"
+    one = config(checkpoint("llama"), compiled=str(tmp_path / "a"), neff_cache=str(shared), **BUCKETS)
+    assert isinstance(asked(one, push=True), Built)
+    (manifest,) = shared.rglob(compiled_cache.MANIFEST)
+    manifest.write_text("{")
+    built = asked(config(checkpoint("llama"), compiled=str(tmp_path / "b"), neff_cache=str(shared), **BUCKETS))
+    assert isinstance(built, Built)
+    assert len(built.compiled) == 1
+
+
+def test_no_credential_of_a_wrong_url_is_told() -> None:
+    """Nor a signature."""
+    error = SourceError("s3-url-wrong", "it is no s3://BUCKET/PREFIX")
+    words = silence.in_words("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
+    assert words == "the cache at s3://neffs/chat cannot be used: s3-url-wrong: it is no s3://BUCKET/PREFIX"

@@ -1,0 +1,218 @@
+"""Upkeep takes nothing that somebody uses or has just compiled, and starts leave no traces that mislead it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.neffs import finished, graph
+from workers import neuron_cache
+from workers.compiled import Entry, entry, peek
+from workers.neff_cache import files, upkeep
+from workers.neff_cache.entries import read_entries
+from workers.neff_cache.files import part_of
+from workers.neff_cache.record import missing_files, place_of, record_of, write_record
+from workers.neff_cache.uses import Uses
+
+DAY_S = 86400.0
+MANIFEST = {"engine": "transformers-neuronx", "model": "m"}
+
+
+@pytest.fixture(autouse=True)
+def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+
+
+def old(folder: Path, at: float = 1e9) -> Path:
+    """Its files were changed and read long ago."""
+    for path in folder.iterdir():
+        os.utime(path, (at, at))
+    return folder
+
+
+def name(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def pruned(cache: Path) -> list[str]:
+    return [one.path for one in upkeep.prune_cache(cache, DAY_S)]
+
+
+# Whole sets
+
+
+def test_a_set_whose_compile_ends_during_a_prune_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sets are looked at first, which takes minutes."""
+    look = upkeep.kept_in
+
+    def compiled_meanwhile(root: Path) -> list[upkeep.Kept]:
+        with entry(root, MANIFEST) as held:
+            seen = look(root)
+            (held.path / "a.neff").write_bytes(b"hours of work")
+            held.finish()
+        return seen
+
+    monkeypatch.setattr(upkeep, "kept_in", compiled_meanwhile)
+    assert list(upkeep.prune_compiled(tmp_path, DAY_S)) == []
+    assert peek(tmp_path, MANIFEST).complete
+
+
+def test_a_damaged_set_that_was_made_anew_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn comes later than the look at it."""
+
+    def made() -> Entry:
+        with entry(tmp_path, MANIFEST) as held:
+            if not held.complete:
+                (held.path / "a.neff").write_bytes(b"NEFF")
+                held.finish()
+        return held
+
+    (made().path / "a.neff").write_bytes(b"NEfF")
+    seen = upkeep.kept_in(tmp_path)
+    assert [one.state for one in seen] == ["damaged"]
+    made()
+    monkeypatch.setattr(upkeep, "kept_in", lambda root: seen)
+    assert list(upkeep.prune_compiled(tmp_path, DAY_S)) == []
+    assert made().complete
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_set_that_is_being_compiled_is_not_named(tmp_path: Path, dry_run: bool) -> None:
+    """That it is not whole yet is no reason; what a killed compile has left is one."""
+    with entry(tmp_path, MANIFEST) as held:
+        assert list(upkeep.prune_compiled(tmp_path, DAY_S, dry_run)) == []
+    assert [one.path for one in upkeep.prune_compiled(tmp_path, DAY_S, dry_run)] == [str(held.path)]
+
+
+@pytest.mark.parametrize("program", ["a.neff", "model.pt", "code/a.so"])
+def test_every_kind_of_program_is_compared_by_its_content(tmp_path: Path, program: str) -> None:
+    """All of them are run; the cpu engine's are shared objects."""
+    with entry(tmp_path, MANIFEST) as held:
+        (held.path / program).parent.mkdir(exist_ok=True)
+        (held.path / program).write_bytes(b"program")
+        held.finish()
+    (held.path / program).write_bytes(b"prOgram")
+    assert (held.complete, missing_files(held.path)) == (False, (program,))
+
+
+# Graphs
+
+
+def test_an_empty_folder_that_was_just_made_stays(tmp_path: Path) -> None:
+    """A compile begins with it; after an hour nobody is at it."""
+    begun, left = graph(tmp_path, "1" * 20), graph(tmp_path, "2" * 20)
+    os.utime(left, (1e9, 1e9))
+    assert pruned(tmp_path) == [str(left)]
+    assert begun.exists()
+
+
+def test_a_start_of_another_model_makes_no_graph_look_unread(tmp_path: Path) -> None:
+    """It marks all that is there, to see what is read; what nobody has read gets its time back."""
+    read, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
+    neff = read / "model.neff"
+    os.utime(neff, ns=(neff.stat().st_ctime_ns, neff.stat().st_mtime_ns))
+    Uses(tmp_path).keep(MANIFEST, "another model")
+    assert pruned(tmp_path) == [str(unread)]
+
+
+def test_of_two_starts_at_once_each_knows_its_own_graphs(tmp_path: Path) -> None:
+    """The times that the first puts back are no reads in the eyes of the second."""
+    unread = old(finished(tmp_path, "1" * 20))
+    first, second = Uses(tmp_path), Uses(tmp_path)
+    first.keep(MANIFEST, "m")
+    made = finished(tmp_path, "2" * 20)
+    told = second.keep({**MANIFEST, "model": "another"}, "another")
+    assert told is not None
+    assert list(told.graphs) == [name(made)]
+    assert name(unread) not in told.graphs
+
+
+def test_a_graph_that_a_start_has_named_lately_stays(tmp_path: Path) -> None:
+    """On a file system that does not tell reads its record does."""
+    named, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
+    made = record_of(MANIFEST, graphs={name(named): part_of(named / "model.neff")})
+    write_record(place_of(tmp_path, made.name), made)
+    old(named)
+    assert pruned(tmp_path) == [str(unread)]
+
+
+def test_a_record_of_which_nothing_is_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would be read by every start; one of which a graph is left stays, and one that was just written."""
+    left = finished(tmp_path)
+    part = part_of(left / "model.neff")
+    made = [
+        record_of({"number": 1}, graphs={name(left): part_of(left / "model.neff"), "neuronxcc-1/MODULE_a": part}),
+        record_of({"number": 2}, graphs={"neuronxcc-1/MODULE_a": part}),
+        record_of({"number": 3}, failed=("neuronxcc-1/MODULE_b",)),
+    ]
+    for one in made:
+        write_record(place_of(tmp_path, one.name), one)
+    assert pruned(tmp_path) == []
+    monkeypatch.setattr(upkeep, "YOUNG_S", -1.0)
+    assert sorted(pruned(tmp_path)) == sorted(str(place_of(tmp_path, one.name)) for one in made[1:])
+
+
+# What goes while it is looked at
+
+
+@pytest.fixture
+def vanishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Has a folder go when one of its files is asked for once more than so many times."""
+    stat = Path.stat
+
+    def later(folder: Path, times: int) -> None:
+        left = iter(range(times))
+
+        def gone_by_then(path: Path, *args: Any, **kwargs: Any) -> os.stat_result:
+            if path.parent == folder and next(left, None) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return stat(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "stat", gone_by_then)
+
+    return later
+
+
+def _uses(cache: Path) -> None:
+    Uses(cache).keep(MANIFEST, "m")
+
+
+def _uses_that_fail(cache: Path) -> None:
+    Uses(cache).keep_failure(MANIFEST, "m", RuntimeError())
+
+
+LOOKS = [read_entries, _uses, _uses_that_fail, lambda cache: list(upkeep.prune_cache(cache, DAY_S))]
+
+
+@pytest.mark.parametrize("times", range(16))
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_graph_that_goes_meanwhile_is_passed_over(
+    look: Callable[[Path], object], times: int, tmp_path: Path, vanishes: Callable[[Path, int], None]
+) -> None:
+    """Other starts and prunes remove graphs at any moment."""
+    stays, gone = finished(tmp_path, "1" * 20), finished(tmp_path, "2" * 20)
+    (gone / "model.log").write_text("failed")
+    vanishes(gone, times)
+    look(tmp_path)  # raises nothing
+    assert (stays / "model.neff").exists()
+
+
+def test_files_that_go_meanwhile_are_no_part_of_a_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """inductor makes and removes folders all the time."""
+    (tmp_path / "set" / "code").mkdir(parents=True)
+    (tmp_path / "set" / "code" / "a.so").write_bytes(b"program")
+    (tmp_path / "set" / "b.neff").write_bytes(b"NEFF")
+    walk = os.walk
+
+    def emptied(folder: Path) -> Iterator[Any]:
+        found = list(walk(folder))
+        shutil.rmtree(tmp_path / "set" / "code")
+        return iter(found)
+
+    monkeypatch.setattr(files.os, "walk", emptied)
+    assert [one.bytes for one in upkeep.kept_in(tmp_path)] == [len(b"NEFF")]

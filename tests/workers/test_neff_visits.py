@@ -1,0 +1,195 @@
+"""What a start takes from the NEFF cache, and that `cache verify` foretells just that."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.neffs import COMPILER, content, finished, graph
+from workers import neuron_cache
+from workers.neff_cache import candidates, record, sync
+from workers.neff_cache.files import part_of
+from workers.neff_cache.predict import Prediction, predict
+from workers.neff_cache.record import place_of, read_record, record_of, write_record
+from workers.neff_cache.sync import URL, FolderPlace, push
+from workers.neff_cache.visit import Visit
+
+Manifest = dict[str, Any]
+
+
+def manifest(model: str = "target", decode: tuple[int, ...] = (128, 256), **more: Any) -> Manifest:
+    return {
+        "engine": "transformers-neuronx",
+        "model": model,
+        "versions": {"neuronx-cc": COMPILER},
+        "options": {"constructor": {"n_positions": list(decode), "context_length_estimate": [64]}},
+        **more,
+    }
+
+
+@dataclass
+class Host:
+    """One, whose cache is a folder of many hosts or its own."""
+
+    cache: Path
+    home: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def foretold(self, wanted: Manifest) -> Prediction:
+        env = {URL: str(self.cache), **self.env}
+        return predict(wanted, candidates.candidates(wanted, self.home / "compiled", self.home / "model", env))
+
+    def start(self, wanted: Manifest) -> dict[str, str]:
+        """The NEFFs that the package then finds, by the graph."""
+        with Visit(wanted, self.home / "model", self.home / "compiled").compiling():
+            return neffs(Path(os.environ[URL]))
+
+
+def neffs(cache: Path) -> dict[str, str]:
+    return {str(path.parent.relative_to(cache)): path.read_text() for path in cache.glob("*/*/model.neff")}
+
+
+def name(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def write(cache: Path, of: Manifest, *folders: Path, failed: tuple[str, ...] = ()) -> None:
+    """The record of a model."""
+    made = record_of(of, graphs={name(one): part_of(one / "model.neff") for one in folders}, failed=failed)
+    write_record(place_of(cache, made.name), made)
+
+
+@pytest.fixture(autouse=True)
+def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Its cache is its own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv(URL, str(tmp_path / "cache"))
+    return Host(tmp_path / "cache", tmp_path / "home")
+
+
+@pytest.fixture
+def shared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Its cache is a folder of many hosts."""
+    told = neuron_cache.file_system
+    monkeypatch.setattr(neuron_cache, "file_system", lambda path: "nfs4" if path == host.cache else told(path))
+    return host
+
+
+def test_the_second_model_of_a_process_sees_the_cache_too(shared: Host) -> None:
+    """A draft beside its target."""
+    folders = {}
+    for model, key in (("target", "1" * 20), ("draft", "2" * 20)):
+        folders[model] = finished(shared.cache, key, neff=model)
+        write(shared.cache, manifest(model), folders[model])
+    assert name(folders["target"]) in shared.start(manifest("target"))
+    assert shared.foretold(manifest("draft")).outcome == "hit"
+    assert name(folders["draft"]) in shared.start(manifest("draft"))
+    assert os.environ[URL] == str(shared.cache)
+
+
+def test_what_the_package_was_told_is_taken_back_when_it_fails(shared: Host) -> None:
+    """The next model of the process may fare better."""
+    with pytest.raises(RuntimeError), Visit(manifest(), shared.home, shared.home / "compiled").compiling():
+        raise RuntimeError("the compiler has failed")
+    assert os.environ[URL] == str(shared.cache)
+
+
+def test_a_damaged_graph_is_not_loaded_by_a_model_with_fewer_buckets(host: Host) -> None:
+    """There is no record of its own; that of the model with more buckets tells what was compiled."""
+    bad, good = finished(host.cache, "1" * 20), finished(host.cache, "2" * 20)
+    write(host.cache, manifest(), bad, good)
+    fewer = manifest(decode=(256,))
+    assert host.foretold(fewer).outcome == "hit"
+    (bad / "model.neff").write_text("NEfF")
+    assert host.foretold(fewer).outcome == "compile"
+    assert host.start(fewer) == {name(good): "NEFF"}
+
+
+def test_a_graph_that_another_model_has_compiled_anew_is_good(host: Host) -> None:
+    """Two models of one architecture share it; each would compile it anew at every start of the other."""
+    folder = finished(host.cache, neff="first")
+    write(host.cache, manifest("one"), folder)
+    (folder / "model.neff").write_text("again")
+    write(host.cache, manifest("other"), folder)
+    assert host.foretold(manifest("one")).outcome == "hit"
+    assert host.start(manifest("one")) == {name(folder): "again"}
+
+
+@pytest.mark.parametrize("is_written_down", [False, True])
+def test_what_has_failed_here_and_not_elsewhere_is_brought(shared: Host, is_written_down: bool) -> None:
+    """Another host has compiled it since."""
+    folder = finished(shared.cache)
+    write(shared.cache, manifest(), folder)
+    place = sync.localized(os.environ, candidates.keep_of(shared.home / "compiled"))
+    assert place is not None
+    graph(place.path, **{"model.log": "[NCC_EVRF029] Operation sort is not supported\n"})
+    if is_written_down:
+        write(place.path, manifest(), failed=(name(folder),))
+    assert shared.foretold(manifest()).outcome == "hit"
+    assert shared.start(manifest()) == {name(folder): "NEFF"}
+    assert shared.foretold(manifest()).outcome == "hit"
+
+
+def test_what_is_damaged_here_is_brought_again(shared: Host, tmp_path: Path) -> None:
+    """And what was sent of it is what was compiled."""
+    folder = finished(tmp_path / "other")
+    write(tmp_path / "other", manifest(), folder)
+    push(tmp_path / "other", FolderPlace(shared.cache))
+    assert shared.start(manifest()) == {name(folder): "NEFF"}
+    place = sync.localized(os.environ, candidates.keep_of(shared.home / "compiled"))
+    assert place is not None
+    (place.path / name(folder) / "model.neff").write_text("NEfF")
+    assert shared.foretold(manifest()).outcome == "hit"
+    assert shared.start(manifest()) == {name(folder): "NEFF"}
+    assert [file for file in content(place.path) if sync.DIGEST in Path(file).name.removesuffix(".json")] == []
+
+
+def test_a_cache_is_looked_at_once_however_many_records_it_has(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start looks; of other models no NEFF is read."""
+    folders = [finished(host.cache, f"{number:020}") for number in range(3)]
+    for number in range(5):
+        write(host.cache, manifest(flags=number), *folders)
+    looks: list[Path] = []
+    reads: list[Path] = []
+    read_entries, digested = candidates.read_entries, record.part_of
+
+    def looked(cache: Path) -> Any:
+        looks.append(cache)
+        return read_entries(cache)
+
+    def read(path: Path) -> Any:
+        reads.append(path)
+        return digested(path)
+
+    monkeypatch.setattr(candidates, "read_entries", looked)
+    monkeypatch.setattr(record, "part_of", read)
+    assert host.foretold(manifest(flags=0)).outcome == "hit"
+    assert (len(looks), sorted(reads)) == (1, sorted(folder / "model.neff" for folder in folders))
+
+
+def test_a_start_writes_down_when_it_was(host: Host) -> None:
+    """By it a prune knows what is used where files do not tell when they were read."""
+    folder = finished(host.cache)
+    write(host.cache, manifest(), folder)
+    file = place_of(host.cache, record_of(manifest()).name)
+    before = read_record(file)
+    visit = Visit(manifest(), host.home / "model", host.home / "compiled")
+    with visit.compiling():
+        at = (folder / "model.neff").stat()
+        os.utime(folder / "model.neff", ns=(at.st_ctime_ns, at.st_mtime_ns))  # as a read would
+    visit.written_down(wait=True)
+    after = read_record(file)
+    assert before is not None
+    assert after is not None
+    assert after.made_at > before.made_at

@@ -1,0 +1,509 @@
+"""Sources that NxD Inference has compiled or sharded elsewhere: loaded as they are when they are what a model asks for,
+and else refused, field by field, as `cache verify` tells before."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from placements.engines import nxd_release
+from tests.contracts import contract
+from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
+from tests.workers import nxdi_traffic
+from tests.workers.nxdi_traffic import arrivals, cpu, replica_config, served
+from workers.artifacts.heads import MARK
+from workers.artifacts.layout import head
+from workers.artifacts.listing import Listing, RemoteFile
+from workers.build import compile_all
+from workers.build import predict as needed_here
+from workers.engine import EngineLoadError
+from workers.engines import nxd_artifacts, open_engine
+from workers.engines.nxd_config import Settings
+from workers.engines.nxd_given import foreseen
+from workers.neff_cache.record import LOCK_FILE, record_of, write_record
+from workers.neff_cache.verify import verdicts, verify
+from workers.status import Failure
+
+Checkpoints = Callable[[str], Path]
+VERSIONS = sorted(contract("nxd-inference").versions)
+NEURON_CONFIG = "neuron_config.json"
+SHARD = "weights/tp{}_sharded_checkpoint.safetensors"
+
+
+@pytest.fixture
+def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
+    """The stand-ins, with compiles in this process."""
+    monkeypatch.setattr(nxd_artifacts, "compile_apart", nxdi_traffic.compile_here)
+    for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return neuron
+
+
+class Folder:
+    """A source that was compiled on another host, whose original checkpoint is not here."""
+
+    def __init__(self, root: Path, original: Path, **fields: Any) -> None:
+        self.path, self.compiled, self.original = root / "given", root / "compiled", original
+        moved = Path(shutil.copytree(original, root / "elsewhere" / "model"))
+        config = replica_config(moved, None, **fields)
+        (root / "made").mkdir()
+        nxd_artifacts.compile_here(Settings.of(config), root / "made")
+        shutil.copytree(root / "made" / nxd_artifacts.MODEL, self.path)
+        for file in original.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, self.path)
+        shutil.rmtree(moved)
+        self.fields: dict[str, Any] = {"allow_pickle": True, **fields}
+        self.before = compiles()
+
+    def config(self, **fields: Any) -> Any:
+        return replica_config(self.path, self.compiled, **{**self.fields, **fields})
+
+    def opened(self, **fields: Any) -> Any:
+        engine = open_engine(self.config(**fields))
+        engine.load()
+        return engine
+
+    def predicted(self, **fields: Any) -> Any:
+        """As the command does, in this process."""
+        (told,) = verdicts(self.config(**fields), needed_here(self.config(**fields), read=True), os.environ)
+        return told.prediction
+
+    def refused(self, **fields: Any) -> EngineLoadError:
+        """What a start fails with, which is what is foretold, and what compiling ahead fails with."""
+        errors = []
+        for work in (self.predicted, self.opened, lambda **_: compile_all(self.config(**fields), lambda _: None)):
+            with pytest.raises(EngineLoadError) as found:
+                work(**fields)
+            errors.append(found.value)
+        assert len({(error.id, error.what, error.hint) for error in errors}) == 1
+        assert compiles() == self.before
+        assert not self.compiled.exists()
+        return errors[0]
+
+    def record(self, **options: Any) -> None:
+        """Write ``options`` into its neuron_config.json."""
+        told = json.loads((self.path / NEURON_CONFIG).read_text())
+        told["neuron_config"] |= options
+        (self.path / NEURON_CONFIG).write_text(json.dumps(told))
+
+    def without(self, *names: str) -> Folder:
+        for name in names:
+            (self.path / name).unlink()
+        return self
+
+
+def compiles() -> int:
+    """How many graphs this process has compiled."""
+    return len(importlib.import_module("neuron_double.compiler").compiles())
+
+
+def answers(engine: Any, original: Path) -> list[str]:
+    """The requests that are answered otherwise than by the cpu engine."""
+    requests = arrivals(4)
+    return nxdi_traffic.wrong(original, requests, served(cpu(original), requests), served(engine, requests))
+
+
+@pytest.fixture
+def llama(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> Folder:
+    return Folder(tmp_path, checkpoint("llama"))
+
+
+# compiled
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_was_compiled_elsewhere_is_loaded(
+    version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every version: nothing is compiled, nothing kept, and the original weights are not needed."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    given = Folder(tmp_path, checkpoint("llama"))
+    told = given.predicted()
+    assert (told.outcome, told.where, told.place) == ("hit", "source", str(given.path))
+    assert answers(given.opened(), given.original) == []
+    assert compiles() == given.before
+    assert not given.compiled.exists()
+
+
+def test_compiling_ahead_finds_nothing_to_do(llama: Folder) -> None:
+    """`corewright compile` of such a model."""
+    built = compile_all(llama.config(), lambda _: None)
+    assert (built.wanted, built.compiled) == ([], [])
+    assert compiles() == llama.before
+
+
+def test_what_somebody_else_has_compiled_is_loaded(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """By the package's own keywords and defaults, buckets among them."""
+    original, given = checkpoint("llama"), tmp_path / "given"
+    shutil.copytree(original, given)
+    modeling = importlib.import_module("neuronx_distributed_inference.models.llama.modeling_llama")
+    config = importlib.import_module("neuronx_distributed_inference.models.config")
+    adapter = importlib.import_module("neuronx_distributed_inference.utils.hf_adapter")
+    neuron_config = config.NeuronConfig(
+        tp_degree=2,
+        batch_size=4,
+        ctx_batch_size=1,
+        is_continuous_batching=True,
+        seq_len=256,
+        enable_bucketing=True,
+        torch_dtype="float32",
+        save_sharded_checkpoint=True,
+    )
+    load_config = adapter.load_pretrained_config(str(original))
+    made = modeling.LlamaInferenceConfig(neuron_config, load_config=load_config)
+    modeling.NeuronLlamaForCausalLM(str(original), made).compile(str(given))
+    (given / "model.safetensors").unlink()
+    before = compiles()
+    usual = {"max_len": 256, "allow_pickle": True}
+    engine = open_engine(replica_config(given, None, prefill_buckets=[], decode_buckets=[], **usual))
+    engine.load()
+    assert answers(engine, original) == []
+    assert compiles() == before
+    with pytest.raises(EngineLoadError, match=r"buckets\.prefill \(context_encoding_buckets\): needs 64 256, "):
+        open_engine(replica_config(given, None, prefill_buckets=[64, 256], decode_buckets=[], **usual)).load()
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"slots": 2}, "max_batch (batch_size): needs 2, there is 4"),
+        ({"max_len": 64, "decode_buckets": [64]}, "max_len (seq_len): needs 64, there is 96"),
+        ({"tp_degree": 1, "cores": [0]}, "tp_degree: needs 1, there is 2"),
+        ({"dtype": "bf16"}, "dtype (torch_dtype): needs bfloat16, there is float32"),
+        ({"prefill_buckets": [64]}, "buckets.prefill (context_encoding_buckets): needs 64, there is 16 32 64"),
+        ({"decode_buckets": [96]}, "buckets.decode (token_generation_buckets): needs 96, there is 32 64 96"),
+        ({"sampling": "device"}, "sampling (on_device_sampling_config): needs device, there is host"),
+        ({"quantize": "int8"}, "quantize (quantized): needs True, there is False"),
+        ({"quantize_kv": "fp8"}, "quantize_kv (kv_cache_quant): needs True, there is False"),
+        ({"fuse_qkv": True}, "fuse_qkv (fused_qkv): needs True, there is False"),
+        ({"engine_options": {"vocab_parallel": True}}, "engine_options.vocab_parallel: needs True, there is False"),
+        ({"draft_source": "ORIGINAL", "draft_k": 3}, "draft.k (speculation_length): needs 4, there is 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_each_field_that_differs_is_told(
+    llama: Folder, nxd: Neuron, fields: dict[str, Any], told: str, checkpoint: Checkpoints
+) -> None:
+    """With its value in the artifacts and in the spec, before a core is claimed, and nothing is compiled instead."""
+    fields = {name: str(checkpoint("llama")) if value == "ORIGINAL" else value for name, value in fields.items()}
+    error = llama.refused(**fields)
+    assert error.id == "artifacts-mismatch"
+    assert told in error.what
+    assert str(llama.path) in error.what
+    assert nxd.held() == {}
+
+
+def test_all_fields_that_differ_are_told_at_once(llama: Folder) -> None:
+    """And what follows from them is not."""
+    what = llama.refused(slots=2, dtype="bf16").what
+    assert "max_batch (batch_size): needs 2, there is 4" in what
+    assert "dtype (torch_dtype): needs bfloat16, there is float32" in what
+    assert what.count("needs") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"padding_side": "left"}, "padding_side: needs right, there is left"),
+        ({"async_mode": True}, "async_mode: needs False, there is True"),
+        ({"qkv_kernel_enabled": True}, "engine_options.qkv_kernel_enabled: needs False, there is True"),
+        ({"of_another_version": 7}, "of_another_version: needs none, there is 7"),
+        ({"spec_batch_size": 3}, "max_batch (spec_batch_size): needs 4, there is 3"),
+        ({"logical_nc_config": 2}, "hosts.lnc (logical_nc_config): needs 1, there is 2"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_the_spec_does_not_name_are_compared_too(
+    llama: Folder, options: dict[str, Any], told: str
+) -> None:
+    """With what the package would take."""
+    llama.record(**options)
+    error = llama.refused()
+    assert (error.id, told in error.what) == ("artifacts-mismatch", True), error.what
+
+
+def test_what_says_nothing_about_the_graphs_may_differ(llama: Folder) -> None:
+    """Places of another host, and what a load does."""
+    llama.record(quantized_checkpoints_path="/elsewhere", skip_warmup=True, max_new_tokens=7)
+    assert llama.predicted().hit
+    assert answers(llama.opened(), llama.original) == []
+
+
+def test_the_config_of_another_model_is_told(llama: Folder) -> None:
+    """It lies beside graphs that were compiled for other numbers."""
+    file = llama.path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+    error = llama.refused()
+    assert error.id == "artifacts-mismatch"
+    assert "rms_norm_eps of config.json: needs 0.001, there is " in error.what
+
+
+def test_a_draft_is_compared_with_the_one_that_was_compiled(
+    nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """Fused speculation is one set for both models; without a draft it is not asked for."""
+    draft = {"draft_source": str(checkpoint("llama")), "draft_k": 3}
+    given = Folder(tmp_path, checkpoint("llama"), **draft)
+    assert answers(given.opened(), given.original) == []
+    assert "draft: needs none, there is one" in given.refused(draft_source=None, draft_k=0).what
+    assert "draft.k (speculation_length): needs 3, there is 4" in given.refused(draft_k=2).what
+
+
+def test_a_neuron_config_that_the_version_does_not_read_is_told(llama: Folder, nxd: Neuron) -> None:
+    """Or that is gone: then nothing tells what the graphs are for."""
+    llama.record(padding_side="middle")
+    assert "does not read neuron_config.json: AssertionError" in llama.refused().what
+    assert "it has no neuron_config.json" in llama.without(NEURON_CONFIG).refused().what
+    assert nxd.held() == {}
+
+
+def test_a_compiled_program_is_loaded_only_where_pickles_are_allowed(llama: Folder, nxd: Neuron) -> None:
+    """model.pt can run code."""
+    error = llama.refused(allow_pickle=False)
+    assert (error.id, nxd.held()) == ("pickle-refused", {})
+    assert str(llama.path / "model.pt") in error.what
+    assert "allow_pickle: true" in error.hint
+
+
+# compiled, with the record of who has
+
+
+@pytest.fixture
+def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """With the lock file of the entry that it was copied from."""
+    installed, compiler = metadata.version, {"neuronx-cc": "2.16.372.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: compiler.get(name) or installed(name))
+    made = Path(shutil.copytree(llama.path, llama.path.parent / "entry" / "model"))
+    from workers.engines.nxd_package import import_package
+    from workers.neff_cache.files import parts
+
+    manifest = nxd_artifacts.manifest(Settings.of(llama.config()), import_package(), None)
+    write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(made.parent)))
+    return llama
+
+
+def test_the_compiler_is_compared_where_it_is_recorded(recorded: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """neuron_config.json does not tell it; nor the flags."""
+    assert answers(recorded.opened(), recorded.original) == []
+    compiler = metadata.version
+    newer = {"neuronx-cc": "2.19.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: newer.get(name) or compiler(name))
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    what = recorded.refused().what
+    assert "compiler version: needs 2.19.0, there is 2.16.372.0" in what
+    assert "compiler flags: needs -O1, there is none" in what
+
+
+def test_a_program_that_has_changed_since_is_told(recorded: Folder) -> None:
+    """By the record's digest of it."""
+    data = (recorded.path / "model.pt").read_bytes()
+    (recorded.path / "model.pt").write_bytes(data[:-1] + b" ")
+    error = recorded.refused()
+    assert (error.id, "model.pt is missing or not as it was" in error.what) == ("artifacts-mismatch", True)
+
+
+def test_a_compiler_that_nobody_has_recorded_is_told(llama: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log of the replica."""
+    llama.opened()
+    assert f"nothing tells which compiler has made {llama.path / 'model.pt'}" in caplog.text
+
+
+# the weights of each core
+
+
+def test_a_shard_that_is_missing_or_cut_off_is_told(llama: Folder, nxd: Neuron) -> None:
+    """By its name, before a core is claimed."""
+    os.truncate(llama.path / SHARD.format(0), 40)
+    assert (error := llama.refused()).id == "weights-broken"
+    assert SHARD.format(0) in error.what
+    error = llama.without(SHARD.format(1)).refused()
+    assert (error.id, nxd.held()) == ("weights-missing", {})
+    assert f"lacks {SHARD.format(1)}" in error.what
+
+
+def test_shards_of_more_cores_than_the_degree_are_told(llama: Folder) -> None:
+    """Two folders were mixed."""
+    shutil.copy(llama.path / SHARD.format(1), llama.path / SHARD.format(3))
+    error = llama.refused()
+    assert (error.id, "weights of 4 cores, and tp_degree is 2" in error.what) == ("shards-mismatch", True)
+
+
+def test_weights_that_were_not_saved_are_divided_again(nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """From the original beside the graphs; without it the model is refused."""
+    given = Folder(tmp_path, checkpoint("llama"))
+    given.record(save_sharded_checkpoint=False)
+    shutil.rmtree(given.path / "weights")
+    assert given.refused().id == "weights-missing"
+    shutil.copy(given.original / "model.safetensors", given.path)
+    assert given.predicted().hit
+    assert answers(given.opened(), given.original) == []
+    assert compiles() == given.before
+
+
+# the weights alone
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if nxd_release(version) >= (0, 2)])
+def test_shards_are_the_weights_of_an_own_compile(
+    version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the second start finds it compiled. They are neither divided again nor copied."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    given = Folder(tmp_path, checkpoint("llama")).without("model.pt", NEURON_CONFIG)
+    assert given.predicted().outcome == "compile"
+    engine = given.opened(allow_pickle=False)
+    assert answers(engine, given.original) == []
+    assert compiles() > given.before
+    engine.close()
+    assert list(given.compiled.rglob("*.safetensors")) == []
+    now = compiles()
+    importlib.import_module("neuron_double.runtime").reset_for_tests()
+    assert given.predicted().hit
+    assert answers(given.opened(), given.original) == []
+    assert compiles() == now
+
+
+def test_version_0_1_cannot_compile_without_the_original(
+    nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no option for that."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.1")
+    given = Folder(tmp_path, checkpoint("llama")).without("model.pt", NEURON_CONFIG)
+    assert given.refused().id == "option-not-in-version"
+
+
+@pytest.mark.parametrize(
+    ("fields", "id", "told"),
+    [
+        ({"tp_degree": 4, "cores": [0, 1, 2, 3]}, "shards-mismatch", "weights of 2 cores, and tp_degree is 4"),
+        ({"dtype": "bf16"}, "shards-mismatch", "hold F32, mostly F32; needed are BF16"),
+        ({"quantize": "int8"}, "shards-mismatch", "needed are numbers of one byte"),
+        ({"draft_source": "ORIGINAL", "draft_k": 3}, "layout-unsupported", "those of one model"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_shards_of_another_kind_are_told(
+    llama: Folder, fields: dict[str, Any], id: str, told: str, checkpoint: Checkpoints
+) -> None:
+    """As far as they tell it."""
+    fields = {name: str(checkpoint("llama")) if value == "ORIGINAL" else value for name, value in fields.items()}
+    error = llama.without("model.pt", NEURON_CONFIG).refused(**fields)
+    assert (error.id, told in error.what) == (id, True), error.what
+
+
+def test_what_the_shards_were_made_for_is_compared_where_it_is_recorded(llama: Folder) -> None:
+    """Of neuron_config.json what decides how they are divided, and no shape of a graph."""
+    llama.without("model.pt")
+    assert "fuse_qkv (fused_qkv): needs True, there is False" in llama.refused(fuse_qkv=True).what
+    assert answers(llama.opened(slots=2), llama.original) == []
+
+
+def test_a_gap_among_the_shards_is_told(llama: Folder) -> None:
+    """The file that is missing, and not another degree."""
+    llama.without("model.pt", NEURON_CONFIG, SHARD.format(0))
+    error = llama.refused()
+    assert (error.id, f"lacks {SHARD.format(0)}" in error.what) == ("weights-missing", True)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("original", "hint"),
+    [("", "name the original checkpoint"), ("model.safetensors", "holds the original weights"),
+     ("checkpoint/model.safetensors", "checkpoint holds the original weights")],
+)  # fmt: skip
+def test_what_optimum_has_compiled_is_refused(llama: Folder, original: str, hint: str) -> None:
+    """Its graphs are called otherwise. Where it has the original weights, the hint says how they are compiled anew."""
+    (llama.path / NEURON_CONFIG).write_text(json.dumps({"_serialized_key": "NxDNeuronConfig", "tp_degree": 2}))
+    if original:
+        (llama.path / original).parent.mkdir(exist_ok=True)
+        shutil.copy(llama.original / "model.safetensors", llama.path / original)
+    error = llama.refused()
+    assert (error.id, hint in error.hint) == ("layout-unsupported", True), error.hint
+    assert "compiled by Optimum Neuron" in error.what
+
+
+def test_a_draft_is_never_one_that_is_compiled(llama: Folder, checkpoint: Checkpoints) -> None:
+    """It is compiled into one set with its model."""
+    config = replica_config(checkpoint("llama"), None, draft_source=str(llama.path), draft_k=2)
+    with pytest.raises(EngineLoadError, match="a draft is compiled anew") as refused:
+        open_engine(config).load()
+    assert refused.value.id == "layout-unsupported"
+
+
+# before anything is fetched
+
+
+def only_head(given: Folder) -> Path:
+    """The small files of a source elsewhere, as commands keep them."""
+    names = sorted(path.relative_to(given.path).as_posix() for path in given.path.rglob("*") if path.is_file())
+    listing = Listing(
+        source="s3://models/given",
+        files=tuple(RemoteFile(name=name, size=(given.path / name).stat().st_size, tag="t") for name in names),
+    )
+    folder = given.path.parent / "head"
+    folder.mkdir()
+    for file in head(listing).files:
+        shutil.copy(given.path / file.name, folder)
+    (folder / MARK).write_bytes(msgspec.json.encode(listing))
+    assert not (folder / "model.pt").exists()
+    return folder
+
+
+def test_a_source_that_is_not_fetched_yet_is_verified_by_its_head(llama: Folder) -> None:
+    """By its small files and the names of all: what differs, what is missing, and what is as it should be."""
+    llama.path = only_head(llama)
+    assert llama.predicted().hit
+    with pytest.raises(EngineLoadError, match=r"max_batch \(batch_size\): needs 2, there is 4"):
+        llama.predicted(slots=2)
+    listing = json.loads((llama.path / MARK).read_text())
+    listing["files"] = [file for file in listing["files"] if file["name"] != SHARD.format(1)]
+    (llama.path / MARK).write_text(json.dumps(listing))
+    with pytest.raises(EngineLoadError, match="tp1_sharded_checkpoint") as missing:
+        llama.predicted()
+    assert missing.value.id == "weights-missing"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_the_spec_names_is_compared_without_the_package(
+    version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For `validate` and `plan`, wherever they run."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    given = Folder(tmp_path, checkpoint("llama"), sampling="device")
+    assert foreseen(given.config()) is None
+    error = foreseen(given.config(slots=2, tp_degree=1, sampling="host"))
+    assert error is not None
+    assert error.id == "artifacts-mismatch"
+    assert [part.split(":")[0] for part in error.what.split("spec's: ")[1].split("; ")] == [
+        "max_batch (batch_size)",
+        "sampling (on_device_sampling_config)",
+        "tp_degree",
+    ]
+    told = [foreseen(given.config(allow_pickle=False)), foreseen(given.without(SHARD.format(1)).config())]
+    assert [None if one is None else one.id for one in told] == ["pickle-refused", "weights-missing"]
+    assert foreseen(replica_config(checkpoint("llama"), None)) is None
+
+
+@pytest.mark.slow
+def test_the_command_is_told_the_same_by_the_engines_interpreter(llama: Folder, nxd: Neuron) -> None:
+    """As `cache verify` asks it: a hit, and what the start would fail with."""
+    env = {**nxd.env, "NEURON_RT_VISIBLE_CORES": "0-1"}
+    told = verify(llama.config(env=env), read=True)
+    assert isinstance(told, list)
+    assert [(one.prediction.outcome, one.prediction.where) for one in told] == [("hit", "source")]
+    failure = verify(llama.config(env=env, slots=2), read=True)
+    assert isinstance(failure, Failure)
+    assert (failure.id, failure.what) == ("artifacts-mismatch", llama.refused(slots=2).what)

@@ -1,0 +1,267 @@
+"""What a host does ahead of starts: several at once, but never more than its CPUs and its memory allow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.specfile import load
+from placements.memory import PROCESS_GIB, host_memory
+from tests.checkpoints import make_checkpoint
+from tests.workers.tnx_runs import config
+from workers import ahead
+from workers.ahead import Foreseen
+from workers.artifacts.listing import Stopped
+from workers.artifacts.progress import Progress
+from workers.build import Built
+from workers.config import ReplicaConfig
+from workers.status import Failure
+from workers.turns import Turns, need_gib
+from workers.workshop import LOOKS, Workshop, looks_at_once
+
+DEADLINE_S = 20.0
+
+
+def model(name: str) -> ReplicaConfig:
+    return config(Path("/models") / name, model=name)
+
+
+class Played:
+    """The work itself: counts who is at it, and ends when a test lets it."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.running: set[str] = set()
+        self.most = 0
+        self._ends: set[str] = set()
+        self._changed = threading.Condition()
+
+    def foresee(self, one: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
+        self._work(one.model)
+        return Foreseen(missing=[one.model])
+
+    def build(self, one: ReplicaConfig, progress: Progress, stop: threading.Event) -> Built:
+        self._work(one.model)
+        return Built(wanted=[], seconds=0.0)
+
+    def _work(self, name: str) -> None:
+        with self._changed:
+            self.begun.append(name)
+            self.running.add(name)
+            self.most = max(self.most, len(self.running))
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: name in self._ends, DEADLINE_S)
+            self.running.discard(name)
+            self._changed.notify_all()
+
+    def end(self, *names: str) -> None:
+        with self._changed:
+            self._ends |= set(names)
+            self._changed.notify_all()
+
+    def until(self, *names: str) -> None:
+        """These are at work, and no others."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.running == set(names), DEADLINE_S), self.running
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    found = Played()
+    monkeypatch.setattr(ahead, "foresee", found.foresee)
+    monkeypatch.setattr(ahead, "build", found.build)
+    return found
+
+
+def test_models_that_start_together_do_not_wait_for_each_others_imports(played: Played) -> None:
+    """As many looks at once as are allowed, and one for all that wait for the same."""
+    workshop = Workshop(looks=2)
+    for waiter, name in [("1", "a"), ("2", "a"), ("3", "b"), ("4", "c")]:
+        assert workshop.foresee(waiter, model(name), 0.0) is None
+    with played._changed:
+        assert played._changed.wait_for(lambda: len(played.running) == 2, DEADLINE_S)
+    played.end("a", "b", "c")
+    told = [workshop.foresee(waiter, model(name), DEADLINE_S) for waiter, name in zip("1234", "aabc", strict=True)]
+    assert [one.missing for one in told if isinstance(one, Foreseen)] == [["a"], ["a"], ["b"], ["c"]]
+    assert (sorted(played.begun), played.most) == (["a", "b", "c"], 2)
+
+
+@given(st.integers(1, 512))
+def test_looks_are_few(cpus: int) -> None:
+    """Two models at least need not wait, and the host's CPUs are left to what serves."""
+    assert 2 <= looks_at_once(cpus) <= max(2, min(LOOKS, cpus))
+
+
+def test_compiles_of_a_host_stay_within_its_memory(played: Played) -> None:
+    """Of all models together: who does not fit waits for who has ended, and lets a smaller one pass."""
+    needs = {"a": 64.0, "b": 64.0, "c": 20.0}
+    workshop = Workshop(
+        Turns(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model]
+    )
+    assert workshop.compile("1", model("a"), 0.0) is None
+    played.until("a")
+    assert workshop.compile("2", model("b"), 0.0) is None
+    assert workshop.compile("3", model("c"), 0.0) is None
+    played.until("a", "c")
+    played.end("a")
+    played.until("b", "c")
+    played.end("b", "c")
+    told = [workshop.compile(waiter, model(name), DEADLINE_S) for waiter, name in zip("123", "abc", strict=True)]
+    assert [isinstance(one, Built) for one in told] == [True] * 3
+    assert sorted(played.begun) == ["a", "b", "c"]
+
+
+def test_who_has_left_is_not_compiled_for(played: Played) -> None:
+    """A replica that is not wanted any more gives up its turn before it has come."""
+    workshop = Workshop(Turns(lambda: 10.0), need=lambda _: 10.0)
+    workshop.compile("1", model("a"), 0.0)
+    played.until("a")
+    workshop.compile("2", model("b"), 0.0)
+    workshop.leave("2")
+    played.end("a", "b")
+    assert isinstance(workshop.compile("1", model("a"), DEADLINE_S), Built)
+    workshop.compile("3", model("c"), 0.0)
+    played.until("c")
+    played.end("c")
+    assert played.begun == ["a", "c"]
+
+
+def test_a_checkpoint_that_cannot_be_read_fails_nobody(played: Played, tmp_path: Path) -> None:
+    """The compile itself tells what is wrong with it."""
+    workshop = Workshop(Turns(lambda: 1.0))
+    played.end("a")
+    told = workshop.compile("1", config(tmp_path / "nowhere", model="a"), DEADLINE_S)
+    assert isinstance(told, Built)
+
+
+# Turns
+
+
+class Crowd:
+    """Threads that each take a turn, and stay in it until they are told to go."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.inside: dict[str, float] = {}
+        self.stopped: set[str] = set()
+        self.changed = threading.Condition()
+        self._go: dict[str, threading.Event] = {}
+        self._stop: dict[str, threading.Event] = {}
+        self._threads: list[threading.Thread] = []
+
+    def come(self, name: str, need: float) -> None:
+        self._go[name], self._stop[name] = threading.Event(), threading.Event()
+        self._threads.append(threading.Thread(target=self._take, args=(name, need), daemon=True))
+        self._threads[-1].start()
+
+    def _take(self, name: str, need: float) -> None:
+        try:
+            with self._turns.turn(need, self._stop[name]):
+                with self.changed:
+                    self.inside[name] = need
+                    self.changed.notify_all()
+                assert self._go[name].wait(DEADLINE_S)
+                with self.changed:
+                    del self.inside[name]
+        except Stopped:
+            with self.changed:
+                self.stopped.add(name)
+                self.changed.notify_all()
+
+    def go(self, name: str) -> None:
+        self._go[name].set()
+
+    def stop(self, name: str) -> None:
+        self._stop[name].set()
+
+    def until(self, what: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(what, DEADLINE_S), (self.inside, self.stopped)
+
+    def end(self) -> None:
+        for name in self._go:
+            self.go(name)
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+
+
+def test_one_that_needs_more_than_there_is_runs_alone() -> None:
+    """What it needs is an estimate; nobody begins beside it."""
+    crowd = Crowd(Turns(lambda: 10.0))
+    crowd.come("large", 64.0)
+    crowd.until(lambda: "large" in crowd.inside)
+    crowd.come("small", 1.0)
+    crowd.stop("small")
+    crowd.until(lambda: "small" in crowd.stopped)
+    crowd.come("next", 1.0)
+    crowd.go("large")
+    crowd.until(lambda: set(crowd.inside) == {"next"})
+    crowd.end()
+
+
+def test_memory_that_others_have_taken_meanwhile_is_not_given_away() -> None:
+    """What was free when nothing was compiled is no longer free when a replica has begun to load."""
+    free = [100.0]
+    crowd = Crowd(Turns(lambda: free[0]))
+    crowd.come("first", 40.0)
+    crowd.until(lambda: "first" in crowd.inside)
+    free[0] = 30.0
+    crowd.come("second", 40.0)
+    crowd.come("third", 20.0)
+    crowd.until(lambda: set(crowd.inside) == {"first", "third"})
+    crowd.stop("second")
+    crowd.until(lambda: "second" in crowd.stopped)
+    crowd.end()
+
+
+def test_memory_that_is_not_used_yet_is_not_given_away_twice() -> None:
+    """A compile takes its memory by and by."""
+    crowd = Crowd(Turns(lambda: 100.0))
+    crowd.come("first", 60.0)
+    crowd.until(lambda: "first" in crowd.inside)
+    crowd.come("second", 60.0)
+    crowd.come("third", 40.0)
+    crowd.until(lambda: set(crowd.inside) == {"first", "third"})
+    crowd.go("first")
+    crowd.go("third")
+    crowd.until(lambda: set(crowd.inside) == {"second"})
+    crowd.end()
+
+
+# What one needs
+
+
+@pytest.mark.parametrize("engine", ["cpu", "transformers-neuronx", "nxd-inference"])
+def test_a_host_reckons_as_the_plan_does(tmp_path: Path, engine: str) -> None:
+    """From what the replica is told and from its checkpoint, as `plan` from the spec."""
+    make_checkpoint(tmp_path / "model", "llama")
+    hosts = "emulate" if engine == "cpu" else "instance"
+    (tmp_path / "spec.yaml").write_text(
+        f"hosts: {{{hosts}: inf2.xlarge}}\n"
+        f"models: {{m: {{engine: {engine}, source: ./model, tp_degree: 2, max_batch: 3, max_len: 64, dtype: fp32}}}}\n"
+    )
+    file = load(str(tmp_path / "spec.yaml"))
+    assert file.spec is not None
+    told = host_memory(file.spec.models[0], file.checkpoints["m"], engine)  # type: ignore[arg-type]
+    assert need_gib(config(tmp_path / "model", engine=engine)) == told.load + told.compile
+    assert need_gib(config(tmp_path / "model", engine=engine), 200.0) == 200.0 + told.compile
+
+
+def test_a_compiler_counts_for_a_checkpoint_that_nobody_knows(tmp_path: Path) -> None:
+    """It takes most. So it does for a dtype that nobody knows: the compile refuses it."""
+    assert need_gib(config(tmp_path)) == 64.0 + PROCESS_GIB
+    make_checkpoint(tmp_path / "model", "llama")
+    assert need_gib(config(tmp_path / "model", dtype="fp64")) == 64.0 + PROCESS_GIB
+    assert need_gib(config(tmp_path, engine="cpu", engine_options={"compile": True})) == 3.0 + PROCESS_GIB
+
+
+def test_a_failure_is_handed_on(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its id, to each that waits."""
+    monkeypatch.setattr(ahead, "build", lambda *_: Failure("compile-failed", "the compiler crashed"))
+    told = Workshop(Turns(lambda: 10.0), need=lambda _: 1.0).compile("1", model("a"), DEADLINE_S)
+    assert told == Failure("compile-failed", "the compiler crashed")
