@@ -161,8 +161,9 @@ def test_who_asks_for_a_push_is_told_that_it_failed(checkpoint: Checkpoints, tmp
     _denied(proxy)
     one = kept(checkpoint("llama"), tmp_path)
     told = asked(one, push=True)
-    assert isinstance(told, build.Trouble)
-    assert (told.failure.id, "s3:ListBucket" in told.failure.what) == ("s3-denied", True)
+    assert isinstance(told, Built)
+    (why,) = told.unsent
+    assert (why.id, "s3:ListBucket" in why.what, told.pushed) == ("s3-denied", True, [])
     assert all(wanted.complete for wanted in build.predict(one).wanted)
 
 
