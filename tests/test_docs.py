@@ -390,17 +390,27 @@ def called(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def makers(trees: list[ast.Module]) -> dict[str, int]:
+@cache
+def source_trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in SOURCES}
+
+
+@cache
+def makers() -> dict[str, int]:
     """What makes a problem, with the position of its id: the classes, and every function that hands its own on."""
     found = {"Problem": 0, "Refusal": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
     found |= {"SourceError": 0, "StoreError": 0}
     size = 0
+    calls = [
+        (owner, function, [call for call in ast.walk(function) if isinstance(call, ast.Call)])
+        for owner, function in functions([*source_trees().values()])
+    ]
     while size != len(found):
         size = len(found)
-        for owner, function in functions(trees):
+        for owner, function, made in calls:
             names = [argument.arg for argument in function.args.args if argument.arg != "self"]
-            for call in ast.walk(function):
-                given = id_of(call, found) if isinstance(call, ast.Call) else None
+            for call in made:
+                given = id_of(call, found)
                 if isinstance(given, ast.Name) and given.id in names:
                     name = owner if function.name == "__init__" else function.name
                     found.setdefault(name, names.index(given.id))
@@ -458,10 +468,9 @@ def told(function: ast.AST) -> Iterator[ast.expr]:
 def ids_in_source(within: str = "") -> frozenset[str]:
     """Every problem id, and every cause that is written as f"id: ..."; a host fact's problem begins with the name of a
     tool instead. ``within``: only those of the files whose path begins so."""
-    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
-    known = makers([*trees.values()])
+    known = makers()
     found: set[str] = set()
-    for tree in [tree for path, tree in trees.items() if str(path.relative_to(ROOT)).startswith(within)]:
+    for tree in [tree for path, tree in source_trees().items() if str(path.relative_to(ROOT)).startswith(within)]:
         for function in [item for item in ast.walk(tree) if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]:
             for call in ast.walk(function):
                 given = id_of(call, known) if isinstance(call, ast.Call) else None

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -37,6 +38,7 @@ from workers.artifacts.patience import Patience
 from workers.artifacts.progress import Progress
 from workers.artifacts.sources import open_remote
 from workers.artifacts.store import Store
+from workers.compiled import MANIFEST
 
 DEADLINE_S = 120.0
 NOBODY = f"http://{USER}:{PASSWORD}@127.0.0.1:9"  # nobody listens there
@@ -230,6 +232,7 @@ def test_a_push_to_the_hub_tells_no_secret(
     caplog.set_level(logging.DEBUG)
     (tmp_path / "entry").mkdir()
     (tmp_path / "entry" / "large.bin").write_bytes(FILES[WEIGHTS])
+    (tmp_path / "entry" / MANIFEST).write_text("{}")  # it is whole
     ON_THE_HUB[name][0](world)
     told = ""
     try:
@@ -327,6 +330,7 @@ def test_no_command_tells_a_secret(world: World, s3_server: S3Server, model: dic
         answered = run("generate", spec, "s", "--prompt", "A slot", "--max-tokens", "4")
         assert answered.returncode == 0, answered.stderr
         assert run("cache", "prune", "--models").returncode == 0
+        shutil.rmtree(tmp_path / "home" / "store")  # what has just been fetched was left
         run("doctor", spec)
         run("config", "view")
 
