@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def size_text(count: float) -> str:
-    """Bytes, such as 13.5 GB."""
-    for unit, name in _UNITS:
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count:.0f} bytes"
+from workers.artifacts.progress import size_text as size_text
 
 
 def fetch_text(fetch: Mapping[str, Any]) -> str:

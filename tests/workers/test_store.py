@@ -580,7 +580,7 @@ def test_more_than_the_budget_is_refused_before_anything_is_fetched_or_removed(t
     store = Store(tmp_path, budget=budget_for(OTHER), grace_s=0)
     kept = store.get(FakeRemote(OTHER))
     remote = FakeRemote(FILES, "s3://models/large")
-    with pytest.raises(SourceError, match=r"s3://models/large needs 0.0005 GB; .* a budget of 0.00025 GB"):
+    with pytest.raises(SourceError, match=r"s3://models/large needs 500.0 kB; .* of 250.0 kB .store_bytes."):
         store.get(remote)
     assert remote.moved == []
     assert_sound(store, {kept.key})

@@ -10,6 +10,15 @@ from collections.abc import Callable
 import msgspec
 
 SPAN_S = 10.0  # over which the rate is measured
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def size_text(count: float) -> str:
+    """Bytes, such as 13.5 GB."""
+    for unit, name in _UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} bytes"
 
 
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from workers.artifacts import locks, manifest
 from workers.artifacts.blobs import Blobs
 from workers.artifacts.budget import FIXED_S, Entry, held, to_free
 from workers.artifacts.listing import Listing, SourceError
+from workers.artifacts.progress import size_text
 from workers.artifacts.uses import Uses
 
 log = logging.getLogger(__name__)
@@ -49,16 +50,16 @@ class Room:
             if self._evict(lacking):
                 continue
             kept = held(entry for entry in self._entries() if not entry.spare and entry.key != folder.name)
-            room = f"a budget of {_size(self._budget)}" if self._budget is not None else "no budget"
-            room += f", {_size(shutil.disk_usage(self.root).free)} free on its disk, and {_size(kept)} in use"
-            what = f"{listing.source} needs {_size(listing.bytes)}; {self.root} has {room}"
+            room = f"a budget of {size_text(self._budget)} (store_bytes)" if self._budget is not None else "no budget"
+            room += f", {size_text(shutil.disk_usage(self.root).free)} free on its disk, and {size_text(kept)} in use"
+            what = f"{listing.source} needs {size_text(listing.bytes)}; {self.root} has {room}"
             raise SourceError("store-full", what, REMEDY)
 
     def make_more(self, folder: Path, listing: Listing) -> None:
         """The disk is full in the middle of it: others have filled it. As `make`."""
         disk = shutil.disk_usage(self.root)
         if not self._evict(max(1, self._lacking_on_disk(folder, listing) - _spare(disk.total))):
-            what = f"the disk of {self.root} is full, and {listing.source} needs {_size(listing.bytes)}"
+            what = f"the disk of {self.root} is full, and {listing.source} needs {size_text(listing.bytes)}"
             raise SourceError("store-full", what, REMEDY)
 
     def remove(self, key: str, *, though_given: bool = False) -> bool:
@@ -173,8 +174,3 @@ def _blocks(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 found += Path(at, name).lstat().st_blocks * 512
     return found
-
-
-def _size(count: int | None) -> str:
-    """In GB as disks are sold, with as many digits as tell something."""
-    return f"{(count or 0) / 1e9:.3g} GB"

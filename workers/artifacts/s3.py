@@ -241,7 +241,8 @@ class Bucket:
         from botocore.config import Config  # type: ignore[import-untyped]
 
         logger = logging.getLogger("botocore")
-        logger.setLevel(max(logger.level, logging.INFO))  # at DEBUG it writes session tokens
+        # At DEBUG it writes session tokens, at INFO four lines at each start of a replica.
+        logger.setLevel(max(logger.level, logging.WARNING))
         if self._session is None:
             self._session = botocore.session.Session()
             self._session.register_component("data_loader", _loader())
