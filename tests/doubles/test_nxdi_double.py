@@ -233,6 +233,7 @@ def test_a_model_is_not_loaded_before_it_is_compiled(machine: Neuron, source: Pa
     assert machine.held() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_another_process_loads_what_was_compiled(machine: Neuron, source: Path, tmp_path: Path, sharded: bool) -> None:
     """The folder is enough; without sharded weights, the original checkpoint must be where it was."""

@@ -121,6 +121,7 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
     assert held_cores(Home(home).claims(0)) == {}
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path) -> None:
     """Ctrl-C before ready: exit code 1, no process, no record.
 

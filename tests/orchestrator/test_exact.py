@@ -24,6 +24,8 @@ hosts: {emulate: inf2.48xlarge}
 defaults: {engine: cpu, dtype: fp32, max_len: 128, max_batch: 4}
 models:
 """
+pytestmark = pytest.mark.slow
+
 FEW = {"llama": 2, "gpt2": 2, "bloom": 1}  # configuration -> tp_degree
 ALL = dict.fromkeys(FAMILIES, 2)  # all 24 cores
 ALL_READY_S = 180.0  # twelve processes import torch at once
@@ -114,7 +116,6 @@ def test_greedy_output_equals_generate_for_each_request_alone(fleet: LiveFleet, 
     check_greedy(answers, asked, model)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_fleet_of_every_configuration_equals_generate(tmp_path: Path) -> None:
     """Twelve models on one emulated host, asked all at once, 16 requests each: as each request alone."""

@@ -43,7 +43,7 @@ def test_a_start_that_compiles_for_long_is_not_rolled_back(tmp_path: Path) -> No
         assert played.controller.status()["revision"] == 2
         assert played.replica("a/1")["load_s"] == 3000.0
 
-    play(tmp_path, spec(a=patient), story, load_s=5.0)
+    play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
 
 
 def test_what_a_replica_compiles_is_not_its_start(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_a_replica_compiles_is_not_its_start(tmp_path: Path) -> None:
         assert played.controller.status()["revision"] == 2
         assert played.replica("a/1")["failures"] == 0
 
-    play(tmp_path, spec(), story, load_s=5.0)
+    play(tmp_path, spec(), story, tick_s=5.0, load_s=5.0)
 
 
 def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_start_that_exceeds_its_deadline_is_rolled_back(tmp_path: Path) -> Non
         assert len(played.ready("a")) == 1
         assert "start-deadline" in next(e.message for e in played.journal.events() if e.reason == "RolloutFailed")
 
-    play(tmp_path, spec(a=patient), story, load_s=5.0)
+    play(tmp_path, spec(a=patient), story, tick_s=5.0, load_s=5.0)
 
 
 def test_the_start_of_an_unchanged_model_does_not_hold_up_the_deadline(tmp_path: Path) -> None:

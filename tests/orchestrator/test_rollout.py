@@ -33,14 +33,22 @@ def spec(a_batch: int = 4, b_batch: int = 4, b_replicas: int = 2, a: str = "", b
     return BASE.format(a_batch=a_batch, b_batch=b_batch, b_replicas=b_replicas, a=a, b=b) + more
 
 
-def play(tmp_path: Path, first: str, story: Callable[[Played], Coroutine[Any, Any, None]], **cluster: Any) -> Played:
-    """Bring up ``first``, then tell ``story``; gives what was played, for a last look."""
+def play(
+    tmp_path: Path,
+    first: str,
+    story: Callable[[Played], Coroutine[Any, Any, None]],
+    *,
+    tick_s: float = 1.0,
+    **cluster: Any,
+) -> Played:
+    """Bring up ``first``, then tell ``story``; gives what was played, for a last look. ``tick_s``: the controller's;
+    hours take less long with fewer ticks."""
 
     async def main() -> Played:
         fake = FakeCluster()
         for name, value in cluster.items():
             setattr(fake, name, value)
-        async with Played(tmp_path, fake, first) as played:
+        async with Played(tmp_path, fake, first, tick_s=tick_s) as played:
             await played.settled()
             await story(played)
             assert fake.violations == []

@@ -88,7 +88,13 @@ class Served:
         return self.events[id][-1].finish
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOWEST = {"mistral-window", "mixtral", "gptj", "gpt_neox"}  # they run with the long tests
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[pytest.mark.slow] if one in SLOWEST else []) for one in FAMILIES],
+)
 def family(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> tuple[Path, Reference]:
     path = checkpoint(request.param)
     return path, Reference(path)

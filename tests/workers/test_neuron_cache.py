@@ -251,6 +251,7 @@ def test_a_graph_that_cannot_be_compiled_is_not_tried_again(machine: Neuron, che
     assert "neuronx-cc failed with 70" in str(failures[1])
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_in_a_compile_stops_no_other(
     machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, cache: Path
 ) -> None:
