@@ -175,6 +175,7 @@ def brought(source: str, root: Path) -> tuple[str, str]:
     return id, "\n".join(told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_S3)
 def test_a_fetch_from_s3_tells_no_secret(
     name: str,
@@ -197,6 +198,7 @@ def test_a_fetch_from_s3_tells_no_secret(
     assert leaks.in_files(tmp_path / "store") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_THE_HUB)
 def test_a_fetch_from_the_hub_tells_no_secret(
     name: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]

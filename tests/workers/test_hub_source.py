@@ -111,6 +111,7 @@ def test_answers_that_the_hub_is_busy_are_borne(hub: HubServer, tmp_path: Path) 
     assert hub.busy == 0
 
 
+@pytest.mark.slow
 def test_a_file_that_stays_damaged_never_gets_its_name(hub: HubServer, tmp_path: Path) -> None:
     """The others are kept for the next time."""
     hub.flips["model.safetensors"] = 99
