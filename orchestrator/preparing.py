@@ -24,6 +24,8 @@ from workers.status import Failure, Reaction
 
 log = logging.getLogger(__name__)
 
+_LATE = {"fetching": "fetch-deadline", "looking": "start-deadline", "compiling": "compile-deadline"}
+
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -112,8 +114,10 @@ class Preparing:
     @staticmethod
     async def _either(task: asyncio.Future[Any], changed: asyncio.Event, left_s: float) -> None:
         other = asyncio.ensure_future(changed.wait())
-        await asyncio.wait({task, other}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        other.cancel()
+        try:
+            await asyncio.wait({task, other}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            other.cancel()
 
     async def _within(
         self, deadlines: Deadlines, watching: _Watching, work: Coroutine[Any, Any, ReplicaConfig | Failure]
@@ -125,8 +129,7 @@ class Preparing:
             while not task.done():
                 phase, left_s = watching.phase, limits[watching.phase] - (self._state.clock() - watching.since)
                 if left_s <= 0.0:
-                    id = "compile-deadline" if phase == "compiling" else "fetch-deadline"
-                    return Failure(id, f"it has been {phase} for {limits[phase]:.0f} s on {watching.host}")
+                    return Failure(_LATE[phase], f"it has been {phase} for {limits[phase]:.0f} s on {watching.host}")
                 watching.changed.clear()
                 await self._either(task, watching.changed, left_s)
             return task.result()

@@ -451,3 +451,15 @@ class Played:
     def happened(self) -> list[str]:
         """The reasons of all events."""
         return [event.reason for event in self.journal.events()]
+
+
+def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
+    """A story of a fleet, in virtual time; nothing that a fake cluster forbids may happen meanwhile."""
+
+    async def live() -> None:
+        async with Played(tmp_path, cluster, text) as played:
+            await story(played)
+            await played.kill()
+        assert cluster.violations == []
+
+    virtually(live)

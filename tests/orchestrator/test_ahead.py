@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from orchestrator.effects import Arrival, Arrives, Fetched
 from orchestrator.telling import fetch_text
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakefleet import STATUS
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
 from tests.workers.test_bringing import CONFIG
 from workers.config import ReplicaConfig
 from workers.status import Failure, Reaction
@@ -56,18 +56,6 @@ def spec(
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nobody_is_asked(monkeypatch, tmp_path)
-
-
-def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
-    """In virtual time; nothing that a fake cluster forbids may happen meanwhile."""
-
-    async def live() -> None:
-        async with Played(tmp_path, cluster, text) as played:
-            await story(played)
-            await played.kill()
-        assert cluster.violations == []
-
-    virtually(live)
 
 
 def test_a_replica_is_fetched_for_before_its_process_is_asked_for(tmp_path: Path) -> None:
@@ -243,6 +231,8 @@ def test_other_content_of_one_version_is_told(tmp_path: Path) -> None:
         cluster.store.clear()
         await cluster.find("m/0").die("killed")
         await played.until(lambda: "SourceChanged" in played.happened(), "told", 60.0)
+        await played.settled()
+        assert [config.source for config in cluster.started] == [f"/store/s3://models/one@{n}" for n in (1, 2)]
 
     play(tmp_path, cluster, spec(), story)
 

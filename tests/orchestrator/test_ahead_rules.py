@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from orchestrator.journal import Journal
 from orchestrator.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
 from placements.spec import HostsSpec, Spec
 from tests.orchestrator.elsewhere import nobody_is_asked
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
 from tests.orchestrator.test_ahead import spec
 from tests.placements.fleets import model, places, planned
 from tests.placements.fleets import spec as spec_of
@@ -48,18 +48,6 @@ ONE, TWO = "s3://models/one", "s3://models/two"
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nobody_is_asked(monkeypatch, tmp_path)
-
-
-def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
-    """In virtual time; nothing that a fake cluster forbids may happen meanwhile."""
-
-    async def live() -> None:
-        async with Played(tmp_path, cluster, text) as played:
-            await story(played)
-            await played.kill()
-        assert cluster.violations == []
-
-    virtually(live)
 
 
 def now() -> float:
@@ -231,6 +219,7 @@ def test_a_host_that_has_fetched_a_model_is_known_to_hold_it_at_once(tmp_path: P
         await played.settled()
         state = played.controller.state
         await played.until(lambda: any(ONE in held for held in state.held.values()), "it is known", 5.0)
+        assert [host for host, held in state.held.items() if ONE in held] == [cluster.started[0].host]
 
     play(tmp_path, cluster, spec(), story)
 

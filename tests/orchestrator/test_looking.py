@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.orchestrator.elsewhere import nobody_is_asked
-from tests.orchestrator.fakes import FakeCluster, Played
-from tests.orchestrator.test_ahead import play, spec
+from tests.orchestrator.fakes import FakeCluster, Played, play
+from tests.orchestrator.test_ahead import spec
 from workers.status import Failure
 
 
@@ -95,6 +95,22 @@ def test_a_compile_of_an_update_that_takes_too_long_is_told_as_that(tmp_path: Pa
         await played.until(lambda: "PreparationFailed" in played.happened(), "it is given up", 300.0)
         (told,) = [one.message for one in played.journal.events() if one.reason == "PreparationFailed"]
         assert told.startswith("compile-deadline: it has been compiling for 200 s on inf2.48xlarge/0")
+        assert cluster.drained == []
+
+    play(tmp_path, cluster, spec(degree=24, compiles=True), story)
+
+
+def test_a_look_of_an_update_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    """After ten minutes, as what it is: nothing is still to be fetched. The old replica serves."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.look_s = 1e9
+        await played.apply(spec("s3://models/two", degree=24, compiles=True))
+        await played.until(lambda: "PreparationFailed" in played.happened(), "it is given up", 700.0)
+        (told,) = [one.message for one in played.journal.events() if one.reason == "PreparationFailed"]
+        assert told.startswith("start-deadline: it has been looking for 600 s on inf2.48xlarge/0")
         assert cluster.drained == []
 
     play(tmp_path, cluster, spec(degree=24, compiles=True), story)

@@ -10,8 +10,8 @@ import pytest
 from orchestrator.effects import Survivor
 from orchestrator.journal import Journal, Pin, Revision
 from tests.orchestrator.elsewhere import nobody_is_asked
-from tests.orchestrator.fakes import FakeCluster, Played
-from tests.orchestrator.test_ahead import play, spec
+from tests.orchestrator.fakes import FakeCluster, Played, play
+from tests.orchestrator.test_ahead import spec
 from workers.config import Origin
 
 SOURCE = "s3://models/one"

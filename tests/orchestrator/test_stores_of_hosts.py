@@ -6,16 +6,15 @@ controller is played, and asks the actors of two hosts, which run in this proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.effects import Arrives, Fetched
 from orchestrator.host_actor import HostActor
 from tests.orchestrator.elsewhere import nobody_is_asked
-from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.s3 import FaultProxy, S3Server
 from workers.artifacts.bringing import Landed, Wanted, wanted_by, with_folders
 from workers.artifacts.keeping import StoreSettings
@@ -66,16 +65,6 @@ def source(s3_server: S3Server, s3_proxy: FaultProxy, tmp_path: Path, monkeypatc
     nobody_is_asked(monkeypatch, tmp_path)
     files = {"m/config.json": b"{}", "m/tokenizer.json": b"{}", "m/model.safetensors": WEIGHTS}
     return s3_server.bucket(files=files) + "/m"
-
-
-def play(tmp_path: Path, cluster: FakeCluster, text: str, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
-    async def live() -> None:
-        async with Played(tmp_path, cluster, text) as played:
-            await story(played)
-            await played.kill()
-        assert cluster.violations == []
-
-    virtually(live)
 
 
 def fetched(played: Played) -> list[str]:
