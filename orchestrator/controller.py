@@ -12,14 +12,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec.structs
 
-from orchestrator.ahead import get_ready, lead_of
 from orchestrator.demand import DemandReport
 from orchestrator.effects import Cluster, Fetched, ReplicaDied, actor_name
 from orchestrator.fleet import FleetSettings
@@ -30,21 +28,20 @@ from orchestrator.lifecycle import AHEAD, STARTING, Signal, State, advance
 from orchestrator.metrics import Tally, engine_families, fleet_families, scaling_changes
 from orchestrator.picture import Conditions, route_table, status
 from orchestrator.preparing import Preparing
+from orchestrator.readying import Hands, Readying
 from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.replica_config import replica_config
 from orchestrator.rollout import Target
 from orchestrator.routes import RouteTable
 from orchestrator.scaler import Scaler
 from orchestrator.snapshot import SETTLED_S, Observed, ReplicaView
-from orchestrator.starting import prepared
-from orchestrator.state import FleetState, Level
+from orchestrator.state import FleetState
 from orchestrator.suspects import react
-from orchestrator.telling import fetched_text
 from placements.cores import CoreRange
 from placements.engines import AUTO_ENGINES
 from placements.spec import Deadlines
 from workers.artifacts.bringing import wanted_by
-from workers.config import Origin, ReplicaConfig
+from workers.config import ReplicaConfig
 from workers.faults import after_serving
 from workers.metric_family import MetricFamily, gauge, joined, labelled
 from workers.status import Failure, Phase, Reaction, ReplicaStatus
@@ -57,19 +54,6 @@ LOG_LINES = 8
 LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
 DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
 _NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
-
-
-@dataclass(frozen=True)
-class _Arriving:
-    """A replica whose process was asked for while the rest of what it loads arrives."""
-
-    epoch: int
-    aside_s: float  # of its start, before ``since``
-    since: float  # from here on it does nothing but wait for the rest, on the controller's clock
-    until: float  # the fetch's deadline
-
-    def aside(self, now: float) -> float:
-        return self.aside_s + max(0.0, now - self.since)
 
 
 class Controller:
@@ -100,8 +84,6 @@ class Controller:
         self._heard: dict[str, tuple[int, ReplicaStatus]] = {}  # of each replica its epoch, and what it told last
         self._busy: set[str] = set()  # replicas with an effect under way
         self._followed: dict[str, int] = {}  # of each replica that somebody listens to, the epoch
-        self._ahead: dict[str, asyncio.Task[ReplicaConfig | Failure]] = {}  # of replicas that are made ready to start
-        self._arriving: dict[str, _Arriving] = {}  # those of them that have a process already
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -111,6 +93,20 @@ class Controller:
         self._closing = False
         self._settled = asyncio.Event()  # what lived before is known: only then may anyone ask
         self._hosts = HostWatch(self.state, cluster, self._home, self._tally)
+        self._readying = Readying(
+            self.state,
+            cluster,
+            Hands(
+                view=self._view,
+                put=self._put,
+                signal=self._signal,
+                fail=self._fail,
+                hear_again=self._hear_again,
+                fetched=self._fetched,
+                spawn=self._spawn,
+                wake=self._wake.set,
+            ),
+        )
         self._preparing = Preparing(
             self.state,
             cluster,
@@ -146,9 +142,9 @@ class Controller:
 
     async def _round(self) -> None:
         await self._hosts.look()
-        fetching = self._preparing.hosts | {view.host for id in self._arriving if (view := self.state.views.get(id))}
+        fetching = self._preparing.hosts | self._readying.hosts
         await asyncio.gather(self._hosts.look_at_held(), self._hosts.look_at_fetches(fetching))
-        self._look_at_arriving()
+        self._readying.look()
         if self._closing:
             return
         state = self.state
@@ -254,8 +250,8 @@ class Controller:
             state.tell("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
             if phase is State.DRAINING:
                 self._spawn(self._drain(state.views[id]))
-            if phase is State.LOADING and self._lead_s(config) is not None and any(wanted_by(config)):
-                self._go_on_fetching(id, config)
+            if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
+                self._readying.go_on_fetching(id, config)
             self._listen(id, config.epoch, self._follow(id, config.epoch))
 
     # What is done
@@ -351,8 +347,8 @@ class Controller:
 
     async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
         try:
-            ready = await self._made_ready(id, config)
-            view, arriving = self._view(id, config.epoch), id in self._ahead
+            ready = await self._readying.made_ready(id, config)
+            view, arriving = self._view(id, config.epoch), self._readying.goes_on(id)
             if ready is None or view is None or view.state not in STARTING:
                 return  # it was told to stop meanwhile
             if isinstance(ready, Failure):
@@ -373,9 +369,7 @@ class Controller:
             now = self._clock()
             self._put(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
             if arriving:
-                since = now + (self._lead_s(ready) or 0.0)
-                rest = _Arriving(view.epoch, now - view.begun, since, fetched_until)
-                self._await_rest(id, ready, rest)
+                self._readying.await_rest(id, ready, view, fetched_until)
             await self._cluster.start(ready)
             view = self._view(id, config.epoch)
             if view is None or view.state is State.STOPPING:  # and whoever ended it may have found no process yet
@@ -387,112 +381,6 @@ class Controller:
                 self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
         else:
             await self._follow(id, config.epoch)
-
-    async def _made_ready(self, id: str, config: ReplicaConfig) -> ReplicaConfig | Failure | None:
-        """What its process is to be told; None when it was told to stop meanwhile. What it loads may still be arriving:
-        then that goes on in ``_ahead``."""
-        ready = await prepared(config, self.state.current, self._cluster)
-        view = self._view(id, config.epoch)
-        if isinstance(ready, Failure) or view is None or view.state is not State.PENDING:
-            return ready
-        ready = self.state.pinned(ready)
-        self.state.configs[id] = ready
-        known = (config.model, config.version, config.host) in self.state.compiled_on
-        watching = _OfReplica(self, id, config.epoch)
-        lead_s = self._lead_s(ready)
-        work = asyncio.ensure_future(
-            get_ready(ready, self._cluster, watching, self._clock, compiled=known, lead_s=lead_s)
-        )
-        self._ahead[id] = work
-        either: set[asyncio.Future[Any]] = {work, watching.loadable}
-        goes_on = False
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            goes_on = not work.done() and self._ahead.get(id) is work
-        finally:
-            if not goes_on:
-                self._nobody_waits(id, work)
-        if goes_on:
-            return watching.loadable.result()
-        return None if work.cancelled() or not work.done() else work.result()
-
-    def _lead_s(self, config: ReplicaConfig) -> float | None:
-        """See `lead_of`."""
-        known = [view.load_s for view in self.state.replicas_of(config.model) if view.load_s is not None]
-        return lead_of(config, min(known, default=None))
-
-    def _nobody_waits(self, id: str, work: asyncio.Task[ReplicaConfig | Failure]) -> None:
-        work.cancel()
-        if self._ahead.get(id) is work:
-            del self._ahead[id]
-            self._arriving.pop(id, None)
-
-    def _go_on_fetching(self, id: str, config: ReplicaConfig) -> None:
-        """An adopted replica may wait for what a former controller has asked for, and nobody asks for now."""
-        now = self._clock()
-        until = now + self.state.views[id].deadlines.fetch_s
-        self._ahead[id] = asyncio.ensure_future(self._fetched_on(id, config))
-        self._await_rest(id, config, _Arriving(config.epoch, 0.0, now, until))
-
-    async def _fetched_on(self, id: str, config: ReplicaConfig) -> ReplicaConfig | Failure:
-        found, watching = await self._cluster.fetch(config), _OfReplica(self, id, config.epoch)
-        if isinstance(found, Failure):
-            watching.not_fetched(found)
-            return found
-        if found.moved:
-            watching.fetched(found)
-        return found.config
-
-    def _await_rest(self, id: str, config: ReplicaConfig, rest: _Arriving) -> None:
-        self._arriving[id] = rest
-        self._spawn(self._rest_of(id, config, rest, self._ahead[id]))
-
-    async def _rest_of(
-        self, id: str, config: ReplicaConfig, rest: _Arriving, work: asyncio.Task[ReplicaConfig | Failure]
-    ) -> None:
-        """Hear of the rest of what a replica loads that has its process already. Until then it is not ready, and its
-        waiting is aside.
-
-        1. All is there, and is what it was told: from now on all replicas of its version load that.
-        2. The fetch has failed, or takes too long: so has its start.
-        """
-        found: ReplicaConfig | Failure
-        try:
-            await asyncio.wait({work}, timeout=max(0.0, rest.until - self._clock()))
-            if work.done():
-                found = await work
-            else:
-                fetch_s = self.state.views[id].deadlines.fetch_s
-                found = Failure("fetch-deadline", f"it is not here after {fetch_s:.0f} s, though its process waits")
-        except Exception as error:
-            log.exception("the rest of what %s loads is not heard of", id)
-            found = Failure("start-failed", f"{type(error).__name__}: {error}")
-        finally:
-            self._nobody_waits(id, work)
-        view = self._view(id, rest.epoch)
-        if view is None or view.state not in STARTING:
-            return
-        if not isinstance(found, Failure) and _contents(found) != _contents(config):
-            found = Failure("fetch-ended", "what has arrived is not what it was told to load: its source has changed")
-        if isinstance(found, Failure):  # 2
-            self._fail(view, found)
-            return
-        self._put(dataclasses.replace(view, aside_s=rest.aside(self._clock()), fetch=None))  # 1
-        self.state.pin(found)
-        heard = self._heard.get(id)
-        if heard is not None and heard[0] == rest.epoch:
-            self._hear(self.state.views[id], heard[1])
-        self._wake.set()
-
-    def _look_at_arriving(self) -> None:
-        """Note of replicas that load meanwhile how far their fetches are, and that they wait for them."""
-        for id, rest in self._arriving.items():
-            view = self._view(id, rest.epoch)
-            if view is not None and view.state in STARTING:
-                sources = {one.source for one in wanted_by(self.state.configs[id]) if one is not None}
-                here = [one for one in self.state.fetches.get(view.host, ()) if one.source in sources]
-                told = here[0] if here else view.fetch
-                self._put(dataclasses.replace(view, aside_s=rest.aside(self._clock()), fetch=told))
 
     def _fetched(self, model: str, found: Fetched | None) -> None:
         """Count what a fetch brought; None: it failed."""
@@ -569,12 +457,17 @@ class Controller:
         view = self.state.views.get(id)
         return view if view is not None and view.epoch == epoch else None
 
+    def _hear_again(self, id: str, epoch: int) -> None:
+        heard = self._heard.get(id)
+        if heard is not None and heard[0] == epoch:
+            self._hear(self.state.views[id], heard[1])
+
     def _hear(self, view: ReplicaView, status: ReplicaStatus) -> None:
         view = self._put(dataclasses.replace(view, pid=status.pid, started=status.started))
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
-            if view.id in self._arriving:
+            if view.id in self._readying.arriving:
                 return  # it is heard again when its fetch has ended, in a moment
             load_s = round(self._clock() - view.begun - view.aside(self._clock()), 3)
             self._put(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
@@ -609,8 +502,8 @@ class Controller:
             aside_s=aside_s,
             fetch=before.fetch if state is State.LOADING else None,
         )
-        if state not in STARTING and (work := self._ahead.get(view.id)) is not None:
-            self._nobody_waits(view.id, work)
+        if state not in STARTING:
+            self._readying.leave(view.id)
         if state is State.READY:  # only now is the last failure over
             after = dataclasses.replace(after, served=True, log=(), reason=None)
             self.state.compiled_on.add((after.model, after.version, after.host))
@@ -776,59 +669,6 @@ class Controller:
             log.debug("%s does not tell what its devices measure", host, exc_info=True)
             return []
         return [labelled(family, "host", host) for family in measured]
-
-
-class _OfReplica:
-    """Tells of what a replica waits for (`ahead.Watching`)."""
-
-    def __init__(self, controller: Controller, id: str, epoch: int) -> None:
-        self._controller = controller
-        self._id = id
-        self._epoch = epoch
-        self.loadable: asyncio.Future[ReplicaConfig] = asyncio.get_running_loop().create_future()
-        """Done once its process may be asked for, before all is there."""
-
-    def fetching(self, sources: list[str]) -> None:
-        self._tell("info", "Fetching", ", ".join(sources), Signal.FETCH)
-
-    def fetched(self, found: Fetched) -> None:
-        self._controller._fetched(self._id.rpartition("/")[0], found)
-        what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
-        self._tell("warning" if found.warning else "info", "Fetched", what)
-
-    def arrives(self, config: ReplicaConfig, left_s: float) -> None:
-        self._tell("info", "StartsEarly", f"about {left_s:.0f} s before all is here, which its process needs by then")
-        self.loadable.set_result(config)
-
-    def not_fetched(self, failure: Failure) -> None:
-        self._controller._fetched(self._id.rpartition("/")[0], None)
-        self._tell("error", "FetchFailed", str(failure))
-
-    def looking(self) -> None:
-        view = self._controller._view(self._id, self._epoch)
-        if view is not None and view.state is State.FETCHING:
-            self._controller._signal(view, Signal.FETCHED)
-
-    def unforeseen(self, failure: Failure) -> None:
-        self._tell("warning", "ForeseeFailed", f"{failure}; it compiles on its cores what it must")
-
-    def compiling(self, missing: list[str]) -> None:
-        self._tell("info", "WillCompile", "; ".join(missing), Signal.COMPILE)
-
-    def compiled(self, seconds: float) -> None:
-        self._tell("info", "Compiled", f"ahead, in {seconds:.0f} s")
-
-    def _tell(self, level: Level, reason: str, message: str, signal: Signal | None = None) -> None:
-        view = self._controller._view(self._id, self._epoch)
-        if view is None or view.state not in STARTING:
-            return
-        if signal is not None:
-            view = self._controller._signal(view, signal)
-        self._controller.state.tell(level, reason, message, view=view)
-
-
-def _contents(config: ReplicaConfig) -> tuple[Origin | None, Origin | None]:
-    return config.origin, config.draft_origin
 
 
 def _with(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:
