@@ -474,14 +474,14 @@ def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:
 
 
 def _progress(replica: dict[str, Any]) -> tuple[str, str]:
-    """What is news when it changes, and the line that tells it: of a fetch, each tenth of it."""
+    """What is news when it changes, and the line that tells it: of a fetch, each phase and each tenth of it."""
     held, fetch = replica["cores"], replica["fetch"]
     cores = "" if held is None else f" on core{'s' if '-' in held else ''} {held}"
     reason = f": {replica['reason']}" if replica["reason"] else ""
     line = f"{replica['id']} {replica['state']}{cores}{reason}"
     if fetch is None:
         return line, line
-    return f"{line} {tenths(fetch)}", f"{replica['id']} {fetch_text(fetch)}"
+    return f"{line} {fetch['phase']} {tenths(fetch)}", f"{replica['id']} {fetch_text(fetch)}"
 
 
 def _check_host_root() -> None:

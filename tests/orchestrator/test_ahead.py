@@ -596,16 +596,19 @@ def test_a_fetch_is_told_in_words() -> None:
     assert fetch_text(fetch(phase="listing")) == "listing s3://models/one"
 
 
-def test_up_tells_a_fetch_by_tenths() -> None:
-    """A line a second would hide what else happens."""
+def test_up_tells_a_fetch_by_phases_and_tenths() -> None:
+    """And by phases: a line a second would hide what else happens."""
     plain = {"id": "m/0", "state": "fetching", "cores": "0-7", "reason": None}
-    lines = [_progress({**plain, "fetch": fetch(bytes=done, total=1000)}) for done in (100, 150, 200)]
+    told = [("listing", 100), ("fetching", 100), ("fetching", 150), ("fetching", 200), ("verifying", 200)]
+    lines = [_progress({**plain, "fetch": fetch(phase=phase, bytes=done, total=1000)}) for phase, done in told]
     assert [news for news, _ in lines] == [
-        "m/0 fetching on cores 0-7 1",
-        "m/0 fetching on cores 0-7 1",
-        "m/0 fetching on cores 0-7 2",
+        "m/0 fetching on cores 0-7 listing 1",
+        "m/0 fetching on cores 0-7 fetching 1",
+        "m/0 fetching on cores 0-7 fetching 1",
+        "m/0 fetching on cores 0-7 fetching 2",
+        "m/0 fetching on cores 0-7 verifying 2",
     ]
-    assert lines[0][1] == "m/0 fetching s3://models/one: 100 bytes of 1.0 kB"
+    assert lines[1][1] == "m/0 fetching s3://models/one: 100 bytes of 1.0 kB"
     assert _progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
 
 

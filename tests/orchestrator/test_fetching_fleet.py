@@ -148,12 +148,12 @@ def test_two_replicas_that_start_together_transfer_the_bytes_once(
     table = fleet.corewright("status").stdout
     assert "fetching" in table
     assert source in table
+    until(lambda: "m/0 fetching" in fleet.output(), DEADLINE_S, "`up` tells of it")
     held.released.set()
     fleet.wait_ready()
     assert len(answer(fleet)) > 0
     assert s3_proxy.bytes(WEIGHTS) == len(checkpoint[WEIGHTS])
     events = fleet.corewright("events", "-o", "json").stdout
-    assert "m/0 fetching" in fleet.output()
     told = [event["message"] for event in json.loads(events)["events"] if event["reason"] == "Fetched"]
     assert len(told) == 2
     metrics = fleet.http.get("/metrics").text
