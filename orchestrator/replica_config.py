@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from orchestrator.fleet import FleetSettings
-from orchestrator.generation import Generation
-from orchestrator.home import Home
-from placements.placement import Placement
+from typing import TYPE_CHECKING
+
+import msgspec.structs
+
 from workers.config import ReplicaConfig
+
+if TYPE_CHECKING:
+    from orchestrator.fleet import FleetSettings
+    from orchestrator.generation import Generation
+    from orchestrator.home import Home
+    from placements.engines import Engine
+    from placements.placement import Placement
+    from placements.spec import ModelSpec
 
 
 def replica_config(
@@ -23,28 +31,54 @@ def replica_config(
     assert model is not None
     index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
     engine = generation.engines[model.name]
-    return ReplicaConfig(
-        model=model.name,
+    return msgspec.structs.replace(
+        unplaced_config(
+            model,
+            engine,
+            source=generation.source(model),
+            draft_source=generation.draft_source(model),
+            length=generation.length(model),
+        ),
         replica=placement.replica,
-        epoch=0,
         host=placement.host,
-        engine=engine,
-        source=generation.source(model),
         revision=generation.commit(model),
-        dtype=model.dtype_on(engine),
-        slots=model.max_batch,
-        max_len=generation.length(model),
+        draft_revision=generation.draft_commit(model),
         cores=[] if placement.cores is None else list(placement.cores),
         claims=str(home.claims(index)) if host.emulated else None,
         env=dict(placement.env),
         log=str(home.log(model.name, placement.replica)),
-        socket="",
         token="" if fleet is None else fleet.token,
         listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
         credentials=None if fleet is None else fleet.replica,
+        compiled=str(home.compiled),
+        python=generation.spec.python_for(engine),
+        version=generation.versions[model.name],
+        tokenizer=generation.tokenizers[model.name],
+    )
+
+
+def unplaced_config(
+    model: ModelSpec, engine: Engine, *, source: str | None, draft_source: str | None, length: int
+) -> ReplicaConfig:
+    """What concerns the engine, for a replica that has no place. ``length``: tokens of a slot."""
+    return ReplicaConfig(
+        model=model.name,
+        replica=0,
+        epoch=0,
+        host="",
+        engine=engine,
+        source=source,
+        dtype=model.dtype_on(engine),
+        slots=model.max_batch,
+        max_len=length,
+        cores=[],
+        claims=None,
+        env={},
+        log="",
+        socket="",
+        token="",
         engine_options=dict(model.engine_options),
-        draft_source=generation.draft_source(model),
-        draft_revision=generation.draft_commit(model),
+        draft_source=draft_source,
         draft_k=0 if model.draft is None else model.draft.k,
         allow_pickle=model.allow_pickle,
         trust_remote_code=model.trust_remote_code,
@@ -57,9 +91,5 @@ def replica_config(
         group_query_attention=model.group_query_attention,
         fuse_qkv=model.fuse_qkv,
         compile_workers=model.compiler.workers,
-        compiled=str(home.compiled),
         neff_cache=model.neff_cache_location,
-        python=generation.spec.python_for(engine),
-        version=generation.versions[model.name],
-        tokenizer=generation.tokenizers[model.name],
     )

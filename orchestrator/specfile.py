@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from orchestrator.allowed import Allowed
+from orchestrator.given import given_problems
 from orchestrator.sources import read_facts
 from placements.checkpoints import Checkpoint
 from placements.checks import check
@@ -87,7 +88,8 @@ def examine(text: str, name: str, base_dir: str, machine: Machine, allowed: Allo
     hosts = hosts_for(parsed.spec, machine)
     facts = read_facts(parsed.spec)
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
-    problems = in_order((*parsed.problems, *facts.problems, *found))
+    given = given_problems(parsed.spec, facts)
+    problems = in_order((*parsed.problems, *facts.problems, *found, *given))
     return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 

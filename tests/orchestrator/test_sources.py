@@ -146,6 +146,41 @@ def test_pickles_and_layouts_are_refused_before_anything_is_fetched(
     assert [one.path for one in hub.asked if files[0] in one.path] == []
 
 
+SHARDS = [f"weights/tp{rank}_sharded_checkpoint.safetensors" for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("tp_degree: 4", []),
+        ("tp_degree: 2", ["artifacts-mismatch"]),
+        ("tp_degree: 4, dtype: fp16", ["artifacts-mismatch"]),
+        ("tp_degree: 4, draft: {source: org/none}", ["checkpoint-unreadable"]),
+        ("tp_degree: 4, draft: {source: org/tiny}", ["layout-unsupported"]),
+    ],
+)
+def test_what_was_divided_for_something_else_is_told_before_anything_is_fetched(
+    hub: HubServer, fields: str, expected: list[str]
+) -> None:
+    """At the source's place, by its name. With a draft of which nothing is known, nothing is told."""
+    recorded = {"neuron_config": {"tp_degree": 4, "torch_dtype": "bfloat16"}}
+    hub.repos["org/divided"] = Repo()
+    hub.repos["org/divided"].commit(
+        {"config.json": MODEL["config.json"], "tokenizer.json": MODEL["tokenizer.json"]}
+        | dict.fromkeys(SHARDS, b"{}")
+        | {"neuron_config.json": json.dumps(recorded).encode()}
+    )
+    text = "hosts: {instance: inf2.48xlarge}\nmodels:\n  a: {source: org/divided, engine: nxd-inference, %s}\n"
+    file = examine(text % fields, "f.yaml", ".", LAPTOP)
+    assert [problem.id for problem in file.problems] == expected
+    if "tp_degree: 2" in fields:
+        assert "tp_degree: needs 2, there is 4" in file.problems[0].what
+    if expected and expected[0] != "checkpoint-unreadable":
+        assert "org/divided" in file.problems[0].what
+        assert file.problems[0].where == "f.yaml:3:7"
+    assert [one.path for one in hub.asked if "safetensors" in one.path] == []
+
+
 @pytest.mark.parametrize(
     ("config", "trusts", "expected"),
     [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from importlib import metadata
@@ -495,6 +496,40 @@ def test_what_the_spec_names_is_compared_without_the_package(
     told = [foreseen(given.config(allow_pickle=False)), foreseen(given.without(SHARD.format(1)).config())]
     assert [None if one is None else one.id for one in told] == ["pickle-refused", "weights-missing"]
     assert foreseen(replica_config(checkpoint("llama"), None)) is None
+
+
+def test_what_the_hosts_environment_decides_is_left_to_the_host(
+    nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of logical cores the machine that validates may know nothing."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    given = Folder(tmp_path, checkpoint("llama"))
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
+    assert json.loads((given.path / NEURON_CONFIG).read_text())["neuron_config"]["logical_nc_config"] == 2
+    assert foreseen(given.config()) is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("context_encoding_buckets", ["many"], "neuron_config.json in .* cannot be compared: ValueError"),
+        ("max_length", "x", "max_len .*: needs 96, there is x"),
+        ("max_context_length", {}, "buckets.prefill .*: needs 64, there is "),
+    ],
+)
+def test_a_record_of_another_kind_is_no_match_and_no_crash(
+    option: str, value: Any, expected: str, llama: Folder
+) -> None:
+    """Whoever has written it."""
+    file = llama.path / NEURON_CONFIG
+    recorded = json.loads(file.read_text())
+    recorded["neuron_config"][option] = value
+    file.unlink()
+    file.write_text(json.dumps(recorded))
+    error = foreseen(llama.config())
+    assert error is not None
+    assert error.id == "artifacts-mismatch"
+    assert re.search(expected, error.what), error.what
 
 
 @pytest.mark.slow

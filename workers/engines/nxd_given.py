@@ -28,7 +28,7 @@ from workers.artifacts.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.listing import Listing
 from workers.engine import EngineLoadError
 from workers.engines.checkpoint_files import read_json
-from workers.engines.nxd_config import DTYPES, SHORTEST_BUCKET, Settings, lengths, neuron_options
+from workers.engines.nxd_config import SHORTEST_BUCKET, Settings, lengths, neuron_options
 from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED
 from workers.neff_cache.files import damaged
 from workers.neff_cache.predict import Difference, differences
@@ -149,7 +149,8 @@ def check(given: Given, settings: Settings, config: Any, manifest: Mapping[str, 
 
 
 def foreseen(config: EngineConfig) -> EngineLoadError | None:
-    """What a start of ``config`` would fail with, as far as it is told without the package: for who only plans."""
+    """What a start of ``config`` would fail with, as far as names and small files tell it without the package: for who
+    only plans."""
     try:
         settings = seen(Settings.of(config))
         given = given_in(Path(settings.source))
@@ -161,12 +162,16 @@ def foreseen(config: EngineConfig) -> EngineLoadError | None:
             # Only names of options depend on the version.
             release = (0, 1) if "async" in recorded["neuron_config"] else (0, 9)
             options = neuron_options(settings, lengths(settings), release, "")
-            every = {*options, *FIELDS, *UNSERVED, DRAWN} - _FOLLOWS  # what is not named stays as it is by default
+            # What is not named stays as it is by default; what the environment says is the host's.
+            every = {*options, *FIELDS, *UNSERVED, DRAWN} - _FOLLOWS - {"logical_nc_config"}
             compared = every if given.compiled else _OF_WEIGHTS
             _raise_otherwise(given, _options(options, recorded["neuron_config"], {}, compared))
-        _check_weights(given, settings, DTYPES[settings.dtype])
+        _check_names(given, settings)
     except EngineLoadError as error:
         return error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # values of other types than the package writes
+        what = f"the {NEURON_CONFIG} in {config.source} cannot be compared: {type(error).__name__}: {error}"
+        return EngineLoadError("artifacts-mismatch", what, _ORIGINAL_HINT)
     return None
 
 
@@ -185,13 +190,17 @@ def _check_program(given: Given, settings: Settings) -> None:
 
 
 def _check_weights(given: Given, settings: Settings, dtype: str) -> None:
-    if given.compiled and not _saves_shards(given.recorded):
-        if not any(name in given.names for name in _ORIGINAL):
-            what = f"{given.folder} was compiled without the weights, and they are not beside it"
-            raise EngineLoadError("weights-missing", what, "copy the model's safetensors there")
-        return
-    _check_ranks(given, settings.tp_degree)
-    _check_files(given, settings, dtype)
+    _check_names(given, settings)
+    if not given.compiled or _saves_shards(given.recorded):
+        _check_files(given, settings, dtype)
+
+
+def _check_names(given: Given, settings: Settings) -> None:
+    if not given.compiled or _saves_shards(given.recorded):
+        _check_ranks(given, settings.tp_degree)
+    elif not any(name in given.names for name in _ORIGINAL):
+        what = f"{given.folder} was compiled without the weights, and they are not beside it"
+        raise EngineLoadError("weights-missing", what, "copy the model's safetensors there")
 
 
 def config_of(given: Given, config: Any) -> Any:
