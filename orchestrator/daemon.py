@@ -481,7 +481,8 @@ def _progress(replica: dict[str, Any]) -> tuple[str, str]:
     line = f"{replica['id']} {replica['state']}{cores}{reason}"
     if fetch is None:
         return line, line
-    return f"{line} {fetch['phase']} {tenths(fetch)}", f"{replica['id']} {fetch_text(fetch)}"
+    silent = " silent" if fetch["trouble"] else ""
+    return f"{line} {fetch['phase']} {tenths(fetch)}{silent}", f"{replica['id']} {fetch_text(fetch)}"
 
 
 def _check_host_root() -> None:

@@ -307,6 +307,7 @@ def _fetch(status: FetchStatus) -> dict[str, Any]:
         "total": status.total or None,
         "bytes_per_s": round(status.rate) if status.rate else None,
         "left_s": None if status.left_s is None else round(status.left_s, 1),
+        "trouble": status.trouble or None,
     }
 
 

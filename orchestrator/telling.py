@@ -17,6 +17,8 @@ def fetch_text(fetch: Mapping[str, Any]) -> str:
         parts.append(f"{size_text(fetch['bytes_per_s'])}/s")
     if fetch["left_s"] is not None:
         parts.append(f"{fetch['left_s']:.0f} s left")
+    if fetch.get("trouble"):  # a fleet of an earlier version does not tell it
+        parts.append(fetch["trouble"])
     return f"{fetch['phase']} {fetch['source']}" + (f": {', '.join(parts)}" if parts else "")
 
 

@@ -227,7 +227,8 @@ def _told_now_and_then(label: str) -> Iterator[Callable[[str], Progress]]:
     def tell() -> None:
         while not ended.wait(TELL_S):
             if going and (status := going[-1].status()).phase not in ("done", "failed"):
-                told = {"phase": status.phase, "source": status.source, "bytes": status.done, "total": status.total}
+                told: dict[str, Any] = {"phase": status.phase, "source": status.source, "trouble": status.trouble}
+                told |= {"bytes": status.done, "total": status.total}
                 say(f"{label}: {fetch_text({**told, 'bytes_per_s': status.rate, 'left_s': status.left_s})}")
 
     teller = threading.Thread(target=tell, name="warm", daemon=True)

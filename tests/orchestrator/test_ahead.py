@@ -74,6 +74,7 @@ def test_a_replica_is_fetched_for_before_its_process_is_asked_for(tmp_path: Path
             "total": 100,
             "bytes_per_s": 10,
             "left_s": 7.0,
+            "trouble": None,
         }
         assert played.host()["fetches"] == [told["fetch"]]
         assert cluster.started == []
@@ -586,7 +587,7 @@ def test_the_lead_of_a_process_is_no_longer_than_its_last_start() -> None:
 
 def fetch(**told: Any) -> dict[str, Any]:
     plain = {"source": "s3://models/one", "phase": "fetching", "bytes": 0, "total": None}
-    return {**plain, "bytes_per_s": None, "left_s": None, **told}
+    return {**plain, "bytes_per_s": None, "left_s": None, "trouble": None, **told}
 
 
 def test_a_fetch_is_told_in_words() -> None:
@@ -594,6 +595,8 @@ def test_a_fetch_is_told_in_words() -> None:
     known = fetch(bytes=1_200_000_000, total=13_500_000_000, bytes_per_s=210_000_000, left_s=58.2)
     assert fetch_text(known) == "fetching s3://models/one: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"
     assert fetch_text(fetch(phase="listing")) == "listing s3://models/one"
+    away = fetch(phase="listing", trouble="no answer for 12 s (ConnectTimeoutError)")
+    assert fetch_text(away) == "listing s3://models/one: no answer for 12 s (ConnectTimeoutError)"
 
 
 def test_up_tells_a_fetch_by_phases_and_tenths() -> None:
@@ -608,6 +611,8 @@ def test_up_tells_a_fetch_by_phases_and_tenths() -> None:
         "m/0 fetching on cores 0-7 fetching 2",
         "m/0 fetching on cores 0-7 verifying 2",
     ]
+    away = fetch(phase="listing", trouble="no answer for 3 s")
+    assert _progress({**plain, "fetch": away})[0] != _progress({**plain, "fetch": fetch(phase="listing")})[0]
     assert lines[1][1] == "m/0 fetching s3://models/one: 100 bytes of 1.0 kB"
     assert _progress({**plain, "fetch": None})[1] == "m/0 fetching on cores 0-7"
 

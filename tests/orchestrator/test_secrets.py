@@ -159,7 +159,7 @@ ON_THE_HUB: dict[str, tuple[Scenario, str]] = {
 def brought(source: str, root: Path) -> tuple[str, str]:
     """Fetch it, and again; the id of the error if there was one, and all that could be printed of it."""
 
-    def opened(wanted: Wanted) -> object:
+    def opened(wanted: Wanted, _: Patience) -> object:
         return open_remote(wanted.source, wanted.revision, patience=HURRIED)
 
     id, told = "", []

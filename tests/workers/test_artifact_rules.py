@@ -267,7 +267,7 @@ def test_of_a_hub_that_is_away_no_other_commit_is_taken(tmp_path: Path) -> None:
 
     def brought(revision: str) -> Landed:
         wanted = Wanted(source="org/m", revision=revision)
-        return Bringing(store, lambda _: remote)(wanted, Progress("org/m"), threading.Event())
+        return Bringing(store, lambda *_: remote)(wanted, Progress("org/m"), threading.Event())
 
     first = brought("c1")
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import msgspec.structs
 import pytest
 
+from tests.fleet import until
+from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote
+from workers.artifacts import patience
 from workers.artifacts.bringing import Arriving, Bringing, Landed, Wanted, meanwhile, wanted_by, with_folders
 from workers.artifacts.listing import Listing, SourceError
 from workers.artifacts.progress import Progress
@@ -48,7 +51,7 @@ class Away(FakeRemote):
 
 def bring(store: Store, remote: FakeRemote, artifact: str = "") -> Landed:
     wanted = Wanted(source=SOURCE, artifact=artifact)
-    return Bringing(store, lambda _: remote)(wanted, Progress(SOURCE), threading.Event())
+    return Bringing(store, lambda *_: remote)(wanted, Progress(SOURCE), threading.Event())
 
 
 def test_what_is_meant_is_taken_from_the_store_without_a_question(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_offline_what_is_whole_here_counts_more_than_the_hubs_cache(
 
     def brought(wanted: Wanted) -> tuple[bool, int]:
         part.listings = 0
-        landed = Bringing(store, lambda _: part)(wanted, Progress(""), threading.Event())
+        landed = Bringing(store, lambda *_: part)(wanted, Progress(""), threading.Event())
         return landed.artifact == whole.key, part.listings
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -104,7 +107,7 @@ def test_a_slash_at_the_end_of_a_source_means_nothing(tmp_path: Path) -> None:
     store, remotes = Store(tmp_path), (FakeRemote(FILES, SOURCE), Away({}, SOURCE))
     opened = [Selected(f"{SOURCE}/", one, allow_pickle=False, trust_remote_code=False) for one in remotes]
     wanted = Wanted(source=f"{SOURCE}/")
-    first, again = (Bringing(store, lambda _, one=one: one)(wanted, Progress(""), threading.Event()) for one in opened)
+    first, again = (Bringing(store, lambda *_, one=one: one)(wanted, Progress(""), threading.Event()) for one in opened)
     plain = bring(store, FakeRemote(FILES, SOURCE))
     assert (again.artifact, plain.artifact, plain.moved) == (first.artifact, first.artifact, 0)
     assert again.warning.startswith("s3-unreachable")
@@ -127,7 +130,7 @@ def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> 
             assert go_on.wait(DEADLINE_S)
 
     store, wanted, progress = Store(tmp_path), Wanted(source=SOURCE), Progress(SOURCE)
-    bringing = Bringing(store, lambda _: FakeRemote(FILES, SOURCE, before=before))
+    bringing = Bringing(store, lambda *_: FakeRemote(FILES, SOURCE, before=before))
     assert bringing.arriving(wanted, progress) is None
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(bringing, wanted, progress, threading.Event())
@@ -170,3 +173,29 @@ def test_a_configuration_names_what_is_fetched_before_and_after() -> None:
     assert (told.source, told.draft_source) == ("/models/one", "/store/d")
     assert told.draft_origin == Origin(source="org/draft", revision="abc", artifact="key")
     assert wanted_by(told)[1] == Wanted(source="org/draft", revision="abc", artifact="key", allow_pickle=True)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_who_waits_sees_why_nothing_comes(
+    held: bool, tmp_path: Path, s3_server: S3Server, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether S3 goes away before the listing or in the middle of an object; and that it is back."""
+    monkeypatch.setattr(patience, "SILENT_S", 0.0)
+    url = f"{s3_server.bucket(files={f'm/{name}': data for name, data in FILES.items()})}/m"
+    fault = s3_proxy.hold("m/model.safetensors", 100)
+    progress, stop = Progress(url), threading.Event()
+    if not held:
+        s3_proxy.away()
+    with ThreadPoolExecutor(1) as pool:
+        landing = pool.submit(Bringing(Store(tmp_path)), Wanted(source=url), progress, stop)
+        if held:
+            assert fault.reached.wait(DEADLINE_S)
+            assert progress.status().trouble == ""
+            s3_proxy.away()
+        until(lambda: progress.status().trouble.startswith("no answer for"), DEADLINE_S, "it is told")
+        assert progress.status().phase == ("fetching" if held else "listing")
+        assert "Error)" in progress.status().trouble  # and no more of it: other words may hold a secret
+        s3_proxy.back()
+        s3_proxy.heal()
+        landing.result(DEADLINE_S)
+    assert progress.status().trouble == ""

@@ -15,6 +15,7 @@ from workers.artifacts import manifest
 from workers.artifacts.heads import AWAY
 from workers.artifacts.hub import is_offline
 from workers.artifacts.listing import Listing, Remote, SourceError
+from workers.artifacts.patience import Patience
 from workers.artifacts.progress import Progress
 from workers.artifacts.sources import open_remote
 from workers.artifacts.store import Store
@@ -117,8 +118,8 @@ def _origin(wanted: Wanted, landed: Landed) -> Origin:
 class Bringing:
     """Brings what is wanted into the store of a host. Used by any number of threads."""
 
-    def __init__(self, store: Store, opened: Callable[[Wanted], Remote] | None = None) -> None:
-        """``opened`` makes the source of what is wanted; None: by its name, as `open_remote`."""
+    def __init__(self, store: Store, opened: Callable[[Wanted, Patience], Remote] | None = None) -> None:
+        """``opened`` makes the source of what is wanted, with this patience; None: by its name, as `open_remote`."""
         self._store = store
         self._opened = opened or _opened
         self._going: dict[Wanted, Path] = {}  # what is fetched from its source now, and to where
@@ -132,7 +133,7 @@ class Bringing:
         3. Where the source is away: the newest of it that is here, with a warning.
         """
         began, warning = time.monotonic(), ""
-        remote: Remote = _Told(self._opened(wanted), self._going, wanted)
+        remote: Remote = _Told(self._opened(wanted, Patience(told=progress.tell)), self._going, wanted)
         same = self._here(wanted.artifact or self._offline(wanted), remote)
         try:
             found = self._store.get(same or remote, progress, stop)  # 1, 2
@@ -175,12 +176,13 @@ class Bringing:
         return None if kept is None else _Here(kept.listing(), remote)
 
 
-def _opened(wanted: Wanted) -> Remote:
+def _opened(wanted: Wanted, patience: Patience) -> Remote:
     return open_remote(
         wanted.source,
         wanted.revision,
         allow_pickle=wanted.allow_pickle,
         trust_remote_code=wanted.trust_remote_code,
+        patience=patience,
     )
 
 

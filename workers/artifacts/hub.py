@@ -143,7 +143,9 @@ class HubRemote:
         while True:
             before = arriving.last if arriving else 0
             try:
-                return work()
+                found = work()
+                waiting.arrived()
+                return found
             except Stopped:
                 raise
             except Exception as error:  # of huggingface_hub's HTTP library, which is another one in each major version
@@ -151,9 +153,10 @@ class HubRemote:
                 if told is None:
                     raise
                 if arriving and arriving.last != before:
-                    waiting, attempt = self._patience.begin(), 0
+                    waiting.arrived()
+                    attempt = 0
                 stop = arriving.stop if arriving else threading.Event()
-                if told.id != "hub-unreachable" or not waiting.again(attempt, stop):
+                if told.id != "hub-unreachable" or not waiting.again(attempt, stop, told.what):
                     raise told from None
                 if arriving:
                     arriving.check()

@@ -8,11 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+SILENT_S = 3.0  # without one byte, then it is told
 Wait = Callable[[threading.Event, float], bool]  # True: the event was set meanwhile
 
 
 def _wait(stop: threading.Event, seconds: float) -> bool:
     return stop.wait(seconds)
+
+
+def _to_nobody(trouble: str) -> None:
+    """Who wants to know gives another."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Patience:
     longest_s: float = 5.0  # the longest wait at all
     clock: Callable[[], float] = time.monotonic
     wait: Wait = _wait
+    told: Callable[[str], None] = _to_nobody  # since when nothing comes, and why; empty: something has come
 
     def begin(self) -> Waiting:
         return Waiting(self)
@@ -41,20 +47,28 @@ class Waiting:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._since = patience.clock()
+        self._told = False
 
     def arrived(self) -> None:
         """Something came from the source just now."""
         self._since = self._patience.clock()
+        if self._told:
+            self._told = False
+            self._patience.told("")
 
     @property
     def silent_s(self) -> float:
         """Since something came last, or since the beginning."""
         return self._patience.clock() - self._since
 
-    def again(self, attempt: int, stop: threading.Event) -> bool:
+    def again(self, attempt: int, stop: threading.Event, why: str = "") -> bool:
         """Wait before another attempt; False: the source has been away for too long. Returns soon when ``stop`` is
-        set."""
-        if self.silent_s >= self._patience.seconds:
+        set. ``why`` the last one failed is told where nothing has come for ``SILENT_S``, and may hold no secret."""
+        silent_s = self.silent_s
+        if silent_s >= self._patience.seconds:
             return False
+        if silent_s >= SILENT_S:
+            self._told = True
+            self._patience.told(f"no answer for {silent_s:.0f} s" + (f" ({why})" if why else ""))
         self._patience.wait(stop, self._patience.pause_s(attempt, random.random()))  # no secret hangs on it
         return True

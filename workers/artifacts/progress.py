@@ -30,6 +30,7 @@ class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0  # bytes; 0 while it is not known
     rate: float = 0.0  # bytes a second, over the last ten seconds
     seconds: float = 0.0  # since it began
+    trouble: str = ""  # since when its source does not answer, and why; empty: it does
 
     @property
     def left_s(self) -> float | None:
@@ -46,6 +47,7 @@ class Progress:
         self._began = clock()
         self._lock = threading.Lock()
         self._phase = "listing"
+        self._trouble = ""
         self._done = 0
         self._total = 0
         self._seen: deque[tuple[float, int]] = deque([(self._began, 0)])
@@ -54,7 +56,12 @@ class Progress:
 
     def enter(self, phase: str) -> None:
         with self._lock:
-            self._phase = phase
+            self._phase, self._trouble = phase, ""
+
+    def tell(self, trouble: str) -> None:
+        """Its source does not answer; empty: it does again."""
+        with self._lock:
+            self._trouble = trouble
 
     def expect(self, total: int, here: int = 0) -> None:
         """``total`` bytes are to be fetched, of which ``here`` are there already."""
@@ -75,6 +82,7 @@ class Progress:
         """So many bytes came over the network."""
         with self._lock:
             self.moved += count
+            self._trouble = ""
 
     def status(self) -> FetchStatus:
         with self._lock:
@@ -88,4 +96,5 @@ class Progress:
                 total=self._total,
                 rate=rate if self._phase == "fetching" else 0.0,
                 seconds=now - self._began,
+                trouble=self._trouble,
             )

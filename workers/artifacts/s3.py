@@ -216,13 +216,15 @@ class Bucket:
         attempt = 0
         while True:
             try:
-                return ask(self._client(attempts))
+                found = ask(self._client(attempts))
+                waiting.arrived()
+                return found
             except (BotoCoreError, ClientError, OSError, ValueError) as error:
                 known = of_boto(error, action, self.bucket, key)
                 last = error
             if known is not None:
                 raise known from None  # botocore's text may hold what must not be told
-            if not waiting.again(attempt, stop):
+            if not waiting.again(attempt, stop, type(last).__name__):
                 raise unreachable(action, self.bucket, key, waiting.silent_s, last) from None
             if stop.is_set():
                 raise Stopped

@@ -307,7 +307,7 @@ class _Fetch:
                 attempt, short = attempt + 1, short + (last is None or is_short(last))
             if short >= SHORT_ATTEMPTS:
                 raise self._damaged(assembly, f"ends after {reading.at} bytes")
-            if (last or attempt) and not self._waiting.again(attempt, self._halt):
+            if (last or attempt) and not self._waiting.again(attempt, self._halt, type(last).__name__ if last else ""):
                 raise unreachable("s3:GetObject", self._bucket.bucket, key, self._waiting.silent_s, last) from None
             self._go_on()
         if assembly.accept(span, reading.summing):
