@@ -182,7 +182,18 @@ def start_gateway(settings: GatewaySettings) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
     deployment = _gateway.options(num_replicas=settings.gateways + settings.gateway_spare)
-    serve.run(deployment.bind(settings), name=GATEWAY, route_prefix=None)
+    try:
+        serve.run(deployment.bind(settings), name=GATEWAY, route_prefix=None)
+    except RuntimeError as error:
+        raise RuntimeError(_cause() or str(error)) from error
+
+
+def _cause() -> str:
+    """What the last gateway that did not start has raised, as Serve hands it on: the last line of its traceback."""
+    application = serve.status().applications.get(GATEWAY)
+    told = [] if application is None else [one.message for one in application.deployments.values()]
+    lines = [line.strip() for message in told for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def stop_gateway() -> None:

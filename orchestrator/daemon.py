@@ -9,7 +9,6 @@ import os
 import queue
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from orchestrator.fleet import DRAIN_S, FleetSettings
 from orchestrator.gateway.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import FLEET_VARIABLE, WILDCARDS, FleetRecord, Home, daemon_alive, end_leftovers
+from orchestrator.ports import free_port
 from orchestrator.telling import fetch_text, tenths
 from orchestrator.tls import certified_name
 from orchestrator.version import corewright_version
@@ -206,7 +206,7 @@ class Daemon:
         """Ray, then the controller with the replicas, then the gateway. Gives the fleet's record, as it is written."""
         os.environ[FLEET_VARIABLE] = self._fleet
         os.environ["COREWRIGHT_HOME"] = str(self._home.path)
-        cpus, admin_port = this_host.usable_cpus(), _free_port()
+        cpus, admin_port = this_host.usable_cpus(), free_port()
         record = self._new_record(admin_port)
         self._home.write_record(record)  # before any process is started, so that the next `up` finds what is left
         self._tell("starting Ray")
@@ -500,13 +500,6 @@ def _check_port(host: str, port: int) -> None:
         raise Failed(
             "port-in-use", f"{host}:{port} cannot be bound: {error.strerror}", "choose another --port"
         ) from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _url(gateway: GatewaySettings) -> str:

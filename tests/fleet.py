@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,15 +18,10 @@ from typing import Any
 import httpx
 import psutil
 
+from orchestrator.ports import free_port
+
 READY_DEADLINE_S = 120.0
 COREWRIGHT = Path(sys.executable).with_name("corewright")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def until(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.keys import KeyFile
 from orchestrator.lifecycle import ModelState
+from orchestrator.ports import free_port
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from workers.metric_family import MetricFamily
 
@@ -44,12 +44,6 @@ class Controller:
 
     async def metrics(self) -> list[MetricFamily]:
         return []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def routes_of(model: dict[str, Any]) -> ModelRoutes:

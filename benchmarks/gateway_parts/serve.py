@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 
 from benchmarks.gateway_parts.child import argument, say, wait_for_the_end
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN, Asked, event_of, last_event, whole
-from benchmarks.gateway_parts.ours import free_port
+from orchestrator.ports import free_port
 from workers.requests import GenerateRequest, TokenEvent
 from workers.wire import Cancel, FrameReader, Hello, Step, Submit, Welcome, encode
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.gateway_parts.child import argument, say, wait_for_the_end
+from orchestrator.ports import free_port
 from workers.engines.echo import echo_tokens
 
 CLOCK_S = 0.002
@@ -216,12 +217,6 @@ async def run_protocol() -> None:
     server = await asyncio.get_running_loop().create_server(Protocol, "127.0.0.1", 0, backlog=2048)
     say({"port": server.sockets[0].getsockname()[1]})
     await asyncio.to_thread(wait_for_the_end)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def say_when_open(port: int) -> None:

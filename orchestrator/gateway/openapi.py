@@ -24,7 +24,7 @@ from orchestrator.gateway.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from orchestrator.gateway.terms import LONGEST_DEADLINE_MS, LONGEST_SESSION
+from orchestrator.gateway.terms import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
 from orchestrator.gateway.tokenize import Detokenized, Tokenized
 from orchestrator.openapi import Schema, components, json_content, json_response, operation_id
 from orchestrator.version import corewright_version
@@ -206,7 +206,7 @@ _HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request t
             "By when the first token is wanted, in milliseconds from now.",
             {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
         ),
-        "x-corewright-explain": ("The answer tells how it came to its replica.", {"type": "string", "enum": ["1"]}),
+        "x-corewright-explain": ("The answer tells how it came to its replica.", {"type": "string", "enum": [*FLAGS]}),
     }
 )
 

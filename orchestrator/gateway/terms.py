@@ -10,7 +10,7 @@ from orchestrator.keys import ApiKey
 
 LONGEST_SESSION = 256  # bytes
 LONGEST_DEADLINE_MS = 86_400_000.0
-_TRUE = (b"1", b"true", b"yes", b"on")
+FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,16 @@ def terms_of(headers: Mapping[bytes, bytes], key: ApiKey | None, priority: int |
         asked if least is None else max(asked, least),
         None if deadline is None else now + _milliseconds(deadline) / 1000,
         "" if session is None else _session(session, tenant),
-        explain is not None and explain.strip().lower() in _TRUE,
+        explain is not None and _flag(explain),
     )
+
+
+def _flag(given: bytes) -> bool:
+    found = FLAGS.get(given.decode("latin-1").strip().lower())
+    if found is None:
+        what = f"The header x-corewright-explain is {given[:40].decode('latin-1')!r}, and neither 1 nor 0."
+        raise invalid(what, param="x-corewright-explain")
+    return found
 
 
 def _milliseconds(given: bytes) -> float:

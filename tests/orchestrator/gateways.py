@@ -17,8 +17,9 @@ from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.server import GatewayServer
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.lifecycle import ModelState
+from orchestrator.ports import free_port
 from orchestrator.routes import ModelRoutes, Route, RouteTable
-from tests.fleet import free_port, until
+from tests.fleet import until
 from tests.served import EPOCH, TOKEN, Served
 from workers.metric_family import MetricFamily
 

@@ -48,3 +48,17 @@ def test_the_name_of_a_session_has_a_limit() -> None:
     with pytest.raises(ApiError) as caught:
         terms_of({b"x-session-id": b"s" * (LONGEST_SESSION + 1)}, None, None, 0.0)
     assert caught.value.param == "x-session-id"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_"), [(b"1", True), (b" Yes", True), (b"on", True), (b"0", False), (b"OFF", False)]
+)
+def test_curiosity_is_a_yes_or_a_no(given: bytes, is_: bool) -> None:
+    assert terms_of({b"x-corewright-explain": given}, None, None, 0.0).explains is is_
+
+
+@pytest.mark.parametrize("given", [b"", b"2", b"P(<7*h", b"\xff"])
+def test_what_is_neither_is_refused(given: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        terms_of({b"x-corewright-explain": given}, None, None, 0.0)
+    assert (caught.value.status, caught.value.param) == (400, "x-corewright-explain")

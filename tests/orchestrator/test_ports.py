@@ -1,0 +1,60 @@
+"""Ports that are chosen for what listens later, and ports that others have taken by then."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from orchestrator import ports
+from orchestrator.ports import free_port
+from tests.fleet import LiveFleet, until
+
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  m: {engine: echo}
+"""
+
+
+def test_a_port_is_none_that_the_kernel_gives_connections() -> None:
+    """Nor one that somebody listens on."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    taken = [socket.create_server(("127.0.0.1", free_port())) for _ in range(50)]
+    try:
+        found = {listener.getsockname()[1] for listener in taken}
+        assert len(found) == 50
+        assert all(20_000 <= port < first for port in found)
+        assert all(free_port() not in found for _ in range(200))
+    finally:
+        for listener in taken:
+            listener.close()
+
+
+@pytest.mark.parametrize("told", ["1024\t65535\n", "", None])
+def test_where_there_are_no_others_the_kernel_chooses(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that gives nearly all ports to connections, or does not tell."""
+    file = tmp_path / "range"
+    if told is not None:
+        file.write_text(told)
+    monkeypatch.setattr(ports, "_EPHEMERAL", file)
+    with socket.create_server(("127.0.0.1", free_port())) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_while_ray_starts_is_told() -> None:
+    """By what the gateway itself met; and nothing of the fleet is left."""
+    fleet = LiveFleet(SPEC)
+    try:
+        until(lambda: "starting Ray" in fleet.output(), 60, "the port was looked at")
+        with socket.create_server(("127.0.0.1", fleet.port)):
+            assert fleet.process.wait(120) == 1
+        assert "gateway-not-started: the gateway does not start: OSError: [Errno 98]" in fleet.output()
+        assert fleet.processes() == []
+    finally:
+        fleet.clean()
