@@ -5,6 +5,7 @@ Every set of artifacts is compiled in a process of its own, in the interpreter o
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,7 @@ from workers.artifacts.listing import SourceError, Stopped
 from workers.artifacts.progress import Progress
 from workers.build import Built, Predicted, Trouble, Working
 from workers.config import ReplicaConfig
+from workers.neff_cache.verify import verdicts
 from workers.status import Failure
 from workers.turns import need_gib, startable
 
@@ -44,6 +46,8 @@ class Job:
     need_gib: float  # of this host's memory while it is compiled
     complete: bool = False  # nothing is to be compiled
     target: str = ""  # what it is compiled for, where the model is for several; see `target_of`
+    unfetched: ReplicaConfig | None = None
+    """Where all of it is compiled, here or in the ``neff_cache``: with the sources that would be fetched otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +122,8 @@ class CompileAhead:
         self._stop = threading.Event()
 
     def prepare(self) -> Prepared:
-        """Fetch what the models are, and ask what each would compile. One after another: an engine's package takes
-        seconds to import, and a fetch uses all of the network."""
+        """Ask what each model would compile, and fetch those that are compiled nowhere. One after another: an engine's
+        package takes seconds to import, and a fetch uses all of the network."""
         jobs: dict[object, Job] = {}
         outcomes = list[Outcome]()
         for model in self._models:
@@ -177,10 +181,11 @@ class CompileAhead:
         config = msgspec.structs.replace(config, log=str(self._home.logs / log))
         if not ahead.compiles(config):
             return Outcome(**about, engine=config.engine, result="nothing")
-        fetched = self._fetched(config, target)
+        known = self._known(config)
+        fetched = self._fetched(config, target) if known is None else known[0]
         if isinstance(fetched, Failure):
             return Outcome(**about, engine=config.engine, result="failed", failure=fetched)
-        told = self._predicted(fetched)
+        told = self._predicted(fetched) if known is None else known[1]
         if isinstance(told, Failure):
             return Outcome(**about, engine=config.engine, result="failed", failure=told)
         if not all(one.ahead for one in told.wanted):
@@ -192,7 +197,24 @@ class CompileAhead:
             keys=tuple(one.key for one in told.wanted if one.key),
             need_gib=0.0 if complete else need_gib(fetched, model.host_memory_gib),
             complete=complete,
+            unfetched=config if known else None,
         )
+
+    def _known(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
+        """With the small files of its sources, where these tell that all of it is compiled, here or in its
+        ``neff_cache``: then the weights need not be fetched. None: fetch them."""
+        nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
+        if wanted_by(config) == (None, None) or nowhere:
+            return None
+        heads = self._offline.with_heads(config)
+        told = None if isinstance(heads, Failure) else self._predicted(heads)
+        if isinstance(heads, Failure) or not isinstance(told, Predicted) or not told.wanted:
+            return None
+        if not all(one.ahead and one.key for one in told.wanted):
+            return None
+        found = verdicts(heads, told, os.environ, ahead=True)
+        is_there = all(one.prediction.hit for one in found)
+        return (heads, told) if is_there else None
 
     def _fetched(self, config: ReplicaConfig, target: str) -> ReplicaConfig | Failure:
         wanted = wanted_by(config)
@@ -225,15 +247,24 @@ class CompileAhead:
         outcome = _failed(job, _died("compiled", job.config))
         try:
             outcome = self._build(job)
+            self._watch(Step(job.models, "failed" if outcome.result == "failed" else "done", target=job.target))
         finally:
             ended.put((job, outcome))
 
     def _build(self, job: Job) -> Outcome:
-        config = job.config
+        if job.unfetched is None:
+            return self._built(job, job.config)
+        outcome = self._built(job, job.config, make=False)
+        if outcome.result != "failed" or self._stop.is_set():
+            return outcome
+        config = self._fetched(job.unfetched, job.target)  # it is not there any more
+        return _failed(job, config) if isinstance(config, Failure) else self._built(job, config)
+
+    def _built(self, job: Job, config: ReplicaConfig, *, make: bool = True) -> Outcome:
         failure = _died("compiled", config)
         built: Built | None = None
         try:
-            for told in ahead.answers("compile", config, self._stop, push=self._push):
+            for told in ahead.answers("compile", config, self._stop, push=self._push, make=make):
                 if isinstance(told, Working):
                     self._watch(Step(job.models, told.phase, told.done, told.total, job.target))
                 elif isinstance(told, Built):
@@ -242,7 +273,6 @@ class CompileAhead:
                     failure = told.failure
         except Stopped:
             failure = Failure("compile-stopped", f"compiling {config.model} was stopped", "the next one begins anew")
-        self._watch(Step(job.models, "done" if built is not None else "failed", target=job.target))
         return _failed(job, failure) if built is None else _outcome(job, built)
 
 

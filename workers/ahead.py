@@ -84,11 +84,18 @@ def build(config: ReplicaConfig, progress: Progress, stop: threading.Event) -> B
 
 
 def answers(
-    command: str, config: ReplicaConfig, stop: threading.Event, limit_s: float | None = None, *, push: bool = False
+    command: str,
+    config: ReplicaConfig,
+    stop: threading.Event,
+    limit_s: float | None = None,
+    *,
+    push: bool = False,
+    make: bool = True,
 ) -> Iterator[Told]:
-    """What `workers.build` tells, run in a process of its own; ``push``: as in its ``Order``. Blocks. Raises Stopped
-    soon after ``stop`` is set, and OSError where no process can be started."""
-    order = Order(config=msgspec.structs.replace(config, token="", credentials=None), parent=os.getpid(), push=push)
+    """What `workers.build` tells, run in a process of its own; ``push`` and ``make``: as in its ``Order``. Blocks.
+    Raises Stopped soon after ``stop`` is set, and OSError where no process can be started."""
+    config = msgspec.structs.replace(config, token="", credentials=None)
+    order = Order(config=config, parent=os.getpid(), push=push, make=make)
     with _process(command, config) as process:
         assert process.stdin is not None
         assert process.stdout is not None

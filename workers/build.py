@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0  # the pid of whoever waits for the answer; 0: nobody, it goes on by itself
     read: bool = False  # of ``predict``: read the weights, where their digest is wanted and not known
     push: bool = False  # of ``compile``: bring what is complete to the configuration's ``neff_cache``
+    make: bool = True  # of ``compile``: compile what is nowhere; False: it is trouble, since the weights are not here
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,9 +112,10 @@ def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
     return Predicted(engine=config.engine, wanted=[_wanted(config, one) for one in _buildables(config, read)])
 
 
-def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False) -> Built:
+def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: bool = True) -> Built:
     """Make all that can be without a device: what is not there comes from the ``neff_cache``, else it is compiled.
 
+    ``make`` False: nothing is compiled, of a model whose weights are not here; what is nowhere is weights-missing.
     A ``neff_cache`` that gives no answer is gone on without; what was to be pushed there is told as ``unsent``. Raises
     EngineLoadError, SourceError, and what the package raises.
     """
@@ -120,13 +123,13 @@ def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False) -> Built:
     if config.compiled is None:
         raise EngineLoadError("compiled-unwritable", "no folder is named for compiled artifacts", "set `compiled`")
     done: dict[str, list[Any]] = {"compiled": [], "pulled": [], "pushed": [], "unsent": [], "warnings": []}
-    found = _buildables(config, read=True)
+    found = _buildables(config, read=make)
     for one in found:
         if one.make is None:
             what = f"{config.engine} compiles {one.source} on its cores only, when a replica starts"
             raise EngineLoadError("compile-needs-device", what, "start it: its own cache keeps what was compiled")
         if one.kept:
-            _one(config, one, tell, push, done)
+            _one(config, one if make else replace(one, make=_no_weights(one)), tell, push, done)
     wanted = [_wanted(config, one) for one in found]
     return Built(wanted=wanted, seconds=round(time.monotonic() - began, 3), **done)
 
@@ -161,6 +164,14 @@ def _one(config: ReplicaConfig, one: Buildable, tell: Tell, push: bool, did: dic
             except SourceError as error:  # what is compiled counts, and the next push sends it
                 did["unsent"].append(Failure(error.id, error.what, error.hint))
     working("done")
+
+
+def _no_weights(one: Buildable) -> Callable[..., None]:
+    def make(*_: object) -> None:
+        what = f"what was compiled of {one.source} is not there any more, and its weights were not fetched"
+        raise EngineLoadError("weights-missing", what, "compile it again")
+
+    return make
 
 
 def _is_pulled(config: ReplicaConfig, held: Entry, warnings: list[str]) -> bool:
@@ -211,8 +222,10 @@ def answer(command: str, order: Order, tell: Tell) -> bool:
     """Do it and tell of it; False: there was trouble. Never raises for what the model or the machine does."""
     config = order.config
     try:
-        told = predict(config, order.read) if command == "predict" else compile_all(config, tell, order.push)
-        tell(told)
+        if command == "predict":
+            tell(predict(config, order.read))
+        else:
+            tell(compile_all(config, tell, order.push, order.make))
         return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator import offline
+from orchestrator import compileahead, offline
 from orchestrator.cli import main as cli
 from tests.checkpoints import make_checkpoint
 from tests.doubles.machine import make_interpreter
-from tests.s3 import S3Server
+from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config as tnx
@@ -33,6 +34,7 @@ from workers.faults import fault_of
 from workers.neff_cache.entries import read_entries
 from workers.neff_cache.predict import LATER, Prediction
 from workers.neff_cache.sync import place_at
+from workers.neff_cache.verify import Verdict
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
 TNX = """\
@@ -412,6 +414,45 @@ def test_what_was_compiled_without_devices_is_what_verify_and_warm_look_for(
     code, told = run("warm", str(spec))
     assert (code, told["models"][0]["brought"]) == (0, ["compiled model"])
     assert run("verify", str(spec))[0] == 0
+
+
+@pytest.mark.slow
+def test_the_weights_of_what_is_compiled_already_are_not_fetched(
+    tmp_path: Path,
+    neuron: Callable[..., Path],
+    s3_server: S3Server,
+    s3_proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By another machine that compiles the same spec, nor by this one again. Where it is gone by the time that it is
+    brought, they are fetched after all, and it is compiled."""
+    checkpoint = {f"llama/{file.name}": file.read_bytes() for file in (tmp_path / "llama").iterdir()}
+    source, weights = f"{s3_server.bucket(files=checkpoint)}/llama", "llama/model.safetensors"
+    spec = neuron(more=f"neff_cache: {tmp_path}/shared")
+    spec.write_text(spec.read_text().replace("./llama", source))
+
+    def compiled(home: str) -> tuple[str, int]:
+        monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / home))
+        s3_proxy.forget()
+        code = cli.run(["compile", str(spec), "--push", "-o", "json"])
+        (one,) = json.loads(capsys.readouterr().out)["models"]
+        assert (code, one["failure"]) == (0, None)
+        return one["result"], s3_proxy.bytes(weights)
+
+    size = len(checkpoint[weights])
+    assert compiled("home") == ("compiled", size)
+    assert compiled("another") == ("pulled", 0)
+    assert compiled("another") == ("there", 0)
+    foretold = compileahead.verdicts
+
+    def is_there(*asked: Any, **how: Any) -> list[Verdict]:
+        found = foretold(*asked, **how)
+        shutil.rmtree(tmp_path / "shared")
+        return found
+
+    monkeypatch.setattr(compileahead, "verdicts", is_there)
+    assert compiled("third") == ("compiled", size)
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ class Played:
         limit_s: float | None = None,
         *,
         push: bool = False,
+        make: bool = True,
     ) -> Iterator[Told]:
         key = f"key-of-{Path(one.source or '').name}-{one.dtype}{one.env.get(neuron_target.OVERRIDE, '')}"
         wanted = Wanted(
