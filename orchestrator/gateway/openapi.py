@@ -275,13 +275,19 @@ def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key
 
 
 def _answer(route: GatewayRoute, references: Mapping[type, Schema]) -> dict[str, Any]:
-    text = {"schema": {"type": "string"}}
     if route.answer is None:
-        return {"description": route.summary, "content": {"text/plain": text}}
+        return {"description": route.summary, "content": {"text/plain": {"schema": {"type": "string"}}}}
     answer = json_response(route.summary, references.get(route.answer, {"type": "object"}))
     if route.streams:
-        answer["content"]["text/event-stream"] = text
+        answer["content"]["text/event-stream"] = {"schema": _EVENT}
     return answer
+
+
+_EVENT: Schema = {  # before OpenAPI 3.2 the schema of a stream is that of each event
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A piece of the answer in JSON; `[DONE]` in the last."}},
+    "required": ["data"],
+}
 
 
 # What the reader of requests checks beside their types

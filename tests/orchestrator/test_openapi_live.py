@@ -37,24 +37,54 @@ def document() -> dict[str, Any]:
     return found
 
 
+def excluded() -> list[Any]:
+    """What two fields may be together is not in the document."""
+    import schemathesis
+
+    return [schemathesis.checks.CHECKS.get_one("positive_data_acceptance")]
+
+
+@pytest.mark.parametrize("label", [f"{route.method} {route.path}" for route in ROUTES if route.streams])
+def test_streams_are_as_the_document_says(live: LiveGateway, label: str) -> None:
+    """Each event, where every request asks for a stream."""
+    import schemathesis
+
+    told = document()
+    for name in ("ChatRequest", "CompletionRequest"):
+        kind = told["components"]["schemas"][name]
+        kind["properties"]["stream"] = {"enum": [True]}
+        kind["required"] = [*kind.get("required", ()), "stream"]
+    found = (found.ok() for found in schemathesis.openapi.from_dict(told).get_all_operations())
+    operation = next(one for one in found if one.label == label)
+    streams: list[str] = []
+
+    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE))
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    def asks(case: Any) -> None:
+        answer = case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded())
+        streams.extend(answer.headers.get("content-type", ()))
+
+    asks()
+    assert any(kind.startswith("text/event-stream") for kind in streams)
+
+
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 @pytest.mark.parametrize("label", [f"{route.method} {route.path}" for route in ROUTES])
 def test_what_the_document_says_is_what_the_gateway_does(live: LiveGateway, label: str, mode: str) -> None:
     """No status but those that it names, answers of the named form, every body against it refused, and never a 500.
 
-    Not asked for: that each body that it allows is taken. What two fields may be together is not in the document.
+    Not asked for: that each body that it allows is taken.
     """
     import schemathesis
 
     assert live.http.get("/openapi.json").json() == openapi(needs_key=False)
     found = (found.ok() for found in schemathesis.openapi.from_dict(document()).get_all_operations())
     operation = next(one for one in found if one.label == label)
-    excluded = [schemathesis.checks.CHECKS.get_one("positive_data_acceptance")]
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     def asks(case: Any) -> None:
-        case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded)
+        case.call_and_validate(base_url=live.url, timeout=20, excluded_checks=excluded())
 
     try:
         asks()
