@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from workers.metrics import REFRESH_S
 CONTROLLER = "controller"
 GATEWAY = "gateway"
 CORE_STATES = ("leased", "free", "quarantined", "reserved")
+
+log = logging.getLogger(__name__)
 
 
 class ControllerActor:
@@ -177,6 +180,9 @@ _gateway: Any = serve.deployment(
 )(GatewayDeployment)
 
 
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed): ")  # the last line of a traceback, not indented
+
+
 def start_gateway(settings: GatewaySettings) -> None:
     """Deploy the gateways and wait until they listen. Raises RuntimeError when that does not come about."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -189,11 +195,15 @@ def start_gateway(settings: GatewaySettings) -> None:
 
 
 def _cause() -> str:
-    """What the last gateway that did not start has raised, as Serve hands it on: the last line of its traceback."""
-    application = serve.status().applications.get(GATEWAY)
+    """What the last gateway that did not start has raised, as Serve hands on its traceback; empty: nobody knows."""
+    try:
+        application = serve.status().applications.get(GATEWAY)
+    except Exception:  # then Serve's own words must do
+        log.exception("Serve does not tell why the gateway does not start")
+        return ""
     told = [] if application is None else [one.message for one in application.deployments.values()]
-    lines = [line.strip() for message in told for line in message.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    lines = [line for message in told for line in message.splitlines()]
+    return next((line.strip() for line in reversed(lines) if _RAISED.match(line)), "")
 
 
 def stop_gateway() -> None:

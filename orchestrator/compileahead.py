@@ -5,12 +5,12 @@ Every set of artifacts is compiled in a process of its own, in the interpreter o
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -25,12 +25,13 @@ from workers.artifacts.bringing import Bringing, wanted_by, with_folders
 from workers.artifacts.keeping import StoreSettings
 from workers.artifacts.listing import SourceError, Stopped
 from workers.artifacts.progress import Progress
-from workers.build import Built, Predicted, Trouble, Working
+from workers.build import GONE, Built, Predicted, Trouble, Wanted, Working
 from workers.config import ReplicaConfig
-from workers.neff_cache.verify import verdicts
+from workers.neff_cache.candidates import compiled_elsewhere
 from workers.status import Failure
 from workers.turns import need_gib, startable
 
+OF_WEIGHTS = "nxd-inference"  # what it has compiled is found by digests of the weights
 PREDICT_S = 600.0  # to import an engine's package, from a network disk
 
 Result = Literal["compiled", "pulled", "there", "nothing", "needs-device", "failed"]
@@ -46,8 +47,8 @@ class Job:
     need_gib: float  # of this host's memory while it is compiled
     complete: bool = False  # nothing is to be compiled
     target: str = ""  # what it is compiled for, where the model is for several; see `target_of`
-    unfetched: ReplicaConfig | None = None
-    """Where all of it is compiled, here or in the ``neff_cache``: with the sources that would be fetched otherwise."""
+    unfetched: Placement | None = None
+    """Where all of it is compiled, here or in the ``neff_cache``, and its weights are not here: the replica's place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,14 @@ class CompileAhead:
                     self._watch(Step(job.models, "queued" if len(running) < most else "turn", target=job.target))
                 job, outcome = ended.get()
                 running.remove(job)
-                yield outcome
+                if job.unfetched is None or outcome.failure is None or outcome.failure.id != GONE:
+                    yield outcome
+                    continue
+                again = self._job(job.models, job.unfetched, job.target, known=False)
+                if isinstance(again, Job):
+                    waiting.append(again)
+                else:
+                    yield again
         finally:
             self._stop.set()
             while running:
@@ -169,59 +177,64 @@ class CompileAhead:
         for target, placement in places.items():
             name = target if len(places) > 1 else ""
             self._watch(Step((model.name,), "predicting", target=name))
-            yield self._job(model, placement, name)
+            yield self._job((model.name,), placement, name)
 
-    def _job(self, model: ModelSpec, placement: Placement, target: str) -> Job | Outcome:
-        log = f"compile-{model.name}{f'-{target}' if target else ''}.log"
-        about: dict[str, Any] = {"models": (model.name,), "target": target}
+    def _job(self, models: tuple[str, ...], placement: Placement, target: str, *, known: bool = True) -> Job | Outcome:
+        """``known``: where it is compiled already, its weights are not fetched."""
+        log = f"compile-{placement.model}{f'-{target}' if target else ''}.log"
+        about: dict[str, Any] = {"models": models, "target": target}
         config = self._offline.config(placement)
         if isinstance(config, Failure):
-            engine = self._offline.generation.engines[model.name]
+            engine = self._offline.generation.engines[placement.model]
             return Outcome(**about, engine=engine, result="failed", failure=config)
         config = msgspec.structs.replace(config, log=str(self._home.logs / log))
         if not ahead.compiles(config):
             return Outcome(**about, engine=config.engine, result="nothing")
-        known = self._known(config)
-        fetched = self._fetched(config, target) if known is None else known[0]
+        asked = self._asked(config) if known else None
+        if asked is not None and (not _ahead(asked[1]) or self._is_there(*asked)):
+            fetched: ReplicaConfig | Failure = asked[0]
+            told: Predicted | Failure = asked[1]
+        else:
+            asked = None
+            fetched = self._fetched(config, models, target)
+            told = fetched if isinstance(fetched, Failure) else self._predicted(fetched)
         if isinstance(fetched, Failure):
             return Outcome(**about, engine=config.engine, result="failed", failure=fetched)
-        told = self._predicted(fetched) if known is None else known[1]
         if isinstance(told, Failure):
             return Outcome(**about, engine=config.engine, result="failed", failure=told)
-        if not all(one.ahead for one in told.wanted):
+        if not _ahead(told):
             return Outcome(**about, engine=config.engine, result="needs-device")
-        complete = all(one.complete for one in told.wanted)
+        complete = asked is not None or all(one.complete for one in told.wanted)
+        memory = self._spec.model(placement.model)
         return Job(
             **about,
             config=fetched,
             keys=tuple(one.key for one in told.wanted if one.key),
-            need_gib=0.0 if complete else need_gib(fetched, model.host_memory_gib),
+            need_gib=0.0 if complete else need_gib(fetched, memory.host_memory_gib if memory else None),
             complete=complete,
-            unfetched=config if known else None,
+            unfetched=placement if asked is not None else None,
         )
 
-    def _known(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
-        """With the small files of its sources, where these tell that all of it is compiled, here or in its
-        ``neff_cache``: then the weights need not be fetched. None: fetch them."""
+    def _asked(self, config: ReplicaConfig) -> tuple[ReplicaConfig, Predicted] | None:
+        """With the small files of its sources, what these tell of what it would compile. None: it is not asked, where
+        nothing can be compiled already, or what it looks for depends on its weights, or all of it is here."""
         nowhere = config.neff_cache is None and not self._home.compiled.is_dir()
-        if wanted_by(config) == (None, None) or nowhere:
+        if wanted_by(config) == (None, None) or nowhere or config.engine == OF_WEIGHTS:
             return None
         heads = self._offline.with_heads(config)
         told = None if isinstance(heads, Failure) else self._predicted(heads)
-        if isinstance(heads, Failure) or not isinstance(told, Predicted) or not told.wanted:
-            return None
-        if not all(one.ahead and one.key for one in told.wanted):
-            return None
-        found = verdicts(heads, told, os.environ, ahead=True)
-        is_there = all(one.prediction.hit for one in found)
-        return (heads, told) if is_there else None
+        return (heads, told) if not isinstance(heads, Failure) and isinstance(told, Predicted) else None
 
-    def _fetched(self, config: ReplicaConfig, target: str) -> ReplicaConfig | Failure:
+    def _is_there(self, config: ReplicaConfig, told: Predicted) -> bool:
+        """Whether all of it is compiled, on this host or in its ``neff_cache``."""
+        return bool(told.wanted) and all(one.complete or _is_pushed(config, one) for one in told.wanted)
+
+    def _fetched(self, config: ReplicaConfig, models: tuple[str, ...], target: str) -> ReplicaConfig | Failure:
         wanted = wanted_by(config)
         if wanted == (None, None):
             return config
         bringing, landed = Bringing(self._store.open()), []
-        step = Step((config.model,), "fetching", target=target)
+        step = Step(models, "fetching", target=target)
         try:
             for one in wanted:
                 progress = _Fetching(one.source if one else "", step, self._watch)
@@ -247,24 +260,15 @@ class CompileAhead:
         outcome = _failed(job, _died("compiled", job.config))
         try:
             outcome = self._build(job)
-            self._watch(Step(job.models, "failed" if outcome.result == "failed" else "done", target=job.target))
         finally:
             ended.put((job, outcome))
 
     def _build(self, job: Job) -> Outcome:
-        if job.unfetched is None:
-            return self._built(job, job.config)
-        outcome = self._built(job, job.config, make=False)
-        if outcome.result != "failed" or self._stop.is_set():
-            return outcome
-        config = self._fetched(job.unfetched, job.target)  # it is not there any more
-        return _failed(job, config) if isinstance(config, Failure) else self._built(job, config)
-
-    def _built(self, job: Job, config: ReplicaConfig, *, make: bool = True) -> Outcome:
+        config = job.config
         failure = _died("compiled", config)
         built: Built | None = None
         try:
-            for told in ahead.answers("compile", config, self._stop, push=self._push, make=make):
+            for told in ahead.answers("compile", config, self._stop, push=self._push, make=job.unfetched is None):
                 if isinstance(told, Working):
                     self._watch(Step(job.models, told.phase, told.done, told.total, job.target))
                 elif isinstance(told, Built):
@@ -273,7 +277,27 @@ class CompileAhead:
                     failure = told.failure
         except Stopped:
             failure = Failure("compile-stopped", f"compiling {config.model} was stopped", "the next one begins anew")
-        return _failed(job, failure) if built is None else _outcome(job, built)
+        if built is not None:
+            self._watch(Step(job.models, "done", target=job.target))
+            return _outcome(job, built)
+        if job.unfetched is None or failure.id != GONE:  # else it is tried again
+            self._watch(Step(job.models, "failed", target=job.target))
+        return _failed(job, failure)
+
+
+def _ahead(told: Predicted) -> bool:
+    return all(one.ahead for one in told.wanted)
+
+
+def _is_pushed(config: ReplicaConfig, one: Wanted) -> bool:
+    """Whether the ``neff_cache`` holds all of that set; one that does not answer holds nothing."""
+    if config.neff_cache is None or config.compiled is None or not one.key:
+        return False
+    try:
+        found = list(compiled_elsewhere(one.manifest, Path(config.compiled), config.neff_cache))
+    except SourceError:
+        return False
+    return any(there.manifest == one.manifest and not there.missing for there in found)
 
 
 def _told(one: Failure | None) -> dict[str, str] | None:

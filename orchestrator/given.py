@@ -40,8 +40,8 @@ def _problem(spec: Spec, model: ModelSpec, facts: Facts) -> Problem | None:
     error = foreseen(config)
     if error is None:
         return None
-    what = error.what if source is None else error.what.replace(source, own.source)
-    return Problem(error.id, "error", own.where(spec), f"{model.name}: {what}", error.hint)
+    what, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))
+    return Problem(error.id, "error", own.where(spec), f"{model.name}: {what}", hint)
 
 
 def _folder(part: Part, facts: Facts) -> str | None:

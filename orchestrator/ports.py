@@ -9,6 +9,7 @@ from pathlib import Path
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20_000  # below are those of servers, and those that Ray gives its workers (10002 to 19999)
+_HIGHEST = 29_999  # above are Kubernetes' node ports (30000 to 32767), which may lead elsewhere
 _ATTEMPTS = 100
 
 
@@ -18,7 +19,7 @@ def free_port() -> int:
     Of the ephemeral ports, which a bind to port 0 gives, Ray's outgoing connections take some hundred while it starts,
     and nobody can listen on such a one.
     """
-    others = range(_LOWEST, max(_LOWEST, _first_ephemeral()))
+    others = range(_LOWEST, max(_LOWEST, min(_first_ephemeral(), _HIGHEST + 1)))
     for port in random.sample(others, min(_ATTEMPTS, len(others))):  # no secret hangs on it
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

@@ -38,6 +38,8 @@ from workers.status import Failure
 
 log = logging.getLogger(__name__)
 
+GONE = "weights-missing"  # what ``compile`` fails with where it may not make what is nowhere
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be predicted or compiled."""
@@ -169,7 +171,7 @@ def _one(config: ReplicaConfig, one: Buildable, tell: Tell, push: bool, did: dic
 def _no_weights(one: Buildable) -> Callable[..., None]:
     def make(*_: object) -> None:
         what = f"what was compiled of {one.source} is not there any more, and its weights were not fetched"
-        raise EngineLoadError("weights-missing", what, "compile it again")
+        raise EngineLoadError(GONE, what, "compile it again")
 
     return make
 

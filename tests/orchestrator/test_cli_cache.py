@@ -34,7 +34,6 @@ from workers.faults import fault_of
 from workers.neff_cache.entries import read_entries
 from workers.neff_cache.predict import LATER, Prediction
 from workers.neff_cache.sync import place_at
-from workers.neff_cache.verify import Verdict
 
 ECHO = "hosts: {emulate: inf2.xlarge}\nmodels: {parrot: {engine: echo}}\n"
 TNX = """\
@@ -444,14 +443,14 @@ def test_the_weights_of_what_is_compiled_already_are_not_fetched(
     assert compiled("home") == ("compiled", size)
     assert compiled("another") == ("pulled", 0)
     assert compiled("another") == ("there", 0)
-    foretold = compileahead.verdicts
+    foretold = compileahead._is_pushed
 
-    def is_there(*asked: Any, **how: Any) -> list[Verdict]:
-        found = foretold(*asked, **how)
+    def is_pushed(*asked: Any) -> bool:
+        found = foretold(*asked)
         shutil.rmtree(tmp_path / "shared")
         return found
 
-    monkeypatch.setattr(compileahead, "verdicts", is_there)
+    monkeypatch.setattr(compileahead, "_is_pushed", is_pushed)
     assert compiled("third") == ("compiled", size)
 
 

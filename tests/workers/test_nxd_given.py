@@ -513,6 +513,7 @@ def test_what_the_hosts_environment_decides_is_left_to_the_host(
     ("option", "value", "expected"),
     [
         ("context_encoding_buckets", ["many"], "neuron_config.json in .* cannot be compared: ValueError"),
+        ("token_generation_buckets", [float("inf")], "cannot be compared: OverflowError"),
         ("max_length", "x", "max_len .*: needs 96, there is x"),
         ("max_context_length", {}, "buckets.prefill .*: needs 64, there is "),
     ],

@@ -16,7 +16,7 @@ def _wait(stop: threading.Event, seconds: float) -> bool:
     return stop.wait(seconds)
 
 
-def _to_nobody(trouble: str) -> None:
+def _to_nobody(silent_s: float, why: str) -> None:
     """Who wants to know gives another."""
 
 
@@ -29,7 +29,8 @@ class Patience:
     longest_s: float = 5.0  # the longest wait at all
     clock: Callable[[], float] = time.monotonic
     wait: Wait = _wait
-    told: Callable[[str], None] = _to_nobody  # since when nothing comes, and why; empty: something has come
+    told: Callable[[float, str], None] = _to_nobody
+    """For how long nothing has come, in seconds, and why the last attempt failed; 0 seconds: something has come."""
 
     def begin(self) -> Waiting:
         return Waiting(self)
@@ -54,7 +55,7 @@ class Waiting:
         self._since = self._patience.clock()
         if self._told:
             self._told = False
-            self._patience.told("")
+            self._patience.told(0.0, "")
 
     @property
     def silent_s(self) -> float:
@@ -69,6 +70,6 @@ class Waiting:
             return False
         if silent_s >= SILENT_S:
             self._told = True
-            self._patience.told(f"no answer for {silent_s:.0f} s" + (f" ({why})" if why else ""))
+            self._patience.told(silent_s, why)
         self._patience.wait(stop, self._patience.pause_s(attempt, random.random()))  # no secret hangs on it
         return True

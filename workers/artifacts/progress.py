@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from workers.artifacts import patience
+
 SPAN_S = 10.0  # over which the rate is measured
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -21,6 +23,10 @@ def size_text(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def _silence(seconds: float, why: str) -> str:
+    return f"no answer for {seconds:.0f} s" + (f" ({why})" if why else "")
+
+
 class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A fetch at one moment."""
 
@@ -30,7 +36,7 @@ class FetchStatus(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0  # bytes; 0 while it is not known
     rate: float = 0.0  # bytes a second, over the last ten seconds
     seconds: float = 0.0  # since it began
-    trouble: str = ""  # since when its source does not answer, and why; empty: it does
+    trouble: str = ""  # for how long its source has not answered, and why; empty: no attempt has failed since it did
 
     @property
     def left_s(self) -> float | None:
@@ -47,7 +53,8 @@ class Progress:
         self._began = clock()
         self._lock = threading.Lock()
         self._phase = "listing"
-        self._trouble = ""
+        self._silent: tuple[float, str] | None = None  # since when its source does not answer, and why
+        self._moved_at = self._began
         self._done = 0
         self._total = 0
         self._seen: deque[tuple[float, int]] = deque([(self._began, 0)])
@@ -56,12 +63,17 @@ class Progress:
 
     def enter(self, phase: str) -> None:
         with self._lock:
-            self._phase, self._trouble = phase, ""
+            self._phase, self._silent = phase, None
 
-    def tell(self, trouble: str) -> None:
-        """Its source does not answer; empty: it does again."""
+    def tell(self, silent_s: float, why: str) -> None:
+        """Its source, or what one of several attempts at it asks, has not answered for so long; 0: it does again.
+
+        As long as bytes come to another attempt, the source is there.
+        """
         with self._lock:
-            self._trouble = trouble
+            now = self._clock()
+            alone = now - self._moved_at >= patience.SILENT_S
+            self._silent = (now - silent_s, why) if silent_s > 0.0 and alone else None
 
     def expect(self, total: int, here: int = 0) -> None:
         """``total`` bytes are to be fetched, of which ``here`` are there already."""
@@ -82,7 +94,7 @@ class Progress:
         """So many bytes came over the network."""
         with self._lock:
             self.moved += count
-            self._trouble = ""
+            self._silent, self._moved_at = None, self._clock()
 
     def status(self) -> FetchStatus:
         with self._lock:
@@ -96,5 +108,5 @@ class Progress:
                 total=self._total,
                 rate=rate if self._phase == "fetching" else 0.0,
                 seconds=now - self._began,
-                trouble=self._trouble,
+                trouble="" if self._silent is None else _silence(now - self._silent[0], self._silent[1]),
             )

@@ -283,6 +283,7 @@ class _Fetch:
         if found.crc != crc:
             return self._fetch(assembly, number, span)
         self._progress.add(span.size)
+        self._waiting.arrived()  # nobody was asked meanwhile
         if assembly.accept(span, found, noted=True):
             self._finish(assembly, number)
         return None

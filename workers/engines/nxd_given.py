@@ -169,7 +169,7 @@ def foreseen(config: EngineConfig) -> EngineLoadError | None:
         _check_names(given, settings)
     except EngineLoadError as error:
         return error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # values of other types than the package writes
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # the package writes others
         what = f"the {NEURON_CONFIG} in {config.source} cannot be compared: {type(error).__name__}: {error}"
         return EngineLoadError("artifacts-mismatch", what, _ORIGINAL_HINT)
     return None
