@@ -293,6 +293,7 @@ class Steady:
         """``may_lose``: a connection may break under a request (it is counted as lost), but none may be refused."""
         self.counts: Counter[str] = Counter()  # "exact", "lost", and "again" for what a closed kept connection cost
         self.wrong: list[str] = []
+        self.lost: list[str] = []  # each with when it began and ended (monotonic), and how
         self.slowest_s = 0.0
         self._port, self._model, self._tokens, self._tls = port, model, tokens, tls
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -359,6 +360,7 @@ class Steady:
                 return
             except (Closed, ConnectionError) as error:
                 self._count("lost")
+                self.lost.append(f"{prompt}, {began:.3f} to {time.monotonic():.3f}: {error!r}")
                 kept = None
                 if not self._may_lose:
                     self.wrong.append(f"{prompt}: {error!r}")

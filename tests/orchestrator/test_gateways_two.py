@@ -240,9 +240,8 @@ def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: li
             steady.wait_answered(100)
         assert took < BACK_S
         assert steady.wrong == []
-        # For each client the request that was on the gateway that died, and one that the kernel gave to that gateway's
-        # listener after it: sockets of a process that ends close in the order of their numbers.
-        assert steady.counts["lost"] <= 2 * 8
+        # At most one for each client: it was on the gateway that died.
+        assert steady.counts["lost"] <= 8, (began, steady.lost)
 
 
 @pytest.mark.slow
