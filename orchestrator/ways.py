@@ -28,7 +28,7 @@ def choose(situation: Situation, name: str) -> Way:
     1. surge, where a replica more finds free cores (all of them where the versions do not mix)   no outage
     2. in_place, one replica at a time, where another one serves meanwhile                        no outage
     3. borrow, where an idle replica of no higher priority lies on enough cores                   no outage
-    4. hold, where the predicted swap takes at most ``hold_s``                                    requests wait
+    4. hold, where the predicted swap takes at most ``max_swap_s``                                requests wait
     5. in_place                                                                                   requests are refused
     """
     wish = situation.wishes[name]
@@ -51,7 +51,7 @@ def choose(situation: Situation, name: str) -> Way:
             return Way("borrow", None, "no idle replica lies on enough cores", possible=False)
     if ready == 0:
         return Way("in_place", 0.0, "no replica serves now")
-    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= wish.model.update.hold_s):
+    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= wish.model.update.max_swap_s):
         return Way("hold", swap_s, "no free cores: requests wait while the replica is swapped")
     return Way("in_place", swap_s, "no free cores: it is stopped before the new one starts")
 

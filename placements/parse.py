@@ -87,6 +87,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "queue_ms": ("queue_time_ms", "wait_ms"),
     "scaling": ("autoscaling", "autoscaling_config", "autoscale", "autoscaler"),
     "auto": ("enabled", "automatic"),
+    "max_swap_s": ("hold_s",),  # its name until two fields had that one
     "idle_s": ("idle", "idle_timeout", "idle_timeout_s", "ttl", "scale_to_zero_after", "keep_alive"),
     "schedules": ("schedule", "cron", "crons", "timers"),
     "timezone": ("tz", "time_zone", "zone"),
@@ -258,7 +259,7 @@ _WANTS: Mapping[str, str] = {
     "deadlines": "a mapping, like {start_s: 600}",
     "strategy": "one of " + ", ".join(STRATEGIES),
     "rollback": "true or false",
-    **dict.fromkeys(("hold_s", "progress_deadline_s", "start_s", "fetch_s", "compile_s"), _SECONDS),
+    **dict.fromkeys(("hold_s", "max_swap_s", "progress_deadline_s", "start_s", "fetch_s", "compile_s"), _SECONDS),
     **dict.fromkeys(("step_s", "drain_s", "max_wait_s", "idle_s"), _SECONDS),
     **dict.fromkeys(("ttft_ms", "tpot_ms", "queue_ms"), "a number of milliseconds"),
     **dict.fromkeys(("start", "end"), 'a cron expression, like "0 8 * * MON-FRI"'),

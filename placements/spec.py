@@ -345,11 +345,12 @@ class Update(_Frozen):
         "auto",
         description="How a new replica comes by its cores. `auto` takes what is predicted to interrupt least.",
     )
-    hold_s: float = Field(
+    max_swap_s: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="The longest predicted swap, in seconds, for which `auto` lets requests wait.",
+        description="The longest predicted swap, in seconds, for which `auto` takes `hold`. How long a request then "
+        "waits at most is `scaling.hold_s`.",
     )
     progress_deadline_s: float = Field(
         900.0,
@@ -457,7 +458,8 @@ class Scaling(_Frozen):
         300.0,
         ge=0,
         le=86_400,
-        description="The longest that requests wait for a model which they have started.",
+        description="The longest that a request waits for a model without a ready replica: one of `min: 0` that it "
+        "has started, or one whose replica an update swaps by `hold`.",
     )
     schedules: tuple[Schedule, ...] = Field(
         (),

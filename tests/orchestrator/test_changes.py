@@ -102,7 +102,7 @@ OTHERWISE: dict[str, object] = {  # for each field another value than the defaul
     "allow_pickle": True,
     "trust_remote_code": True,
     "draft": {"source": "./d"},
-    "update": {"hold_s": 1.0},
+    "update": {"max_swap_s": 1.0},
     "deadlines": {"start_s": 1.0},
     "spread": "host",
     "host_memory_gib": 1.0,

@@ -51,7 +51,7 @@ defaults:
   quantize: int8
   group_query_attention: shard-over-batch
   spread: {host: 2}
-  update: {strategy: hold, hold_s: 12.5, rollback: false}
+  update: {strategy: hold, max_swap_s: 12.5, rollback: false}
 models:
   wide: {source: org/wide, tp_degree: 32, spread: host, replicas: 2, priority: 7, host_memory_gib: 120}
   pinned:
