@@ -51,7 +51,8 @@ LIMIT_RULE = (
     + ", ".join(f"{most} {name}" for name, most in MOST.items())
 )
 LONGEST_NUMBER = 12  # digits
-VERSION = 2  # of the file, where a key has a weight or a limit; without any it is 1, which older versions read too
+VERSION = 3  # of the file, where `keyless_until` is set; 2 with a weight or a limit; else 1, which all versions read
+CLOSED = 0.0  # the time until which requests without a key pass, where every request needs one
 EXPIRY_RULE = "a span like 90m, 12h, 30d or 8w, or a time like 2027-01-31 or 2027-01-31T18:00+01:00 (UTC without one)"
 
 
@@ -105,9 +106,10 @@ class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, o
         return scope in self.scopes
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: Literal[1, 2]
+class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    version: Literal[1, 2, 3]
     keys: list[ApiKey]
+    keyless_until: float | None = CLOSED  # seconds since the epoch; None: without end
 
 
 class _Versioned(msgspec.Struct):
@@ -121,14 +123,19 @@ _NOBODY = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # what an unknown
 class KeyRing:
     """The keys as they were read at one time."""
 
-    def __init__(self, keys: Iterable[ApiKey] = (), *, demanded: bool | None = None) -> None:
-        """``demanded``: a home that has ever had a key demands one, the revoked last one too."""
+    def __init__(self, keys: Iterable[ApiKey] = (), *, keyless_until: float | None = None) -> None:
+        """``keyless_until``: until then requests without a key pass, in seconds since the epoch; None: without end, as
+        in a home that never had a key."""
         self.keys = tuple(keys)
-        self.demanded = bool(self.keys) if demanded is None else demanded
+        self.keyless_until = keyless_until
         self._by_id = {key.id: key for key in self.keys}
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def demands(self, now: float) -> bool:
+        """Whether a request needs a key."""
+        return self.keyless_until is not None and now >= self.keyless_until
 
     def usable(self, now: float, scope: Scope) -> int:
         """How many keys with that scope have not expired."""
@@ -161,25 +168,31 @@ class KeyFile:
         self.path = path
         self._seen: tuple[int, ...] | None = None
         self._ring = KeyRing()
+        self._there = False  # whether `_ring` is of a file
         self._complained = False
 
     def read(self) -> KeyRing:
         """The keys of the file; without a file none, and none is demanded. Raises Failed for a file that is broken,
         cannot be read, or could have been written by someone else."""
+        ring = self._read()
+        return KeyRing() if ring is None else ring
+
+    def _read(self) -> KeyRing | None:
+        """As ``read``; None without a file."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 data = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
-            return KeyRing()
+            return None
         except OSError as error:
             raise Failed("keys-unreadable", f"{self.path} cannot be read: {error.strerror}", "as its owner?") from None
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
             what = f"{self.path} can be written by others than its user"
             raise Failed("keys-unreadable", what, f"look at what it holds; then chmod 600 {self.path}")
-        return KeyRing(self._parsed(data), demanded=True)
+        return self._parsed(data)
 
-    def _parsed(self, data: bytes) -> list[ApiKey]:
+    def _parsed(self, data: bytes) -> KeyRing:
         hint = "restore it, or remove it and create the keys anew; gateways that run keep the keys that they know"
         try:
             if len(data) > MAX_BYTES:
@@ -187,11 +200,13 @@ class KeyFile:
             version = msgspec.json.decode(data, type=_Versioned).version
             if version > VERSION:
                 raise ValueError(f"it is of version {version}; this corewright reads up to {VERSION}")
-            keys = msgspec.json.decode(data, type=_Kept).keys
-            _check(keys)
+            kept = msgspec.json.decode(data, type=_Kept)
+            _check(kept.keys)
+            if not math.isfinite(kept.keyless_until or 0.0):
+                raise ValueError("keyless_until is not a time")
         except (ValueError, RecursionError) as error:  # of which msgspec's are some
             raise Failed("keys-broken", f"{self.path} holds no keys: {error}", hint) from None
-        return keys
+        return KeyRing(kept.keys, keyless_until=kept.keyless_until)
 
     def current(self) -> KeyRing:
         """The keys as the file has them by now: one `stat` where nothing has changed. Never raises: when the file is
@@ -200,10 +215,11 @@ class KeyFile:
         if seen == self._seen:
             return self._ring
         try:
-            ring = self.read()
-            if self._ring.demanded and not ring.demanded:
+            ring = self._read()
+            if ring is not None:
+                self._ring, self._there = ring, True
+            elif self._there:
                 raise Failed("keys-broken", f"{self.path} is gone", "")
-            self._ring = ring
             self._complained = False
         except Failed as failed:
             if not self._complained:
@@ -227,10 +243,12 @@ class KeyFile:
         models: Sequence[str] = (),
         expires: float | None = None,
         allowance: Allowance = UNLIMITED,
+        activate_at: float | None = None,
         now: float | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key, and its text, which is nowhere else. Raises Failed for a name that is taken or none, and for an
-        allowance out of bounds."""
+        """A new key, and its text, which is nowhere else. From now on, or from ``activate_at`` on, every request needs
+        a key; a grace period that has begun keeps its end. Raises Failed for a name that is taken or none, for an
+        allowance out of bounds, and for an ``activate_at`` where every request needs a key already."""
         _demand_bounds(allowance)
         if not _NAME.fullmatch(name) or _ID.fullmatch(name):
             raise Failed("key-name-wrong", f"{name!r} is no name of a key", _NAME_RULE)
@@ -239,7 +257,11 @@ class KeyFile:
                 raise Failed("key-name-wrong", f"{model!r} is no name of a model", "--model takes a model of the spec")
         now = time.time() if now is None else now
         with self._locked():
-            keys = list(self.read().keys)
+            ring = self.read()
+            keys = list(ring.keys)
+            if activate_at is not None and ring.demands(now):
+                hint = "leave out --activate-at; corewright keys open answers requests without a key again"
+                raise Failed("keys-demanded", "every request needs a key already", hint)
             if any(key.name == name for key in keys):
                 hint = f"another name, or first: corewright keys revoke {name}"
                 raise Failed("key-name-taken", f"there is a key {name} already", hint)
@@ -256,35 +278,50 @@ class KeyFile:
                 expires=expires,
                 **msgspec.structs.asdict(allowance),
             )
-            self._write([*keys, key])
+            until = ring.keyless_until or CLOSED if activate_at is None else activate_at
+            self._write([*keys, key], CLOSED if until <= now else until)
         return key, f"{PREFIX}-{id}-{secret}"
 
     def change(self, id_or_name: str, **changes: float | None) -> ApiKey:
         """Give a key another weight or other limits: ``changes`` are fields of Allowance, the others stay. Raises
         Failed when there is no such key, and for what is out of bounds."""
-        with self._found(id_or_name) as (keys, found):
+        with self._found(id_or_name) as (ring, found):
             changed = msgspec.structs.replace(found, **changes)
             _demand_bounds(changed)
-            self._write([changed if key is found else key for key in keys])
+            self._write([changed if key is found else key for key in ring.keys], ring.keyless_until)
         return changed
 
     def revoke(self, id_or_name: str) -> ApiKey:
-        """Take a key away. Raises Failed when there is none of that id or name."""
-        with self._found(id_or_name) as (keys, found):
-            self._write([key for key in keys if key is not found])
+        """Take a key away; that opens nothing. Raises Failed when there is none of that id or name."""
+        with self._found(id_or_name) as (ring, found):
+            self._write([key for key in ring.keys if key is not found], ring.keyless_until)
         return found
 
+    def open_keyless(self, until: float | None = None) -> None:
+        """Let requests without a key pass on loopback, without end or until a time in seconds since the epoch. Raises
+        Failed where no key has been created: they pass already."""
+        if not self.path.exists():
+            what = "no key has been created, so requests without a key pass already"
+            raise Failed("keys-none", what, "corewright keys create NAME ends that")
+        with self._locked():
+            self._write(self.read().keys, until)
+
+    def close_keyless(self) -> None:
+        """Demand a key of every request from now on, also where there is none yet."""
+        with self._locked():
+            self._write(self.read().keys, CLOSED)
+
     @contextlib.contextmanager
-    def _found(self, id_or_name: str) -> Iterator[tuple[Sequence[ApiKey], ApiKey]]:
-        """All keys, and the one of that id or name, while no other process writes. Raises Failed without it."""
+    def _found(self, id_or_name: str) -> Iterator[tuple[KeyRing, ApiKey]]:
+        """The ring, and its key of that id or name, while no other process writes. Raises Failed without it."""
         if not self.path.exists():
             raise _unknown(id_or_name, ())
         with self._locked():
-            keys = self.read().keys
-            found = next((key for key in keys if id_or_name in (key.id, key.name)), None)
+            ring = self.read()
+            found = next((key for key in ring.keys if id_or_name in (key.id, key.name)), None)
             if found is None:
-                raise _unknown(id_or_name, keys)
-            yield keys, found
+                raise _unknown(id_or_name, ring.keys)
+            yield ring, found
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -299,10 +336,12 @@ class KeyFile:
         finally:
             os.close(lock)
 
-    def _write(self, keys: Sequence[ApiKey]) -> None:
+    def _write(self, keys: Sequence[ApiKey], keyless_until: float | None) -> None:
         draft = self.path.with_suffix(".new")
         plain = all(_allowance(key) == UNLIMITED for key in keys)
-        data = msgspec.json.format(msgspec.json.encode(_Kept(version=1 if plain else 2, keys=list(keys))), indent=2)
+        version: Literal[1, 2, 3] = 3 if keyless_until != CLOSED else 1 if plain else 2
+        kept = _Kept(version=version, keys=list(keys), keyless_until=keyless_until)
+        data = msgspec.json.format(msgspec.json.encode(kept), indent=2)
         try:
             draft.unlink(missing_ok=True)  # one that somebody left might be open to others
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -377,8 +416,8 @@ def read_limit(option: str, text: str) -> int | None:
     return int(told)
 
 
-def read_expiry(text: str, now: float) -> float:
-    """When a key ends, in seconds since the epoch. Raises Failed for what is no time, or has passed."""
+def read_expiry(text: str, now: float, option: str = "--expires") -> float:
+    """The time of ``option``, in seconds since the epoch. Raises Failed for what is no time, or has passed."""
     told = text.strip()
     span = span_s(told)
     if span is not None:
@@ -387,8 +426,8 @@ def read_expiry(text: str, now: float) -> float:
         try:
             at = moment(told)
         except ValueError:
-            raise Failed("key-expiry-wrong", f"--expires {text!r} is no time", EXPIRY_RULE) from None
+            raise Failed("key-expiry-wrong", f"{option} {text!r} is not a time", EXPIRY_RULE) from None
     if not now < at <= now + LONGEST_LIFE_S:
         when_ = "has passed" if at <= now else "is more than 100 years away"
-        raise Failed("key-expiry-wrong", f"--expires {text!r} {when_}", EXPIRY_RULE)
+        raise Failed("key-expiry-wrong", f"{option} {text!r} {when_}", EXPIRY_RULE)
     return at

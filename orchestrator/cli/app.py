@@ -34,6 +34,7 @@ WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the rollout to 
 TimeoutOption = Annotated[
     float | None, typer.Option(min=0, metavar="S", help="With --wait: give up after so many seconds.")
 ]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")]
 
 

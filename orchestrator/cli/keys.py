@@ -1,4 +1,5 @@
-"""Commands about who may do what, and who did: keys create, set, list and revoke, audit. They need no fleet."""
+"""Commands about who may do what, and who did: keys create, set, list, revoke, open and close, audit. They need no
+fleet."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli.app import FormatOption, app, group
-from orchestrator.cli.output import Format, say, show
+from orchestrator.cli.app import FormatOption, YesOption, app, group
+from orchestrator.cli.output import Format, confirmed, say, show
 from orchestrator.columns import columns
+from orchestrator.failure import Failed
 
 if TYPE_CHECKING:
     from orchestrator.audit import AuditEntry
-    from orchestrator.keys import ApiKey
+    from orchestrator.home import Home
+    from orchestrator.keys import ApiKey, KeyRing
 
 keys = group("keys", "The API keys of this home. A running fleet takes notice within a second.")
 
@@ -67,9 +70,18 @@ def create(
     requests_per_minute: RequestsOption = None,
     tokens_per_minute: TokensOption = None,
     max_concurrent: ConcurrentOption = None,
+    activate_at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHEN",
+            help="With the first key: demand keys from then on, such as 30m or a time.",
+            show_default="at once",
+        ),
+    ] = None,
+    yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Make a key. Its text is printed once, and kept nowhere."""
+    """Create a key, and print its text once. From the first key on, every request needs one."""
     from orchestrator.audit import Audit, caller, recorded
     from orchestrator.home import Home
     from orchestrator.keys import SCOPES, Allowance, KeyFile, read_expiry
@@ -77,17 +89,24 @@ def create(
     home = Home.from_environment()
     now = time.time()
     ends = None if expires is None else read_expiry(expires, now)
+    starts = None if activate_at is None else read_expiry(activate_at, now, "--activate-at")
     asked = {one.value for one in scope or (ScopeName.INFERENCE,)}
     scopes = tuple(one for one in SCOPES if one in asked)
     models = tuple(model or ())
     limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
     allowance = Allowance(**limits)
     home.prepare()
-    told = {"name": name, "scopes": scopes, "models": models, "expires": ends, **_told(limits)}
+    file = KeyFile(home.keys)
+    if starts is None and file.read().keyless_until is None:
+        _confirm_closing(home, file.read(), now, yes, "--activate-at 30m leaves clients time to get their keys")
+    told = {"name": name, "scopes": scopes, "models": models, "expires": ends, "activate_at": starts, **_told(limits)}
     with recorded(Audit(home.audit), "command", "keys create", told, by=caller()):
-        key, text = KeyFile(home.keys).create(
-            name, scopes=scopes, models=models, expires=ends, allowance=allowance, now=now
+        key, text = file.create(
+            name, scopes=scopes, models=models, expires=ends, allowance=allowance, activate_at=starts, now=now
         )
+    ring = file.read()
+    if not ring.demands(now):
+        say(access(ring, now))
     if output is Format.TABLE:
         say(f"{key.name}: {_may(key)}, {_until(key)}. It is not shown again:")
     show({**_as_dict(key), "key": text}, output, text)
@@ -127,8 +146,8 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
     from orchestrator.home import Home
     from orchestrator.keys import KeyFile
 
-    found = KeyFile(Home.from_environment().keys).read().keys
-    now = time.time()
+    ring = KeyFile(Home.from_environment().keys).read()
+    found, now = ring.keys, time.time()
     rows = [
         (
             key.id,
@@ -146,7 +165,10 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
         for key in found
     ]
     table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
-    show({"keys": [_as_dict(key) for key in found]}, output, table)
+    shown = {"demanded": ring.demands(now), "keyless_until": ring.keyless_until, "keys": [_as_dict(k) for k in found]}
+    show(shown, output, table)
+    if output is Format.TABLE and not ring.demands(now):
+        say(access(ring, now))
 
 
 @keys.command("revoke")
@@ -154,7 +176,7 @@ def revoke(
     key: Annotated[str, typer.Argument(metavar="ID|NAME", help="As `keys list` shows it.")],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Take a key away. What it has begun may end."""
+    """Revoke a key. Answers that have begun go on, and other requests need a key as before."""
     from orchestrator.audit import Audit, caller, recorded
     from orchestrator.home import Home
     from orchestrator.keys import KeyFile, shown
@@ -165,7 +187,80 @@ def revoke(
             told = {"key": shown(key)}
             stack.enter_context(recorded(Audit(home.audit), "command", "keys revoke", told, by=caller()))
         gone = KeyFile(home.keys).revoke(key)
+    if not KeyFile(home.keys).read().keys:
+        say("no key is left: corewright keys create NAME makes one, corewright keys open answers requests without")
     show({"id": gone.id, "name": gone.name}, output, f"{gone.name} ({gone.id}): revoked")
+
+
+@keys.command("open")
+def open_(
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="WHEN", help="End of that, such as 2h or a time.", show_default="without end"),
+    ] = None,
+) -> None:
+    """Answer requests without a key again, on loopback, until the next key is created or `keys close`."""
+    from orchestrator.audit import Audit, caller, recorded
+    from orchestrator.home import Home
+    from orchestrator.keys import KeyFile, read_expiry
+
+    home, now = Home.from_environment(), time.time()
+    ends = None if until is None else read_expiry(until, now, "--until")
+    listens, on_network = _listening(home)
+    if on_network:
+        what = f"the running fleet listens on {listens}, where every request needs a key"
+        raise Failed("keys-open-refused", what, "corewright up --insecure answers requests without a key there")
+    with contextlib.ExitStack() as stack:
+        if home.path.is_dir():
+            stack.enter_context(recorded(Audit(home.audit), "command", "keys open", {"until": ends}, by=caller()))
+        KeyFile(home.keys).open_keyless(ends)
+    say(access(KeyFile(home.keys).read(), now))
+
+
+@keys.command("close")
+def close(yes: YesOption = False) -> None:
+    """Demand a key of every request from now on: the end of a grace period, or of `keys open`."""
+    from orchestrator.audit import Audit, caller, recorded
+    from orchestrator.home import Home
+    from orchestrator.keys import KeyFile
+
+    home, now = Home.from_environment(), time.time()
+    home.prepare()
+    file = KeyFile(home.keys)
+    _confirm_closing(home, file.read(), now, yes, "corewright keys create NAME makes a key")
+    with recorded(Audit(home.audit), "command", "keys close", {}, by=caller()):
+        file.close_keyless()
+    say(access(file.read(), now))
+
+
+def access(ring: KeyRing, now: float) -> str:
+    """What a request needs, in words."""
+    if ring.demands(now):
+        return "every request needs a key"
+    until = "" if ring.keyless_until is None else f" until {_time(ring.keyless_until)}"
+    return f"requests without a key are answered on loopback{until}"
+
+
+def _listening(home: Home) -> tuple[str | None, bool]:
+    """The address on which the gateway of the running fleet listens, None where no fleet runs; and whether it is
+    reached from the network."""
+    from orchestrator.home import daemon_alive
+    from orchestrator.settings import is_loopback
+
+    record = home.read_record()
+    listens = record.listens if record is not None and daemon_alive(record) else None
+    return listens, listens is not None and not is_loopback(listens)
+
+
+def _confirm_closing(home: Home, ring: KeyRing, now: float, yes: bool, hint: str) -> None:
+    """Say, before it is done, that clients without a key will be refused, and ask while a fleet runs. Nothing happens
+    where every request needs a key already. Aborts without a yes."""
+    listens, on_network = _listening(home)
+    if ring.demands(now) or on_network:
+        return
+    say(f"from now on every request without a key is refused (`up --insecure` aside)\n    hint: {hint}")
+    if listens is not None and not confirmed("Go on?", yes):
+        raise typer.Abort
 
 
 @app.command()

@@ -72,6 +72,23 @@ def say(line: str) -> None:
     stderr().flush()
 
 
+def on_terminal() -> bool:
+    """Whether a person can be asked: both what is typed and what is said are on a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty() and stderr().isatty()
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Returns whether to go on. Asks on a terminal unless ``yes``; a program is never asked."""
+    if yes or not on_terminal():
+        return True
+    stderr().write(f"{question} [y/N] ")
+    stderr().flush()
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
 def show(data: Any, format: Format, table: str) -> None:
     """Data, for a program or a person; ``table`` is its form for a person."""
     if format is Format.JSON:

@@ -43,8 +43,8 @@ class Gate:
 
     @property
     def demands_keys(self) -> bool:
-        """A home that has a key demands one; without any, nobody may enter from the network."""
-        return not self._insecure and (self._ring.demanded or not self._on_loopback)
+        """On the network always; on loopback once the home has a key, but for a grace period or `keys open`."""
+        return not self._insecure and (not self._on_loopback or self._ring.demands(time.time()))
 
     @property
     def keys(self) -> KeyRing:
@@ -61,8 +61,9 @@ class Gate:
         self._ring = self._file.current()
 
     def admit(self, exchange: Exchange) -> None:
-        """Raises ApiError 401 without a good key, 429 where it has too many connections. Sets the exchange's key."""
-        if not self.demands_keys:
+        """Raises ApiError 401 without a good key where one is demanded, 429 where it has too many connections. Sets the
+        exchange's key."""
+        if not (demanded := self.demands_keys) and (self._insecure or not self._ring.keys):
             return
         headers = exchange.request.headers
         connection = exchange.connection
@@ -78,7 +79,13 @@ class Gate:
             self._used[known.key.id] = now
             return
         given = headers.get(b"authorization", b"")
-        key = self._key_of(headers, now)
+        try:
+            key = self._key_of(headers, now)
+        except ApiError:
+            if demanded:
+                raise
+            connection.known = None
+            return
         exchange.key = key
         self._used[key.id] = now
         if exchange.count_for(key.id) > self._limit:

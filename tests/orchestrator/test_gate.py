@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,36 @@ def test_a_key_is_demanded_of_the_network_always_and_on_loopback_once_there_is_o
     else:
         made.admit(exchange())
         assert made.early({}) is None
+
+
+@pytest.mark.parametrize(("host", "demands"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_until_the_grace_period_ends_a_key_counts_and_is_not_demanded_on_loopback(
+    tmp_path: Path, host: str, demands: bool
+) -> None:
+    """On the network it is demanded all the same."""
+    key, text = KeyFile(tmp_path / "keys.json").create("alice", activate_at=time.time() + 3600)
+    made = gate(tmp_path, host)
+    with_key = exchange(authorization=f"Bearer {text}")
+    made.admit(with_key)
+    assert (made.demands_keys, with_key.key) == (demands, key)
+    for without in (exchange(), exchange(authorization="Bearer anything")):
+        if demands:
+            with pytest.raises(ApiError):
+                made.admit(without)
+        else:
+            made.admit(without)
+            assert without.key is None
+
+
+def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock, without a change of the file."""
+    now = time.time()
+    KeyFile(tmp_path / "keys.json").create("alice", activate_at=now + 60)
+    made, asked = gate(tmp_path), exchange()
+    made.admit(asked)
+    monkeypatch.setattr("orchestrator.gateway.gate.time.time", lambda: now + 61)
+    with pytest.raises(ApiError):
+        made.admit(asked)
 
 
 def test_either_header_shows_the_key(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from orchestrator import keys as keys_module
 from orchestrator.cli.main import run
 from orchestrator.failure import Failed
 from orchestrator.gateway import protocol
-from orchestrator.home import Home
+from orchestrator.home import FleetRecord, Home
 from orchestrator.keys import MOST_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
+from workers import host as this_host
 
 NOW = 1_795_183_685.0  # 2026-11-20 14:08:05 UTC
 KEY = re.compile(r"cw-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
@@ -128,12 +130,12 @@ def test_a_revoked_key_opens_nothing(by: str, file: KeyFile) -> None:
     assert file.read().authenticate(text, NOW) is None
     assert file.read().authenticate(other, NOW) == kept
     file.revoke("other")
-    assert (len(file.read()), file.read().demanded) == (0, True)
+    assert (len(file.read()), file.read().demands(NOW)) == (0, True)
 
 
 def test_without_a_file_no_key_is_demanded(file: KeyFile) -> None:
     """Of a home that never had one."""
-    assert (len(file.read()), file.read().demanded) == (0, False)
+    assert (len(file.read()), file.read().demands(NOW)) == (0, False)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "a" * 64, "0123abcd", "x\n"])
@@ -157,7 +159,9 @@ def test_a_name_is_there_once_and_what_is_not_there_is_not_revoked(file: KeyFile
     [
         "",
         "[]",
-        '{"version": 3, "keys": []}',
+        '{"version": 4, "keys": []}',
+        '{"version": 3, "keys": [], "keyless_until": 1e999}',
+        '{"version": 3, "keys": [], "keyless_until": "never"}',
         '{"version": 2, "keys": [{"weight": 0, "id": "0123abcd", "name": "a", "digest": "%s", "scopes": ["admin"], '
         '"models": [], "created": 0, "expires": null}]}' % ("0" * 64),
         '{"version": 1, "keys": [{"id": "x"}]}',
@@ -197,14 +201,14 @@ def test_a_file_that_vanishes_opens_nothing(file: KeyFile) -> None:
     watching = KeyFile(file.path)
     watching.current()
     file.path.unlink()
-    assert watching.current().demanded
+    assert watching.current().demands(NOW)
     assert watching.current().authenticate(text, NOW) == key
 
 
 def test_changes_are_seen_and_nothing_is_read_twice(file: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a restart; an unchanged file costs no reading."""
     watching = KeyFile(file.path)
-    assert not watching.current().demanded
+    assert not watching.current().demands(NOW)
     _, text = file.create("ci")
     assert watching.current().authenticate(text, NOW) is not None
     assert watching.current() is watching.current()
@@ -270,8 +274,12 @@ def test_the_file_is_of_the_oldest_version_that_can_hold_it(file: KeyFile) -> No
     assert version() == 2
     file.change("ci", max_concurrent=None)
     assert file.path.read_text() == plain
-    file.path.write_text('{"version": 3, "keys": [], "more": 1}')
-    assert "is of version 3; this corewright reads up to 2" in str(failed(file.read))
+    file.open_keyless()
+    assert version() == 3
+    file.close_keyless()
+    assert file.path.read_text() == plain
+    file.path.write_text('{"version": 4, "keys": [], "more": 1}')
+    assert "is of version 4; this corewright reads up to 3" in str(failed(file.read))
 
 
 def test_a_file_of_before_there_were_limits_is_read(file: KeyFile) -> None:
@@ -298,6 +306,49 @@ def test_a_limit_that_is_none_is_refused(text: str) -> None:
 def test_a_keys_priority_has_the_bounds_of_a_requests() -> None:
     """Else a key could have one that no request may name."""
     assert MOST_PRIORITY == protocol.MOST_PRIORITY
+
+
+def test_the_first_key_closes_the_gateway_at_the_time_that_is_given(file: KeyFile) -> None:
+    """Without a time at once; a second key leaves the time as it is, and a later time needs an open gateway."""
+    file.create("ci", activate_at=NOW + 60, now=NOW)
+    file.create("other", now=NOW + 1)
+    assert [file.read().demands(NOW + at) for at in (2, 59.9, 60)] == [False, False, True]
+    file.create("soon", activate_at=NOW + 30, now=NOW + 2)
+    assert [file.read().demands(NOW + at) for at in (29.9, 30)] == [False, True]
+    assert failed(file.create, "late", activate_at=NOW + 90, now=NOW + 31).problem.id == "keys-demanded"
+    assert [key.name for key in file.read().keys] == ["ci", "other", "soon"]
+
+
+def test_revoking_never_opens_the_gateway_and_open_does(file: KeyFile) -> None:
+    """The last key too, and after the end of a grace period; what is reopened closes again with the next key."""
+    file.create("ci", now=NOW)
+    file.revoke("ci")
+    assert file.read().demands(NOW)
+    file.open_keyless()
+    assert not file.read().demands(NOW + 1e9)
+    file.create("next", now=NOW)
+    assert file.read().demands(NOW)
+    file.open_keyless(NOW + 60)
+    file.revoke("next")
+    assert [file.read().demands(NOW + at) for at in (59.9, 60)] == [False, True]
+    file.close_keyless()
+    assert file.read().demands(NOW)
+
+
+def test_a_home_without_keys_has_nothing_to_open(file: KeyFile) -> None:
+    """A time would close it without anybody having a key."""
+    assert failed(file.open_keyless, NOW + 60).problem.id == "keys-none"
+    assert not file.path.exists()
+
+
+def test_an_open_file_that_vanishes_keeps_its_keys(file: KeyFile) -> None:
+    """They keep their limits, and the end of the grace period stays."""
+    key, text = file.create("ci", activate_at=NOW + 60, now=NOW)
+    watching = KeyFile(file.path)
+    watching.current()
+    file.path.unlink()
+    assert watching.current().authenticate(text, NOW) == key
+    assert watching.current().demands(NOW + 60)
 
 
 WRITER = """
@@ -425,3 +476,112 @@ def test_what_the_commands_refuse_is_told(at_home: Home, capsys: pytest.CaptureF
     assert run(["keys", "set", "nobody", "--weight", "2"]) == 1
     assert "error: key-unknown: " in capsys.readouterr().err
     assert run(["keys", "set", "nobody"]) == 64
+
+
+class Terminal:
+    """Standard input and standard error of somebody who types ``answer``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+        monkeypatch.setattr("orchestrator.cli.output.on_terminal", lambda: True)
+        monkeypatch.setattr("builtins.input", lambda: answer)
+
+
+@pytest.fixture
+def running(at_home: Home) -> Home:
+    """A home whose fleet runs: in this process, by its record."""
+    record(at_home, "127.0.0.1")
+    return at_home
+
+
+def record(home: Home, listens: str) -> None:
+    home.prepare()
+    started = this_host.process_start(os.getpid())
+    assert started is not None
+    home.write_record(
+        FleetRecord(
+            fleet="f",
+            name="demo",
+            url="http://127.0.0.1:8080",
+            admin_url="",
+            token="",
+            dashboard_url=None,
+            ray_address="",
+            pid=os.getpid(),
+            started=started,
+            version="",
+            listens=listens,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "code", "demands"),
+    [("n", [], 1, False), ("", [], 1, False), ("y", [], 0, True), ("n", ["--yes"], 0, True)],
+)
+def test_the_first_key_of_a_running_fleet_needs_a_yes(
+    answer: str,
+    options: list[str],
+    code: int,
+    demands: bool,
+    running: Home,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It shuts every client out that has no key; that is said before, with the way around it."""
+    Terminal(monkeypatch, answer)
+    assert run(["keys", "create", "ci", *options]) == code
+    told = capsys.readouterr().err
+    assert "every request without a key is refused" in told
+    assert "--activate-at" in told
+    assert KeyFile(running.keys).read().demands(time.time()) is demands
+
+
+@pytest.mark.parametrize("situation", ["no terminal", "a key before", "a grace period", "no fleet", "on the network"])
+def test_a_key_that_shuts_nobody_out_needs_no_yes(
+    situation: str, at_home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a program is never asked."""
+    if situation != "no fleet":
+        record(at_home, "0.0.0.0" if situation == "on the network" else "127.0.0.1")
+    if situation == "a key before":
+        KeyFile(at_home.keys).create("old")
+    if situation != "no terminal":
+        Terminal(monkeypatch, "n")
+    assert run(["keys", "create", "ci", *(["--activate-at", "1h"] if situation == "a grace period" else [])]) == 0
+    told = capsys.readouterr()
+    assert KEY.fullmatch(told.out.strip())
+    assert ("are answered on loopback until" in told.err) is (situation == "a grace period")
+
+
+def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the time until which they last."""
+    file = KeyFile(running.keys)
+    file.create("ci")
+    assert run(["keys", "open", "--until", "1h"]) == 0
+    assert not file.read().demands(time.time() + 3590)
+    assert file.read().demands(time.time() + 3600)
+    capsys.readouterr()
+    assert run(["keys", "list", "-o", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["demanded"], shown["keyless_until"]) == (False, file.read().keyless_until)
+    assert run(["keys", "close"]) == 0
+    assert file.read().demands(time.time())
+    assert run(["audit", "-o", "json"]) == 0
+    actions = json.loads(capsys.readouterr().out)["actions"]
+    assert [(one["action"], one["status"]) for one in actions] == [("keys open", "done"), ("keys close", "done")]
+
+
+def test_a_fleet_on_the_network_is_not_opened(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its gateways would demand keys all the same."""
+    record(at_home, "0.0.0.0")
+    KeyFile(at_home.keys).create("ci")
+    assert run(["keys", "open"]) == 1
+    assert "error: keys-open-refused" in capsys.readouterr().err
+    assert KeyFile(at_home.keys).read().demands(time.time())
+
+
+def test_revoking_the_last_key_names_the_way_back(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gateway stays closed."""
+    KeyFile(at_home.keys).create("ci")
+    assert run(["keys", "revoke", "ci"]) == 0
+    assert "corewright keys open" in capsys.readouterr().err
