@@ -14,6 +14,7 @@ from ray.util.metrics import Gauge
 
 from orchestrator import logs
 from orchestrator.admin import admin_app, serve_admin
+from orchestrator.awake import AwakeClock
 from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
 from orchestrator.demand import DemandReport
@@ -45,11 +46,13 @@ class ControllerActor:
         logs.set_up(Path(settings.home) / "logs" / "controller.log", settings.log_format)
         self._down = asyncio.Event()
         home = Home(Path(settings.home))
-        cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)))
-        self._controller = Controller(settings, cluster, Journal(home.journal))
+        clock = AwakeClock()
+        cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)), clock=clock)
+        self._controller = Controller(settings, cluster, Journal(home.journal), clock=clock, resumed=clock.resumed_at)
         cluster.know_hosts(host.name for host in self._controller.state.hosts)
         self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
+        self._beating = loop.create_task(clock.beat())
         self._running = loop.create_task(self._controller.run())
         self._admin = loop.create_task(self._serve_admin())
         self._metrics = loop.create_task(self._tell_cores())
@@ -72,7 +75,7 @@ class ControllerActor:
         return await self._controller.change(seen, timeout_s), self._controller.routes()
 
     async def status(self, seen: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        for task in (self._running, self._admin, self._metrics):
+        for task in (self._running, self._admin, self._metrics, self._beating):
             if task.done():
                 task.result()  # raises what ended it: a fleet without its loop must not look alive
         return await self._controller.change(seen, timeout_s), self._controller.status()

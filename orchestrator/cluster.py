@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.awake import AwakeClock
 from orchestrator.effects import Arrival, Arrives, Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
 from orchestrator.host_actor import HostActor
 from orchestrator.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
@@ -41,12 +42,13 @@ SOON_S = 0.5  # the same, where what goes on is told meanwhile
 class RayCluster:
     """``effects.Cluster`` on Ray nodes of this machine. Used from one event loop."""
 
-    def __init__(self, store: StoreSettings, labels: Mapping[str, str] | None = None) -> None:
-        """``store`` is what each host keeps of artifacts.
+    def __init__(self, store: StoreSettings, labels: Mapping[str, str] | None = None, *, clock: AwakeClock) -> None:
+        """``store`` is what each host keeps of artifacts; ``clock`` is kept by its maker.
 
         ``labels``: for each of the planner's hosts the label of its Ray node. A host that is not among them has the
         label of its number (`inf2.48xlarge/1`: `emu-1`), and ``lost_hosts`` tells of it once it has been named."""
         self._store = store
+        self._clock = clock
         self._labels = dict(labels or {})
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
@@ -174,9 +176,8 @@ class RayCluster:
         # A process that is still being started cannot answer; the controller's start deadline is for that.
         deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
         try:
-            status: ReplicaStatus = await asyncio.wait_for(
-                _of(self._actors[name].watch.remote(seen, WATCH_S)), deadline
-            )
+            answer = _of(self._actors[name].watch.remote(seen, WATCH_S))
+            status: ReplicaStatus = await (answer if deadline is None else self._clock.within(answer, deadline))
             self._answered.add(name)
         except asyncio.TimeoutError:
             what = f"it has not answered for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
@@ -286,7 +287,7 @@ class RayCluster:
                 raise HostLost(f"nobody answers for {host or 'this host'}")
             try:
                 call = getattr(self._host_actor(asked), question).remote(*arguments)
-                return await asyncio.wait_for(_of(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
+                return await self._clock.within(_of(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
             except RayTaskError:
                 raise  # it answers, that it failed
             except (RayError, asyncio.TimeoutError) as error:
@@ -327,7 +328,7 @@ class RayCluster:
         except ValueError:
             return None
         try:
-            config, status = await asyncio.wait_for(_of(actor.describe.remote()), ADOPT_S)
+            config, status = await self._clock.within(_of(actor.describe.remote()), ADOPT_S)
         except (RayError, asyncio.TimeoutError) as error:
             log.warning("%s does not answer and is ended: %s", name, error)
             ray.kill(actor, no_restart=True)
@@ -338,7 +339,7 @@ class RayCluster:
 
     async def _is_dead(self, actor: Any) -> bool:
         try:
-            await asyncio.wait_for(_of(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
+            await self._clock.within(_of(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
         except RayActorError:
             return True
         except (RayError, asyncio.TimeoutError):

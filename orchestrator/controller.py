@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -66,17 +67,22 @@ class Controller:
         journal: Journal,
         *,
         clock: Callable[[], float] = time.monotonic,
+        resumed: Callable[[], float] = lambda: -math.inf,
         wall: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
         in_thread: Callable[..., Coroutine[Any, Any, Any]] = asyncio.to_thread,
     ) -> None:
-        """``in_thread`` runs a function that blocks. Raises ValueError for a spec with errors: `up` has checked it."""
+        """``clock`` is monotonic and may leave pauses out (`AwakeClock`); then ``resumed`` returns when the last one
+        ended. ``in_thread`` runs a function that blocks. Raises ValueError for a spec with errors: `up` has checked it.
+        """
         self.in_thread = in_thread
         self.settings = settings
         self.state = FleetState(settings, journal, clock, wall)
         self.scaler = Scaler(self.state)
         self._cluster = cluster
         self._clock = clock
+        self._resumed = resumed
+        self._resumed_at = resumed()
         self._tick_s = tick_s
         self._home = Home(Path(settings.home))
         self._conditions = Conditions(wall)
@@ -158,7 +164,12 @@ class Controller:
             state.roll_back(rollback)
             self.renew_deadlines()
             goal = state.aim()
-        observed = Observed(self._clock(), dict(state.views))
+        observed = Observed(self._clock(), dict(state.views), self._resumed())
+        if observed.resumed != self._resumed_at:
+            self._resumed_at = observed.resumed
+            state.tell(
+                "warning", "Paused", "the controller was not scheduled for a while: no deadline counts that time"
+            )
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
         self._preparing.round()
@@ -235,6 +246,8 @@ class Controller:
                 version=config.version,
                 served=phase is not State.LOADING,
                 load_s=seen.load_s,
+                compile_s=seen.compile_s,
+                heard=self._clock(),
                 restarts=max(0, state.journal.state().starts.get(id, 1) - 1),
                 deadlines=self._deadlines(config.model),
             )
@@ -305,6 +318,7 @@ class Controller:
             reason=None if previous is None else previous.reason,
             log=() if previous is None else previous.log,
             load_s=None if previous is None else previous.load_s,
+            heard=self._clock(),
             deadlines=self._deadlines(target.model),
         )
         state.decide("start", view, "planned" if previous is None else "started again")
@@ -421,8 +435,8 @@ class Controller:
                 return
             self._heard[id] = epoch, status
             if view.state is not State.FAILED:  # what that one still tells it does no more
-                view = self._put(_with(view, status))
-            if status.step_s > view.deadlines.step_s:
+                view = self._put(_with(view, status, self._clock()))
+            if view.step_s > view.deadlines.step_s:
                 self._wake.set()
             if status.version > seen:
                 seen = status.version
@@ -528,10 +542,18 @@ class Controller:
 
     async def _drain(self, view: ReplicaView) -> None:
         await self.publish()  # out of the routes first
-        await self._cluster.drain(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
+        await self._drained(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
         current = self._view(view.id, view.epoch)
         if current is not None and current.state is State.DRAINING:
             self._signal(current, Signal.STOP, "drained")
+
+    async def _drained(self, name: str, drain_s: float) -> None:
+        """Wait until the replica's live requests have ended, for ``drain_s``. The replica counts pauses, this does not:
+        a drain that was interrupted goes on."""
+        until = self._clock() + drain_s
+        left = drain_s
+        while not await self._cluster.drain(name, left) and (left := until - self._clock()) > 0:
+            pass
 
     async def _release(self, view: ReplicaView) -> None:
         try:
@@ -564,7 +586,7 @@ class Controller:
         if view.state in (State.READY, State.DRAINING):
             if view.state is State.READY:
                 self._signal(view, Signal.DRAIN)
-            await self._cluster.drain(name, drain_s)
+            await self._drained(name, drain_s)
         view = self._signal(self.state.views[id], Signal.STOP, "the fleet ends")
         gone = await self._cluster.end(name, view.pid, view.started, view.host)
         log.info("%s: %s", view.id, "gone" if gone else "still alive")
@@ -671,15 +693,20 @@ class Controller:
         return [labelled(family, "host", host) for family in measured]
 
 
-def _with(view: ReplicaView, status: ReplicaStatus) -> ReplicaView:
-    """The view with what the replica tells of its work."""
+def _with(view: ReplicaView, status: ReplicaStatus, now: float) -> ReplicaView:
+    """The view with what the replica reports of its work.
+
+    The replica's clock counts pauses. What it measures cannot have grown by more than the time since its last report.
+    """
+    passed = max(0.0, now - view.heard)
     return dataclasses.replace(
         view,
+        heard=now,
         live=status.live,
         waiting=status.waiting,
         idle_s=status.idle_s,
-        step_s=status.step_s,
-        compile_s=status.compile_s,
+        step_s=min(status.step_s, view.step_s + passed),
+        compile_s=min(status.compile_s, view.compile_s + passed),
         drafted=status.drafted,
         accepted=status.accepted,
     )

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from orchestrator.audit import Audit, AuditLine, caller
+from orchestrator.awake import LATE_S
 from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S, FleetSettings
 from orchestrator.gateway.listener import bind
@@ -316,7 +317,7 @@ class Daemon:
         """What ``call`` gives, through restarts of the controller; None at the end. Raises Failed if it stays away."""
         import ray
 
-        away_since: float | None = None
+        away_s, failed_at = 0.0, float("inf")
         while not self._ending:
             asked = time.monotonic()
             try:
@@ -326,9 +327,12 @@ class Daemon:
                 raise Failed("controller-failed", cause, f"see {self._home.logs / 'controller.log'}") from None
             except ray.exceptions.RayError as error:
                 now = time.monotonic()
-                if away_since is None or now - asked > CONTROLLER_THERE_S:
-                    away_since = now
-                if now - away_since > CONTROLLER_AWAY_S:
+                # a longer gap is a pause of this process, in which nobody could come back
+                away_s += min(max(0.0, now - failed_at), LATE_S)
+                if now - asked > CONTROLLER_THERE_S:
+                    away_s = 0.0
+                failed_at = now
+                if away_s > CONTROLLER_AWAY_S:
                     what = f"the controller does not come back: {str(error).splitlines()[0]}"
                     raise Failed("controller-failed", what, f"see {self._home.logs / 'controller.log'}") from None
                 self._seen = 0  # Ray starts it again, and it counts anew

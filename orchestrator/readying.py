@@ -155,7 +155,8 @@ class Readying:
         """
         found: ReplicaConfig | Failure
         try:
-            await asyncio.wait({work}, timeout=max(0.0, rest.until - self._state.clock()))
+            while not work.done() and (left := rest.until - self._state.clock()) > 0:  # again after a pause
+                await asyncio.wait({work}, timeout=left)
             if work.done():
                 found = await work
             else:

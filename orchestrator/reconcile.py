@@ -77,7 +77,8 @@ def reconcile(
       5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch; a stopped one never
     For each target without a replica:
       6.                                                   -> Start
-    5 and 6 wait while another replica may still hold one of the cores.
+    5 and 6 wait while another replica may still hold one of the cores. 2, 2b and 4 wait after a pause of the
+    controller itself, until each replica has had the time to report once more (``Observed.settled``).
     """
     wanted = {target.id: target for target in targets}
     actions: list[Action] = []
@@ -87,10 +88,11 @@ def reconcile(
         serving = replica.state in (State.READY, State.DRAINING)
         starting = replica.state in STARTING
         drained_for = observed.now - replica.since
-        overdrawn = replica.state is State.DRAINING and drained_for > replica.deadlines.drain_s + DRAIN_GRACE_S
+        draining = replica.state is State.DRAINING
+        overdrawn = observed.settled and draining and drained_for > replica.deadlines.drain_s + DRAIN_GRACE_S
         if ending and not replica.gone:  # 1
             actions.append(Release(replica))
-        elif serving and replica.step_s > replica.deadlines.step_s:  # 2
+        elif serving and observed.settled and replica.step_s > replica.deadlines.step_s:  # 2
             what = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
             actions.append(Fail(replica, f"{what}, the deadline is {replica.deadlines.step_s:.0f} s"))
         elif overdrawn:  # 2b
@@ -105,7 +107,7 @@ def reconcile(
         elif ending:  # 5
             if observed.now >= replica.retry_at and not _held(target, observed):
                 actions.append(Start(target, replica))
-        elif starting and (late := replica.overdue(observed.now)) is not None:  # 4
+        elif starting and observed.settled and (late := replica.overdue(observed.now)) is not None:  # 4
             actions.append(Fail(replica, late))
     for id, target in wanted.items():
         if id not in observed.replicas and not _held(target, observed):  # 6

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from orchestrator.awake import AGAIN_S
 from orchestrator.lifecycle import AHEAD, State
 from placements.cores import CoreRange
 from placements.spec import Deadlines
@@ -53,6 +54,7 @@ class ReplicaView:
     idle_s: float = 0.0  # since its last request ended; 0 while it has one
     step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
     compile_s: float = 0.0  # of this start: how long it has compiled, or waited for another that compiles the same
+    heard: float = 0.0  # when it reported last, on the snapshot's clock
     drafted: int = 0  # tokens, since this start
     accepted: int = 0  # of the drafted ones, those that the model agreed with
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -130,3 +132,9 @@ class Observed:
 
     now: float
     replicas: Mapping[str, ReplicaView] = field(default_factory=lambda: MappingProxyType({}))
+    resumed: float = -math.inf  # when the controller was scheduled again after its last pause
+
+    @property
+    def settled(self) -> bool:
+        """Whether what looks late has had its time to report after the controller's last pause."""
+        return self.now - self.resumed >= AGAIN_S

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestrator.awake import AwakeClock
 from orchestrator.controller import Controller
 from orchestrator.effects import Arrival, Arrives, Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
 from orchestrator.fleet import FleetSettings
@@ -56,6 +57,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def pause(self, seconds: float) -> None:
+        """As if the process had been stopped for so long."""
+        self._now += seconds
 
 
 def virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -367,8 +372,11 @@ class Played:
         fleet: str = "f",
         tick_s: float = 1.0,
         instance: str | None = None,
+        awake: bool = False,
     ) -> None:
+        """``awake``: the clock leaves pauses of the loop out, as in production."""
         loop = asyncio.get_running_loop()
+        self.clock = AwakeClock(loop.time) if awake else None
         settings = FleetSettings(
             fleet=fleet,
             home=str(home),
@@ -384,13 +392,23 @@ class Played:
         self.cluster = cluster
         self.journal = journal if journal is not None else Journal(None, clock=loop.time)
         self.controller = Controller(
-            settings, cluster, self.journal, clock=loop.time, wall=loop.time, tick_s=tick_s, in_thread=_at_once
+            settings,
+            cluster,
+            self.journal,
+            clock=self.clock or loop.time,
+            resumed=self.clock.resumed_at if self.clock else lambda: float("-inf"),
+            wall=loop.time,
+            tick_s=tick_s,
+            in_thread=_at_once,
         )
         self.operator = Operator(self.controller, cluster)
         self._running: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Played:
-        self._running = asyncio.get_running_loop().create_task(self.controller.run())
+        loop = asyncio.get_running_loop()
+        self._running = loop.create_task(self.controller.run())
+        self._beating = None if self.clock is None else loop.create_task(self.clock.beat())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -400,6 +418,8 @@ class Played:
         """As a SIGKILL: nothing more is said or done."""
         assert self._running is not None
         self._running.cancel()
+        if self._beating is not None:
+            self._beating.cancel()
         for task in self.controller._tasks:  # a dead process has none
             task.cancel()
         await asyncio.gather(self._running, return_exceptions=True)

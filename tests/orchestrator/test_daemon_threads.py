@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from pathlib import Path
+from typing import Any
 
-from orchestrator.daemon import watched
+import pytest
+import ray
+
+from orchestrator.awake import LATE_S
+from orchestrator.daemon import CONTROLLER_AWAY_S, CONTROLLER_RETRY_S, Daemon, watched
 from orchestrator.failure import Failed
+from orchestrator.home import Home
 
 
 @pytest.mark.parametrize(
@@ -31,3 +38,34 @@ def test_a_thread_that_ends_in_order_ends_nothing() -> None:
     told: list[Failed] = []
     watched(lambda: None, told.append)
     assert told == []
+
+
+class Absence:
+    """A controller that never answers, and a clock that only `time.sleep` and the test turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float]) -> None:
+        self.now, self.calls, self._pauses = 0.0, 0, pauses
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds + self._pauses.get(self.calls, 0.0)
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        raise ray.exceptions.RayError("gone")
+
+
+@pytest.mark.parametrize("pauses", [{}, {2: 3600.0}, {2: 60.0, 9: 60.0}])
+def test_a_pause_of_up_is_no_absence_of_the_controller(
+    monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float]
+) -> None:
+    """It is called as often as without the pause, up to what one long gap counts, before the fleet is given up."""
+    daemon = Daemon.__new__(Daemon)
+    daemon._ending, daemon._seen = False, 0
+    daemon._home = Home(Path("/nowhere"))
+    absence = Absence(monkeypatch, pauses)
+    with pytest.raises(Failed, match="controller-failed"):
+        daemon._ask_controller(absence)
+    allowed = CONTROLLER_AWAY_S / CONTROLLER_RETRY_S
+    assert absence.calls == pytest.approx(allowed - len(pauses) * LATE_S / CONTROLLER_RETRY_S, abs=6)

@@ -41,6 +41,7 @@ os.dup2(2, 1)  # Ray prints too
 import asyncio, json
 from pathlib import Path
 import ray
+from orchestrator.awake import AwakeClock
 from orchestrator.cluster import RayCluster
 from orchestrator.ray_nodes import NAMESPACE, host_labels
 from workers import host
@@ -55,8 +56,9 @@ def tell(*values):
 
 async def main():
     store = StoreSettings(root=str(Path(claims).parent / "store"))
-    cluster = RayCluster(store, host_labels(f"inf2.48xlarge/{i}" for i in range(4)))
-    loop = asyncio.get_running_loop()
+    loop, clock = asyncio.get_running_loop(), AwakeClock()
+    beating = loop.create_task(clock.beat())
+    cluster = RayCluster(store, host_labels(f"inf2.48xlarge/{i}" for i in range(4)), clock=clock)
     tell(*sorted(await cluster.lost_hosts()))
     held = await cluster.held_cores(claims, host="inf2.48xlarge/2")
     tell(*sorted(held))

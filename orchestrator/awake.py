@@ -1,0 +1,64 @@
+"""A clock that stops while its event loop is not scheduled: a frozen VM, `docker pause`, SIGSTOP, a starved machine.
+
+After such a pause every deadline of a plain clock has passed, although nobody had the time to meet it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+BEAT_S = 0.25  # between two readings while the loop is scheduled
+LATE_S = 2.0  # between two readings: a longer gap is a pause. Below it are slow callbacks and a busy machine
+AGAIN_S = 5.0  # after a pause nothing counts as late: every process gets this long to answer once more
+
+T = TypeVar("T")
+
+
+class AwakeClock:
+    """Seconds in which the loop was scheduled, from one event loop and while ``beat`` runs on it.
+
+    ``raw`` is a monotonic clock. The first reading after a pause already leaves the pause out.
+    """
+
+    def __init__(self, raw: Callable[[], float] = time.monotonic) -> None:
+        self._raw = raw
+        self._read = raw()
+        self.paused_s = 0.0  # the sum of all pauses
+        self._resumed_at = float("-inf")
+
+    def __call__(self) -> float:
+        raw = self._raw()
+        gap, self._read = raw - self._read, raw
+        if gap > LATE_S:
+            self.paused_s += gap
+            self._resumed_at = raw - self.paused_s
+        return raw - self.paused_s
+
+    def resumed_at(self) -> float:
+        """When the last pause ended, on this clock; minus infinity before the first."""
+        self()
+        return self._resumed_at
+
+    async def beat(self) -> None:
+        """Read the clock regularly, for as long as the loop runs."""
+        self._read = self._raw()  # what came before was no pause of the loop
+        while True:
+            self()
+            await asyncio.sleep(BEAT_S)
+
+    async def within(self, work: Awaitable[T], deadline_s: float) -> T:
+        """The result of ``work``. After ``deadline_s`` on this clock, and not in the first ``AGAIN_S`` after a pause,
+        ``work`` is cancelled. Raises asyncio.TimeoutError then."""
+        task = asyncio.ensure_future(work)
+        until = self() + deadline_s
+        try:
+            while not task.done() and (left := max(until, self.resumed_at() + AGAIN_S) - self()) > 0:
+                await asyncio.wait({task}, timeout=left)
+            if not task.done():
+                raise asyncio.TimeoutError
+            return task.result()
+        finally:
+            task.cancel()

@@ -1,0 +1,202 @@
+"""A pause of the controller, or of everything, costs no replica: deadlines count the time in which the loop ran."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.awake import AGAIN_S, BEAT_S, LATE_S, AwakeClock
+from orchestrator.lifecycle import STARTING, State
+from orchestrator.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
+from orchestrator.rollout import Target
+from orchestrator.snapshot import Observed, ReplicaView
+from placements.cores import CoreRange
+from placements.plan import Placement
+from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtually
+from workers.status import Phase
+
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  m: {engine: echo, replicas: {min: 1, max: 2}, deadlines: {step_s: 30, start_s: 60, drain_s: 20}}
+"""
+steps = st.lists(st.floats(0.0, BEAT_S), min_size=1, max_size=40)
+
+
+class Raw:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pause(seconds: float) -> None:
+    cast(VirtualLoop, asyncio.get_running_loop()).pause(seconds)
+
+
+def play(cluster: FakeCluster, story: Callable[[Played], Coroutine[Any, Any, None]]) -> None:
+    async def live() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            async with Played(Path(home), cluster, SPEC, awake=True) as fleet:
+                await fleet.settled()
+                await story(fleet)
+
+    virtually(live)
+
+
+@given(parts=st.lists(st.tuples(steps, st.floats(LATE_S + 0.001, 1e6)), max_size=6))
+def test_the_clock_counts_what_the_loop_ran_and_no_pause(parts: list[tuple[list[float], float]]) -> None:
+    """Whatever the order of short steps and pauses."""
+    raw = Raw()
+    clock, ran = AwakeClock(raw), 100.0
+    for passed, paused in parts:
+        for step in passed:
+            raw.now += step
+            ran += step
+            assert clock() == pytest.approx(ran, abs=1e-6)
+        raw.now += paused
+        assert clock() == pytest.approx(ran, abs=1e-6)
+        assert clock.resumed_at() == pytest.approx(ran, abs=1e-6)
+
+
+views = st.builds(
+    lambda state, since, begun, step_s, compile_s, asked: ReplicaView(
+        "m", 0, 1, "h", CoreRange(0, 1), state, since, begun=begun, step_s=step_s, compile_s=compile_s, asked=asked
+    ),
+    st.sampled_from([*STARTING, State.READY, State.DRAINING]),
+    *[st.floats(-1e5, 1000.0)] * 2,
+    *[st.floats(0.0, 1e5)] * 2,
+    st.booleans(),
+)
+
+
+@settings(max_examples=500)
+@given(view=views, since_pause=st.floats(0.0, 2 * AGAIN_S))
+def test_no_deadline_ends_anything_shortly_after_a_pause(view: ReplicaView, since_pause: float) -> None:
+    """The same snapshot without a pause, or later, is decided as ever."""
+    target = Target("m", 0, "h", CoreRange(0, 1), "", Placement("m", 0, "h", CoreRange(0, 1), threads=1))
+    now = 1000.0
+
+    def decided(resumed: float) -> list[Any]:
+        made = reconcile([target], Observed(now, {view.id: view}, resumed))
+        return [action for action in made if isinstance(action, Fail | Stop)]
+
+    if since_pause < AGAIN_S:
+        assert decided(now - since_pause) == []
+    else:
+        assert decided(now - since_pause) == decided(float("-inf"))
+    late = view.state is State.DRAINING and now - view.since > view.deadlines.drain_s + DRAIN_GRACE_S
+    late = late or (view.state in (State.READY, State.DRAINING) and view.step_s > view.deadlines.step_s)
+    late = late or (view.state in STARTING and view.overdue(now) is not None)
+    assert bool(decided(float("-inf"))) is late
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    story=st.lists(st.tuples(st.floats(0.0, 12.0), st.floats(LATE_S + 0.1, 4000.0)), max_size=3),
+    loading=st.booleans(),
+    stepping=st.booleans(),
+)
+def test_whatever_pauses_come_no_healthy_replica_is_ended(
+    story: list[tuple[float, float]], loading: bool, stepping: bool
+) -> None:
+    """The replicas measure their steps and loads by clocks that count the pauses."""
+    cluster = FakeCluster()
+
+    async def befall(fleet: Played) -> None:
+        loop = asyncio.get_running_loop()
+        if loading:  # a second replica, in its start when the pauses come
+            cluster.loads = False
+            await fleet.operator.scale("m", 2, "tester")
+            await asyncio.sleep(1.0)
+        replica = cluster.find("m/0")
+        for ran, paused in story:
+            began = loop.time()
+            await asyncio.sleep(ran)
+            pause(paused)
+            if stepping:  # one step that began before the pause and has not ended
+                await replica.tell(phase=Phase.READY, step_s=loop.time() - began)
+            await asyncio.sleep(AGAIN_S + 1.0)
+            await replica.tell(phase=Phase.READY, step_s=0.0)
+        if loading:
+            await cluster.find("m/1").tell(phase=Phase.READY)
+        await asyncio.sleep(30.0)
+        assert cluster.ended == []
+        assert len(cluster.started) == (2 if loading else 1)
+        assert fleet.model("m")["state"] == "ready"
+
+    play(cluster, befall)
+
+
+def test_a_step_that_hangs_is_found_although_the_controller_was_paused(tmp_path: Path) -> None:
+    """Its deadline counts on after the pause."""
+    cluster = FakeCluster()
+
+    async def story(fleet: Played) -> None:
+        hung, began = cluster.find("m/0"), asyncio.get_running_loop().time()
+        for _ in range(3):
+            await asyncio.sleep(5.0)
+            await hung.tell(phase=Phase.READY, step_s=asyncio.get_running_loop().time() - began)
+        pause(1000.0)
+        for _ in range(5):
+            await asyncio.sleep(5.0)
+            if hung.dead is None:
+                await hung.tell(phase=Phase.READY, step_s=asyncio.get_running_loop().time() - began)
+        assert hung.dead is not None
+        assert "Paused" in fleet.happened()
+
+    play(cluster, story)
+
+
+def test_a_drain_that_a_pause_interrupts_goes_on() -> None:
+    """The replica's own clock says that the time is over; its requests have had no time."""
+
+    class Drains(FakeCluster):
+        async def drain(self, name: str, timeout_s: float) -> bool:
+            self.drained.append(name)
+            if len(self.drained) == 1:
+                pause(60.0)
+                return False
+            await asyncio.sleep(2.0)
+            return True
+
+    cluster = Drains()
+
+    async def story(fleet: Played) -> None:
+        await fleet.operator.restart("m", "tester")
+        await fleet.until(lambda: len(cluster.started) == 2, "started again", 120.0)
+        assert len([name for name in cluster.drained if name == "m/0.1"]) == 2
+
+    play(cluster, story)
+
+
+@pytest.mark.parametrize("paused", [0.0, 60.0])
+def test_a_call_is_late_by_the_time_that_the_loop_ran(paused: float) -> None:
+    """Silence is a hang only after its deadline on the clock without pauses."""
+
+    async def live() -> None:
+        loop = asyncio.get_running_loop()
+        clock = AwakeClock(loop.time)
+        beating, answer = loop.create_task(clock.beat()), loop.create_future()
+        loop.call_later(10.0, pause, paused)
+        if paused:
+            loop.call_later(14.0, answer.set_result, "here")  # 4 s after the pause
+            assert await clock.within(answer, 12.0) == "here"
+        else:
+            with pytest.raises(asyncio.TimeoutError):
+                await clock.within(answer, 12.0)
+            assert loop.time() == pytest.approx(12.0)
+        beating.cancel()
+
+    virtually(live)
