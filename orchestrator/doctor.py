@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +125,7 @@ def report(seen: Readings) -> Report:
         *_packages(seen),
         *_devices(seen),
         *_holders(seen, held),
-        *_interpreters(seen),
+        *interpreter_problems(seen.interpreters, seen.python, seen.ray, seen.corewright),
         *_engines(seen),
     ]
     return Report(seen, tuple(in_order(problems)), held)
@@ -196,17 +196,20 @@ def _holders(seen: Readings, held: Mapping[int, Owner]) -> list[Problem]:
     return problems
 
 
-def _interpreters(seen: Readings) -> list[Problem]:
+def interpreter_problems(
+    interpreters: Sequence[InterpreterSeen], python: str, ray: str, corewright: str
+) -> list[Problem]:
+    """What keeps the interpreters from running the engines that they are needed for. The versions are the fleet's."""
     problems = []
-    minor = ".".join(seen.python.split(".")[:2])
-    for one in seen.interpreters:
+    minor = ".".join(python.split(".")[:2])
+    for one in interpreters:
         for engine in one.needed_for or (None,):
             wish = None if engine == "auto" else engine
-            refused = refusal(one.found, wish, ray=seen.ray, python_minor=minor, corewright=seen.corewright)
+            refused = refusal(one.found, wish, ray=ray, python_minor=minor, corewright=corewright)
             if refused is not None:
                 problems.append(Problem(refused.id, "error", one.where, refused.what, refused.hint))
                 break  # what is wrong with an interpreter is wrong for all of its engines
-        if "auto" in one.needed_for and not any(other.found.engines for other in seen.interpreters):
+        if "auto" in one.needed_for and not any(other.found.engines for other in interpreters):
             what = f"engine auto: there is neither {' nor '.join(AUTO_ENGINES)} on this machine"
             hint = "use an image of the Neuron SDK that holds one, or name its interpreter under engines"
             problems.append(Problem("engine-not-installed", "error", one.where, what, hint))

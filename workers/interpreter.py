@@ -27,8 +27,11 @@ from workers.status import Failure
 PROBE_S = 10.0  # an interpreter on a network disk may need seconds; below the deadline of a call to a host
 FOLDERS = ("placements", "workers", "orchestrator")
 NEURON_INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"  # PyPI holds placeholders of these names
-# What must be there, by engine.
+# The package of a Neuron engine, and then what must be there, by engine.
 PACKAGES: Mapping[str, str] = MappingProxyType({engine: engines.distribution(engine) for engine in engines.PACKAGES})
+NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("torch", "safetensors", "numpy"), **{engine: (name,) for engine, name in PACKAGES.items()}}
+)
 PROVIDED_BY: Mapping[str, str] = MappingProxyType(
     {
         "transformers-neuronx": "AWS's images of Neuron SDK 2.25 and before hold it; else pip install "
@@ -40,6 +43,8 @@ PROVIDED_BY: Mapping[str, str] = MappingProxyType(
 _ASKED = (
     "transformers",
     "torch",
+    "safetensors",
+    "numpy",
     "torch-neuronx",
     *PACKAGES.values(),
     "neuronx-cc",
@@ -200,7 +205,10 @@ def refusal(
         wheel = f"corewright-{corewright}-py3-none-any.whl"
         hint = f"install the fleet's wheel there too, no index has it: {path} -m pip install {wheel}"
         return Failure("interpreter-corewright-differs", what, hint)
-    if engine is not None and engine in PACKAGES and PACKAGES[engine] not in found.packages:
-        what = f"{path} has no {PACKAGES[engine]}, which the engine {engine} needs"
-        return Failure("engine-not-installed", what, PROVIDED_BY[engine])
+    missing = [name for name in NEEDS.get(engine or "", ()) if name not in found.packages]
+    if engine is not None and missing:
+        what = f"{path} has no {' and no '.join(missing)}, which the engine {engine} needs"
+        return Failure(
+            "engine-not-installed", what, PROVIDED_BY.get(engine, f"{path} -m pip install {' '.join(missing)}")
+        )
     return None

@@ -36,7 +36,7 @@ from workers.faults import VAGUE, after_serving, fault_of
 from workers.memory import is_out_of_memory, out_of_memory
 from workers.metrics import REFRESH_S, TAGS, Kind, Metric, Sink, StepMetrics
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.status import Failure, Phase, ReplicaStatus
+from workers.status import Failure, Phase, Reaction, ReplicaStatus
 from workers.tokenizer import load_tokenizer
 from workers.tracing import ReplicaTracing, open_sink
 from workers.wire import Welcome
@@ -149,7 +149,8 @@ class Replica:
         try:
             self._load()
         except EngineLoadError as error:
-            self._fail(self._explained(Failure(error.id, error.what, error.hint), error))
+            again = Reaction.STOP if error.id == "engine-not-installed" else Reaction.RETRY
+            self._fail(self._explained(Failure(error.id, error.what, error.hint, again), error))
         except SourceError as error:
             self._fail(Failure(error.id, error.what, error.hint))
         except CoresTaken as error:

@@ -13,18 +13,18 @@ from typing import Any
 import orchestrator
 from orchestrator.cli.client import find_fleet
 from orchestrator.columns import columns
-from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, report
+from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, interpreter_problems, report
 from orchestrator.failure import Failed
 from orchestrator.specfile import SpecFile, start_problems
 from orchestrator.version import corewright_version
 from placements.cores import runs
-from placements.engines import AUTO_ENGINES, NAMED_ENGINES, needs_neuron, resolve
+from placements.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
 from placements.problems import Problem
 from workers import contract
 from workers.contract import Drift
 from workers.facts.reading import Places, read_host_facts
 from workers.facts.tools import run_tool
-from workers.interpreter import Interpreter, probe
+from workers.interpreter import NEEDS, Interpreter, probe
 
 IMPORT_S = 120.0  # torch-neuronx, cold, from a network disk
 # Without the current folder on the path: what lies there is not what is installed.
@@ -82,8 +82,26 @@ def _fleet() -> FleetSeen | None:
     )
 
 
+def engine_problems(file: SpecFile) -> list[Problem]:
+    """What keeps the engines of a spec without errors from running in their interpreters here. Runs each of these."""
+    seen = [
+        InterpreterSeen(probe(python or sys.executable), engines, where)
+        for python, engines, where in _needed(file)
+        if engines
+    ]
+    return interpreter_problems(
+        seen, platform.python_version(), importlib.metadata.version("ray"), corewright_version()
+    )
+
+
 def _interpreters(file: SpecFile | None) -> list[InterpreterSeen]:
     """This command's own, which the fleet runs in, and those that the spec names; each with its engines' drift."""
+    return [_seen(probe(python or sys.executable), engines, where) for python, engines, where in _needed(file)]
+
+
+def _needed(file: SpecFile | None) -> list[tuple[str | None, tuple[str, ...], str]]:
+    """Each interpreter, None for this command's own, which is first; the engines that the spec needs it for; and its
+    place in the spec."""
     asked: dict[str | None, list[str]] = {None: []}
     where: dict[str | None, str] = {}
     if file is not None and file.spec is not None and file.hosts:
@@ -93,16 +111,15 @@ def _interpreters(file: SpecFile | None) -> list[InterpreterSeen]:
             if python is not None:
                 asked.setdefault(_place(python), [])
                 where.setdefault(_place(python), spec.where("engines", engine, "python"))
-        for engine in sorted({resolve(model.engine, file.hosts[0]) for model in spec.models}):
-            if engine == "auto" or needs_neuron(engine):
+        models = {resolve(model.engine, file.hosts[0]): model.name for model in reversed(spec.models)}
+        for engine in sorted(models):
+            if engine == "auto" or engine in NEEDS:
                 candidates = AUTO_ENGINES if engine == "auto" else (engine,)
                 named = {_place(python) for one in candidates if (python := spec.python_for(one)) is not None}
                 for place in named or {_place(None)}:
                     asked[place].append(engine)
-    return [
-        _seen(probe(python or sys.executable), tuple(engines), where.get(python, ""))
-        for python, engines in asked.items()
-    ]
+                    where.setdefault(place, spec.where("models", models[engine], "engine"))
+    return [(python, tuple(engines), where.get(python, "")) for python, engines in asked.items()]
 
 
 def _place(python: str | None) -> str | None:

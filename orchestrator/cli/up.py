@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.failure import Failed
@@ -51,6 +52,8 @@ def check_listening(settings: Settings) -> None:
 def run_up(file: SpecFile, settings: Settings) -> int:
     """Gives the exit code. Raises Failed when the fleet cannot start."""
     problems = (*file.problems, *start_problems(file))
+    if not has_errors(problems):
+        problems = (*problems, *engine_problems(file))
     complain(problems)
     if file.spec is None or has_errors(problems):
         say(f"{file.name} has errors: nothing was started")

@@ -29,12 +29,13 @@ T = TypeVar("T")
 DEADLINE_S = 10.0
 SIZE = 100  # bytes of any model
 LOOK_S = 0.05  # between two looks of a replica whether what it loads is there
-OWN = Interpreter(  # one that is like the fleet's own, and holds no engine's package
+OWN = Interpreter(  # one that is like the fleet's own, and has the cpu engine's packages alone
     python=sys.executable,
     version=platform.python_version(),
     ray=version("ray"),
     corewright=version("corewright"),
     folders={"workers": "/w"},
+    packages={"torch": "2.13.0", "safetensors": "0.5", "numpy": "2.0"},
 )
 
 

@@ -23,7 +23,7 @@ SOUND = Interpreter(
     ray="2.60.0",
     corewright="0.1.0",
     folders={"workers": "/w", "placements": "/p", "orchestrator": "/o"},
-    packages={"neuronx-distributed-inference": "0.8.0"},
+    packages={"neuronx-distributed-inference": "0.8.0", "torch": "2.13.0", "safetensors": "0.5", "numpy": "2.0"},
 )
 
 
@@ -99,6 +99,7 @@ def changed(**fields: Any) -> Interpreter:
         (changed(corewright="0.2.0"), None, "interpreter-corewright-differs", "corewright 0.2.0"),
         (changed(folders={"workers": None}), None, "interpreter-corewright-differs", "not found: workers"),
         (SOUND, "transformers-neuronx", "engine-not-installed", "no transformers-neuronx"),
+        (changed(packages={"numpy": "2.0"}), "cpu", "engine-not-installed", "has no torch and no safetensors"),
     ],
 )
 def test_each_difference_from_the_fleet_is_refused_by_its_id(

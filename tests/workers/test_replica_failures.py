@@ -68,6 +68,23 @@ def test_what_an_engine_has_found_out_itself_stands(tmp_path: Path) -> None:
     assert replica(tmp_path / "m-0.log")._explained(found, error) == found
 
 
+@pytest.mark.parametrize(
+    ("id", "reaction"), [("engine-not-installed", Reaction.STOP), ("weights-missing", Reaction.RETRY)]
+)
+def test_an_engine_that_is_not_installed_is_not_tried_again(id: str, reaction: Reaction, tmp_path: Path) -> None:
+    """A further process would not have it either."""
+    made = replica(tmp_path / "m-0.log")
+    told: list[Failure] = []
+
+    def load() -> None:
+        raise EngineLoadError(id, "the cpu engine needs torch")
+
+    made._load = load  # type: ignore[method-assign]
+    made._fail = told.append  # type: ignore[method-assign]
+    made._live()
+    assert [(failure.id, failure.reaction) for failure in told] == [(id, reaction)]
+
+
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[bytes]]:
     """A process that was told to take core 3."""
