@@ -29,7 +29,7 @@ Order = Literal["fair", "deadline"]
 
 
 class Waiting(Protocol):
-    """What waits. None of this may change while it does."""
+    """What waits. While it does, only its size may change, and `Line.bytes` by as much."""
 
     @property
     def tenant(self) -> str:

@@ -38,7 +38,7 @@ class Answer:
     ) -> None:
         self._chat = chat
         self._choices = choices
-        self.prompt_tokens = _prompt_tokens(choices)
+        self.count_prompts()
         self._with_ids = with_ids
         self._head: dict[str, Any] = {
             "id": id,
@@ -46,6 +46,10 @@ class Answer:
             "created": created,
             "model": model,
         }
+
+    def count_prompts(self) -> None:
+        """The choices have their prompts."""
+        self.prompt_tokens = _prompt_tokens(self._choices)
 
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes:
         """The JSON body of an answer. The last event of each choice says why it ended."""

@@ -9,9 +9,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import msgspec.structs
@@ -19,11 +19,10 @@ import msgspec.structs
 from orchestrator.demand import DemandReport
 from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
-from orchestrator.gateway.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.exchange import Exchange
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
-from orchestrator.gateway.generation import requests_for
+from orchestrator.gateway.generation import Prompts, prompts_of, requests_for
 from orchestrator.gateway.http import Handler, HttpServer
 from orchestrator.gateway.limits import Limits
 from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
@@ -36,7 +35,6 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.terms import terms_of
 from orchestrator.gateway.tokenize import detokenized, tokenized
 from orchestrator.gateway.tokenizers import TokenizerShelf
-from orchestrator.gateway.toolcalls import ToolParser
 from orchestrator.gateway.tracing import TraceHandle, Tracing
 from orchestrator.home import Home
 from orchestrator.keys import ApiKey, KeyFile
@@ -58,12 +56,10 @@ INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a mil
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
+CHAT = "/v1/chat/completions"
 GONE = 499  # nginx's: the client did not wait for the answer
 
 Asked = protocol.ChatRequest | protocol.CompletionRequest
-# Token ids of each prompt, what of it is echoed, and what reads the calls in an answer to it.
-Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
-Read = Callable[[Tokenizer], Prompts]
 
 
 class Controller(Protocol):
@@ -104,7 +100,7 @@ class Gateway:
         self._controllers: list[MetricFamily] = []  # what the controller has last told that it counts
         self._controllers_at: float | None = None
         self._routes: Mapping[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", self.chat),
+            CHAT: ("POST", self.chat),
             "/v1/completions": ("POST", self.complete),
             "/v1/models": ("GET", self.models),
             "/metrics": ("GET", self.metrics_page),
@@ -183,6 +179,7 @@ class Gateway:
                     credentials=table.credentials,
                     wake=self._wake,
                     retried=self.metrics.retried,
+                    read_again=self._read_again,
                 )
                 self.queues[routes.name] = queue
             if queue.routes is routes or queue.routes.tokenizer != routes.tokenizer:
@@ -211,6 +208,34 @@ class Gateway:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         await asyncio.gather(*[queue.stop() for queue in self.queues.values()])
+
+    def _read_again(self, queue: ModelQueue) -> None:
+        task = asyncio.get_running_loop().create_task(self._renew_all(queue))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _renew_all(self, queue: ModelQueue) -> None:
+        """Render and tokenize again what waits there and was read for other routes."""
+        while replies := dict.fromkeys(cast(Reply, ticket.sink) for ticket in queue.outdated()):
+            for reply in replies:
+                try:
+                    await self._renew(queue, reply)
+                except ApiError as error:
+                    reply.fail(error)
+                except Exception:
+                    log.exception("%s cannot be read again, request %s", queue.name, reply.exchange.id)
+                    reply.fail(errors.our_fault())
+        queue.pump()
+
+    async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
+        """Raises ApiError."""
+        request = reply.exchange.request
+        reads = protocol.read_chat if request.path == CHAT else protocol.read_completion
+        asked: Asked = await asyncio.to_thread(reads, request.body)
+        prompts = await self._prompts(queue, asked)
+        if not reply.exchange.ended:
+            ids = (ticket.id for ticket in reply.tickets)
+            reply.renew(prompts, self._requests(queue, asked, prompts[0], ids))
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))
@@ -404,26 +429,11 @@ class Gateway:
         asked = protocol.read_chat(_json_of(exchange))
         if len(asked.messages) > self._settings.max_messages:
             raise errors.too_many_messages(len(asked.messages), self._settings.max_messages)
-        queue = self._queue(exchange, asked.model)
-
-        def read(tokenizer: Tokenizer) -> Prompts:
-            ids = chat_prompt(asked, tokenizer)
-            return [ids], [""], tool_parser_for(asked, queue.routes.tool_parser, tokenizer)
-
-        return self._with_tokenizer(exchange, asked, queue, read)
+        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model))
 
     def complete(self, exchange: Exchange) -> Awaitable[None] | None:
         asked = protocol.read_completion(_json_of(exchange))
-        given = asked.prompts()
-
-        def read(tokenizer: Tokenizer) -> Prompts:
-            try:
-                prompts = [tokenizer.encode(part) if isinstance(part, str) else part for part in given]
-                return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given], None
-            except (ValueError, OverflowError) as error:
-                raise errors.invalid(f"prompt: {error}", param="prompt") from None
-
-        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), read)
+        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model))
 
     def _queue(self, exchange: Exchange, model: str) -> ModelQueue:
         """Of the model that goes by that name, for whom it is. Raises ApiError."""
@@ -438,30 +448,42 @@ class Gateway:
             raise errors.model_unavailable(model, "stopping", None)
         return queue
 
-    def _with_tokenizer(
-        self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Read
-    ) -> Awaitable[None] | None:
+    def _with_tokenizer(self, exchange: Exchange, asked: Asked, queue: ModelQueue) -> Awaitable[None] | None:
         routes = queue.routes
         tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
         if tokenizer is None or len(exchange.request.body) > INLINE_BYTES:
-            return self._start_later(exchange, asked, queue, read)
-        self._start(exchange, asked, queue, routes.tokenizer, read(tokenizer))
+            return self._start_later(exchange, asked, queue)
+        self._start(exchange, asked, queue, prompts_of(asked, tokenizer, routes.tool_parser))
         return None
 
-    async def _start_later(self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Read) -> None:
-        """Where the tokenizer must be loaded first, or has long work."""
-        key = queue.routes.tokenizer
-        tokenizer = await self._tokenizers.get(queue.routes.engine, queue.routes.source, key)
-        self._start(exchange, asked, queue, key, await asyncio.to_thread(read, tokenizer))
+    async def _start_later(self, exchange: Exchange, asked: Asked, queue: ModelQueue) -> None:
+        self._start(exchange, asked, queue, await self._prompts(queue, asked))
 
-    def _start(
-        self,
-        exchange: Exchange,
-        asked: Asked,
-        queue: ModelQueue,
-        tokenizer: str,
-        read: Prompts,
-    ) -> None:
+    async def _prompts(self, queue: ModelQueue, asked: Asked) -> Prompts:
+        """Where the tokenizer must be loaded first, or has long work. While an update holds requests, a tokenizer that
+        cannot be loaded is tried again with each change of the routes: a rollback names another. Raises ApiError."""
+        until = time.monotonic() + queue.routes.hold_s
+        while True:
+            routes = queue.routes
+            try:
+                tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
+            except ApiError:
+                if not await queue.other_routes(until - time.monotonic()):
+                    raise
+                continue
+            prompts = await asyncio.to_thread(prompts_of, asked, tokenizer, routes.tool_parser)
+            if queue.routes.tokenizer == routes.tokenizer:
+                return prompts
+
+    def _requests(
+        self, queue: ModelQueue, asked: Asked, prompts: list[list[int]], ids: Iterator[str]
+    ) -> list[GenerateRequest]:
+        """Raises ApiError 400."""
+        default = None if isinstance(asked, protocol.ChatRequest) else protocol.DEFAULT_COMPLETION_TOKENS
+        limits = queue.limits.within(self._settings.max_prompt_tokens)
+        return requests_for(asked, prompts, limits, default, ids)
+
+    def _start(self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Prompts) -> None:
         """Put the request's choices into the queue; its Reply does the rest. Raises ApiError."""
         if exchange.ended:
             return  # its client has gone meanwhile
@@ -473,9 +495,7 @@ class Gateway:
         room = queue.routes.max_queue + queue.slots
         if len(prompts) * copies > room:  # asked before so many requests are made
             raise errors.too_many_choices(len(prompts) * copies, room)
-        default = None if chat else protocol.DEFAULT_COMPLETION_TOKENS
-        limits = queue.limits.within(self._settings.max_prompt_tokens)
-        requests = requests_for(asked, prompts, limits, default, names)
+        requests = self._requests(queue, asked, prompts, names)
         terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
         self._charge(exchange, asked, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
@@ -503,7 +523,7 @@ class Gateway:
             for request, choice in zip(requests, choices, strict=True):
                 if parser is not None:
                     choice.parser = parser()
-                reply.add(queue.submit(request, reply, tokenizer, trace, terms, exchange.id), choice)
+                reply.add(queue.submit(request, reply, trace, terms, exchange.id), choice)
                 trace = None  # of several choices, the first is followed
         except BaseException:
             reply.leave()
@@ -529,13 +549,6 @@ class Gateway:
         operation = "chat" if chat else "text_completion"
         exchange.trace = self._tracing.start(exchange.request.headers, model, operation, exchange.id)
         return exchange.trace
-
-
-def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    stream = tokenizer.stream([])
-    return "".join([*(stream.push(id) for id in prompt), stream.flush()])
 
 
 _encode = msgspec.json.encode

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.gateway import errors
+from orchestrator.gateway.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.protocol import MOST, ChatRequest, CompletionRequest
+from orchestrator.gateway.toolcalls import ToolParser
 from workers.requests import GenerateRequest
+from workers.tokenizer import Tokenizer
+
+# Token ids of each prompt, what of it is echoed, and what reads the calls in an answer to it.
+Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,26 @@ class Limits:
     def within(self, max_prompt: int | None) -> Limits:
         """No longer prompts than that, which the gateway's settings allow."""
         return self if max_prompt is None else replace(self, max_prompt=min(max_prompt, self.max_prompt))
+
+
+def prompts_of(asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, tool_parser: str) -> Prompts:
+    """What was asked, rendered and tokenized; ``tool_parser`` is the model's. Raises ApiError 400."""
+    if isinstance(asked, ChatRequest):
+        ids = chat_prompt(asked, tokenizer)
+        return [ids], [""], tool_parser_for(asked, tool_parser, tokenizer)
+    given = asked.prompts()
+    try:
+        prompts = [tokenizer.encode(part) if isinstance(part, str) else part for part in given]
+        return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given], None
+    except (ValueError, OverflowError) as error:
+        raise errors.invalid(f"prompt: {error}", param="prompt") from None
+
+
+def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    stream = tokenizer.stream([])
+    return "".join([*(stream.push(id) for id in prompt), stream.flush()])
 
 
 def requests_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -29,7 +30,6 @@ from orchestrator.waits import MEAN_SHARE, Waits, retry_after_s
 from workers.credentials import Credentials
 from workers.requests import GenerateRequest
 
-NEW_TOKENIZER = "its tokenizer is another one now"
 LEAST_PREFIX = 0.25  # of a prompt, for which its replica is preferred
 EXPECTED_TOKENS = 256.0  # of an answer, before any has ended
 
@@ -48,15 +48,20 @@ class ModelQueue:
         credentials: Credentials | None,
         wake: Callable[[str], None],
         retried: Callable[[str, str], None] = lambda model, kind: None,
+        read_again: Callable[[ModelQueue], None] = lambda queue: None,
     ) -> None:
         """``credentials`` are for replicas on other hosts; ``wake`` asks the controller for a first replica of a model
-        that has none; ``retried`` is told of the model and why, when a request goes to another replica."""
+        that has none; ``retried`` is told of the model and why, when a request goes to another replica;
+        ``read_again`` is called when ``outdated`` has tickets, and ends with a call of ``pump``."""
         self.name = routes.name
         self.routes = routes
         self._gateway = gateway
         self._token = token
         self._wake = wake
         self._retried = retried
+        self._read_again = read_again
+        self._reading = False  # some of what waits is outdated
+        self._news = asyncio.Event()  # set when the routes are replaced
         self._closed = False
         self._lines = Lines(routes)
         self._waits = Waits()
@@ -101,16 +106,15 @@ class ModelQueue:
         self,
         request: GenerateRequest,
         sink: Sink,
-        tokenizer: str | None = None,
         trace: TraceHandle | None = None,
         terms: Terms = _PLAIN,
         known_as: str = "",
     ) -> Ticket:
-        """Send a request to a free slot, or queue it. Its prompt was read with the routes' ``tokenizer`` of that time
-        (None: today's). ``trace`` is told what becomes of it. ``known_as`` is the x-request-id of its answer.
+        """Send a request to a free slot, or queue it. Its prompt was read with the tokenizer that the routes have now.
+        ``trace`` is told what becomes of it. ``known_as`` is the x-request-id of its answer.
 
         Raises ApiError: 429 when the queue is full or its deadline cannot be kept, 503 when no replica can serve and
-        none comes, or when the tokenizer is another one by now.
+        none comes.
 
         1. a replica is ready, or is being swapped         -> queue, up to max_queue
         2. the model loads on request, and has not failed  -> wake it, and queue, up to max_queue
@@ -123,8 +127,6 @@ class ModelQueue:
         if self._closed or not (usable or comes or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = Ticket(request, sink, self, terms)
-        if tokenizer not in (None, routes.tokenizer):
-            raise errors.model_unavailable(self.name, "updated", NEW_TOKENIZER)
         ticket.tokenizer = routes.tokenizer
         ticket.known_as = known_as or request.id
         ticket.cold = not usable
@@ -152,18 +154,20 @@ class ModelQueue:
 
     def update(self, routes: ModelRoutes) -> None:
         """Take over what the controller says: open links to new replicas, retire those that left."""
-        if routes.tokenizer != self.routes.tokenizer:  # what waits was read with the old tokenizer
-            self._fail_waiting(errors.model_unavailable(self.name, "updated", NEW_TOKENIZER))
         self.routes = routes
+        self._news.set()
+        self._news = asyncio.Event()
         self._lines.update(routes, self._links.tickets)
         self._links.update(routes)
+        self._look_for_outdated(self._lines.tickets)
         self._pump()
         if not routes.replicas:
             self._hold_waiting()
         unloaded = routes.state is ModelState.UNLOADED
         if routes.loads_on_request and unloaded and self.waiting:
             self._wake(self.name)  # the controller may have been started again since we asked
-        if routes.state is ModelState.FAILED or (unloaded and not routes.loads_on_request):  # nothing will start it
+        ends = routes.state is ModelState.FAILED or (unloaded and not routes.loads_on_request)
+        if ends and not routes.holds:  # nothing will start it
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
 
     def close(self) -> None:
@@ -188,6 +192,37 @@ class ModelQueue:
         self._counts = Counts()
         return told, decision
 
+    # What was read for other routes
+
+    def outdated(self) -> list[Ticket]:
+        """Those that wait and must be read again, the earliest first: the routes have another tokenizer or template by
+        now, or shorter slots. They stay in their lines, and get no slot before `Ticket.renew`."""
+        return sorted(filter(self._is_outdated, self._lines.tickets), key=lambda ticket: ticket.arrived_at)
+
+    def pump(self) -> None:
+        """What was outdated has been read again: send what there are slots for."""
+        self._reading = False
+        self._look_for_outdated(self._lines.tickets)
+        self._pump()
+
+    async def other_routes(self, within_s: float) -> bool:
+        """Wait for the next routes while an update holds requests; False where it does not, or after ``within_s``."""
+        if self._closed or not self.routes.holds:
+            return False
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), within_s)
+            return True
+        return False
+
+    def _is_outdated(self, ticket: Ticket) -> bool:
+        routes = self.routes
+        return ticket.tokenizer != routes.tokenizer or ticket.tokens + ticket.request.max_tokens > routes.max_len
+
+    def _look_for_outdated(self, tickets: Iterable[Ticket]) -> None:
+        if not self._reading and any(map(self._is_outdated, tickets)):
+            self._reading = True
+            self._read_again(self)
+
     # Owner of its tickets
 
     def left(self, ticket: Ticket) -> None:
@@ -197,6 +232,11 @@ class ModelQueue:
             return
         self._lines.of(ticket).remove(ticket)
         self._over(ticket, time.monotonic())
+
+    def renewed(self, ticket: Ticket, grown: int) -> None:
+        """It waits, and was read again for the routes of now; ``grown``: by so many bytes."""
+        ticket.tokenizer = self.routes.tokenizer
+        self._lines.of(ticket).bytes += grown
 
     def began(self, ticket: Ticket, now: float) -> None:
         """Its first token has been taken."""
@@ -271,7 +311,9 @@ class ModelQueue:
         """It has been held for as long as the spec says."""
         routes = self.routes
         if routes.state is not ModelState.UNLOADED:
-            return errors.model_unavailable(self.name, "loading", f"it is not ready after {waited_s:.0f} s")
+            failed = routes.state is ModelState.FAILED and routes.reason
+            why = f"it is not ready after {waited_s:.0f} s" + (f", {routes.reason}" if failed else "")
+            return errors.model_unavailable(self.name, "failed" if failed else "loading", why)
         why = f"no replica was started in {waited_s:.0f} s" + (f", {routes.reason}" if routes.reason else "")
         return errors.model_unavailable(self.name, routes.state.value, why)
 
@@ -346,7 +388,7 @@ class ModelQueue:
             self._links.lost(link)
         now = time.monotonic()
         for ticket in reversed(tickets):
-            if ticket.can_retry and not self._closed and ticket.tokenizer == self.routes.tokenizer:
+            if ticket.can_retry and not self._closed:
                 self._lines.take_back_answer(ticket)
                 ticket.restart()
                 self._retried(self.name, "lost" if link.closed.is_set() else "draining")
@@ -354,19 +396,21 @@ class ModelQueue:
             else:
                 self._over(ticket, now)
                 ticket.fail(errors.replica_lost(self.name))
+        self._look_for_outdated(tickets)
         self._pump()
         for ticket in tickets:
             self._wait_on(ticket, now)
 
     def _back(self, ticket: Ticket) -> None:
         """Another gateway was faster: it waits on, before all others, and nothing is lost."""
-        if self._closed or ticket.left or ticket.tokenizer != self.routes.tokenizer:
+        if self._closed or ticket.left:
             self._over(ticket, time.monotonic())
             ticket.fail(errors.replica_lost(self.name))
         else:
             self._lines.take_back_prompt(ticket)
             ticket.back()
             self._lines.of(ticket).put_back(ticket)
+            self._look_for_outdated((ticket,))
             self._pump()
             self._wait_on(ticket, time.monotonic())
 
@@ -383,6 +427,8 @@ class ModelQueue:
             for live in self._links.tickets:
                 self._lines.charge(live)
         while (ticket := line.peek()) is not None:
+            if self._reading and self._is_outdated(ticket):
+                return
             link = self._link_for(ticket)
             if link is None:
                 return  # those behind it are no more urgent

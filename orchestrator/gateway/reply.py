@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,10 @@ from orchestrator.gateway.answers import Answer, Choice, error_event
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.exchange import Exchange
 from orchestrator.gateway.ticket import Ticket
-from workers.requests import FinishReason, TokenEvent
+from workers.requests import FinishReason, GenerateRequest, TokenEvent
 
 if TYPE_CHECKING:
+    from orchestrator.gateway.generation import Prompts
     from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics
 
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
@@ -74,6 +76,32 @@ class Reply:
         """One more choice; none has a token before all are added."""
         self._choices[ticket] = choice
         self._open.add(ticket)
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Of all choices, in their order."""
+        return list(self._choices)
+
+    def renew(self, prompts: Prompts, requests: Sequence[GenerateRequest]) -> None:
+        """What waits was read again: one request for each choice. What has a slot, or its answer, stays as it is.
+        Raises ApiError."""
+        ids, echoes, parser = prompts
+        copies = len(requests) // len(ids)
+        for place, (ticket, choice) in enumerate(self._choices.items()):
+            if ticket.link is None and ticket in self._open:
+                ticket.renew(requests[place])
+                choice.prompt_ids, choice.echo = ids[place // copies], echoes[place // copies]
+                choice.parser = None if parser is None else parser()
+        self._answer.count_prompts()
+        self._note.prompt_tokens = self._answer.prompt_tokens
+
+    def fail(self, error: ApiError) -> None:
+        """It cannot be answered."""
+        self._fail(error)
 
     def leave(self) -> None:
         """Nobody waits for what is still open."""

@@ -47,6 +47,10 @@ class Owner(Protocol):
         """Nobody waits for it any more: take it out of wherever it is."""
         ...
 
+    def renewed(self, ticket: Ticket, grown: int) -> None:
+        """It waits, and was read again; ``grown``: by so many bytes."""
+        ...
+
     def began(self, ticket: Ticket, now: float) -> None:
         """Its first token has been taken."""
         ...
@@ -104,10 +108,7 @@ class Ticket:
         """Raises ApiError for a request that no frame can hold."""
         self.request = request
         self.sink = sink
-        try:
-            self.frame = encode(Submit(request))
-        except (OverflowError, WireError) as error:
-            raise invalid(f"the request cannot be sent to a replica: {error}") from None
+        self.frame = _framed(request)
         self.arrived_at = time.monotonic()
         self.terms = terms
         self.tenant = terms.tenant
@@ -163,6 +164,14 @@ class Ticket:
             return self.frame
         return encode(Submit(msgspec.structs.replace(self.request, trace=self.trace.sent(link.route.id))))
 
+    def renew(self, request: GenerateRequest) -> None:
+        """It waits, and its prompt was read again. Raises ApiError for a request that no frame can hold."""
+        before, self.frame = self.size, _framed(request)
+        self.request = request
+        self.size, self.tokens = len(self.frame), len(request.prompt_ids)
+        self.chain = None
+        self._owner.renewed(self, self.size - before)
+
     def back(self) -> None:
         """It is in the queue again: the replica had no slot for it."""
         self.link = None
@@ -206,3 +215,10 @@ class Ticket:
         self._taken = True
         events, self.events = self.events, []
         return events
+
+
+def _framed(request: GenerateRequest) -> bytes:
+    try:
+        return encode(Submit(request))
+    except (OverflowError, WireError) as error:
+        raise invalid(f"the request cannot be sent to a replica: {error}") from None

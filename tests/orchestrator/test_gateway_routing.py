@@ -353,7 +353,7 @@ def test_choices_that_wait_when_their_model_changes_are_counted_once(replica: Ma
     with filled(gateway, served):
         several = Asked(gateway, n=3)
         waiting(gateway, 3)
-        gateway.controller.set(msgspec.structs.replace(routes("m", served), tokenizer="another"))
+        gateway.controller.set(routes("m", served, state=ModelState.FAILED))
         assert several.answer().status_code == 503
     gateway.close()
 

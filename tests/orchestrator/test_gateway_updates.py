@@ -1,0 +1,188 @@
+"""Requests that wait while an update swaps their model's replica: they are read for the version that answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec.structs
+import pytest
+
+from orchestrator.gateway import tokenizers
+from orchestrator.lifecycle import ModelState
+from orchestrator.routes import ModelRoutes
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+from tests.orchestrator.test_gateway_routing import Asked, filled, waiting
+from tests.served import Served
+from workers.engine import EngineLoadError
+from workers.requests import GenerateRequest
+from workers.tokenizer import ByteTokenizer
+
+Make = Callable[..., Served]
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+class Marked(ByteTokenizer):
+    """Begins each text with the mark of its version."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(self._mark + text)
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer of a folder is marked with its name; that of "broken" cannot be read."""
+
+    def load(engine: str, source: str | None) -> ByteTokenizer:
+        if source == "broken":
+            raise EngineLoadError("bad-tokenizer", "it cannot be read")
+        return Marked(source or "")
+
+    monkeypatch.setattr(tokenizers, "load_tokenizer", load)
+
+
+def version(source: str, *replicas: Served, **fields: Any) -> ModelRoutes:
+    """The routes while an update holds requests, and the tokenizer is that of ``source``."""
+    state = fields.pop("state", ModelState.READY if replicas else ModelState.LOADING)
+    there = routes("m", *replicas, engine="cpu", source=source, state=state, max_len=fields.pop("max_len", 4096))
+    return msgspec.structs.replace(there, tokenizer=source, holds=True, **fields)
+
+
+def prompts_of(served: Served) -> list[str]:
+    """What the replica is given from now on."""
+    given: list[str] = []
+    submit = served.batcher.submit
+
+    def noted(request: GenerateRequest) -> None:
+        given.append(bytes(request.prompt_ids).decode())
+        submit(request)
+
+    served.batcher.submit = noted  # type: ignore[method-assign]
+    return given
+
+
+def chat(gateway: LiveGateway, body: dict[str, Any], answers: list[httpx.Response]) -> threading.Thread:
+    def ask() -> None:
+        answers.append(httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=30))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_prompt_that_waits_is_tokenized_for_the_version_that_answers(gateway: LiveGateway, replica: Make) -> None:
+    """All choices of all its prompts; usage and echo are those of the new tokens."""
+    gateway.serve(version("old"))
+    asked = Asked(gateway, prompt=["one", "three"], n=2, echo=True)
+    waiting(gateway, 4)
+    served = replica()
+    given = prompts_of(served)
+    gateway.serve(version("newer", served))
+    answer = asked.answer()
+    assert answer.status_code == 200
+    assert given == ["newerone", "newerone", "newerthree", "newerthree"]
+    assert answer.json()["usage"]["prompt_tokens"] == len("newerone") + len("newerthree")
+    assert [
+        choice["text"].startswith(text)
+        for text, choice in zip(("one", "one", "three", "three"), answer.json()["choices"], strict=True)
+    ] == [True] * 4
+
+
+def test_a_chat_that_waits_is_rendered_by_the_new_template(gateway: LiveGateway, replica: Make) -> None:
+    """Likewise, and a long one, which is read off the event loop."""
+    gateway.serve(version("old"))
+    answers: list[httpx.Response] = []
+    long = {**CHAT, "messages": [{"role": "user", "content": "x" * 3000}]}
+    threads = [chat(gateway, body, answers) for body in (CHAT, long)]
+    waiting(gateway, 2)
+    served = replica()
+    given = prompts_of(served)
+    gateway.serve(version("new", served))
+    for thread in threads:
+        thread.join(30)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert sorted(given, key=len) == ["newuser: hi\nassistant:", f"newuser: {'x' * 3000}\nassistant:"]
+
+
+def test_a_prompt_too_long_for_the_new_version_gets_400(gateway: LiveGateway, replica: Make) -> None:
+    """What the one that fits may generate follows the new length; the room that both took in the queue is free."""
+    gateway.serve(version("old"))
+    long, short = Asked(gateway, prompt="x" * 60), Asked(gateway, prompt="x", max_tokens=None)
+    waiting(gateway, 2)
+    gateway.serve(version("new", replica(max_len=16), max_len=16))
+    assert (long.answer().status_code, long.code()) == (400, "context_length_exceeded")
+    assert short.answer().json()["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert [line.bytes for line in gateway.queue("m")._lines] == [0]
+
+
+def test_a_request_that_a_draining_replica_gives_back_is_read_again(gateway: LiveGateway, replica: Make) -> None:
+    """It was sent, had no token, and its replica is lost while the tokenizer changes."""
+    before, after = replica(slots=1, stepped=True), replica()
+    given = prompts_of(after)
+    gateway.serve(version("old", before))
+    asked = Asked(gateway, prompt="again")
+    until(lambda: before.in_step, 10, "it is sent")
+    gateway.serve(version("new", after))
+    before.kill()
+    assert asked.answer().status_code == 200
+    assert given == ["newagain"]
+
+
+def test_requests_wait_while_starts_of_the_new_version_fail(gateway: LiveGateway, replica: Make) -> None:
+    """Until `scaling.hold_s` is over: the update is rolled back before, and the old version answers."""
+    gateway.serve(version("old"))
+    held = Asked(gateway)
+    waiting(gateway, 1)
+    gateway.controller.set(version("new", state=ModelState.FAILED, reason="weights-broken: cut off"))
+    until(lambda: gateway.queue("m").routes.state is ModelState.FAILED, 10, "it has failed")
+    late = Asked(gateway)
+    waiting(gateway, 2)
+    gateway.serve(version("old", replica()))
+    assert [asked.answer().status_code for asked in (held, late)] == [200, 200]
+
+
+def test_a_request_is_held_no_longer_than_the_spec_says(gateway: LiveGateway) -> None:
+    """`scaling.hold_s`, and the answer has the cause."""
+    gateway.serve(version("new", state=ModelState.FAILED, reason="weights-broken: cut off", hold_s=0.2))
+    held = Asked(gateway)
+    assert (held.answer().status_code, held.code()) == (503, "model_unavailable")
+    assert "it is not ready after 0 s, weights-broken: cut off" in held.answer().json()["error"]["message"]
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_waited_for(gateway: LiveGateway, replica: Make) -> None:
+    """What came before and what comes meanwhile; where the wait ends without another, 503 names the cause."""
+    gateway.serve(version("old"))
+    before = Asked(gateway, prompt="before")
+    waiting(gateway, 1)
+    gateway.serve(version("broken"))
+    meanwhile = Asked(gateway, prompt="meanwhile")
+    served = replica()
+    given = prompts_of(served)
+    until(lambda: gateway.connections >= 2, 10, "both are there")
+    gateway.serve(version("old", served))
+    assert [asked.answer().status_code for asked in (before, meanwhile)] == [200, 200]
+    assert sorted(given) == ["oldbefore", "oldmeanwhile"]
+    gateway.serve(version("broken", hold_s=0.1))
+    assert Asked(gateway).code() == "tokenizer_unavailable"
+
+
+def test_what_waits_behind_an_outdated_request_keeps_its_turn(gateway: LiveGateway, replica: Make) -> None:
+    """A slot that becomes free while prompts are read again goes to the first that waits."""
+    served = replica(slots=1, stepped=True)
+    gateway.serve(version("old", served))
+    with filled(gateway, served, prompt="first"):
+        given = prompts_of(served)
+        asked = []
+        for number, prompt in enumerate("abc", start=1):
+            asked.append(Asked(gateway, prompt=prompt))
+            waiting(gateway, number)
+        gateway.controller.set(version("new", served))
+        until(lambda: not gateway.queue("m")._reading and gateway.queue("m").routes.source == "new", 10, "all are read")
+    assert [one.answer().status_code for one in asked] == [200] * 3
+    assert given == ["newa", "newb", "newc"]
