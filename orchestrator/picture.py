@@ -88,7 +88,6 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
     if source is None and engine != "echo":  # nobody has seen it from here: the folder that a host has fetched
         source = next((state.configs[view.id].source for view in views), None)
-    way = state.ways.get(model.name)
     told, reason = _state_of(state, model)
     canary = current.revision.canary if state.in_canary else None
     return ModelRoutes(
@@ -105,7 +104,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         queue_order=model.queue_order,
         hold_s=model.scaling.hold_s,
         loads_on_request=_loads_on_request(state, model),
-        holds=way is not None and way.strategy == "hold",
+        holds=state.holds(model),
         aliases=list(model.aliases),
         tool_parser=model.tool_parser,
         canary=canary,

@@ -111,6 +111,7 @@ class FleetState:
         self.held_back: dict[str, str] = {}  # why the autoscaler starts nothing of a model that is asked for
         self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # and the minute that they hold in
         self.ways: dict[str, Way] = {}  # of models whose replicas are being replaced
+        self._holding: set[str] = set()  # models whose replicas were to be swapped by `hold`, until that is settled
         self.coming: tuple[ReplicaTarget, ...] = ()  # old ones go for them once their hosts have what they load
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
         self.preparing: Mapping[tuple[str, str, str], str] = {}  # of these, what is under way, and its phase
@@ -457,9 +458,12 @@ class FleetState:
                 outage = "an outage nobody has measured" if way.outage_s is None else f"{way.outage_s:.0f} s of outage"
                 self.tell("info", "UpdateStrategy", f"{way.strategy}, {outage}: {way.why}", model=name)
             self.ways[name] = way
+            if way.strategy == "hold":
+                self._holding.add(name)
         for name, step in goal.steps.items():
             if step.settled(situation.wishes[name]):
                 self.ways.pop(name, None)
+                self._holding.discard(name)
         for name in self.ways.keys() - goal.steps.keys():
             del self.ways[name]
         if undecided:
@@ -538,6 +542,13 @@ class FleetState:
             return True
         stuck = any(missing.model == name for missing in goal.plan.unplaced)
         return stuck and way.strategy in ("surge", "borrow") and not self.frozen
+
+    def holds(self, model: ModelSpec) -> bool:
+        """Whether requests wait while the model has no ready replica: an update swaps it by `hold`, or has done so and
+        is being rolled back. A controller that was started again goes by the spec alone."""
+        held = model.name in self._holding or (model.update.strategy == "hold" and self.stable is not None)
+        failed = self.outcome is not None and self.outcome.state == "failed"  # and nothing is tried any more
+        return held and not failed and self.wanted(model) > 0
 
     # The rollout
 

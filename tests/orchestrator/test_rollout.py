@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.journal import Journal, JournalUnwritable
-from orchestrator.lifecycle import State
+from orchestrator.lifecycle import ModelState, State
 from orchestrator.operations import Refused
 from orchestrator.rollout import Wish, step
 from orchestrator.snapshot import ReplicaView
@@ -124,6 +124,68 @@ def test_a_replica_alone_on_full_cores_is_swapped_while_requests_wait(tmp_path: 
         assert not next(m for m in played.controller.routes().models if m.name == "a").holds
 
     play(tmp_path, spec(a=pinned), story, load_s=10.0)
+
+
+@pytest.mark.parametrize("asked", ["auto", "hold"])
+def test_requests_are_held_until_a_failed_swap_is_rolled_back(tmp_path: Path, asked: str) -> None:
+    """Its starts fail on the cores, and the old version loads again: all the while the gateway lets requests wait."""
+    pinned = f', cores: ["0-7"], update: {{strategy: {asked}}}'
+
+    async def story(played: Played) -> None:
+        text = spec(a_batch=8, a=pinned)
+        played.cluster.broken[await version_of(played, text, "a")] = Failure("out-of-memory", "no HBM")
+        await played.apply(text)
+        unheld, failed = 0, 0
+
+        def settled() -> bool:
+            nonlocal unheld, failed
+            route = next(m for m in played.controller.routes().models if m.name == "a")
+            unheld += not route.replicas and not route.holds
+            failed += route.state is ModelState.FAILED
+            return played.controller.status()["revision"] == 3 and played.is_settled()
+
+        assert min(await watched(played, "a", settled)) == 0
+        assert (unheld, failed > 0) == (0, True)
+        assert not next(m for m in played.controller.routes().models if m.name == "a").holds
+
+    play(tmp_path, spec(a=pinned), story, load_s=10.0)
+
+
+def test_a_controller_that_comes_back_in_mid_swap_goes_on_holding(tmp_path: Path) -> None:
+    """The spec says `hold`: that is all that it knows of the update."""
+    pinned = ', cores: ["0-7"], update: {strategy: hold}'
+
+    async def main() -> None:
+        cluster = FakeCluster()
+        cluster.load_s = 10.0
+        async with Played(tmp_path, cluster, spec(a=pinned)) as played:
+            await played.settled()
+            await played.apply(spec(a_batch=8, a=pinned))
+            await played.until(lambda: len(cluster.started) == 4, "the new one starts", 60)
+            await played.kill()
+            journal = played.journal
+        async with Played(tmp_path, cluster, spec(a=pinned), journal=journal) as played:
+            await played.controller.settled()
+            route = next(m for m in played.controller.routes().models if m.name == "a")
+            assert (route.replicas, route.holds) == ([], True)
+            await played.settled()
+            assert not next(m for m in played.controller.routes().models if m.name == "a").holds
+
+    virtually(main)
+
+
+def test_without_a_way_back_no_request_is_held_for_a_failed_swap(tmp_path: Path) -> None:
+    """`rollback: false`: nothing starts any more, so a request hears of it at once."""
+    pinned = ', cores: ["0-7"], update: {strategy: hold, rollback: false}'
+
+    async def story(played: Played) -> None:
+        text = spec(a_batch=8, a=pinned)
+        played.cluster.broken[await version_of(played, text, "a")] = Failure("out-of-memory", "no HBM")
+        await played.apply(text)
+        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        assert not next(m for m in played.controller.routes().models if m.name == "a").holds
+
+    play(tmp_path, spec(a=pinned), story, load_s=2.0)
 
 
 def test_an_update_that_would_be_out_for_long_says_so(tmp_path: Path) -> None:
