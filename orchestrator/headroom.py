@@ -31,17 +31,24 @@ class Headroom:
     def came(self, priority: int, now: float) -> bool:
         """A request of the priority is in the queue or in a slot from now on; ``now`` in monotonic seconds. Says
         whether it is counted: only then it ``went``."""
-        known = self._classes.get(priority)
-        if known is None:
+        group = self._classes.get(priority)
+        if group is None:
             if len(self._classes) >= MOST_CLASSES:
                 return False
-            known = self._classes[priority] = _Class(now)
-        known.came(now)
+            group = self._classes[priority] = _Class(now)
+        elif now >= group.window_end:
+            group.turn(now)
+        group.now = present = group.now + 1
+        if present > group.peak:
+            group.peak = present
         return True
 
     def went(self, priority: int, now: float) -> None:
         """One of them is over."""
-        self._classes[priority].went(now)
+        group = self._classes[priority]
+        if now >= group.window_end:
+            group.turn(now)
+        group.now -= 1
         if len(self._classes) > 1:
             self._forget(now)
 
@@ -60,31 +67,23 @@ class Headroom:
 class _Class:
     """The requests of one priority."""
 
-    __slots__ = ("_before", "_peak", "_since", "now")
+    __slots__ = ("_before", "now", "peak", "window_end")
 
     def __init__(self, since: float) -> None:
         self.now = 0  # in the queue or in a slot
-        self._since = since  # the beginning of this window
-        self._peak = 0  # the most at once within it
-        self._before = 0  # and within the last
-
-    def came(self, now: float) -> None:
-        self._turn(now)
-        self.now += 1
-        self._peak = max(self._peak, self.now)
-
-    def went(self, now: float) -> None:
-        self._turn(now)
-        self.now -= 1
+        self.peak = 0  # the most at once within this window
+        self.window_end = since + WINDOW_S
+        self._before = 0  # the most at once within the last window
 
     def missing(self, now: float) -> int:
-        """How many fewer there are than there have been lately."""
-        self._turn(now)
-        return max(self._peak, self._before) - self.now
+        """Returns how many fewer there are than there have been lately."""
+        if now >= self.window_end:
+            self.turn(now)
+        return max(self.peak, self._before) - self.now
 
-    def _turn(self, now: float) -> None:
-        windows = (now - self._since) // WINDOW_S
-        if windows >= 1:
-            self._before = self._peak if windows == 1 else self.now
-            self._peak = self.now
-            self._since += windows * WINDOW_S
+    def turn(self, now: float) -> None:
+        """Begins the window that holds ``now``."""
+        windows = (now - self.window_end) // WINDOW_S + 1
+        self._before = self.peak if windows == 1 else self.now
+        self.peak = self.now
+        self.window_end += windows * WINDOW_S

@@ -68,21 +68,22 @@ def choose(
        between two steps
     6. of these the one with the most free slots; a tie goes to the first
     """
+    available = [(candidate, free) for candidate in candidates if (free := candidate.free_slots) > 0]
+    if len(available) < 2:
+        return available[0][0] if available else None
     best: C | None = None
     lowest: tuple[int, float, float, float, int] = (0, 0.0, 0.0, 0.0, 0)
-    for candidate in candidates:
-        free = candidate.free_slots
-        if free > 0:
-            prefilling = candidate.prefilling
-            if best is not None and prefilling > lowest[0]:
-                continue
-            rank = (
-                prefilling,
-                0.0 if affinity is None else -affinity(candidate),
-                candidate.pace,
-                0.0 if stepped_at is None else stepped_at(candidate),
-                -free,
-            )
-            if best is None or rank < lowest:
-                best, lowest = candidate, rank
+    for candidate, free in available:
+        prefilling = candidate.prefilling
+        if best is not None and prefilling > lowest[0]:
+            continue
+        rank = (
+            prefilling,
+            0.0 if affinity is None else -affinity(candidate),
+            candidate.pace,
+            0.0 if stepped_at is None else stepped_at(candidate),
+            -free,
+        )
+        if best is None or rank < lowest:
+            best, lowest = candidate, rank
     return best

@@ -20,7 +20,7 @@ from orchestrator.demand import DemandReport
 from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
 from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.exchange import Exchange
+from orchestrator.gateway.exchange import JSON, Exchange
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import Prompts, prompts_of, requests_for
 from orchestrator.gateway.http import Handler, HttpServer
@@ -93,6 +93,7 @@ class Gateway:
         self._tracing = Tracing.from_environment(self._id)
         self._limits = Limits(home.sockets / "limits", settings.gateways)
         self._recorder = Recorder(home.traces, self._id)
+        self._epoch = time.time() - time.monotonic()  # added to a monotonic time: seconds since the epoch
         self.server = HttpServer(settings, self.handle, self.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
         folder = home.sockets / "gateways"
@@ -159,6 +160,7 @@ class Gateway:
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
                 log.warning("the controller does not hear of the demand: %s", error)
             self._recorder.write_soon()
+            self._epoch = time.time() - time.monotonic()  # the clock of the machine may have been set
 
     async def heard(self, within_s: float) -> None:
         """Returns when the controller has told the routes for the first time, or after ``within_s``."""
@@ -294,10 +296,9 @@ class Gateway:
 
     def _record(self, exchange: Exchange, note: Note) -> None:
         """For a trace of what was asked: lengths only."""
-        came = time.time() - (time.monotonic() - exchange.request.received_at)
         key = "" if exchange.key is None else exchange.key.id
         lengths = note.prompt_tokens, note.completion_tokens
-        self._recorder.note(came, note.model, *lengths, key, note.prefill_s, note.decode_s)
+        self._recorder.note(exchange.request.received_at + self._epoch, note.model, *lengths, key, note.prefill_s, note.decode_s)
 
     def _log(self, exchange: Exchange, note: Note | None) -> None:
         request, key = exchange.request, exchange.key
@@ -492,9 +493,9 @@ class Gateway:
         numbers = self._numbers
         names = (f"{self._id}-{number}" for number in numbers)
         copies = asked.n or 1
-        room = queue.routes.max_queue + queue.slots
-        if len(prompts) * copies > room:  # asked before so many requests are made
-            raise errors.too_many_choices(len(prompts) * copies, room)
+        count = len(prompts) * copies
+        if count > 1 and count > (room := queue.routes.max_queue + queue.slots):  # before so many requests are made
+            raise errors.too_many_choices(count, room)
         requests = self._requests(queue, asked, prompts, names)
         terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
         self._charge(exchange, asked, requests, queue)
@@ -557,7 +558,7 @@ _encode = msgspec.json.encode
 def _json_of(exchange: Exchange) -> bytes:
     """The body, said to be JSON or nothing. A form is a client's mistake, such as `curl -d` without a header."""
     given = exchange.request.headers.get(b"content-type")
-    if given and given.partition(b";")[0].strip().lower() != b"application/json":
+    if given and given != JSON and given.partition(b";")[0].strip().lower() != b"application/json":
         raise errors.wrong_content_type(given.decode("latin-1"))
     return exchange.request.body
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from orchestrator.gateway import errors
@@ -83,9 +84,9 @@ def _how(asked: ChatRequest | CompletionRequest, limits: Limits) -> dict[str, An
         how["temperature_is_default"] = True
     else:
         how["temperature"] = asked.temperature
-    for name in _SAME:
-        if (value := getattr(asked, name)) is not None:
-            how[name] = value
+    values = _same_fields(asked)
+    if values != _ALL_UNSET:
+        how.update((name, value) for name, value in zip(_SAME, values, strict=True) if value is not None)
     if asked.top_k is not None:
         how["top_k"] = max(0, asked.top_k)  # vLLM's -1 means off, as 0 does
     if asked.logit_bias:
@@ -113,6 +114,8 @@ _SAME = (  # here and there; None is the default
     "ignore_eos",
     "skip_special_tokens",
 )
+_same_fields = attrgetter(*_SAME)
+_ALL_UNSET = (None,) * len(_SAME)
 
 
 def _room(asked: ChatRequest | CompletionRequest, prompt: Sequence[int], limits: Limits) -> int:

@@ -18,13 +18,17 @@ class Lines:
         self._routes = routes
         self._own: Line[Ticket] = _line(routes)
         self._canary: Line[Ticket] | None = None
+        self._all: tuple[Line[Ticket], ...] = (self._own,)
         self._weights: dict[str, float] = {}  # of the tenants that have asked
         self._random = random.Random()
 
     def __iter__(self) -> Iterator[Line[Ticket]]:
-        yield self._own
-        if self._canary is not None:
-            yield self._canary
+        return iter(self._all)
+
+    @property
+    def filled(self) -> list[Line[Ticket]]:
+        """Those in which something waits."""
+        return [line for line in self._all if len(line)]
 
     @property
     def waiting(self) -> int:
@@ -64,6 +68,7 @@ class Lines:
             ticket.carried = ticket.charged
         self._own = _line(routes, self._weights)
         self._canary = None if routes.canary is None else _line(routes, self._weights)
+        self._all = (self._own,) if self._canary is None else (self._own, self._canary)
         for ticket in sorted(waiting, key=lambda ticket: ticket.arrived_at, reverse=True):
             self.draw(ticket).put_back(ticket)
 

@@ -45,6 +45,7 @@ class Links:
         self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
         self._limits: Limits | None = None  # until something changes
         self._prefix_block: int | None = None  # likewise
+        self._slots: int | None = None  # likewise
 
     def __iter__(self) -> Iterator[ReplicaLink]:
         return iter(self._links.values())
@@ -61,7 +62,9 @@ class Links:
     @property
     def slots(self) -> int:
         """Of all connected replicas."""
-        return sum(link.welcome.slots for link in self if link.welcome is not None)
+        if self._slots is None:
+            self._slots = sum(link.welcome.slots for link in self if link.welcome is not None)
+        return self._slots
 
     @property
     def usable(self) -> bool:
@@ -110,7 +113,7 @@ class Links:
 
     def forget(self) -> None:
         """What replicas have said may be otherwise now."""
-        self._limits = self._prefix_block = None
+        self._limits = self._prefix_block = self._slots = None
 
     def lost(self, link: ReplicaLink) -> None:
         """Its connection has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -525,32 +526,37 @@ def _explained(text: str) -> ApiError:
 
 
 _OF_ALL = tuple(name for name in BOUNDS if name in SamplingFields.__struct_fields__)
+_bounded_fields = attrgetter(*_OF_ALL)
+_ALL_UNSET = (None,) * len(_OF_ALL)
 
 
 def _check(request: SamplingFields) -> None:
-    for name in _OF_ALL:
-        if (value := getattr(request, name)) is not None:
-            _bounded(name, value)
-    if request.max_tokens is not None:
+    values = _bounded_fields(request)
+    if values != _ALL_UNSET:
+        for name, value in zip(_OF_ALL, values, strict=True):
+            if value is not None:
+                _bounded(name, value)
+    if request.max_tokens is not None and request.min_tokens is not None:
         _within("min_tokens", request.min_tokens, 0, request.max_tokens)
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise invalid(f"seed: {request.seed} does not fit in 64 bits", param="seed")
     if request.logit_bias is not None:
         _at_most("logit_bias", len(request.logit_bias), MAX_ENTRIES)
-    for id, bias in (request.logit_bias or {}).items():
-        if not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
-            raise invalid(f"logit_bias: {id[:100]!r} is no token id", param="logit_bias")
-        _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
+        for id, bias in request.logit_bias.items():
+            if not (id.isascii() and id.isdecimal() and len(id) <= LONGEST_ID):
+                raise invalid(f"logit_bias: {id[:100]!r} is no token id", param="logit_bias")
+            _within(f"logit_bias of {id}", bias, -100, 100, param="logit_bias")
     if request.stop_token_ids is not None:
         _at_most("stop_token_ids", len(request.stop_token_ids), MAX_ENTRIES)
-    for stop_id in request.stop_token_ids or ():
-        _within("stop_token_ids", stop_id, 0, MOST)
-    stops = request.stops()
-    if len(stops) > MAX_STOPS:
-        raise invalid(f"stop: {len(stops)} strings are more than {MAX_STOPS}", param="stop")
-    _at_most("the characters of stop", sum(map(len, stops)), MAX_STOP_CHARACTERS, "stop")
-    if "" in stops:
-        raise invalid("stop: an empty string stops nothing", param="stop")
+        for stop_id in request.stop_token_ids:
+            _within("stop_token_ids", stop_id, 0, MOST)
+    if request.stop is not None:
+        stops = request.stops()
+        if len(stops) > MAX_STOPS:
+            raise invalid(f"stop: {len(stops)} strings are more than {MAX_STOPS}", param="stop")
+        _at_most("the characters of stop", sum(map(len, stops)), MAX_STOP_CHARACTERS, "stop")
+        if "" in stops:
+            raise invalid("stop: an empty string stops nothing", param="stop")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only for stream: true", param="stream_options")
     guide = request.guide()

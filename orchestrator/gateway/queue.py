@@ -417,12 +417,10 @@ class ModelQueue:
     # To a slot
 
     def _pump(self) -> None:
-        for line in self._lines:
+        for line in self._lines.filled:
             self._pump_line(line)
 
     def _pump_line(self, line: Line[Ticket]) -> None:
-        if not len(line):
-            return
         if line.tenants > 1:  # what live requests have produced decides who is next
             for live in self._links.tickets:
                 self._lines.charge(live)

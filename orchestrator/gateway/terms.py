@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from orchestrator.gateway.errors import invalid
 from orchestrator.keys import ApiKey
@@ -35,6 +36,8 @@ def terms_of(headers: Mapping[bytes, bytes], key: ApiKey | None, priority: int |
     explain = headers.get(b"x-corewright-explain")
     if key is None and deadline is None and session is None and explain is None and not priority:
         return _PLAIN
+    if key is not None and deadline is None and session is None and explain is None and priority is None:
+        return _terms_of_key(key.id, key.weight, key.priority)
     tenant, weight, least = ("", 1.0, None) if key is None else (key.id, key.weight, key.priority)
     asked = (least or 0) if priority is None else priority
     return Terms(
@@ -45,6 +48,12 @@ def terms_of(headers: Mapping[bytes, bytes], key: ApiKey | None, priority: int |
         "" if session is None else _session(session, tenant),
         explain is not None and _flag(explain),
     )
+
+
+@lru_cache(maxsize=1024)
+def _terms_of_key(tenant: str, weight: float, priority: int | None) -> Terms:
+    """The terms of a request that has no other wishes than its key's."""
+    return Terms(tenant, weight, priority or 0)
 
 
 def _flag(given: bytes) -> bool:
