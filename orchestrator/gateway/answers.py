@@ -55,7 +55,7 @@ class Answer:
         """The JSON body of an answer. The last event of each choice says why it ended."""
         if len(answers) == 1 and not self._with_ids:
             choice, events = answers[0]
-            if choice.parser is None and not any([event.logprobs for event in events]):
+            if choice.parser is None and not any(event.logprobs for event in events):
                 return self._whole_of_one(choice, events)
         choices = []
         head = dict(self._head)
