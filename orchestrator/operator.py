@@ -324,7 +324,7 @@ class Operator:
                 what = f"{name}: its tokenizer changes, so the two versions cannot share requests"
                 raise Refused("canary-impossible", what, "apply without --canary")
             if step.old and choose(situation, name).strategy not in ("surge", "borrow") and wish.count < 2:
-                what = f"{name}: no free cores for a canary beside its one replica"
+                what = f"{name}: its one replica leaves no place for a canary: {choose(situation, name).why}"
                 raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
 
     def _undone(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.lifecycle import State
 from orchestrator.rollout import Situation, Wish, aim
-from placements.spec import Strategy
+from placements.spec import Pin, Strategy
 
 END_S = 2.0  # from the last answer of a replica to its cores being free: a kill and the host's look at the process
 
@@ -36,30 +36,66 @@ def choose(situation: Situation, name: str) -> Way:
     ready = sum(view.model == name and view.state is State.READY for view in situation.views)
     load_s = situation.load_s(name)
     swap_s = None if load_s is None else load_s + END_S
+    cause: str | None = f"update.strategy is {asked}"
+    if asked in ("auto", "surge", "borrow"):
+        cause = _obstacle(situation, replace(wish, strategy="surge", lender=None))
     if asked in ("auto", "surge"):
-        if _fits(situation, replace(wish, strategy="surge", lender=None)):
+        if cause is None:
             return Way("surge", 0.0, "free cores hold the new replica while the old one serves")
         if asked == "surge":
-            return Way("surge", None, "no free cores hold a further replica", possible=False)
+            return Way("surge", None, cause, possible=False)
     if asked in ("auto", "in_place") and ready > 1 and wish.mixes:
         return Way("in_place", 0.0, f"one of {ready} replicas at a time, the others serve")
     if asked in ("auto", "borrow"):
         lender = _lender(situation, wish)
         if lender is not None:
-            return Way("borrow", 0.0, f"{lender} is idle and gives way meanwhile", lender)
+            return Way("borrow", 0.0, f"{lender} is idle and lends its cores meanwhile", lender)
         if asked == "borrow":
-            return Way("borrow", None, "no idle replica lies on enough cores", possible=False)
+            none = f"no idle replica of priority {wish.model.priority} or lower can lend its cores"
+            return Way("borrow", None, none + (f", and {cause}" if cause else ""), possible=False)
     if ready == 0:
         return Way("in_place", 0.0, "no replica serves now")
     if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= wish.model.update.max_swap_s):
-        return Way("hold", swap_s, "no free cores: requests wait while the replica is swapped")
-    return Way("in_place", swap_s, "no free cores: it is stopped before the new one starts")
+        return Way("hold", swap_s, f"{cause}; requests wait while the replica is swapped")
+    return Way("in_place", swap_s, f"{cause}; the replica stops before the new one starts")
 
 
-def _fits(situation: Situation, wish: Wish) -> bool:
+def _obstacle(situation: Situation, wish: Wish) -> str | None:
+    """Why the new replicas find no place beside the old ones, with what would help; None where they find one."""
+    name, pins = wish.model.name, wish.model.cores
     trial = aim(situation.with_wish(wish))
-    placed = sum(placement.model == wish.model.name for placement in trial.plan.placements)
-    return placed >= trial.steps[wish.model.name].count
+    if sum(placement.model == name for placement in trial.plan.placements) >= trial.steps[name].count:
+        return None
+    problem = next((one.problems[0] for one in trial.plan.unplaced if one.model == name), None)
+    if problem is None:
+        return "its replica is lent to another model"
+    if problem.id != "pin-taken":
+        return problem.what
+    plural, are = ("s", "are") if len(pins) > 1 else ("", "is")
+    taken = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
+    model = wish.model.model_copy(update={"cores": ()})
+    models = tuple(model if one.name == name else one for one in situation.spec.models)
+    free = replace(situation, spec=situation.spec.model_copy(update={"models": models}))
+    without = _obstacle(free, replace(wish, model=model))
+    if without is not None:
+        return f"{taken}, and without the pin{plural} {without}"
+    places = aim(free.with_wish(replace(wish, model=model))).plan.placements
+    host, cores = next((one.host, one.cores) for one in places if one.model == name and one.cores is not None)
+    range = Pin(cores, host if len(situation.hosts) > 1 else None)
+    return (
+        f"{taken} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "
+        f"without the pin{plural}, the new replica would start beside the old one"
+    )
+
+
+def _free_cores(situation: Situation) -> int:
+    free = 0
+    for host in situation.hosts:
+        held = {
+            core for view in situation.views if view.host == host.name and not view.gone for core in view.cores or ()
+        }
+        free += len(set(range(host.cores)) - held - host.reserved_cores - situation.blocked.get(host.name, frozenset()))
+    return free
 
 
 def _lender(situation: Situation, wish: Wish) -> str | None:
@@ -75,6 +111,6 @@ def _lender(situation: Situation, wish: Wish) -> str | None:
         and specs[view.model].priority <= wish.model.priority
     ]
     for view in sorted(idle, key=lambda view: (specs[view.model].priority, len(view.cores or ()), view.id)):
-        if _fits(situation, replace(wish, strategy="borrow", lender=view.id)):
+        if _obstacle(situation, replace(wish, strategy="borrow", lender=view.id)) is None:
             return view.id
     return None

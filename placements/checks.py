@@ -104,11 +104,12 @@ _NOT_OF_THE_HUB = {"path": "a folder", "s3": "in S3"}
 
 
 def pins_within_max(case: Case) -> Iterator[Problem]:
-    """There are no more pins than replicas that could use them."""
-    pins, most = case.model.cores, case.model.replicas.max
+    """There are no more pins than replicas could use, each with another one for its next version."""
+    pins, most = case.model.cores, 2 * case.model.replicas.max
     if len(pins) > most:
-        what = f"{len(pins)} pins for at most {_count(most, 'replica')}; {_quoted(pins[most])} has no replica"
-        hint = f"raise replicas.max to {len(pins)}, or remove pins"
+        replicas = _count(case.model.replicas.max, "replica")
+        what = f"{len(pins)} pins for at most {replicas}; {_quoted(pins[most])} and later ones are never used"
+        hint = f"raise replicas.max to {len(pins)}, or remove pins: an update uses at most one more for each replica"
         yield case.problem("too-many-pins", ("cores", most), what, hint)
 
 

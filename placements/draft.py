@@ -127,11 +127,20 @@ class Draft:
             used[index] = pin
         taken = {pin for pin in used.values() if pin is not None}
         to_pin = [i for i in range(len(pins)) if i not in taken]
+        if len(to_pin) > pinned - len(taken):  # an older version may still serve on the first ones
+            to_pin.sort(key=lambda i: not self._is_open(pins[i]))
         missing = to_pin[: pinned - len(taken)]
         if len(missing) < len(to_pin):
             self._idle_pins.extend(pins[i] for i in to_pin[len(missing) :])
         if len(used) < count:
             self._name_missing(model, order, count, used, missing)
+
+    def _is_open(self, pin: Pin) -> bool:
+        """Whether no core of it is blocked, on one of its hosts."""
+        ground, mask = self._ground, bits(pin.cores)
+        return any(
+            ground.allowed[host] & mask == mask for name, host in ground.numbers.items() if pin.host in (None, name)
+        )
 
     def _on_pins(self, pins: Sequence[Pin], running: Sequence[Running]) -> tuple[dict[int, Running], Sequence[Running]]:
         """Which replica lies on which pin, one that names its host before one that does not; and the others."""

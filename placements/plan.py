@@ -112,7 +112,8 @@ def plan(
 
     1. Running replicas that fit the spec stay, those on a pin first, then those with the lowest index. Others end:
        their cores count as free.
-    2. A model's pins go to its replicas in order; pins that find their cores taken are not placed elsewhere.
+    2. A model's pins go to its replicas in order, where there are more pins than replicas those whose cores are not
+       blocked first; pins that find their cores taken are not placed elsewhere.
     3. A replica that takes no cores goes to the host where such replicas have the fewest threads.
     4. Who gets cores is decided by grade: priority, then what ``min`` asks for before what exceeds it, then what runs
        before what is new. What runs gives way to a higher grade, and is placed anew. Within a grade most cores served

@@ -581,7 +581,8 @@ class ModelSpec(_Frozen):
         (),
         strict=False,
         description='Pins, one range for each replica in order: `"0-7"` on any host, `"inf2.48xlarge/0:0-7"` on that '
-        "one. Replicas beyond the pins lie wherever there is room.",
+        "one. Replicas beyond the pins lie wherever there is room. Pins beyond the replicas, up to twice "
+        "`replicas.max`, stay free for updates.",
         json_schema_extra=_words("list of core ranges"),
     )
     replicas: Live[Replicas] = Field(

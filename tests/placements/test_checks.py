@@ -63,7 +63,8 @@ def whats(text: str, checkpoints: Mapping[str, Checkpoint] | None = None, machin
         ("{tp_degree: 32}", ["degree-exceeds-host 3:7"]),
         ("{tp_degree: 32, allow_degrees: [32]}", ["degree-exceeds-host 3:7"]),
         # replicas
-        ("{cores: ['0-1', '2-3'], tp_degree: 2}", ["too-many-pins 3:22"]),
+        ("{cores: ['0-1', '2-3'], tp_degree: 2}", []),
+        ("{cores: ['0-1', '2-3', '4-5'], tp_degree: 2}", ["too-many-pins 3:29"]),
         ("{cores: ['0-1', '2-3'], tp_degree: 2, replicas: {min: 0, max: 2}}", []),
         ("{replicas: {min: 3, max: 2}}", ["min-exceeds-max 3:18"]),
         ("{tp_degree: 8, replicas: {min: 1, max: 3}}", []),

@@ -1,0 +1,124 @@
+"""The strategy of an update, and the reason that `plan` gives for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.lifecycle import State
+from orchestrator.rollout import Situation, Wish, aim
+from orchestrator.snapshot import ReplicaView
+from orchestrator.ways import Way, choose
+from placements.cores import CoreRange
+from placements.parse import parse
+from placements.topology import TOPOLOGIES, Host
+
+HOSTS = tuple(Host(f"inf2.48xlarge/{i}", TOPOLOGIES["inf2.48xlarge"], cpus=(0,), emulated=True) for i in range(2))
+
+
+def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) -> Situation:
+    """A fleet whose models are all to be updated. ``lying`` has the core ranges of each model's ready replicas."""
+    parsed = parse(f"defaults: {{engine: echo}}\nmodels: {{{models}}}", "f.yaml", "/")
+    assert parsed.spec is not None, parsed.problems
+    wishes = {m.name: Wish(m, m.replicas.min, "new", mixes=mixes) for m in parsed.spec.models}
+    views = tuple(
+        ReplicaView(
+            name, i, 1, HOSTS[0].name, CoreRange.parse(cores), State.READY, 0.0, version="old", load_s=8.0, idle_s=idle
+        )
+        for name, text in lying.items()
+        for i, cores in enumerate(text.replace("idle ", "").split())
+        for idle in (600.0 if text.startswith("idle ") else 0.0,)
+    )
+    for name in wishes.keys() - {"a"}:  # only `a` changes
+        wishes[name] = Wish(wishes[name].model, wishes[name].count, "old")
+    return Situation(parsed.spec, HOSTS[:hosts], {}, wishes, views)
+
+
+def way(models: str, **more: object) -> Way:
+    return choose(situation(models, **more), "a")  # type: ignore[arg-type]
+
+
+PINNED = "a: {tp_degree: 8, cores: ['0-7']}"
+
+
+def test_an_update_of_a_pinned_model_names_the_pin_the_free_cores_and_what_would_help() -> None:
+    """Cores are free, but the pin keeps the new replica from them."""
+    assert way(PINNED, a="0-7") == Way(
+        "hold",
+        10.0,
+        "its pin 0-7 is taken and 16 cores are free: with a further range in `cores`, such as 8-15, or without "
+        "the pin, the new replica would start beside the old one; requests wait while the replica is swapped",
+    )
+
+
+def test_on_several_hosts_the_range_that_would_help_names_its_host() -> None:
+    """As `cores` takes it."""
+    found = way("a: {tp_degree: 24, cores: ['0-23']}", hosts=2, a="0-23")
+    assert found.strategy == "surge"
+    found = way("a: {tp_degree: 24, cores: ['inf2.48xlarge/0:0-23']}", hosts=2, a="0-23")
+    assert "its pin inf2.48xlarge/0:0-23 is taken and 24 cores are free" in found.why
+    assert "such as inf2.48xlarge/1:0-23," in found.why
+
+
+def test_a_pin_is_not_blamed_where_no_other_cores_would_do() -> None:
+    """The numbers of what is missing stand there instead."""
+    found = way(PINNED + ", b: {tp_degree: 12}", a="0-7", b="8-19")
+    assert found.why == (
+        "its pin 0-7 is taken, and without the pin a/1 needs 8 contiguous cores, the longest free run on "
+        "inf2.48xlarge/0 is 4 (20-23); requests wait while the replica is swapped"
+    )
+
+
+def test_a_spare_range_lets_the_new_replica_of_a_pinned_model_start_first() -> None:
+    """The advice holds: with a second range, or without the pin, the update surges, and starts on the free range."""
+    assert way("a: {tp_degree: 8}", a="0-7").strategy == "surge"
+    spare = situation("a: {tp_degree: 8, cores: ['0-7', '8-15']}", a="0-7")
+    assert choose(spare, "a").strategy == "surge"
+    (placement,) = aim(spare).plan.placements
+    assert str(placement.cores) == "8-15"
+
+
+@pytest.mark.parametrize(
+    ("models", "lying", "why"),
+    [
+        (
+            "a: {tp_degree: 8}, b: {tp_degree: 12}",
+            {"a": "0-7", "b": "8-19"},
+            "a/1 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 4 (20-23); "
+            "requests wait while the replica is swapped",
+        ),
+        (
+            "a: {tp_degree: 8, update: {strategy: hold}}",
+            {"a": "0-7"},
+            "update.strategy is hold; requests wait while the replica is swapped",
+        ),
+        (
+            "a: {tp_degree: 8, update: {strategy: in_place}}",
+            {"a": "0-7"},
+            "update.strategy is in_place; the replica stops before the new one starts",
+        ),
+        (
+            "a: {tp_degree: 24, update: {strategy: surge}}",
+            {"a": "0-23"},
+            "a/1 needs 24 contiguous cores, none is free on inf2.48xlarge/0",
+        ),
+        (
+            "a: {tp_degree: 8, update: {strategy: borrow}}, b: {tp_degree: 8, priority: 3}",
+            {"a": "0-7", "b": "idle 8-15"},
+            "no idle replica of priority 0 or lower can lend its cores",
+        ),
+    ],
+)
+def test_the_reason_of_a_strategy_names_what_rules_out_the_better_ones(
+    models: str, lying: dict[str, str], why: str
+) -> None:
+    """With the numbers; a strategy that the spec sets is its own reason."""
+    assert way(models, **lying).why == why
+
+
+def test_versions_that_do_not_mix_need_a_free_range_for_each_replica() -> None:
+    """One spare pin is enough for one replica, and not for two."""
+    pins = "a: {replicas: 2, cores: ['0', '1', '2']}"
+    assert way(pins, a="0 1").strategy == "surge"
+    found = way(pins, a="0 1", mixes=False)
+    assert (found.strategy, found.possible) == ("hold", True)
+    assert "its pins 0, 1, 2 are taken and 22 cores are free" in found.why
