@@ -155,6 +155,7 @@ class Controller:
             return
         state = self.state
         state.try_to_write()
+        self._report_reach()
         self._listen_to_all()
         self._scale()
         goal = state.aim()
@@ -174,6 +175,16 @@ class Controller:
             self._apply(action)
         self._preparing.round()
         await self.publish()
+
+    def _report_reach(self) -> None:
+        """An event for each replica that gateways cannot reach any more, or again."""
+        state = self.state
+        before, after = state.unreachable, state.reach.unreachable(self._clock()) & state.views.keys()
+        state.unreachable = after
+        for id in sorted(after - before):
+            state.tell("error", "Unreachable", "it is ready, and a gateway cannot connect to it", view=state.views[id])
+        for id in sorted((before - after) & state.views.keys()):
+            state.tell("info", "Reachable", "the gateways are connected to it again", view=state.views[id])
 
     def _scale(self) -> None:
         try:
@@ -215,6 +226,7 @@ class Controller:
 
     async def demand(self, report: DemandReport) -> None:
         """What one gateway has seen since its last report."""
+        self.state.reach.hear(report.gateway, report.unreachable, self._clock())
         if self.scaler.hear(report):
             self._wake.set()
 
@@ -618,6 +630,7 @@ class Controller:
             dict(state.ways),
             state.journal.state().seq,
             state.lost,
+            state.unreachable,
             dict(state.preparing),
             [state.bounds(model) for model in state.current.spec.models],  # schedules move them
             self._was_ready,

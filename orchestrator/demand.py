@@ -106,3 +106,4 @@ class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     seconds: float  # that it covers
     models: list[Demand] = []
     decisions: list[RoutingDecision] = []  # a sample
+    unreachable: list[str] = []  # replicas that the gateway has no link to, although they are ready

@@ -20,6 +20,9 @@ from workers import host
 
 FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
 
+SOCKET_BYTES = 107  # the longest path of a unix socket
+LONGEST_SOCKET = "gateways/999999-999.999999"  # longer than any name in the folder of the sockets
+
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that stand for every address of the machine, and the one of loopback among these."""
 
@@ -74,14 +77,37 @@ class Home:
         return self.path / "compiled"
 
     @property
+    def temporary(self) -> Path:
+        """A short folder of this home's own below /tmp."""
+        return Path(f"/tmp/cw-{os.getuid()}") / self._digest
+
+    @property
     def ray(self) -> Path:
-        return self.sockets / "ray"
+        """Ray's files: sockets and logs. Not below XDG_RUNTIME_DIR, which is memory and may be small."""
+        return self.temporary / "ray"
 
     @property
     def sockets(self) -> Path:
-        """A short folder of this home's own: the path of a unix socket ends at 107 bytes."""
-        digest = blake2s(str(self.path).encode(), digest_size=4).hexdigest()
-        return Path(f"/tmp/cw-{os.getuid()}") / digest
+        """Where the unix sockets are: below XDG_RUNTIME_DIR, which no cleaner of temporary folders visits, or
+        ``temporary`` where that is not this user's folder, or too long."""
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+        folder = runtime / "cw" / self._digest
+        if len(os.fsencode(folder / LONGEST_SOCKET)) > SOCKET_BYTES or not runtime.is_absolute():
+            return self.temporary
+        try:
+            usable = runtime.is_dir() and runtime.stat().st_uid == os.getuid()
+        except OSError:
+            usable = False
+        return folder if usable else self.temporary
+
+    @property
+    def seats(self) -> Path:
+        """What the gateways of a fleet lock; not beside their sockets, which may be removed."""
+        return self.path / "gateways"
+
+    @property
+    def _digest(self) -> str:
+        return blake2s(str(self.path).encode(), digest_size=4).hexdigest()
 
     @property
     def journal(self) -> Path:
@@ -128,7 +154,8 @@ class Home:
 
     def prepare(self) -> None:
         """Make the folders, for this user only. Raises Failed naming the one that cannot be made."""
-        for folder in (self.path, self.logs, self.sockets.parent, self.sockets):
+        short = (self.temporary.parent, self.temporary, self.sockets.parent, self.sockets)
+        for folder in (self.path, self.logs, *short):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 owner = folder.lstat().st_uid
@@ -165,7 +192,8 @@ class Home:
     def forget_fleet(self) -> None:
         """Remove the record and the sockets of a fleet that has ended."""
         self.record_file.unlink(missing_ok=True)
-        shutil.rmtree(self.sockets, ignore_errors=True)
+        for folder in (self.sockets, self.temporary):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:
@@ -180,7 +208,7 @@ def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.uids().real != os.getuid():
                 continue
-            if process.environ().get(FLEET_VARIABLE) == fleet or _writes_under(process.pid, home.sockets):
+            if process.environ().get(FLEET_VARIABLE) == fleet or _writes_under(process.pid, home.temporary):
                 found.append(process)
     return found
 

@@ -167,22 +167,18 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
         for state in State
     }
     yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
-    available = {
-        (model["name"],): float(condition["status"])
-        for model in models
-        for condition in model["conditions"]
-        if condition["type"] == "Available"
-    }
-    told = "Whether the model has its min replicas, or as many as are wished."
-    yield by_label("corewright_model_available", "gauge", told, ("model",), available)
-    placed = {
-        (model["name"],): float(condition["status"])
-        for model in models
-        for condition in model["conditions"]
-        if condition["type"] == "Placed"
-    }
-    told = "Whether every replica that is wished has a place."
-    yield by_label("corewright_model_placed", "gauge", told, ("model",), placed)
+    for kind, told in (
+        ("Available", "Whether the model has its min replicas, or as many as are wished."),
+        ("Placed", "Whether every replica that is wished has a place."),
+        ("Reachable", "Whether every gateway is connected to every ready replica of the model."),
+    ):
+        holds = {
+            (model["name"],): float(condition["status"])
+            for model in models
+            for condition in model["conditions"]
+            if condition["type"] == kind
+        }
+        yield by_label(f"corewright_model_{kind.lower()}", "gauge", told, ("model",), holds)
 
 
 def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:

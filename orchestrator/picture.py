@@ -204,6 +204,8 @@ def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
         missing = []  # the autoscaler would have more, and may wait
     what = "; ".join(problem.what for one in missing for problem in one.problems)
     yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
+    cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
+    yield Finding("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
     failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
     yield Finding("Healthy", not failed, _health(failed), "; ".join(f"{view.id}: {view.reason}" for view in failed))
 

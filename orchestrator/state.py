@@ -34,6 +34,7 @@ from orchestrator.journal import (
     failed_cores,
 )
 from orchestrator.lifecycle import STARTING, State
+from orchestrator.reach import Reach
 from orchestrator.rollout import Goal, Situation, Step, Wish, aim, deferred
 from orchestrator.rollout import Target as ReplicaTarget
 from orchestrator.room import Room, room_for
@@ -106,6 +107,8 @@ class FleetState:
         self.epochs: dict[str, int] = dict(known.epochs)  # the last one of each replica that ever was
         self.quarantined: dict[str, dict[int, Owner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
+        self.reach = Reach()
+        self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
         self.woken: set[str] = set()  # models of min 0 that a request has started
         self.targets = dict(journal.state().targets)  # what the autoscaler aims at, where it is not what the spec says
         self.held_back: dict[str, str] = {}  # why the autoscaler starts nothing of a model that is asked for

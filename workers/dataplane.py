@@ -30,6 +30,7 @@ MAX_UNREAD_BYTES = 16 * 2**20  # a gateway that leaves this much unread is hung;
 FLUSH_S = 5.0  # for the last tokens of a drained replica to be on their way
 FLUSH_POLL_S = 0.005
 PROMISE_S = 0.05  # in which a gateway that was told of room takes it
+PATH_POLL_S = 1.0  # between two checks that the socket's path is still there
 TLS_SCHEME = "tls"
 HANDSHAKE_S = 5.0  # of TLS; a peer that takes longer is disconnected
 
@@ -75,12 +76,10 @@ class DataPlane:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
         self._server: asyncio.Server | None = None
+        self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Listen; returns when connections are accepted. Raises OSError when the socket cannot be made."""
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._path.unlink(missing_ok=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
@@ -121,11 +120,36 @@ class DataPlane:
         if self._path is None:
             await self._listen_on_tcp()
             return
-        previous = os.umask(0o177)
+        self._path.unlink(missing_ok=True)
+        await self._listen_at(self._path)
+        self._keeping = self._loop.create_task(self._keep(self._path))
+
+    async def _listen_at(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        before = self._server
+        mask = os.umask(0o177)
         try:
-            self._server = await self._loop.create_unix_server(lambda: _Connection(self), str(self._path))
+            self._server = await self._loop.create_unix_server(lambda: _Connection(self), str(path))
         finally:
-            os.umask(previous)
+            os.umask(mask)
+        if before is not None:
+            before.close()  # of a path that is gone; its connections stay
+
+    async def _keep(self, path: Path) -> None:
+        """Listen again when the socket's path is gone: cleaners of temporary folders remove what looks old."""
+        failed = False
+        while True:
+            await asyncio.sleep(PATH_POLL_S)
+            if path.exists():
+                continue
+            try:
+                await self._listen_at(path)
+                log.warning("the socket %s was removed: listening there again", path)
+                failed = False
+            except OSError as error:
+                if not failed:
+                    log.error("the socket %s was removed and cannot be made again: %s", path, error)
+                failed = True
 
     async def _listen_on_tcp(self) -> None:
         parts = urlsplit(self._listen_on)
@@ -142,6 +166,8 @@ class DataPlane:
         self.address = f"{TLS_SCHEME}://[{host}]:{port}" if ":" in host else f"{TLS_SCHEME}://{host}:{port}"
 
     async def _shut(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import msgspec
 import msgspec.structs
 
+from orchestrator.awake import AwakeClock
 from orchestrator.demand import DemandReport
 from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
@@ -52,6 +53,7 @@ CONTROLLER_METRICS_S = 1.0
 REPORT_S = 1.0  # between two reports of demand
 QUIET_REPORTS = 5  # of these, so often one is sent while nothing happens
 KEY_IN_USE_S = 300.0
+SETTLE_S = 1.0
 INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
 TEXT = b"text/plain; charset=utf-8"
@@ -97,7 +99,9 @@ class Gateway:
         self.server = HttpServer(settings, self.handle, self.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
         folder = home.sockets / "gateways"
-        self._peers = Peers(folder, lambda: self.metrics.families(*self._numbers_now()), settings.gateways)
+        self.clock = AwakeClock()
+        families = lambda: self.metrics.families(*self._numbers_now())  # noqa: E731
+        self._peers = Peers(folder, families, settings.gateways, home.seats, self.clock)
         self._controllers: list[MetricFamily] = []  # what the controller has last told that it counts
         self._controllers_at: float | None = None
         self._routes: Mapping[str, tuple[str, Handler]] = {
@@ -143,7 +147,9 @@ class Gateway:
             await asyncio.sleep(REPORT_S)
             told = [queue.report() for queue in self.queues.values()]
             now = time.monotonic()
-            busy = any(demand.arrived or demand.ended or demand.waiting or demand.live for demand, _ in told)
+            unreachable = [route.id for queue in self.queues.values() for route in queue.links.unreachable(now)]
+            busy = bool(unreachable)
+            busy |= any(demand.arrived or demand.ended or demand.waiting or demand.live for demand, _ in told)
             quiet = 0 if busy else quiet + 1
             if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one ends what was told before
                 continue
@@ -153,6 +159,7 @@ class Gateway:
                 seconds=round(now - reported_at, 3),
                 models=[demand for demand, _ in told],
                 decisions=[decision for _, decision in told if decision is not None],
+                unreachable=unreachable,
             )
             reported_at = now
             try:
@@ -201,6 +208,18 @@ class Gateway:
         except OSError as error:  # it serves all the same
             log.error("the other gateways cannot tell of this one's metrics: %s", error)
             return True
+
+    @property
+    def settled(self) -> bool:
+        """Whether what clients sent during the last pause of this process has been read."""
+        return self.clock() - self.clock.resumed_at() >= SETTLE_S
+
+    async def keep(self) -> None:
+        """To be called several times a second: this gateway lives, and sees whether the others do."""
+        try:
+            await self._peers.keep()
+        except OSError as error:  # a full disk, or too many open files: it serves all the same
+            log.debug("no beat for the other gateways: %s", error)
 
     async def stop(self) -> None:
         """The gateway ends; every exchange is over."""
@@ -359,7 +378,9 @@ class Gateway:
         if not self._table.ready:
             late = [f"{model.name}: {model.state.value}" for model in self._table.models if not model.replicas]
             return "\n".join(["not ready", *late])
-        return None
+        now = time.monotonic()
+        cut_off = [f"{name}: unreachable" for name, queue in self.queues.items() if queue.links.cut_off(now)]
+        return "\n".join(["not ready", *cut_off]) if cut_off else None
 
     async def metrics_page(self, exchange: Exchange) -> None:
         """What this gateway counts, the other ones, and the controller."""

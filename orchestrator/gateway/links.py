@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec.structs
@@ -18,7 +19,9 @@ from workers.credentials import Credentials
 log = logging.getLogger(__name__)
 
 CONNECT_DEADLINE_S = 5.0
-RECONNECT_S = 0.1
+RECONNECT_S = 0.1  # before the first retry; it doubles
+RECONNECT_MOST_S = 2.0
+UNREACHABLE_S = 3.0  # without a link for so long: a start, an end or a retry is no reason any more
 
 
 class Links:
@@ -43,6 +46,7 @@ class Links:
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
         self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
+        self._last: dict[Route, float] = {}  # of each route when its last link ended, or when it came (monotonic)
         self._limits: Limits | None = None  # until something changes
         self._prefix_block: int | None = None  # likewise
         self._slots: int | None = None  # likewise
@@ -70,6 +74,18 @@ class Links:
     def usable(self) -> bool:
         """Whether some replica is there that has not refused us."""
         return len(self._routes.replicas) > len(self._refused)
+
+    def unreachable(self, now: float) -> list[Route]:
+        """The replicas in the routes that have had no link for ``UNREACHABLE_S``."""
+        return [
+            route
+            for route, since in self._last.items()
+            if now - since >= UNREACHABLE_S and ((link := self._links.get(route)) is None or link.welcome is None)
+        ]
+
+    def cut_off(self, now: float) -> bool:
+        """Whether there are replicas in the routes, and all are unreachable."""
+        return bool(self._routes.replicas) and len(self.unreachable(now)) == len(self._routes.replicas)
 
     @property
     def longest_prompt(self) -> int | None:
@@ -106,6 +122,8 @@ class Links:
         self._routes = routes
         self.forget()
         self._refused &= set(routes.replicas)
+        now = time.monotonic()
+        self._last = {route: self._last.get(route, now) for route in routes.replicas}
         for route, link in list(self._links.items()):
             link.resume() if route in routes.replicas else link.retire()
         for route in routes.replicas:
@@ -118,6 +136,8 @@ class Links:
     def lost(self, link: ReplicaLink) -> None:
         """Its connection has ended."""
         self._links.pop(link.route, None)
+        if link.welcome is not None and link.route in self._last:
+            self._last[link.route] = time.monotonic()
         self.forget()
 
     async def stop(self) -> None:
@@ -151,14 +171,16 @@ class Links:
 
     async def _keep(self, route: Route) -> None:
         """Hold a link to the replica for as long as it is in the routes: a lost link is not a lost replica."""
-        loop = asyncio.get_running_loop()
+        loop, pause_s = asyncio.get_running_loop(), RECONNECT_S
         while route in self._routes.replicas:
             try:
                 connecting = open_link(loop, lambda: self._make(route), route.socket, self._credentials)
                 _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
             except (OSError, asyncio.TimeoutError) as error:
-                log.warning("%s cannot be reached on %s: %s", route.id, route.socket, error)
-                await asyncio.sleep(RECONNECT_S)
+                level = logging.WARNING if pause_s < RECONNECT_MOST_S else logging.DEBUG
+                log.log(level, "%s cannot be reached on %s: %s", route.id, route.socket, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RECONNECT_MOST_S)
                 continue
             if route not in self._routes.replicas:  # it left while the link was being opened
                 link.close()
@@ -172,5 +194,8 @@ class Links:
                 if not self.slots:
                     self._on_unusable()
                 return
-            if link.welcome is None:
-                await asyncio.sleep(RECONNECT_S)  # it hung up at once; do not spin
+            if link.welcome is None:  # it hung up at once; do not spin
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RECONNECT_MOST_S)
+            else:
+                pause_s = RECONNECT_S

@@ -88,7 +88,7 @@ class ModelQueue:
         return self._links.live
 
     @property
-    def links(self) -> Iterable[ReplicaLink]:
+    def links(self) -> Links:
         """Those that are open."""
         return self._links
 

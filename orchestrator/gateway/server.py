@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import resource
 import ssl
@@ -28,6 +29,7 @@ STOP_GRACE_S = 2.0  # for answers that are under way
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
 SEAT_POLL_S = 0.05  # how long a dead gateway is missed where there is a spare one
+KEEP_EACH = 5  # of these, once the other gateways are watched
 FIRST_ROUTES_S = 5.0
 
 
@@ -108,8 +110,12 @@ class GatewayServer:
         Not before the routes are known, unless the controller is away: another gateway may have the same port, and
         answers meanwhile what this one would have to refuse."""
         await self.gateway.heard(FIRST_ROUTES_S)
-        while not await self.gateway.join():  # a spare: all is ready but the listener
-            self._started.set()
+        for turn in itertools.count():
+            if await self.gateway.join():
+                break
+            self._started.set()  # a spare: all is ready but the listener
+            if turn % KEEP_EACH == 0:
+                await self.gateway.keep()
             await asyncio.sleep(SEAT_POLL_S)
         self.gateway.gate.refresh()
         if self._certificates is not None:
@@ -119,7 +125,9 @@ class GatewayServer:
         try:
             while True:
                 await asyncio.sleep(SWEEP_S)
-                self._http.sweep(time.monotonic())
+                await self.gateway.keep()
+                if self.gateway.settled:
+                    self._http.sweep(time.monotonic())
                 self.gateway.gate.refresh()
                 renewed = None if self._certificates is None else self._certificates.renewed()
                 if renewed is not None:  # both listen for a moment, so that no connection is refused

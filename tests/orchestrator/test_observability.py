@@ -110,6 +110,7 @@ def test_the_dashboard_shows_every_metric_that_is_no_detail(played: Played) -> N
         "corewright_ready",  # a condition
         "corewright_model_available",
         "corewright_model_placed",
+        "corewright_model_reachable",
         "corewright_replica_given_up",
         "corewright_controller_age_seconds",
         "corewright_rollout_since_timestamp_seconds",

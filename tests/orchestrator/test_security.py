@@ -591,7 +591,7 @@ def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None
         assert [path for path in Home(home).sockets.iterdir() if path.is_socket()] == []  # it is the plane on TCP
 
         secrets = [SECRET_PROMPT, key[-43:-1], admin_key[-43:-1], "BEGIN PRIVATE KEY"]
-        assert any(path.name.startswith("raylet") for path in (Home(home).sockets / "ray").rglob("logs/*"))
+        assert any(path.name.startswith("raylet") for path in Home(home).ray.rglob("logs/*"))
         assert holding([home, Home(home).sockets], *secrets) == []
         assert holding([home], record.token) == ["fleet.json"]
         assert fleet.stop() == 0

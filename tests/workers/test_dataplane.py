@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,3 +221,25 @@ def test_a_slot_that_was_promised_is_not_taken_by_who_is_faster(
 
     assert [event.finish for event in refused] == [FinishReason.BUSY]
     assert waiting.events(1)["late"][-1].finish is FinishReason.LENGTH
+
+
+def test_a_socket_that_was_removed_is_made_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleaners of temporary folders remove what looks old. What is connected stays, and others find it again."""
+    monkeypatch.setattr(dataplane, "PATH_POLL_S", 0.02)
+    served.plane.close()
+    served.restart_plane()
+    before = Client(served.path)
+    assert isinstance(before.receive(), Welcome)
+    for folder_too in (False, True):
+        served.path.unlink()
+        if folder_too:
+            served.path.parent.rmdir()
+        deadline = time.monotonic() + 10
+        while not served.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        after = Client(served.path)
+        assert isinstance(after.receive(), Welcome)
+        for client, id in ((before, f"a{folder_too}"), (after, f"b{folder_too}")):
+            client.send(Submit(GenerateRequest(id=id, prompt_ids=[1, 2], max_tokens=2)))
+            assert list(client.events(1)) == [id]
+        assert served.path.stat().st_mode & 0o777 == 0o600

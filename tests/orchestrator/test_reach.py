@@ -1,0 +1,178 @@
+"""Replicas that gateways cannot connect to are reported, and connected again when that is possible."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec.structs
+import pytest
+
+from orchestrator.demand import DemandReport
+from orchestrator.gateway import links as links_of
+from orchestrator.gateway.exposition import page
+from orchestrator.gateway.links import RECONNECT_MOST_S, Links
+from orchestrator.home import LONGEST_SOCKET, SOCKET_BYTES, Home
+from orchestrator.reach import FORGET_S
+from orchestrator.routes import Route
+from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.gateways import LiveGateway, routes, until
+from tests.orchestrator.promql import Page
+from tests.served import Served
+
+SPEC = """\
+version: 1
+hosts: {emulate: inf2.48xlarge}
+models:
+  m: {engine: echo, replicas: {min: 2, max: 2}}
+"""
+
+
+def last(gateway: LiveGateway) -> list[str] | None:
+    """What the last report names as unreachable; None before the first."""
+    reports = list(gateway.controller.reports)
+    return reports[-1].unreachable if reports else None
+
+
+def test_a_model_that_cannot_be_reached_makes_the_gateway_unready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is reported; once its replica listens again the gateway is ready without anybody's help."""
+    monkeypatch.setattr(links_of, "UNREACHABLE_S", 0.3)
+    served = Served()
+    gateway = LiveGateway()
+    try:
+        gateway.serve(routes("m", served))
+        assert gateway.http.get("/readyz").status_code == 200
+
+        served.kill()  # it stays in the routes, as one whose socket was removed
+        until(lambda: gateway.http.get("/readyz").status_code == 503, 10, "unready")
+        assert gateway.http.get("/readyz").text == "not ready\nm: unreachable\n"
+        until(lambda: last(gateway) == ["m/0"], 10, "reported")
+
+        served.restart_plane()
+        until(lambda: gateway.http.get("/readyz").status_code == 200, 10, "ready again")
+        until(lambda: last(gateway) == [], 10, "reported as reachable")
+    finally:
+        gateway.close()
+        served.close()
+
+
+def test_one_replica_of_two_that_cannot_be_reached_is_reported_and_leaves_the_gateway_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one answers."""
+    monkeypatch.setattr(links_of, "UNREACHABLE_S", 0.2)
+    served = Served()
+    gateway = LiveGateway()
+    there = routes("m", served)
+    gone = msgspec.structs.replace(there, replicas=[*there.replicas, Route("m/1", 1, "/nowhere/s")])
+    try:
+        gateway.controller.set(gone)
+        until(lambda: last(gateway) == ["m/1"], 10, "reported")
+        assert gateway.http.get("/readyz").status_code == 200
+    finally:
+        gateway.close()
+        served.close()
+
+
+def test_a_replica_that_cannot_be_reached_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most every two seconds in the end, and never later than that."""
+    tried: list[float] = []
+
+    async def refused(loop: asyncio.AbstractEventLoop, *_: Any) -> Any:
+        tried.append(loop.time())
+        raise OSError(errno.ENOENT, "gone")
+
+    async def live() -> None:
+        monkeypatch.setattr(links_of, "open_link", refused)
+        links = Links(routes("m"), refused, credentials=None, on_open=lambda: None, on_unusable=lambda: None)  # type: ignore[arg-type]
+        links.update(msgspec.structs.replace(routes("m"), replicas=[Route("m/0", 1, "/nowhere/s")]))
+        await asyncio.sleep(60.0)
+        await links.stop()
+
+    virtually(live)
+    pauses = [round(after - before, 3) for before, after in itertools.pairwise(tried)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 0.2
+    assert pauses[-1] == pytest.approx(RECONNECT_MOST_S)
+
+
+def test_what_gateways_cannot_reach_is_in_status_events_and_metrics(tmp_path: Path) -> None:
+    """Of any of them, until all reach it again or the one that did not has ended."""
+
+    async def live() -> None:
+        async with Played(tmp_path, FakeCluster(), SPEC) as fleet:
+            await fleet.settled()
+
+            async def report(gateway: str, *ids: str) -> None:
+                await fleet.controller.demand(
+                    DemandReport(gateway=gateway, number=1, seconds=1.0, unreachable=list(ids))
+                )
+                await asyncio.sleep(1.5)
+
+            def condition() -> tuple[bool, str, str]:
+                (found,) = (one for one in fleet.model("m")["conditions"] if one["type"] == "Reachable")
+                return found["status"], found["reason"], found["message"]
+
+            async def metric() -> float:
+                metrics = Page.read(page(await fleet.controller.metrics())[0].decode())
+                return metrics.value("corewright_model_reachable", model="m")
+
+            assert condition() == (True, "Connected", "")
+            assert await metric() == 1.0
+            await report("a", "m/1", "m/7")
+            await report("b")
+            assert condition() == (False, "Unreachable", "m/1")
+            assert await metric() == 0.0
+            assert fleet.happened().count("Unreachable") == 1
+            await report("a")
+            assert condition() == (True, "Connected", "")
+            assert fleet.happened().count("Reachable") == 1
+            await report("b", "m/0")
+            assert condition() == (False, "Unreachable", "m/0")
+            await asyncio.sleep(FORGET_S + 2.0)
+            assert condition() == (True, "Connected", "")
+
+    virtually(live)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "used"),
+    [("r", True), ("r" * 120, False), ("missing", False), ("", False), ("relative", False), ("file", False)],
+)
+def test_sockets_are_below_the_runtime_folder_where_their_paths_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, used: bool
+) -> None:
+    """Else below /tmp. Ray's files, which may be large, are always there."""
+    short = Path("/tmp") / f"cwx-{tmp_path.name[-8:]}"
+    short.mkdir(exist_ok=True)
+    try:
+        folder = short / runtime
+        if runtime == "file":
+            folder.touch()
+        elif runtime.startswith("r"):
+            folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(short)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime if runtime in ("", "relative") else str(folder))
+        home = Home(tmp_path / "home")
+        home.prepare()
+        assert home.sockets.is_dir()
+        assert home.sockets.is_relative_to(folder if used else home.temporary)
+        assert home.ray.is_relative_to(home.temporary)
+        assert len(str(home.sockets / LONGEST_SOCKET)) <= SOCKET_BYTES
+        home.forget_fleet()
+        assert not home.sockets.exists()
+        assert not home.temporary.exists()
+    finally:
+        shutil.rmtree(short)
+
+
+def test_a_runtime_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `sudo -E` hands it on."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/proc/1/net" if Path("/").stat().st_uid else "/run")
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    home = Home(tmp_path)
+    assert home.sockets == home.temporary
