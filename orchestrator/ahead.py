@@ -40,8 +40,12 @@ class Watching(Protocol):
 
     def not_fetched(self, failure: Failure) -> None: ...
 
+    def checking(self) -> None:
+        """All is here, and whether it can be loaded is looked at."""
+        ...
+
     def looking(self) -> None:
-        """All is here, and the engine's package is asked what it would compile."""
+        """The engine's package is asked what it would compile."""
         ...
 
     def unforeseen(self, failure: Failure) -> None:
@@ -60,13 +64,14 @@ async def get_ready(
     clock: Callable[[], float] = time.monotonic,
     *,
     compiled: bool = False,
+    checks: bool = False,
     lead_s: float | None = None,
 ) -> ReplicaConfig | Failure:
     """The configuration as its process is to be told, when its host has all of it; or why it cannot be had.
 
-    ``compiled``: the engine's package is not asked what it would compile, which takes it some seconds. ``lead_s``:
-    ``watching`` hears of an arrival that ends within that time (see `lead_of`); None: of none. Cancelled, it waits for
-    neither any longer. Raises HostLost.
+    ``checks``: what its start would find wrong without its cores counts as well. ``compiled``: the engine's package is
+    not asked what it would compile, which takes it some seconds. ``lead_s``: ``watching`` hears of an arrival that ends
+    within that time (see `lead_of`); None: of none. Cancelled, it waits for neither any longer. Raises HostLost.
     """
     wanted = [one.source for one in wanted_by(config) if one is not None]
     if wanted:
@@ -77,6 +82,11 @@ async def get_ready(
             return found
         config = found.config
         watching.fetched(found)
+    if checks:
+        watching.checking()
+        failure = await cluster.check(config)
+        if failure is not None:
+            return failure
     if compiled or not compiles(config):
         return config
     watching.looking()

@@ -99,6 +99,10 @@ class RayCluster:
         hosts = list(self._labels)
         return dict(zip(hosts, await asyncio.gather(*map(of, hosts)), strict=True))
 
+    async def check(self, config: ReplicaConfig) -> Failure | None:
+        ended = await self._wait_for(config.host, "check", config)
+        return ended if isinstance(ended, Failure) else None
+
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         told = await self._wait_for(config.host, "foresee", config)
         trouble = told.what if isinstance(told, Failure) else told.trouble

@@ -94,6 +94,12 @@ class Cluster(Protocol):
         """By host, which of these sources are there as a whole, of whatever date. Nobody is asked over the network."""
         ...
 
+    async def check(self, config: ReplicaConfig) -> Failure | None:
+        """Why the replica could not load what it names, as far as that shows without cores: its tokenizer, its config,
+        the header of each file of weights, the engine's package in its interpreter. What it names is on its host. Reads
+        no weights, in a process of its own. Raises HostLost."""
+        ...
+
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         """What the start of a replica would have to compile that can be compiled ahead, each in words. Claims no core
         and reads no weights. A Failure (foresee-failed) where that cannot be told. Raises HostLost."""

@@ -20,7 +20,7 @@ from workers.artifacts.flights import Flights
 from workers.artifacts.keeping import StoreSettings
 from workers.artifacts.manifest import Artifact
 from workers.artifacts.progress import FetchStatus
-from workers.build import Built
+from workers.build import Built, Checked
 from workers.claims import held_cores
 from workers.config import ReplicaConfig
 from workers.device_metrics import DeviceMonitor
@@ -92,6 +92,11 @@ class HostActor:
     def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Foreseen | Failure | None:
         """As ``fetch``."""
         return self._workshop.foresee(waiter, config, wait_s)
+
+    @_long
+    def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | None:
+        """As ``fetch``."""
+        return self._workshop.check(waiter, config, wait_s)
 
     def leave(self, waiter: str) -> None:
         """It waits for no fetch and no compiler any more."""

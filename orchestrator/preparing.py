@@ -1,4 +1,5 @@
-"""Brings what an update needs to where it will be, before anything old goes."""
+"""Does all of an update that needs no cores before an old replica goes: what a new one loads is fetched, checked and
+compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from workers.status import Failure, Reaction
 
 log = logging.getLogger(__name__)
 
-_LATE = {"fetching": "fetch-deadline", "looking": "start-deadline", "compiling": "compile-deadline"}
+_LATE = {"fetching": "fetch-deadline", "compiling": "compile-deadline"}  # by phase; else it is the start's
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -106,7 +107,8 @@ class Preparing:
             # not into the log of the replica that serves with that number
             ready = msgspec.structs.replace(state.pinned(ready), log=str(self._log_of(before.model)))
             watching = _Watching(state, before, self._fetched, self._wake)
-            return await self._within(deadlines, watching, get_ready(ready, self._cluster, watching, state.clock))
+            work = get_ready(ready, self._cluster, watching, state.clock, checks=True)
+            return await self._within(deadlines, watching, work)
         except Exception as error:  # the old replicas serve, and it is tried again
             log.exception("%s cannot be made ready on %s", before.model, before.host)
             return Failure("start-failed", f"{type(error).__name__}: {error}")
@@ -123,13 +125,16 @@ class Preparing:
         self, deadlines: Deadlines, watching: _Watching, work: Coroutine[Any, Any, ReplicaConfig | Failure]
     ) -> ReplicaConfig | Failure:
         """Its result, where each phase keeps its deadline."""
-        limits = {"fetching": deadlines.fetch_s, "looking": LOOKING_S, "compiling": deadlines.compile_s}
+        limits = {"fetching": deadlines.fetch_s, "compiling": deadlines.compile_s}
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                phase, left_s = watching.phase, limits[watching.phase] - (self._state.clock() - watching.since)
+                phase = watching.phase
+                limit_s = limits.get(phase, LOOKING_S)
+                left_s = limit_s - (self._state.clock() - watching.since)
                 if left_s <= 0.0:
-                    return Failure(_LATE[phase], f"it has been {phase} for {limits[phase]:.0f} s on {watching.host}")
+                    what = f"it has been {phase} for {limit_s:.0f} s on {watching.host}"
+                    return Failure(_LATE.get(phase, "start-deadline"), what)
                 watching.changed.clear()
                 await self._either(task, watching.changed, left_s)
             return task.result()
@@ -179,6 +184,9 @@ class _Watching:
     def not_fetched(self, failure: Failure) -> None:
         self._fetched(self._of.model, None)
         self._state.tell("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
+
+    def checking(self) -> None:
+        self._enter("checking")
 
     def looking(self) -> None:
         self._enter("looking")

@@ -218,6 +218,9 @@ class _Telling:
         self._hands.fetched(self._id.rpartition("/")[0], None)
         self._tell("error", "FetchFailed", str(failure))
 
+    def checking(self) -> None:
+        """The start itself finds that out: nobody asks for this."""
+
     def looking(self) -> None:
         view = self._hands.view(self._id, self._epoch)
         if view is not None and view.state is State.FETCHING:

@@ -478,18 +478,17 @@ class FleetState:
         return self.goal
 
     def _with_awaited(self, situation: Situation, goal: Goal) -> Goal:
-        """The same, but that no old replica goes for one whose host does not have what it loads yet."""
+        """The same, but that no old replica goes for one for which not all is done that needs no cores."""
         self.coming = ()
         awaited = situation
         for name, step in goal.steps.items():
-            way, model = self.ways.get(name), self.current.spec.model(name)
-            if not step.old or way is None or way.strategy == "surge" or self.frozen or model is None:
+            way = self.ways.get(name)
+            if not step.old or way is None or way.strategy == "surge" or self.frozen:
                 continue
-            if takes_long(model, self.current.engines[name]):
-                missing = tuple(one for one in coming(situation, name) if not self.preparation(one).done)
-                if missing:
-                    self.coming += missing
-                    awaited = awaited.with_wish(dataclasses.replace(awaited.wishes[name], awaited=True))
+            missing = tuple(one for one in coming(situation, name) if not self.preparation(one).done)
+            if missing:
+                self.coming += missing
+                awaited = awaited.with_wish(dataclasses.replace(awaited.wishes[name], awaited=True))
         goal = goal if awaited is situation else aim(awaited)
         if self.frozen:
             return goal
@@ -500,9 +499,11 @@ class FleetState:
         return goal
 
     def _is_lacking(self, target: ReplicaTarget) -> bool:
-        model = self.current.spec.model(target.model)
-        long = model is not None and takes_long(model, self.current.engines[target.model])
-        return long and not self.preparation(target).done
+        """Whether not all is done for it: where a replica like it was ready, only what it loads may be gone again."""
+        model, preparation = self.current.spec.model(target.model), self.preparation(target)
+        if model is None or preparation.done:
+            return False
+        return takes_long(model, self.current.engines[model.name]) or preparation.key not in self.compiled_on
 
     def _may_stay(self, view: ReplicaView, short: Collection[str]) -> bool:
         """Nobody has told it to go: others need its cores more, that is all. ``short``: the models that lose some."""

@@ -1,4 +1,5 @@
-"""Compiling ahead of a start, in processes apart from whoever asks: what would be compiled, and compiling it."""
+"""What is done ahead of a start, in processes apart from whoever asks: checking what it needs beside its cores, finding
+out what would be compiled, and compiling it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import msgspec
 from workers import child, host
 from workers.artifacts.listing import Stopped
 from workers.artifacts.progress import Progress
-from workers.build import Built, Order, Predicted, Told, Trouble, Working
+from workers.build import Built, Checked, Order, Predicted, Told, Trouble, Working
 from workers.buildable import compiles as compiles
 from workers.config import ReplicaConfig
 from workers.neff_cache.verify import verdicts
@@ -42,6 +43,21 @@ def build_key(config: ReplicaConfig) -> str:
     """Equal for configurations whose replicas look for the same compiled artifacts."""
     plain = msgspec.to_builtins(msgspec.structs.replace(config, env={}, **_OF_ONE_REPLICA))
     return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def check(config: ReplicaConfig, stop: threading.Event | None = None) -> Checked | Failure:
+    """Whether a start of ``config`` could load what it names; see `build.check`. Blocks, for as long as the engine's
+    package takes to import. Raises Stopped soon after ``stop`` is set."""
+    try:
+        for told in answers("check", config, stop or threading.Event(), FORESEE_S):
+            if isinstance(told, Checked):
+                return told
+            if isinstance(told, Trouble):
+                return told.failure
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
+        return Failure("start-failed", f"{config.model} cannot be checked: {type(error).__name__}: {error}")
+    what = f"the process that checked {config.model} ended without an answer"
+    return Failure("start-failed", what, f"its log is {config.log}")
 
 
 def foresee(config: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:

@@ -1,9 +1,9 @@
-"""What a start would compile, and compiling it: ``python -m workers.build predict`` and ``... compile``.
+"""What a start needs and can be had without its cores: ``python -m workers.build check``, ``predict`` and ``compile``.
 
-An ``Order`` comes as JSON on standard input, and lines of JSON go to standard output: ``predict`` answers with what the
-start of that configuration would look for, ``compile`` tells how far it is and how it ended. Runs in the engine's own
-interpreter, imports the engine's package only here, claims no core, and ends with its parent. ``predict`` reads no
-weights, unless it is told to.
+An ``Order`` comes as JSON on standard input, and lines of JSON go to standard output: ``check`` answers whether the
+start of that configuration could load what it names, ``predict`` what of it would be compiled, ``compile`` tells how
+far it is and how it ended. Runs in the engine's own interpreter, imports the engine's package only here, claims no
+core, and ends with its parent. ``check`` reads the headers of weights, ``predict`` no weights unless it is told to.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from workers.compiled import Entry, entry, peek
 from workers.config import NEVER_SET, ReplicaConfig
 from workers.engine import EngineLoadError
 from workers.engines import hide_progress_bars
+from workers.engines.checkpoint_files import check_checkpoint
 from workers.faults import VAGUE, fault_of
 from workers.memory import is_out_of_memory, out_of_memory
 from workers.neff_cache.silence import say
 from workers.offspring import end_with
 from workers.status import Failure
+from workers.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """The name of its folder; empty where that is not known."""
         return Path(self.folder).name
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
+    """The answer to ``check``: nothing was found that would keep a start from loading the model."""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, tag="predicted"):
@@ -105,8 +111,27 @@ class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
     failure: Failure
 
 
-Told = Predicted | Working | Built | Trouble
+Told = Checked | Predicted | Working | Built | Trouble
 Tell = Callable[[Told], None]
+
+
+def check(config: ReplicaConfig) -> Checked:
+    """Look at all that a start of ``config`` needs beside its cores: tokenizer, config.json, the header of each file of
+    weights, the engine's package and what it says of the settings. Raises EngineLoadError, and what imports raise."""
+    if config.engine == "echo":
+        return Checked()
+    hide_progress_bars()
+    for folder in (config.source, config.draft_source):
+        if folder is not None:
+            check_checkpoint(Path(folder), allow_pickle=config.allow_pickle)
+    load_tokenizer(config.engine, config.source)
+    if config.engine == "cpu":
+        from workers.engines.cpu import check as check_cpu
+
+        check_cpu(config)
+    else:
+        _buildables(config, read=False)
+    return Checked()
 
 
 def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
@@ -224,7 +249,9 @@ def answer(command: str, order: Order, tell: Tell) -> bool:
     """Do it and tell of it; False: there was trouble. Never raises for what the model or the machine does."""
     config = order.config
     try:
-        if command == "predict":
+        if command == "check":
+            tell(check(config))
+        elif command == "predict":
             tell(predict(config, order.read))
         else:
             tell(compile_all(config, tell, order.push, order.make))
@@ -239,7 +266,8 @@ def answer(command: str, order: Order, tell: Tell) -> bool:
             tell(Trouble(Failure(want.id, want.what, want.hint)))
         else:
             what = f"{command} of {config.model}: {type(error).__name__}: {error}"
-            tell(Trouble(_explained(Failure("compile-failed", what, f"the log is {config.log}"), error, config.log)))
+            id = "start-failed" if command == "check" else "compile-failed"
+            tell(Trouble(_explained(Failure(id, what, f"the log is {config.log}"), error, config.log)))
     return False
 
 
@@ -251,8 +279,8 @@ def _explained(told: Failure, error: Exception, log_file: str) -> Failure:
 
 def main(arguments: list[str]) -> int:
     """Read the order, answer it. Exit code 0: done; 1: trouble, which is told; 2: not asked in the right way."""
-    if arguments not in (["predict"], ["compile"]):
-        sys.stderr.write("usage: python -m workers.build predict|compile < JSON\n")
+    if arguments not in (["check"], ["predict"], ["compile"]):
+        sys.stderr.write("usage: python -m workers.build check|predict|compile < JSON\n")
         return 2
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     if order.parent:

@@ -10,6 +10,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from workers.engine import EngineLoadError
 from workers.text import ByteTextStream, FastTextStream, TextStream
 
@@ -113,6 +115,23 @@ def load_tokenizer(engine: str, path: str | None) -> Tokenizer:
     return HubTokenizer(path)
 
 
+def check_tokenizer_files(directory: Path) -> None:
+    """Look at the tokenizer of a model directory without loading it, which takes seconds of imports. Raises as
+    ``load_tokenizer``."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise EngineLoadError(
+            "no-tokenizer", f"{directory} has no tokenizer", "save it there with tokenizer.save_pretrained(...)"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = directory / name
+        try:
+            if file.is_file():
+                msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        except (OSError, ValueError, RecursionError) as error:
+            what = f"the tokenizer in {directory} cannot be read: {name}: {error}"
+            raise EngineLoadError("bad-tokenizer", what, "copy the file again") from error
+
+
 class ByteTokenizer:
     """Every byte of UTF-8 is a token; one more id is EOS. Thread-safe: it holds no state."""
 
@@ -178,10 +197,7 @@ class HubTokenizer:
     def __init__(self, path: str | Path) -> None:
         """Raises ``EngineLoadError``: ``no-tokenizer`` when there is none at ``path``, else ``bad-tokenizer``."""
         directory = Path(path)
-        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-            raise EngineLoadError(
-                "no-tokenizer", f"{directory} has no tokenizer", "save it there with tokenizer.save_pretrained(...)"
-            )
+        check_tokenizer_files(directory)
         try:
             from transformers import AutoTokenizer
         except ImportError as error:

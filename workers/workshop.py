@@ -10,7 +10,7 @@ from workers import ahead, host
 from workers.artifacts.flights import Flights
 from workers.artifacts.listing import Stopped
 from workers.artifacts.progress import Progress
-from workers.build import Built
+from workers.build import Built, Checked
 from workers.config import ReplicaConfig
 from workers.status import Failure
 from workers.turns import Turns, need_gib
@@ -34,6 +34,7 @@ class Workshop:
         at once; None: what its CPUs allow. ``need``: the memory that one compile takes, in GiB."""
         self._compiles: Flights[Built | Failure] = Flights()
         self._foresights: Flights[ahead.Foreseen] = Flights()
+        self._checks: Flights[Checked | Failure] = Flights()
         self._turns = turns or Turns()
         self._looks = threading.BoundedSemaphore(looks or looks_at_once(len(host.usable_cpus())))
         self._need = need
@@ -61,10 +62,22 @@ class Workshop:
 
         return self._foresights.ask(waiter, ahead.build_key(config), config.model, work, wait_s)
 
+    def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | None:
+        """Whether the start of ``config`` could load what it names; likewise."""
+
+        def work(_: Progress, stop: threading.Event) -> Checked | Failure:
+            with self._looks:
+                if stop.is_set():
+                    raise Stopped(f"nobody waits for {config.model} any more")
+                return ahead.check(config, stop)
+
+        return self._checks.ask(waiter, ahead.build_key(config), config.model, work, wait_s)
+
     def leave(self, waiter: str) -> None:
         """It waits for nothing any more."""
         self._compiles.leave(waiter)
         self._foresights.leave(waiter)
+        self._checks.leave(waiter)
 
 
 def looks_at_once(cpus: int) -> int:

@@ -131,6 +131,9 @@ class FakeCluster:
         self.fetching: list[tuple[str, str]] = []  # (host, source) of what goes on
         self.fetches: list[tuple[str, str]] = []  # of all that were begun
         self.stopped_fetches: list[tuple[str, str]] = []
+        self.checks: list[str] = []  # versions
+        self.check_s = 0.0
+        self.unloadable: dict[str, Failure] = {}  # by version, what a check finds
         self.uncompiled: set[str] = set()  # versions that would be compiled
         self.compile_s = 0.0
         self.compiles: list[str] = []  # versions
@@ -217,6 +220,12 @@ class FakeCluster:
             host: frozenset(name for one in here if (name := one.rpartition("@")[0]) in sources)
             for host, here in self.store.items()
         }
+
+    async def check(self, config: ReplicaConfig) -> Failure | None:
+        self.checks.append(config.version)
+        if self.check_s:
+            await asyncio.sleep(self.check_s)
+        return self.unloadable.get(config.version)
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
         if self.look_s:

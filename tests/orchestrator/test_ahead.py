@@ -627,3 +627,76 @@ def test_the_status_tells_what_an_update_waits_for() -> None:
     assert "chat/1: fetching s3://models/one\n" in told
     assert f"chat: what the new version loads is brought to {HOST}, the old replicas serve meanwhile\n" in told
     assert "    2 failed: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in told
+
+
+UNLOADABLE = Failure("weights-broken", "model.safetensors is cut off")
+
+
+@pytest.mark.parametrize("strategy", ["in_place", "hold"])
+def test_an_update_that_cannot_be_loaded_is_rolled_back_and_nothing_old_goes(tmp_path: Path, strategy: str) -> None:
+    """A local source, on a full host: what shows without cores fails the update while the old replica serves."""
+    cluster = FakeCluster()
+    folder = str(tmp_path)
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        text = spec(folder, degree=24, batch=3, strategy=strategy)
+        _, generation = await played.operator._read(text, "spec.yaml", folder, by="x", cause="apply")
+        cluster.unloadable[generation.versions["m"]] = UNLOADABLE
+        await played.apply(text)
+        await played.until(lambda: played.model("m")["preparing"], "it is prepared", 60.0)
+        await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
+        await played.settled()
+        assert (cluster.drained, len(cluster.started), len(cluster.checks)) == ([], 1, 3)
+        cause = next(event.message for event in played.journal.events() if event.reason == "RolloutFailed")
+        assert "weights-broken: model.safetensors is cut off" in cause
+
+    play(tmp_path, cluster, spec(folder, degree=24, strategy=strategy), story)
+
+
+def test_a_check_that_ends_in_time_lets_the_update_go_on(tmp_path: Path) -> None:
+    """The status says what it waits for; the old replica serves until then."""
+    cluster = FakeCluster()
+    folder = str(tmp_path)
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        cluster.check_s = 30.0
+        await played.apply(spec(folder, degree=24, batch=3))
+        await played.until(
+            lambda: [one["state"] for one in played.model("m")["preparing"]] == ["checking"], "it is checked", 60.0
+        )
+        assert (len(played.ready("m")), cluster.drained) == (1, [])
+        await played.settled()
+        assert len(cluster.started) == 2
+
+    play(tmp_path, cluster, spec(folder, degree=24), story)
+
+
+LENDING = """\
+version: 1
+hosts: {{emulate: inf2.48xlarge}}
+defaults: {{engine: cpu}}
+models:
+  m: {{source: {folder}, tp_degree: 8, max_batch: {batch}, priority: 1, update: {{strategy: borrow}}}}
+  idle: {{source: {folder}, tp_degree: 8}}
+  other: {{source: {folder}, tp_degree: 8}}
+"""
+
+
+def test_no_replica_of_another_model_is_lent_to_an_update_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """Borrow ends the lender first: it stays, and serves."""
+    cluster = FakeCluster()
+
+    async def story(played: Played) -> None:
+        await played.settled()
+        await cluster.find("idle/0").tell(idle_s=600.0)
+        await played.until(lambda: played.controller.state.views["idle/0"].idle, "idle")
+        second = LENDING.format(folder=tmp_path, batch=3)
+        _, generation = await played.operator._read(second, "spec.yaml", str(tmp_path), by="x", cause="apply")
+        cluster.unloadable[generation.versions["m"]] = UNLOADABLE
+        await played.apply(second)
+        await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600.0)
+        assert (cluster.drained, len(cluster.started)) == ([], 3)
+
+    play(tmp_path, cluster, LENDING.format(folder=tmp_path, batch=2), story)

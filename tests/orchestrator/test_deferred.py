@@ -63,6 +63,22 @@ def test_a_replica_serves_until_what_takes_its_cores_is_fetched(tmp_path: Path) 
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize("source", ["s3://models/high", "FOLDER"])
+def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_loaded(tmp_path: Path, source: str) -> None:
+    """It is on its host, and a check without cores says why it would not start."""
+
+    async def story(played: Played, cluster: FakeCluster) -> None:
+        cluster.fetch_s = 0.0
+        text = HIGH.replace("s3://models/high", source.replace("FOLDER", str(tmp_path)))
+        _, generation = await played.operator._read(text, "spec.yaml", str(tmp_path), by="x", cause="apply")
+        cluster.unloadable[generation.versions["high"]] = Failure("bad-tokenizer", "it is cut off")
+        await played.apply(text)
+        await played.until(lambda: any(one["failures"] > 1 for one in played.model("high")["preparing"]), "twice", 60.0)
+        assert (len(played.ready("low")), cluster.drained) == (3, [])
+
+    play(tmp_path, story)
+
+
 def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_had(tmp_path: Path) -> None:
     """And goes when it can be had at last."""
 

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from workers.artifacts.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT
 from workers.engine import EngineLoadError
+
+MAX_HEADER = 100_000_000  # bytes; what safetensors allows
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -63,3 +68,88 @@ def check_length(max_len: int, limit: int | None, positions: str = "positions of
         raise EngineLoadError(
             "max-len-too-long", f"max_len {max_len} exceeds the {limit} {positions}", f"at most {limit}"
         )
+
+
+def check_checkpoint(path: Path, *, allow_pickle: bool = False) -> None:
+    """Look at the config.json in ``path`` and at the header of each file of weights, whichever engine will load them.
+
+    1. What Optimum Neuron compiled has the weights in ``checkpoint/``.
+    2. Safetensors, as an index names them or as one file; the rest is not looked at then.
+    3. One file for each core, in ``weights/``, or a compiled model, which may hold them.
+    4. Pickles: that they are there and allowed, no more. Reading one takes torch.
+
+    Raises EngineLoadError.
+    """
+    read_config(path)
+    inner = path / "checkpoint"
+    root = inner if (inner / "config.json").is_file() and not (path / "model.safetensors").is_file() else path  # 1
+    whole, index = root / "model.safetensors", root / INDEX
+    if whole.is_file() or index.is_file():  # 2
+        safe = _listed(index) if index.is_file() else [whole]
+    else:  # 3
+        safe = sorted((path / "weights").glob("tp*_sharded_checkpoint.safetensors"))
+        if not safe and not ((path / COMPILED).is_file() and (path / NEURON_CONFIG).is_file()):
+            safe = _check_pickles(root, allow_pickle)  # 4
+    for file in safe:
+        _check_header(file)
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index names, each of which is there."""
+    found = read_json(index)
+    names = found.get("weight_map") if index.name.endswith(".index.json") else found
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise EngineLoadError("config-unreadable", f"{index} names no files")
+    files = [index.parent / name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        what = f"{index.parent} lacks {', '.join(missing[:3])}{more}"
+        raise EngineLoadError("weights-missing", what, "copy the weights again")
+    return files
+
+
+def _check_pickles(root: Path, allow_pickle: bool) -> list[Path]:
+    """The safetensors among the files of a split model; other weights are pickles, which somebody must allow."""
+    pickle, split = root / "pytorch_model.bin", root / SPLIT
+    index = root / "pytorch_model.bin.index.json"
+    if split.is_file():
+        files = _listed(split)
+    elif pickle.is_file():
+        files = [pickle]
+    elif index.is_file():
+        files = _listed(index)
+    else:
+        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(root.glob(pattern))]
+        what = f"{root} lacks model.safetensors" + (f" and has only {', '.join(others[:3])}" if others else "")
+        hint = "convert the weights with save_pretrained" if others else "copy the weights again"
+        raise EngineLoadError("weights-missing", what, hint)
+    pickles = [file for file in files if file.suffix != ".safetensors"]
+    if pickles and not allow_pickle:
+        raise EngineLoadError(
+            "pickle-refused",
+            f"the weights of {root} are pickled ({pickles[0].name}), and reading a pickle can run code",
+            "convert them with save_pretrained; or, if you trust the file, set `allow_pickle: true`",
+        )
+    return [file for file in files if file.suffix == ".safetensors"]
+
+
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+def _check_header(file: Path) -> None:
+    """Find a file of safetensors that is cut off or garbled, by its header and its size."""
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= min(MAX_HEADER, size - 8):
+                raise ValueError("it has no header of safetensors")
+            parts = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        tensors = [msgspec.json.decode(part, type=_Tensor) for name, part in parts.items() if name != "__metadata__"]
+        wanted = 8 + length + max((tensor.data_offsets[1] for tensor in tensors), default=0)
+        if size != wanted:
+            raise ValueError(f"it has {size} bytes, and its header tells of {wanted}")
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error

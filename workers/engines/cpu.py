@@ -65,6 +65,14 @@ def buildables(config: EngineConfig) -> list[Buildable]:
     return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
 
 
+def check(config: EngineConfig) -> None:
+    """See `CpuEngine.check`; of the draft too."""
+    target, draft = _engines(config)
+    target.check()
+    if draft is not None:
+        draft.check()
+
+
 def _engines(config: EngineConfig) -> tuple[CpuEngine, CpuEngine | None]:
     if config.source is None:
         raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
@@ -240,27 +248,38 @@ class CpuEngine:
         finally:
             self.close()
 
-    def _load(self) -> None:
+    def check(self) -> tuple[dict[str, Any], bool]:
+        """Look at all that ``load`` needs beside cores and memory: the libraries, config.json, the header of each file
+        of weights. Gives the decoded config.json, and whether the weights are pickles. Raises EngineLoadError."""
         if self._compiles:
             cpu_artifacts.check_compiler()
-        prefill_buckets, decode_buckets = self._checked_sizes()
+        self._checked_sizes()
         _arrived(lambda: wait_for_small(self._path))
         settings = read_config(self._path)
-        family = _family(settings, self._path, self._trust_remote_code)
-        eos = eos_token_ids(self._path, settings)
+        _family(settings, self._path, self._trust_remote_code)
+        eos_token_ids(self._path, settings)
         weights, pickled = _weight_files(self._path, self._allow_pickle)
         try:
-            import torch
+            import torch  # noqa: F401 - as below
             from safetensors import SafetensorError
             from transformers import AutoModelForCausalLM  # noqa: F401 - the import is what is tried
         except ImportError as error:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
         if pickled:
             _check_pickles(weights)
         else:
             _check_weight_files(weights, SafetensorError)
+        return settings, pickled
+
+    def _load(self) -> None:
+        settings, pickled = self.check()
+        family = _family(settings, self._path, self._trust_remote_code)
+        eos = eos_token_ids(self._path, settings)
+        prefill_buckets, decode_buckets = self._checked_sizes()
+        import torch
+
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
         _check_positions(model.config, self._max_len)
 
