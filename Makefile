@@ -1,14 +1,19 @@
 # make demo        three models on an emulated inf2.48xlarge, in the foreground
-# make test        style, types and tests (SLOW=1: the long ones too)
+# make test        style, types and the tests without a fleet, on all cores
+#                  LIVE=1: also the fleets and kills; SLOW=1: everything
+# make test-fast, test-live, test-long    one part of these alone
+# make bench-check compare the hot paths' CPU time with that of a commit (BASE=HEAD~1)
 # make demo-check  start the demo, ask every model, stop
 # make venv        only the environment
 
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
-MARKS := $(if $(SLOW),,-m "not slow")
+WORKERS ?= logical
+BASE ?= HEAD~1
+LONG := soak or browser or compile or slow
 
-.PHONY: demo demo-check test lint venv chromium
+.PHONY: demo demo-check test test-fast test-live test-long lint venv chromium bench-check
 
 venv: .venv/.installed
 
@@ -38,5 +43,17 @@ chromium:
 		done; \
 	fi
 
-test: lint $(if $(SLOW),chromium)
-	$(BIN)/pytest $(MARKS) $(PYTEST_ARGS)
+test: lint test-fast $(if $(LIVE)$(SLOW),test-live) $(if $(SLOW),test-long)
+
+test-fast: venv
+	$(BIN)/pytest -n $(WORKERS) -m "not (live or $(LONG))" $(PYTEST_ARGS)
+
+# One after the other: each fleet takes all cores.
+test-live: venv
+	$(BIN)/pytest -m "live and not ($(LONG))" $(PYTEST_ARGS)
+
+test-long: venv chromium
+	$(BIN)/pytest -m "$(LONG)" $(PYTEST_ARGS)
+
+bench-check: venv
+	$(BIN)/python -m benchmarks.check --base $(BASE)

@@ -5,10 +5,14 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 from tests.doubles import neuron as neuron
 from tests.s3 import s3_proxy as s3_proxy
 from tests.s3 import s3_server as s3_server
 
+# On all cores there is one process for each: more threads in each would only take turns.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the hub or Amazon: specs may name what is there, and nobody's credentials are to be found.
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -22,3 +26,16 @@ os.environ["NEURON_COMPILE_CACHE_URL"] = tempfile.mkdtemp(prefix="cw-neffs-")
 atexit.register(shutil.rmtree, os.environ["NEURON_COMPILE_CACHE_URL"], ignore_errors=True)
 for _name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "HF_TOKEN"):
     os.environ.pop(_name, None)
+
+# Of the recorded versions of the Neuron packages: the newest of transformers-neuronx, and of NxD Inference the last for
+# inf2 and the newest. The others are slow tests.
+EVERYDAY_VERSIONS = frozenset({"0.13-main", "0.8", "0.9"})
+VERSIONED = frozenset({"test_transformers_neuronx", "test_neuronx_distributed", "test_nxd_given"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        version = parameters.get("version")
+        if item.path.stem in VERSIONED and version is not None and version not in EVERYDAY_VERSIONS:
+            item.add_marker(pytest.mark.slow)

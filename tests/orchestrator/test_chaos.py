@@ -441,7 +441,7 @@ def settle(chaos: Chaos, load: Load, tmp_path: Path) -> None:
         raise AssertionError(f"{error}\n{chaos.report(load)}") from None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_after_two_hundred_random_events_the_fleet_is_as_its_spec_says(tmp_path: Path) -> None:
     """Echo replicas on two hosts, 8 clients: each request has its exact answer or a documented error in time."""
@@ -460,7 +460,7 @@ def test_after_two_hundred_random_events_the_fleet_is_as_its_spec_says(tmp_path:
         fleet.clean()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_cpu_engines_answer_as_alone_through_twenty_random_events(tmp_path: Path) -> None:
     """Real models at temperature 0: what they answer among deaths and updates is what each answers alone."""

@@ -27,7 +27,7 @@ from tests.demo_check import DEMO
 from tests.fleet import LiveFleet, until
 from workers.metrics import METRICS, Kind
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = Path("/usr/bin/chromium")

@@ -116,7 +116,7 @@ def answer(fleet: LiveFleet) -> str:
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_replica_loads_while_the_rest_arrives_and_serves_when_it_is_whole(
     arriving: tuple[LiveFleet, Fault], home: Path, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_replica_loads_while_the_rest_arrives_and_serves_when_it_is_whole(
     fleet.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_who_fetches_may_die_while_a_replica_waits(
     arriving: tuple[LiveFleet, Fault], home: Path, s3_proxy: FaultProxy, checkpoint: dict[str, bytes]
 ) -> None:

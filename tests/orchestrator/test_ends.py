@@ -28,7 +28,7 @@ models:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
     """`down` lets a live stream end, then every process, socket and claim is gone; `up` exits with 0."""
     fleet = LiveFleet(SPEC, home=home).wait_ready()
@@ -47,7 +47,7 @@ def test_down_drains_a_running_stream_and_leaves_nothing(home: Path) -> None:
     assert fleet.corewright("status").returncode == 1
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path) -> None:
     """Within 10 s of the next `up` no process and no claim of the old fleet is left, and the new one becomes ready."""
     first = LiveFleet(SPEC, home=home).wait_ready()
@@ -68,7 +68,7 @@ def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path)
     assert second.processes() == []
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) -> None:
     """A checkpoint that is missing is named in `status` with the last log lines."""
     live = LiveFleet(
@@ -102,7 +102,7 @@ def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) ->
     assert live.processes() == []
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_second_signal_ends_at_once(home: Path) -> None:
     """With a stream that would keep the drain busy, the second signal ends the fleet within seconds, and wholly."""
     live = LiveFleet(SPEC, home=home).wait_ready()
@@ -121,7 +121,7 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
     assert held_cores(Home(home).claims(0)) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path) -> None:
     """Ctrl-C before ready: exit code 1, no process, no record.
 

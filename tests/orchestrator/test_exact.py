@@ -24,7 +24,7 @@ hosts: {emulate: inf2.48xlarge}
 defaults: {engine: cpu, dtype: fp32, max_len: 128, max_batch: 4}
 models:
 """
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 FEW = {"llama": 2, "gpt2": 2, "bloom": 1}  # configuration -> tp_degree
 ALL = dict.fromkeys(FAMILIES, 2)  # all 24 cores

@@ -255,7 +255,7 @@ def all_broken(status: Any, course: Course) -> bool:
     return all(replica is not None and replica["failures"] >= BREAKER_AFTER for replica in replicas.values())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
 def test_status_names_each_fault_with_its_cause(course: Course, name: str) -> None:
@@ -268,7 +268,7 @@ def test_status_names_each_fault_with_its_cause(course: Course, name: str) -> No
     assert [words for words in fault.says if words not in replica["reason"]] == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_pauses_double_until_the_breaker_opens(course: Course, name: str) -> None:
@@ -283,7 +283,7 @@ def test_the_pauses_double_until_the_breaker_opens(course: Course, name: str) ->
     assert (replica["failures"], replica["restarts"], replica["pause_s"]) == (6, 5, BREAKER_PAUSE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_the_healthy_model_is_not_disturbed(course: Course) -> None:
     """All the while it answers as ``generate`` does, in the process that it began with."""
@@ -293,14 +293,14 @@ def test_the_healthy_model_is_not_disturbed(course: Course) -> None:
     assert (replica["state"], replica["restarts"], replica["pid"]) == ("ready", 0, course.before["pid"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_pickle_that_the_spec_allows_is_served(course: Course) -> None:
     """`allow_pickle: true` reaches the replica, and its answer is that of ``generate``."""
     assert course.allowed["choices"][0]["token_ids"] == course.expected[ALLOWED]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_request_gets_503_with_the_cause(course: Course) -> None:
     """The one that started the model, and each later one; without a tokenizer it is the gateway that misses it."""

@@ -22,7 +22,7 @@ from tests.fleet import LiveFleet, until
 from tests.hub import TOKEN, HubServer, Repo
 from tests.s3 import FaultProxy, S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 DEADLINE_S = 120.0
 WEIGHTS = "tiny/model.safetensors"

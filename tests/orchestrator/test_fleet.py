@@ -35,6 +35,8 @@ models:
 """
 BACK_S = 30.0
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LiveFleet]:
@@ -157,7 +159,6 @@ def test_ray_gives_no_second_actor_a_core_of_a_replica(fleet: LiveFleet) -> None
     assert result.stdout.strip() == "pending", result.stderr
 
 
-@pytest.mark.slow
 def test_a_killed_replica_comes_back_on_its_cores_and_disturbs_no_other(fleet: LiveFleet) -> None:
     """kill -9: its streams end with an error event, unbegun requests are answered all the same, others go on."""
     before = fleet.replica("alpha/0")
@@ -181,7 +182,6 @@ def test_a_killed_replica_comes_back_on_its_cores_and_disturbs_no_other(fleet: L
     assert fleet.replica("beta/0")["restarts"] == 0
 
 
-@pytest.mark.slow
 def test_a_killed_controller_adopts_the_replicas_and_breaks_no_stream(fleet: LiveFleet) -> None:
     """The controller is started again by Ray; replicas keep their processes, and a stream its every token."""
     before = {r["id"]: r["pid"] for model in fleet.status()["models"] for r in model["replicas"]}

@@ -223,7 +223,7 @@ def kill(fleet: LiveFleet) -> float:
     return began
 
 
-@pytest.mark.slow
+@pytest.mark.live
 @pytest.mark.timeout(400)
 def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: list[LiveFleet]) -> None:
     """Those of the other go on, new ones are taken all the while, and within two seconds there are two again."""
@@ -244,7 +244,7 @@ def test_one_of_two_gateways_is_killed_and_no_connection_is_refused(fleet_of: li
         assert steady.counts["lost"] <= 8, (began, steady.lost)
 
 
-@pytest.mark.slow
+@pytest.mark.live
 @pytest.mark.timeout(400)
 def test_the_only_gateway_is_back_within_two_seconds(fleet_of: list[LiveFleet]) -> None:
     """From the kill to the next whole answer."""

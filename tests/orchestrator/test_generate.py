@@ -78,7 +78,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     return build_machine(tmp_path_factory.mktemp("machine") / "inf2")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("engine", ["transformers-neuronx", "nxd-inference"])
 def test_a_neuron_engine_answers_as_the_cpu_engine(
     engine: str, spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +108,7 @@ def test_a_neuron_engine_answers_as_the_cpu_engine(
     assert sorted(lock.name for lock in machine.state.glob("nc*.lock")) == ["nc4.lock", "nc5.lock"]  # nothing else
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_what_another_host_has_compiled_comes_from_the_cache(
     spec: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

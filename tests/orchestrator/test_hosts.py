@@ -90,7 +90,7 @@ def test_up_starts_several_emulated_hosts_and_one_real_machine() -> None:
     assert [problem.id for problem in refused] == ["hosts-not-served"]
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_each_host_has_its_raylet_and_its_replicas_and_a_killed_one_is_lost(home: Path) -> None:
     """Replicas run under their host's raylet with claims of their own. A host without its raylet is lost, its replica's
     process ended, and `down` leaves nothing."""
@@ -159,7 +159,7 @@ def answer(driver: subprocess.Popen[str]) -> Any:
     return json.loads(driver.stdout.readline())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_after_kill_9_of_the_daemon_the_next_up_ends_what_all_raylets_left(home: Path) -> None:
     """Within 10 s of the next `up` no process of any host is left; the new fleet has all hosts, and ends wholly."""
     first = LiveFleet(SPEC, home=home).wait_ready()

@@ -21,7 +21,7 @@ from tests.orchestrator.test_metrics import increase
 from tests.orchestrator.test_observability import documented
 from tests.orchestrator.test_tracing import SAMPLED, TRACE, Collector
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.live
 SPEC = """\
 version: 1
 name: watched

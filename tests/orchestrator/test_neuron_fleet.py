@@ -25,7 +25,7 @@ from tests.fleet import LiveFleet, until
 from workers.engines.cpu import CpuEngine
 from workers.facts.neuron_ls import parse_neuron_ls
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.live
 
 MODELS = {"llama": "transformers-neuronx", "gpt2": "transformers-neuronx", "qwen2": "nxd-inference"}
 SPEC = """\

@@ -24,7 +24,7 @@ from tests.orchestrator.clients import Admin, Load, Streamed, complete, echo_que
 from workers.claims import CoreClaim, CoresTaken, held_cores
 from workers.wire import FrameReader, Hello, Refused, encode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(180)]
 
 HOSTS = tuple(f"inf2.48xlarge/{i}" for i in range(3))
 SPEC = """\

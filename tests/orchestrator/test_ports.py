@@ -50,7 +50,7 @@ def test_where_there_are_no_others_the_kernel_chooses(
         assert listener.getsockname()[1] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_port_that_is_taken_while_ray_starts_is_told() -> None:
     """By what the gateway itself met; and nothing of the fleet is left."""
     fleet = LiveFleet(SPEC)

@@ -18,7 +18,7 @@ from orchestrator.bench.statistics import percentile
 from tests.fleet import LiveFleet, until
 from workers.engines.echo import echo_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 EXAMPLES = Path(__file__).parent.parent.parent / "placements" / "examples"
 SPEC = f"""

@@ -452,7 +452,7 @@ def answers(fleet: LiveFleet, home: Path) -> dict[str, str]:
     return told
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_fleet_tells_a_secret(
     world: World, s3_server: S3Server, model: dict[str, bytes], home: Path, tmp_path: Path
 ) -> None:

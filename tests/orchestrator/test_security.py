@@ -551,7 +551,7 @@ def holding(folders: list[Path], *secrets: str) -> list[str]:
     return [path.name for path in files if any(secret.encode() in path.read_bytes() for secret in secrets)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None:
     """After answers and after errors of every kind, in the logs of gateway, controller, daemon, replicas and Ray: with
     the data plane on TCP, keys demanded, and the admin API used with a key."""
@@ -603,7 +603,7 @@ def test_no_key_and_no_prompt_is_in_any_file_of_the_home(tmp_path: Path) -> None
         fleet.clean()
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_fleet_of_two_hosts_speaks_tls_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients by HTTPS, replicas of both hosts by TCP; a controller that dies and adopts them finds them there again,
     and a replica that is started anew is found too."""

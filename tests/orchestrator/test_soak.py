@@ -96,7 +96,7 @@ def fleet() -> Iterator[LiveFleet]:
         live.clean()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_twenty_thousand_requests_are_answered_as_each_alone_and_memory_stays_flat(fleet: LiveFleet) -> None:
     """Plain, streamed, seeded, several at once, with logprobs, wrong ones and hang-ups, mixed by a fixed seed."""

@@ -226,7 +226,7 @@ def told_by(process: subprocess.Popen[bytes]) -> Iterator[Told]:
     return (msgspec.json.decode(line, type=Told) for line in process.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_processes_compile_one_key_once(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
@@ -238,7 +238,7 @@ def test_two_processes_compile_one_key_once(
     assert compiles(machine) == len(graphs)
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_a_compile_that_is_killed_leaves_nothing_whole_and_no_compiler(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_compile_that_is_killed_leaves_nothing_whole_and_no_compiler(
     assert built.compiled == [told.key]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_compile_that_nobody_waits_for_is_ended(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +282,7 @@ def test_a_compile_that_nobody_waits_for_is_ended(
     assert [process for process in found if process.is_running() and process.status() != "zombie"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_prediction_of_weights_that_nobody_has_read_says_which(
     checkpoint: Checkpoints, machine: Neuron, tmp_path: Path, processes: Callable[..., subprocess.Popen[bytes]]
 ) -> None:

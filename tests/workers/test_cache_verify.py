@@ -302,12 +302,12 @@ SAME: dict[str, dict[str, Any]] = {
     ("change", "outcome"),
     [
         *(pytest.param(change, told, id=change.__name__) for change, told in QUICK.items()),
-        *(pytest.param(change, told, id=change.__name__, marks=pytest.mark.slow) for change, told in SLOW.items()),
+        *(pytest.param(change, told, id=change.__name__, marks=pytest.mark.compile) for change, told in SLOW.items()),
         *(
-            pytest.param(fields(**changed), "compile", id=name, marks=pytest.mark.slow)
+            pytest.param(fields(**changed), "compile", id=name, marks=pytest.mark.compile)
             for name, changed in SHAPES.items()
         ),
-        *(pytest.param(fields(**changed), "hit", id=name, marks=pytest.mark.slow) for name, changed in SAME.items()),
+        *(pytest.param(fields(**changed), "hit", id=name, marks=pytest.mark.compile) for name, changed in SAME.items()),
     ],
 )
 def test_a_start_does_what_was_foretold(world: World, change: Callable[[World], None], outcome: str) -> None:
@@ -379,7 +379,7 @@ NXD = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("change", "outcome"), NXD.values(), ids=NXD)
 def test_a_start_of_nxd_inference_does_what_was_foretold(
     world: World, change: Callable[[World], None], outcome: str
@@ -404,7 +404,7 @@ def test_what_nobody_has_read_yet_is_told(world: World) -> None:
 # Models that nothing but the cache keeps
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, checkpoint: Checkpoints) -> None:
     """Of those in the cache that others have left there: what goes of these does not matter."""
     assert world.start() == "compile"
@@ -427,7 +427,7 @@ def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, check
 # Caches elsewhere
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_cache_that_can_only_be_read_is_copied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start takes what it has, compiles what it lacks into the copy, and changes nothing in it."""
     assert world.start() == "compile"
@@ -442,7 +442,7 @@ def test_a_cache_that_can_only_be_read_is_copied(world: World, monkeypatch: pyte
     assert {path: path.stat().st_mtime_ns for path in given.rglob("*")} == before
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_cache_in_s3_serves_all_hosts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one has compiled no other compiles; where it is denied, a start says so and compiles."""
     with S3Server() as server, FaultProxy(server.url) as proxy:

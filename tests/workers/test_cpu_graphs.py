@@ -80,7 +80,7 @@ def greedy(engine: CpuEngine, slots: Sequence[int], prompts: Sequence[Sequence[i
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("traced")
 def test_every_familys_greedy_answers_are_those_without_graphs(checkpoint: Checkpoints, family: str) -> None:
@@ -90,7 +90,7 @@ def test_every_familys_greedy_answers_are_those_without_graphs(checkpoint: Check
     assert greedy(engine, [0, 2], prompts, 16) == greedy(opened(checkpoint(family)), [0, 2], prompts, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.usefixtures("traced")
 def test_a_step_leaves_the_slots_that_are_not_in_it(checkpoint: Checkpoints) -> None:
     """Their graph takes all slots, and writes where nobody reads."""
@@ -103,7 +103,7 @@ def test_a_step_leaves_the_slots_that_are_not_in_it(checkpoint: Checkpoints) -> 
     assert torch.allclose(*logits, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.usefixtures("traced")
 def test_passes_without_a_bucket_stay_as_they_were(checkpoint: Checkpoints) -> None:
     """Prompts that go on from a prefix, prompts in chunks, and checks of a draft, in the same KV cache as graphs."""
@@ -120,7 +120,7 @@ def test_passes_without_a_bucket_stay_as_they_were(checkpoint: Checkpoints) -> N
     assert torch.allclose(*found, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.usefixtures("traced")
 def test_requests_that_come_and_go_are_answered_alike(checkpoint: Checkpoints) -> None:
     """Through the batcher, with several buckets."""
@@ -210,14 +210,14 @@ def _at_work(process: subprocess.Popen[bytes], folder: Path) -> list[psutil.Proc
     raise AssertionError("no compiler was started")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.timeout(900)
 def test_a_compile_that_was_killed_counts_for_nothing(made: Made) -> None:
     """And its compilers are gone."""
     assert (made.left, made.alive) == ([], [])
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.timeout(900)
 def test_the_next_compile_tells_every_graph_and_makes_the_entry(made: Made) -> None:
     """Two graphs: of a prompt, and of a step."""
@@ -248,7 +248,7 @@ print(json.dumps([counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], f
 """
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.timeout(900)
 def test_a_start_finds_every_graph_and_answers_as_without_them(made: Made, tmp_path: Path) -> None:
     """By torch's own count; from a copy that came by way of a ``neff_cache`` just as well. What was made stays as it

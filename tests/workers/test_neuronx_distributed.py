@@ -339,6 +339,7 @@ def test_the_first_version_tells_guesses_and_own_tokens_apart(sources: Checkpoin
 # compiling and loading
 
 
+@pytest.mark.compile
 def test_a_model_is_compiled_once_in_a_process_of_its_own(
     neuron: Neuron,
     sources: Checkpoints,
@@ -367,7 +368,7 @@ def test_a_model_is_compiled_once_in_a_process_of_its_own(
     assert "compile.log" in caplog.messages[0]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_compile_that_is_killed_is_told_by_its_cause(
     neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_taken_cores_are_told_with_their_owner(
     assert f"held: nc3 by pid {holder.pid} (python)" in told.what
 
 
+@pytest.mark.slow
 def test_a_log_has_no_progress_bars(checkpoint: Callable[[str], Path]) -> None:
     """Where an engine is opened, in a replica or for one answer, transformers draws none from then on."""
     program = "import sys\n"

@@ -128,7 +128,7 @@ class Releasing(Progress):
             self.proxy.heal()
 
 
-@pytest.mark.slow
+@pytest.mark.live
 def test_after_a_kill_in_mid_download_the_rest_is_fetched(
     tmp_path: Path, url: str, s3_proxy: FaultProxy, fetching: subprocess.Popen[str]
 ) -> None:
