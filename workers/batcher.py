@@ -90,8 +90,10 @@ class _Sequence:
         """Take the engine's next token: what the client gets of it, and whether the answer ends."""
         request = self.request
         if token is None:
-            error = "the engine gave no token" if self.how is None else self.how.error
-            return TokenEvent(id=request.id, finish=FinishReason.ERROR, error=error)
+            if self.how is None:
+                return self.end(FinishReason.ERROR, "the engine gave no token")
+            by_guide = self.how.guide is not None and self.how.guide.error is not None  # the client's schema
+            return self.end(FinishReason.INVALID if by_guide else FinishReason.ERROR, self.how.error)
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
         self.produced += 1
         self.last_token = token

@@ -14,9 +14,10 @@ import logging
 import os
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from workers.batcher import BatcherClosed
@@ -26,7 +27,10 @@ from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Ste
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD_BYTES = 16 * 2**20  # a gateway that leaves this much unread is hung; it is disconnected
+UNREAD_CHECK_S = 10.0  # between two looks at a gateway that leaves something unread
+UNREAD_CHECKS = 3  # after so many in a row without a byte taken it is hung, and disconnected; one may follow a freeze
+HELD_TOKENS = 1024  # of an answer that is read at its end, before they are sent: no message may become large
+HELD_LOGPROBS = 16  # likewise, of tokens with logprobs, at up to 2 KB each
 FLUSH_S = 5.0  # for the last tokens of a drained replica to be on their way
 FLUSH_POLL_S = 0.005
 PROMISE_S = 0.05  # in which a gateway that was told of room takes it
@@ -77,6 +81,7 @@ class DataPlane:
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
         self._server: asyncio.Server | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="schemas")  # starts its thread at the first schema
 
     def start(self) -> None:
         """Listen; returns when connections are accepted. Raises OSError when the socket cannot be made."""
@@ -106,6 +111,7 @@ class DataPlane:
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         if self._path is not None:
@@ -186,9 +192,25 @@ class DataPlane:
             if (ready := asked.ready(event)) is not None:
                 by_connection[asked.connection].append(ready)
         for connection, own in by_connection.items():
-            connection.write(Step(own))
+            self._write(connection, own)
         if ended and self._told_busy:
             self._tell_room()
+
+    def _write(self, connection: _Connection, events: list[TokenEvent]) -> None:
+        """Write a step. Where it cannot be encoded, only the request at fault ends, with an error."""
+        try:
+            connection.write(Step(events))
+        except (WireError, UnicodeError, OverflowError) as error:
+            if len(events) > 1:
+                for event in events:
+                    self._write(connection, [event])
+                return
+            id = events[0].id
+            log.error("the answer to %s cannot be sent: %s", id, error)
+            self._batcher.cancel(id)
+            self._asked.pop(id, None)
+            what = "a part of the answer is too large to be sent, or is not valid text"
+            connection.write(Step([TokenEvent(id=id, finish=FinishReason.ERROR, error=what)]))
 
     def _tell_room(self) -> None:
         """Promise what is free to those that were told BUSY, one after the other: whoever has a slot already would
@@ -226,25 +248,54 @@ class DataPlane:
             self._told_busy[connection] = None
             connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.BUSY)]))
             return
-        self._asked[request.id] = _Asked(connection, request.whole)  # before the submit: an event may come at once
+        asked = _Asked(connection, request.whole)
+        self._asked[request.id] = asked  # before the submit: an event may come at once
+        if request.guide is None:
+            self._hand_over(request)
+            return
+        # A schema takes up to a second to compile: not on the loop that all streams share.
+        future = self._loop.run_in_executor(self._compiler, self._compile_and_hand_over, asked, request)
+        future.add_done_callback(lambda future: self._handed_over(asked, request.id, future))
+
+    def _handed_over(self, asked: _Asked, id: str, future: asyncio.Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:  # a panic of llguidance's Rust
+            log.error("a JSON schema could not be compiled", exc_info=error)
+            self._send([TokenEvent(id=id, finish=FinishReason.ERROR, error="the JSON schema could not be compiled")])
+        elif asked.cancelled:  # meanwhile
+            self._batcher.cancel(id)
+
+    def _compile_and_hand_over(self, asked: _Asked, request: GenerateRequest) -> None:
+        """On the compiler's thread. The requests that nobody waits for any more cost nothing there."""
+        if asked.cancelled:
+            self.emit([TokenEvent(id=request.id, finish=FinishReason.CANCELLED)])
+        else:
+            self._hand_over(request)
+
+    def _hand_over(self, request: GenerateRequest) -> None:
+        """Submit to the batcher; a refusal is the request's only event. On any thread."""
         try:
             self._batcher.submit(request)
         except BatcherClosed as error:
-            self._send([TokenEvent(id=request.id, finish=FinishReason.REFUSED, error=str(error))])
+            self.emit([TokenEvent(id=request.id, finish=FinishReason.REFUSED, error=str(error))])
         except ValueError as error:
-            self._send([TokenEvent(id=request.id, finish=FinishReason.INVALID, error=str(error))])
+            self.emit([TokenEvent(id=request.id, finish=FinishReason.INVALID, error=str(error))])
         except Exception as error:  # one request must not end the connection that all share
             log.exception("a request could not be accepted")
             what = f"{type(error).__name__}: {error}"
-            self._send([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=what)])
+            self.emit([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=what)])
+
+    def _cancel(self, id: str) -> None:
+        if (asked := self._asked.get(id)) is not None:
+            asked.cancelled = True
+        self._batcher.cancel(id)
 
     def _forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
         self._told_busy.pop(connection, None)
         self._take_back(connection)
         for id in [id for id, asked in self._asked.items() if asked.connection is connection]:
+            self._cancel(id)
             del self._asked[id]
-            self._batcher.cancel(id)
         if self._told_busy:
             self._tell_room()
 
@@ -254,21 +305,22 @@ class _Asked:
     """A request that is on its way."""
 
     connection: _Connection
-    whole: bool  # its events are held back, but for the first and the last
+    whole: bool  # after its first event the others come many in one
     begun: bool = False
+    cancelled: bool = False
     held: list[TokenEvent] = field(default_factory=list)
 
     def ready(self, event: TokenEvent) -> TokenEvent | None:
         """What is to be sent now that ``event`` has come."""
         if not self.whole or (event.finish is not None and not self.held):
             return event
-        if event.finish is None and self.begun:
-            self.held.append(event)
-            return None
-        self.begun = True
-        if not self.held:
+        if not self.begun and event.finish is None:
+            self.begun = True
             return event
-        parts = [*self.held, event]
+        self.held.append(event)
+        if event.finish is None and len(self.held) < (HELD_LOGPROBS if event.logprobs else HELD_TOKENS):
+            return None
+        parts, self.held = self.held, []
         return TokenEvent(
             id=event.id,
             text="".join([part.text for part in parts]),
@@ -287,9 +339,14 @@ class _Connection(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._greeted = False
+        self._written = 0  # bytes
+        self._taken = 0  # of these, what the kernel had taken at the last check
+        self._idle_checks = 0  # in a row, in which it has taken none
+        self._check: asyncio.TimerHandle | None = None  # while something is unread
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)  # so that it is known when something is left unread
         self._plane._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -302,15 +359,36 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self.resume_writing()
         self._plane._forget(self)
 
-    def write(self, message: Message) -> None:
-        if self._transport is None:
-            return
-        self._transport.write(encode(message))
-        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            log.warning("a gateway is disconnected: it left more than %d bytes unread", MAX_UNREAD_BYTES)
+    def pause_writing(self) -> None:
+        """The kernel takes no more. A gateway is disconnected by the time for which it reads nothing, and not by how
+        much it has to read; that is at most the answers of all slots, since one with its slots full sends no more."""
+        self._taken, self._idle_checks = self._written - self.unsent, 0
+        self._check = self._plane._loop.call_later(UNREAD_CHECK_S, self._check_reading)
+
+    def resume_writing(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
+
+    def _check_reading(self) -> None:
+        taken = self._written - self.unsent
+        self._idle_checks = self._idle_checks + 1 if taken == self._taken else 0
+        self._taken = taken
+        if self._idle_checks >= UNREAD_CHECKS:
+            unread_s = UNREAD_CHECKS * UNREAD_CHECK_S
+            log.warning("a gateway is disconnected: it has read nothing for %.0f s, of %d bytes", unread_s, self.unsent)
             self.abort()
+        else:
+            self._check = self._plane._loop.call_later(UNREAD_CHECK_S, self._check_reading)
+
+    def write(self, message: Message) -> None:
+        if self._transport is not None:
+            frames = encode(message)
+            self._written += len(frames)
+            self._transport.write(frames)
 
     @property
     def unsent(self) -> int:
@@ -334,6 +412,6 @@ class _Connection(asyncio.Protocol):
         elif isinstance(message, Submit):
             self._plane._submit(self, message.request)
         elif isinstance(message, Cancel):
-            self._plane._batcher.cancel(message.id)
+            self._plane._cancel(message.id)
         else:
             raise WireError(f"a gateway does not send {type(message).__name__}")

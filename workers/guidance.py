@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Collection
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from workers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
+    from llguidance import LLParserLimits
 
 # In one place; unlimited, a model that likes spaces best fills its answer with them and never comes to an end.
 MAX_WHITESPACE = 32  # characters: 16 levels of indentation
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+
+MAX_COMPILED = 64  # schemas that are kept; the least recently used one goes
+MAX_REASON = 300  # characters of llguidance's own words
 
 
 class Guides:
@@ -27,29 +33,50 @@ class Guides:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
+        self._compiling = threading.Lock()  # guards what is below
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # by digest: a matcher to copy, or why there is none
 
     def start(self, schema: str) -> Guide:
-        """The guide of a new answer.
+        """Returns the guide of a new answer. Takes up to a second for a large schema that is not compiled yet.
 
-        Raises ValueError for what is no JSON, for a schema that no value satisfies, or that says what llguidance does
-        not know; also where llguidance is not installed, or the tokenizer has no form that it can read.
+        Raises ValueError for text that is not JSON, for a schema that no value satisfies or that llguidance does not
+        support, where llguidance is not installed, and where it cannot read the tokenizer.
         """
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise ValueError(
                 "JSON mode and JSON schemas need llguidance, which is not installed on this replica: "
                 "pip install 'llguidance>=1.0' in its Python"
             ) from error
         vocabulary = self._loaded()
+        digest = blake2b(schema.encode(), digest_size=16).digest()
+        with self._compiling:  # choices of one request come together: the first one compiles for all
+            compiled = self._compiled.pop(digest, None) or self._compile(vocabulary, schema)
+            self._compiled[digest] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            if isinstance(compiled, str):
+                raise ValueError(compiled)
+            return Guide(compiled.deep_copy(), vocabulary.vocab_size, frozenset(vocabulary.eos_tokens))
+
+    def _compile(self, vocabulary: Any, schema: str) -> Any:
+        """Returns a matcher at its beginning, or as text the reason why the schema is refused."""
+        from llguidance import LLMatcher
+
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
         except ValueError as error:
-            raise ValueError(f"the JSON schema cannot be read: {error}") from error
-        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+            return f"the JSON schema cannot be read: {_brief(str(error))}"
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
-            raise ValueError(f"the JSON schema cannot be followed: {matcher.get_error()}")
-        return Guide(matcher, vocabulary.vocab_size, frozenset(vocabulary.eos_tokens))
+            return f"the JSON schema cannot be followed: {_brief(matcher.get_error())}"
+        if not Guide(matcher.deep_copy(), vocabulary.vocab_size, frozenset()).can_begin():
+            return (
+                "the JSON schema cannot be followed: no answer can begin under it; a $ref that leads back to itself, "
+                "for example, never ends"
+            )
+        return matcher
 
     def warm(self) -> None:
         """Load the vocabulary now, so that no request waits for it; nothing happens where guides cannot be had."""
@@ -91,7 +118,14 @@ class Guide:
     @property
     def error(self) -> str | None:
         """Why the guide cannot go on: a grammar that outgrew llguidance's limits."""
-        return f"the JSON schema cannot be followed: {self._matcher.get_error()}" if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return f"the JSON schema cannot be followed: {_brief(self._matcher.get_error())}"
+
+    def can_begin(self) -> bool:
+        """Whether some token may come."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        return bool(self._mask.any()) and not self._matcher.is_error()
 
     def forbidden(self, vocab_size: int) -> torch.Tensor | None:
         """True for every id that must not come next, ``[vocab_size]`` bool; None after an error."""
@@ -107,3 +141,24 @@ class Guide:
     def take(self, token: int) -> None:
         """Go on behind the token that came."""
         self._matcher.consume_token(token)
+
+
+def _limits() -> LLParserLimits:
+    """llguidance's limits of one answer. Its defaults allow 0.5 GB of lexer states and masks of 100 ms, in which the
+    whole batch stands still; under these a mask takes some milliseconds, and ordinary schemas of 64 KiB compile."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        step_max_items=10_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        max_items_in_row=1_000,
+    )
+
+
+def _brief(reason: str) -> str:
+    """llguidance's words, without the state of the parser that follows them, and without what it echoes at length."""
+    reason = reason.partition("\n<state>")[0].partition("\n<non-verbose/>")[0]
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."

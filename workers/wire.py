@@ -1,5 +1,8 @@
 """The frames between a gateway and a replica: four bytes of length (big endian), then msgpack.
 
+A message that does not fit into a frame, such as a very long prompt, comes in several; the length of all but the last
+of them has its highest bit set.
+
 One connection carries all requests of a gateway to a replica. The gateway speaks first (``Hello``); the replica
 answers ``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step``
 for each engine step. Where several gateways share a replica, it is the replica that grants its slots: a request too
@@ -12,8 +15,10 @@ import msgspec
 
 from workers.requests import GenerateRequest, TokenEvent
 
-MAX_FRAME_BYTES = 64 * 2**20  # far above the longest prompt; a larger length is a broken or foreign peer
+MAX_FRAME_BYTES = 2**20  # a larger length is that of a broken or foreign peer
+MAX_MESSAGE_BYTES = 16 * 2**20  # far above the longest prompt, and above a step of 128 requests with logprobs
 _LENGTH_BYTES = 4
+_MORE = 2**31  # in a length: the message continues in the next frame
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -73,11 +78,18 @@ class WireError(Exception):
 
 
 def encode(message: Message) -> bytes:
-    """One frame, ready to be written. Raises WireError when it is larger than a peer accepts."""
+    """The frames of a message, ready to be written. Raises WireError when it is larger than a peer accepts."""
     body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    if len(body) <= MAX_FRAME_BYTES:
+        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    frames = bytearray()
+    for start in range(0, len(body), MAX_FRAME_BYTES):
+        part = body[start : start + MAX_FRAME_BYTES]
+        mark = _MORE if start + MAX_FRAME_BYTES < len(body) else 0
+        frames += (len(part) | mark).to_bytes(_LENGTH_BYTES, "big") + part
+    return bytes(frames)
 
 
 class FrameReader:
@@ -85,6 +97,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._begun = b""  # of a message that comes in several frames
 
     def feed(self, data: bytes | bytearray) -> list[Message]:
         """Take the bytes that arrived; give the messages that are complete. Raises WireError on anything else."""
@@ -95,16 +108,25 @@ class FrameReader:
         start, size = 0, len(data)
         while size - start >= _LENGTH_BYTES:
             length = int.from_bytes(data[start : start + _LENGTH_BYTES], "big")
-            if length > MAX_FRAME_BYTES:
+            more = length > MAX_FRAME_BYTES
+            if more and (length := length ^ _MORE) > MAX_FRAME_BYTES:
                 raise WireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
             end = start + _LENGTH_BYTES + length
             if size < end:
                 break
+            body = data[start + _LENGTH_BYTES : end]
+            start = end
+            if more or self._begun:
+                self._begun += body
+                if len(self._begun) > MAX_MESSAGE_BYTES:
+                    raise WireError(f"a message of more than {MAX_MESSAGE_BYTES} bytes is over the limit")
+                if more:
+                    continue
+                body, self._begun = self._begun, b""
             try:
-                messages.append(_decoder.decode(data[start + _LENGTH_BYTES : end]))
+                messages.append(_decoder.decode(body))
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 raise WireError(f"a frame that is not a message: {error}") from None
-            start = end
         if start < size or self._buffer:  # most reads end with a frame, and nothing need be kept
             self._buffer = bytearray(data[start:])
         return messages

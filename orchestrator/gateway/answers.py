@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import msgspec.structs
 
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.toolcalls import ToolParser
@@ -15,6 +16,37 @@ from workers.requests import FinishReason, TokenEvent, TokenLogprobs
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
+LARGE_BYTES = 2**20  # an answer above this is written in parts: to join them would hold up all streams
+
+
+class WrittenLogprobs:
+    """The logprobs of an answer that is not streamed, as JSON: written as they come, since all of them at its end would
+    take objects of hundreds of megabytes, and hold up the event loop for seconds."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt  # of its request, whose answer may be thrown away and made again
+        self.events = 0  # that it has taken
+        self._columns: dict[str, list[bytes]] = {}
+
+    def add(self, columns: Mapping[str, Any]) -> None:
+        """Append to each column of the value; one that is None is never filled."""
+        for name, column in columns.items():
+            self._columns.setdefault(name, []).append(b"null" if column is None else _encode(column)[1:-1])
+
+    def parts(self) -> Iterator[bytes]:
+        """The JSON value, in parts that are small enough to be written one by one."""
+        before = b"{"
+        for name, pieces in self._columns.items():
+            yield b'%b"%b":' % (before, name.encode())
+            before = b","
+            if pieces[0] == b"null":
+                yield b"null"
+                continue
+            for i, piece in enumerate(pieces):
+                yield b"," if i else b"["
+                yield piece
+            yield b"]"
+        yield b"}" if self._columns else b"null"
 
 
 @dataclass
@@ -27,6 +59,7 @@ class Choice:
     tokens: int = 0  # generated so far
     offset: int = 0  # characters of token text so far, for the completions' text_offset
     parser: ToolParser | None = None  # where the answer may hold calls of tools
+    written: WrittenLogprobs | None = None  # where logprobs are asked for, and nothing is streamed
     plain: tuple[bytes, bytes] = (b"", b"")  # what stands around the text of an event that holds nothing else
 
 
@@ -51,31 +84,46 @@ class Answer:
         """The choices have their prompts."""
         self.prompt_tokens = _prompt_tokens(self._choices)
 
-    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes:
-        """The JSON body of an answer. The last event of each choice says why it ended."""
+    def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
+        """Write the logprobs that have come since the last call, of an answer that is not streamed, and drop them from
+        ``events``, which are all of the ``attempt`` so far."""
+        written = choice.written
+        if written is None or written.attempt != attempt:
+            written = choice.written = WrittenLogprobs(attempt)
+            choice.offset = 0
+        for i in range(written.events, len(events)):
+            if items := events[i].logprobs:
+                written.add(self._logprobs(choice, items))
+                events[i] = msgspec.structs.replace(events[i], logprobs=[])
+        written.events = len(events)
+
+    def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
+        """The JSON body of an answer; a large one in parts, to be written one after the other. The last event of each
+        choice says why it ended."""
         if len(answers) == 1 and not self._with_ids:
             choice, events = answers[0]
-            if choice.parser is None and not any(event.logprobs for event in events):
+            if choice.parser is None and choice.written is None:
                 return self._whole_of_one(choice, events)
-        choices = []
-        head = dict(self._head)
+        head, parts = dict(self._head), [b""]
         for choice, events in answers:
-            text = choice.echo + "".join(event.text for event in events)
+            text = choice.echo + "".join([event.text for event in events])
             finish = _finish(events[-1])
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if choice.parser is not None:
                 message = toolcalls.message([*choice.parser.push(text), *choice.parser.flush()])
                 finish = choice.parser.finish_reason(finish)
-            written: dict[str, Any] = {"index": choice.index}
-            written |= {"message": message} if self._chat else {"text": text}
-            written["logprobs"] = self._logprobs(choice, [item for event in events for item in event.logprobs])
-            written["finish_reason"] = finish
+            said = {"message": message} if self._chat else {"text": text}
+            rest: dict[str, Any] = {"finish_reason": finish}
             if self._with_ids:
-                written["token_ids"] = [id for event in events for id in event.token_ids]
-                (head if self._chat else written)["prompt_token_ids"] = list(choice.prompt_ids)
-            choice.tokens += sum(len(event.token_ids) for event in events)
-            choices.append(written)
-        return _encode({**head, "choices": choices, "usage": self._usage()})
+                rest["token_ids"] = [id for event in events for id in event.token_ids]
+                (head if self._chat else rest)["prompt_token_ids"] = list(choice.prompt_ids)
+            choice.tokens += sum([len(event.token_ids) for event in events])
+            parts += (b"," if len(parts) > 1 else b"", _encode({"index": choice.index, **said})[:-1], b',"logprobs":')
+            parts += (b"null",) if choice.written is None else choice.written.parts()
+            parts += (b",", _encode(rest)[1:])
+        parts[0] = _encode(head)[:-1] + b',"choices":['
+        parts.append(b'],"usage":%b}' % _encode(self._usage()))
+        return parts if sum(map(len, parts)) > LARGE_BYTES else b"".join(parts)
 
     def _whole_of_one(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         """As ``whole``, of one choice that is only text: written out, at a third of the time."""
@@ -149,15 +197,13 @@ class Answer:
     ) -> bytes:
         written: dict[str, Any] = {"index": choice.index}
         written |= {"delta": delta} if self._chat else {"text": delta}
-        written["logprobs"] = self._logprobs(choice, event.logprobs) if event is not None else None
+        written["logprobs"] = self._logprobs(choice, event.logprobs) if event is not None and event.logprobs else None
         written["finish_reason"] = finish
         if self._with_ids:
             written["token_ids"] = event.token_ids if event is not None else []
         return sse({**self._head, "choices": [written]})
 
-    def _logprobs(self, choice: Choice, items: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not items:
-            return None
+    def _logprobs(self, choice: Choice, items: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if self._chat:
             content = [
                 {

@@ -84,19 +84,26 @@ class Exchange:
         self._extra: Headers = ()
         self._chunked = False
 
-    def respond(self, status: int, body: bytes, *, headers: Headers = (), content_type: bytes = JSON) -> None:
-        """The whole answer. Nothing happens when the client is gone."""
+    def respond(
+        self, status: int, body: bytes | list[bytes], *, headers: Headers = (), content_type: bytes = JSON
+    ) -> None:
+        """The whole answer; a large body in parts. Nothing happens when the client is gone."""
         if self.ended:
             return
         self.status = status
         request = self.request
         parts = [_STATUS[status], self._connection.server.date]
         if body or status not in (204, 304):
-            parts.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)))
+            size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+            parts.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, size))
         self._head(parts, headers)
-        if request.method != "HEAD":
-            parts.append(body)
-        self._connection.write(b"".join(parts))
+        if isinstance(body, list):
+            self._connection.write(b"".join(parts))
+            self._connection.write_large(body)
+        else:
+            if request.method != "HEAD":
+                parts.append(body)
+            self._connection.write(b"".join(parts))
         self._finish()
 
     def fail(self, error: ApiError) -> None:

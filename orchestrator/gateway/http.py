@@ -32,6 +32,7 @@ MAX_HEADERS = 100
 LARGE_BYTES = 2**16  # a body above this is not read before it is known who sends it
 MAX_UNREAD_BYTES = 2**30  # of bodies that are not whole, of all connections
 MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before a further piece: only who has stopped reading gets there
+LEAST_READ_BYTES = 2**18  # of an answer that is larger, before each deadline
 LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
 LONGEST_ID = 128
 _NEVER = math.inf
@@ -108,6 +109,7 @@ class HttpConnection(asyncio.Protocol):
         "_starting",
         "_task",
         "_transport",
+        "_unsent",
         "_url",
         "deadline",
         "known",
@@ -122,6 +124,7 @@ class HttpConnection(asyncio.Protocol):
         self._current: Exchange | None = None
         self._queued: deque[Request | ApiError] = deque()
         self._task: asyncio.Future[None] | None = None
+        self._unsent = 0  # bytes, when the deadline for reading them was set
         self._key: str | None = None
         self.known: Any = None  # what the gate remembers of who it is
         self._paused = False
@@ -191,7 +194,7 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._paused = True
-        self.deadline = time.monotonic() + self.server.settings.write_s
+        self._wait_for_reader(time.monotonic())
 
     def resume_writing(self) -> None:
         self._paused = False
@@ -309,6 +312,11 @@ class HttpConnection(asyncio.Protocol):
         else:
             transport.write(data)
 
+    def write_large(self, parts: list[bytes]) -> None:
+        """The body of an answer that is whole, which is written as fast as the client reads it."""
+        if self._transport is not None:
+            self._transport.writelines(parts)
+
     def finished(self, exchange: Exchange) -> None:
         """The answer is written: go on with the next request."""
         if exchange is not self._current:
@@ -338,7 +346,11 @@ class HttpConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """Its deadline has passed."""
-        if self._paused or self._lingers or self._transport is None or self._transport.get_write_buffer_size():
+        unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if unsent and unsent <= self._unsent - LEAST_READ_BYTES:  # a large answer, which its client goes on reading
+            self._wait_for_reader(now)
+            return
+        if self._paused or self._lingers or self._transport is None or unsent:
             self.abort()
         elif self._reading and self._current is None:
             self._refuse(errors.request_timeout(self.server.settings.read_s))
@@ -446,12 +458,19 @@ class HttpConnection(asyncio.Protocol):
         self._broken = True
         self._lingers = True
         self._queued.clear()
-        unsent = transport.get_write_buffer_size() > 0
-        self.deadline = time.monotonic() + (self.server.settings.write_s if unsent else LINGER_S)
+        if transport.get_write_buffer_size():
+            self._wait_for_reader(time.monotonic())
+        else:
+            self.deadline = time.monotonic() + LINGER_S
         if transport.can_write_eof():
             transport.write_eof()
         else:
             transport.close()
+
+    def _wait_for_reader(self, now: float) -> None:
+        """What is unsent is to be read by the next deadline, or ``LEAST_READ_BYTES`` of it."""
+        self._unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        self.deadline = now + self.server.settings.write_s
 
     def _set_deadline(self, now: float) -> None:
         if self._paused or self._lingers:

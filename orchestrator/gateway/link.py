@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import workers
+from orchestrator.gateway.errors import our_fault
 from orchestrator.gateway.ticket import Ticket
 from orchestrator.prefixes import PrefixMemory
 from orchestrator.routes import Route
@@ -66,6 +67,7 @@ class ReplicaLink(asyncio.Protocol):
         self.prefixes: PrefixMemory | None = None  # of an engine that keeps what it has read
         self.closed = asyncio.Event()
         self.refused = False  # by the replica; to ask again would give the same answer
+        self.broken = False  # the replica sent something invalid, and would send it again
 
     @property
     def free_slots(self) -> int:
@@ -143,6 +145,7 @@ class ReplicaLink(asyncio.Protocol):
                 self._receive(message)
         except WireError as error:
             log.error("%s is disconnected: %s", self.route.id, error)
+            self.broken = True
             self.close()
         self._tell()
 
@@ -243,7 +246,12 @@ class ReplicaLink(asyncio.Protocol):
         for ticket in touched:
             ticket.touched = False
             if not ticket.left and ticket.events:
-                ticket.sink.came(ticket, now)
+                try:
+                    ticket.sink.came(ticket, now)
+                except Exception:  # one answer must not end the connection that all share
+                    log.exception("the answer to %s cannot be written", ticket.known_as)
+                    ticket.leave()
+                    ticket.sink.failed(ticket, our_fault())
 
     def _hang_up_when_idle(self) -> None:
         if self._retired and not self._live:

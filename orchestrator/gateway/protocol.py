@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from orchestrator.gateway.errors import ApiError, invalid
+from orchestrator.gateway.schemas import schema_text
 
 R = TypeVar("R")
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
 MAX_STOP_CHARACTERS = 2**14
-MAX_SCHEMA_CHARACTERS = 2**20
 LONGEST_ID = 10  # digits
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
@@ -238,7 +238,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if wanted.type == "json_schema":
             if wanted.json_schema is None or wanted.json_schema.schema is None:
                 raise invalid("response_format: json_schema needs a schema", param="response_format")
-            return _json_text(wanted.json_schema.schema)
+            return schema_text(wanted.json_schema.schema, "response_format")
         what = f"response_format: {wanted.type!r} is none of text, json_object and json_schema"
         raise invalid(what, param="response_format")
 
@@ -276,9 +276,9 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         """As SamplingFields'; the schema of the calls where one is forced, so that it surely comes and can be read."""
         calling = self.calling
         if isinstance(calling, NamedTool):
-            return _json_text(self.tool(calling.function.name).schema())
+            return schema_text(self.tool(calling.function.name).schema(), "tools")
         if calling == "required":
-            return _json_text(_calls_schema(self.tools or [], only_one=self.parallel_tool_calls is False))
+            return schema_text(_calls_schema(self.tools or [], only_one=self.parallel_tool_calls is False), "tools")
         return super().guide()
 
     def tool(self, name: str) -> Tool:
@@ -311,10 +311,6 @@ def _calls_schema(tools: list[Tool], only_one: bool) -> dict[str, Any]:
     if only_one:
         found["maxItems"] = 1
     return {**found, "$defs": definitions} if definitions else found
-
-
-def _json_text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -559,10 +555,7 @@ def _check(request: SamplingFields) -> None:
             raise invalid("stop: an empty string stops nothing", param="stop")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is only for stream: true", param="stream_options")
-    guide = request.guide()
-    if guide is not None:
-        param = "response_format" if request.response_format is not None else "tools"
-        _at_most(f"the characters of {param}", len(guide), MAX_SCHEMA_CHARACTERS, param)
+    request.guide()  # raises where it is over a limit
 
 
 def _at_most(what: str, given: int, limit: int, param: str | None = None) -> None:

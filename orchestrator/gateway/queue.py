@@ -388,7 +388,8 @@ class ModelQueue:
             self._links.lost(link)
         now = time.monotonic()
         for ticket in reversed(tickets):
-            if ticket.can_retry and not self._closed:
+            # The answer that broke the link would break the next one too, and it is not known whose it was.
+            if ticket.can_retry and not link.broken and not self._closed:
                 self._lines.take_back_answer(ticket)
                 ticket.restart()
                 self._retried(self.name, "lost" if link.closed.is_set() else "draining")

@@ -129,7 +129,10 @@ class Reply:
             self._end(ticket, now, last.finish.value)
         if self._note.stream:
             self._write(ticket, now)
-        elif not self._open:
+            return
+        if ticket.request.logprobs is not None:
+            self._answer.add_logprobs(self._choices[ticket], ticket.events, ticket.retries)
+        if not self._open:
             self._write_whole(ticket, now)
 
     def failed(self, ticket: Ticket, error: ApiError) -> None:

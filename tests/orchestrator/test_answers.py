@@ -25,6 +25,18 @@ def answer(chat: bool, choices: list[Choice]) -> Answer:
     return Answer(id="i", model="m", created=1, chat=chat, choices=choices)
 
 
+def whole(chat: bool, *answers: tuple[Choice, list[TokenEvent]]) -> Any:
+    """The body of an answer that is not streamed, whose events have come one after the other."""
+    writer = answer(chat, [choice for choice, _ in answers])
+    for choice, events in answers:
+        for count in range(1, len(events) + 1):
+            so_far = events[:count]
+            writer.add_logprobs(choice, so_far)
+            events[:count] = so_far
+    body = writer.whole(answers)
+    return json.loads(body if isinstance(body, bytes) else b"".join(body))
+
+
 def asked(body: dict[str, Any]) -> list[GenerateRequest]:
     """The requests of a completion of the prompts [1, 2] and [3]."""
     read = protocol.read_completion(json.dumps({"model": "m", "prompt": [[1, 2], [3]], **body}).encode())
@@ -36,7 +48,7 @@ def test_chat_logprobs_have_openais_shape() -> None:
     """content: token, logprob, bytes and the top ones, each with its own."""
     choice = Choice(0, [1, 2])
 
-    body = json.loads(answer(True, [choice]).whole([(choice, [event("a", 5), event("é", 6, FinishReason.STOP)])]))
+    body = whole(True, (choice, [event("a", 5), event("é", 6, FinishReason.STOP)]))
 
     (only,) = body["choices"]
     assert only["message"] == {"role": "assistant", "content": "aé"}
@@ -55,7 +67,7 @@ def test_completion_logprobs_have_their_own_shape_with_offsets() -> None:
     """tokens, token_logprobs, top_logprobs and text_offset, which goes on behind an echoed prompt."""
     choice = Choice(0, [1, 2], echo="pre")
 
-    body = json.loads(answer(False, [choice]).whole([(choice, [event("ab", 5), event("c", 6, FinishReason.LENGTH)])]))
+    body = whole(False, (choice, [event("ab", 5), event("c", 6, FinishReason.LENGTH)]))
 
     (only,) = body["choices"]
     assert only["text"] == "preabc"
@@ -73,7 +85,7 @@ def test_usage_counts_each_prompt_once_and_every_choices_tokens(chat: bool) -> N
     prompt = [1, 2, 3]
     choices = [Choice(0, prompt), Choice(1, prompt)]
 
-    body = json.loads(answer(chat, choices).whole([(c, [event("a", 5, FinishReason.STOP)]) for c in choices]))
+    body = whole(chat, *[(c, [event("a", 5, FinishReason.STOP)]) for c in choices])
 
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}

@@ -143,3 +143,30 @@ def test_a_traced_request_takes_the_trace_to_its_replica() -> None:
     assert isinstance(hello, Hello)
     traces = [(one.request.id, one.request.trace) for one in submitted if isinstance(one, Submit)]
     assert traces == [("traced", "00-of-m/0"), ("other", None)]
+
+
+class Failing(Unread):
+    """A sink that cannot write what has come."""
+
+    def __init__(self) -> None:
+        self.errors: list[ApiError] = []
+
+    def came(self, ticket: Ticket, now: float) -> None:
+        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates")
+
+    def failed(self, ticket: Ticket, error: ApiError) -> None:
+        self.errors.append(error)
+
+
+def test_an_answer_that_cannot_be_written_ends_alone() -> None:
+    """Its client gets an error at once; the connection that all share goes on."""
+    link, sink = opened(Written()), Failing()
+    link.send(Ticket(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, Nowhere()))
+    good = ticket_of("good")
+    link.send(good)
+
+    link.data_received(encode(Step([TokenEvent(id=id, text="x", token_ids=[1]) for id in ("bad", "good")])))
+
+    assert [error.status for error in sink.errors] == [500]
+    assert good.produced == 1
+    assert not link.closed.is_set()

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.fleet import until
 from tests.served import EPOCH, TOKEN, Served
 from workers import dataplane
+from workers.batcher import BatcherClosed
+from workers.dataplane import DataPlane
 from workers.engines.echo import echo_tokens
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Submit, Welcome, encode
+from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.wire import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    FrameReader,
+    Hello,
+    Message,
+    Refused,
+    Room,
+    Step,
+    Submit,
+    Welcome,
+    encode,
+)
 
 
 class Client:
@@ -243,3 +261,180 @@ def test_a_socket_that_was_removed_is_made_again(served: Served, monkeypatch: py
             client.send(Submit(GenerateRequest(id=id, prompt_ids=[1, 2], max_tokens=2)))
             assert list(client.events(1)) == [id]
         assert served.path.stat().st_mode & 0o777 == 0o600
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
+
+
+class Played:
+    """A data plane, and in place of the batcher a test that says what comes of its requests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.submitted: list[str] = []
+        self.cancelled: list[str] = []
+        self.compiled = threading.Event()  # a request with a schema is accepted once it is set
+        self.compiling = threading.Event()
+        self.raises: BaseException | None = None
+        self.plane = DataPlane(
+            folder / "s",
+            welcome=Welcome("v", "", slots=64, max_len=4096, max_prompt=4096, vocab_size=9),
+            token=TOKEN,
+            epoch=EPOCH,
+            batcher=self,
+        )
+        self.plane.start()
+
+    def submit(self, request: GenerateRequest) -> None:
+        if request.guide is not None:
+            self.compiling.set()
+            assert self.compiled.wait(10)
+        if self.raises is not None:
+            raise self.raises
+        self.submitted.append(request.id)
+
+    def cancel(self, id: str) -> None:
+        self.cancelled.append(id)
+
+    def client(self, *requests: GenerateRequest) -> Client:
+        """A gateway whose requests are here."""
+        client = Client(Path(self.plane.address))
+        assert isinstance(client.receive(), Welcome)
+        for request in requests:
+            client.send(Submit(request))
+        until(lambda: len(self.submitted) >= sum(one.guide is None for one in requests), 5, "they are submitted")
+        return client
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
+    monkeypatch.setattr(dataplane, "UNREAD_CHECK_S", 0.1)
+    folder = Path(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
+    played = Played(folder)
+    yield played
+    played.compiled.set()
+    played.plane.close()
+    folder.rmdir()
+
+
+def request(id: str, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(id=id, prompt_ids=[1], max_tokens=4000, **fields)
+
+
+def logprobs(text: str = " word") -> list[TokenLogprobs]:
+    """Of one token, and of 20 beside it."""
+    raw = list(text.encode())
+    return [TokenLogprobs(5, -0.25, text, raw, [(id, -0.123456789 * id, text, raw) for id in range(20)])]
+
+
+def token(id: str, finish: FinishReason | None = None, **fields: Any) -> TokenEvent:
+    return TokenEvent(id=id, text=" word", token_ids=[5], finish=finish, **fields)
+
+
+def test_an_answer_with_logprobs_is_sent_in_bounded_pieces(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen answers that are read at their end, with all logprobs: no event holds more than a few tokens, each token
+    comes once, and no frame has more than 1 MiB."""
+    sizes: list[int] = []
+    monkeypatch.setattr(dataplane, "encode", lambda message: sizes.append(len(data := encode(message))) or data)
+    names = [f"r{i}" for i in range(16)]
+    client = played.client(*[request(name, whole=True, logprobs=20) for name in names])
+    for i in range(100):
+        finish = FinishReason.LENGTH if i == 99 else None
+        played.plane.emit([token(name, finish, logprobs=logprobs()) for name in names])
+
+    events = client.events(16)
+
+    for name in names:
+        assert sum(len(event.logprobs) for event in events[name]) == 100
+        assert max(len(event.logprobs) for event in events[name]) == dataplane.HELD_LOGPROBS
+        assert len("".join(event.text for event in events[name])) == 500
+    assert max(sizes) <= MAX_FRAME_BYTES
+
+
+def test_a_gateway_that_reads_slowly_is_not_disconnected(played: Played) -> None:
+    """However much it has left unread: 20 MB, of which it reads a little between two checks."""
+    client = played.client(request("r", logprobs=20))
+    large = logprobs(" word" * 40)
+    for i in range(2000):
+        played.plane.emit([token("r", FinishReason.LENGTH if i == 1999 else None, logprobs=large)])
+    started, pause_s = time.monotonic(), 0.02
+    steps: list[Message] = []
+    while len(steps) < 2000:
+        if time.monotonic() - started > 2 * dataplane.UNREAD_CHECKS * dataplane.UNREAD_CHECK_S:
+            pause_s = 0.0
+        data = client.socket.recv(2**17)
+        assert data, "it is disconnected"
+        steps += client.reader.feed(data)
+        time.sleep(pause_s)
+
+    assert sum(len(step.events) for step in steps if isinstance(step, Step)) == 2000
+    assert played.cancelled == []
+
+
+def test_a_gateway_that_reads_nothing_for_long_is_disconnected(played: Played) -> None:
+    """Its requests leave their slots."""
+    client = played.client(request("r", logprobs=20))
+    for _ in range(100):
+        played.plane.emit([token("r", logprobs=logprobs(" word" * 20))])
+
+    until(lambda: played.cancelled == ["r"], 5, "it is disconnected")
+
+    client.socket.close()
+
+
+def test_an_answer_that_no_message_can_hold_ends_alone(played: Played) -> None:
+    """With an error for its own client, and nothing for the others."""
+    client = played.client(request("huge"), request("fine"))
+
+    played.plane.emit([token("huge", logprobs=logprobs("x" * 2**20)), token("fine", FinishReason.LENGTH)])
+
+    events = client.events(2)
+    assert [event.finish for event in events["huge"]] == [FinishReason.ERROR]
+    assert events["fine"] == [token("fine", FinishReason.LENGTH)]
+    assert played.cancelled == ["huge"]
+
+
+def test_a_schema_that_compiles_delays_no_other_request(played: Played) -> None:
+    """It is compiled on another thread than that of the streams; its own request begins after it."""
+    client = played.client(request("guided", guide="{}"), request("free"))
+    assert played.compiling.wait(5)
+    played.plane.emit([token("free", FinishReason.LENGTH)])
+
+    assert client.events(1)["free"][-1].finish is FinishReason.LENGTH
+    assert played.submitted == ["free"]
+    played.compiled.set()
+    until(lambda: played.submitted == ["free", "guided"], 5, "it is submitted")
+
+
+def test_a_schema_that_nobody_waits_for_any_more_is_not_compiled(played: Played) -> None:
+    """The request in work is cancelled once it is accepted, the one behind it never begins."""
+    client = played.client(request("first", guide="{}"), request("second", guide="{}"))
+    assert played.compiling.wait(5)
+    client.send(Cancel("first"))
+    client.send(Cancel("second"))
+    until(lambda: played.cancelled == ["first", "second"], 5, "they are cancelled")
+    played.compiled.set()
+
+    assert client.events(1)["second"][-1].finish is FinishReason.CANCELLED
+    until(lambda: "first" in played.cancelled[2:], 5, "it is cancelled once more")
+    assert played.submitted == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("error", "finish"),
+    [
+        (ValueError("no"), FinishReason.INVALID),
+        (BatcherClosed("no"), FinishReason.REFUSED),
+        (RuntimeError("no"), FinishReason.ERROR),
+        (Panic("no"), FinishReason.ERROR),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_ends_its_request(
+    played: Played, error: BaseException, finish: FinishReason
+) -> None:
+    """Whatever is raised: its client does not wait for ever."""
+    played.raises = error
+    played.compiled.set()
+    client = played.client(request("r", guide="{}"))
+
+    assert client.events(1)["r"][-1].finish is finish

@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, byte_level_tokenizer, save_tokenizer
 from tests.workers.tables import Answers, TableEngine, answers, table
 from workers.batcher import Batcher
-from workers.guidance import MAX_WHITESPACE
+from workers.guidance import MAX_COMPILED, MAX_WHITESPACE, Guide, Guides
 from workers.requests import FinishReason, GenerateRequest
 from workers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -212,3 +212,54 @@ def test_a_real_model_answers_in_json(checkpoint: Any) -> None:
     for one in asked:
         assert_follows(got, one.id, SCHEMAS[one.id])
     assert len(got.ids("free")) == 20
+
+
+def test_the_choices_of_a_request_share_one_compilation(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema is compiled once, also one that is refused, and each choice goes its own way."""
+    guides = Guides(tokenizer, VOCAB_SIZE, [EOS_ID])
+    compiled: list[str] = []
+    compile_ = guides._compile
+    monkeypatch.setattr(guides, "_compile", lambda *given: compiled.append(given[1]) or compile_(*given))
+    first, second = guides.start('{"enum": [true, 1]}'), guides.start('{"enum": [true, 1]}')
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Invalid type"):
+            guides.start('{"type": "objekt"}')
+
+    first.take(byte_level_tokenizer().token_to_id("1"))
+
+    assert compiled == ['{"enum": [true, 1]}', '{"type": "objekt"}']
+    assert (first.ended, second.ended) == (True, False)
+
+
+def test_only_so_many_schemas_are_kept(tokenizer: Tokenizer) -> None:
+    """The least recently used one goes."""
+    guides = Guides(tokenizer, VOCAB_SIZE, [EOS_ID])
+    for i in range(MAX_COMPILED + 5):
+        guides.start(f'{{"const": {i}}}')
+    assert len(guides._compiled) == MAX_COMPILED
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"allOf": [{"$ref": "#"}]},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    ],
+)
+def test_a_reference_that_has_no_end_is_refused(schema: Any, tokenizer: Tokenizer) -> None:
+    """No answer could satisfy it. The client made it, so that it is not an error of the engine."""
+    batcher = Batcher(engine(), tokenizer, Answers())
+    with pytest.raises(ValueError, match=r"the JSON schema cannot be followed: no answer can begin under it"):
+        batcher.submit(request(schema=schema))
+
+
+def test_a_schema_that_outgrows_its_limits_in_mid_answer_is_the_clients(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer ends as invalid, with one line of the reason; the engine goes on."""
+    monkeypatch.setattr(Guide, "forbidden", lambda self, size: None)
+    monkeypatch.setattr(Guide, "error", property(lambda self: "the JSON schema cannot be followed: too many items"))
+    got = answers(engine(), [request("guided", OBJECT), request("free", max_tokens=5)], tokenizer)
+    assert (got.finish("guided"), got.finish("free")) == (FinishReason.INVALID, FinishReason.LENGTH)
+    assert got.of("guided")[-1].error == "the JSON schema cannot be followed: too many items"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import MAX_FRAME_BYTES, Cancel, FrameReader, Hello, Step, Submit, WireError, encode
+from workers.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Cancel, FrameReader, Hello, Step, Submit, WireError, encode
 
 texts = st.text(max_size=20)
 messages = st.one_of(
@@ -47,3 +47,38 @@ def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
     """Anything but the protocol's own messages is an error, not a crash."""
     with pytest.raises(WireError, match="not a message"):
         FrameReader().feed(len(body).to_bytes(4, "big") + body)
+
+
+def _lengths(data: bytes) -> list[int]:
+    """The lengths of the frames in ``data``, without their marks."""
+    lengths = []
+    while data:
+        lengths.append(int.from_bytes(data[:4], "big") & 0x7FFFFFFF)
+        data = data[4 + lengths[-1] :]
+    return lengths
+
+
+@pytest.mark.parametrize("tokens", [400_000, 1_500_000])
+def test_a_long_prompt_is_sent_in_frames_of_at_most_1_mib(tokens: int) -> None:
+    """A message may be larger than a frame, so the limit of frames is no limit of prompts."""
+    sent = Submit(GenerateRequest(id="r", prompt_ids=[100_000] * tokens, max_tokens=1))
+    data = encode(sent)
+    reader = FrameReader()
+
+    received = [message for start in range(0, len(data), 65536) for message in reader.feed(data[start : start + 65536])]
+
+    assert MAX_FRAME_BYTES == 2**20
+    assert max(_lengths(data)) == MAX_FRAME_BYTES
+    assert received == [sent]
+    assert reader.feed(encode(Cancel("r"))) == [Cancel("r")]
+
+
+def test_a_message_over_the_limit_is_refused_on_both_sides() -> None:
+    """By its writer, and by a reader of frames that never come to an end."""
+    with pytest.raises(WireError, match="over the limit"):
+        encode(Submit(GenerateRequest(id="r", prompt_ids=[100_000] * 4_000_000, max_tokens=1)))
+    reader, part = FrameReader(), (MAX_FRAME_BYTES | 2**31).to_bytes(4, "big") + bytes(MAX_FRAME_BYTES)
+    for _ in range(MAX_MESSAGE_BYTES // MAX_FRAME_BYTES):
+        assert reader.feed(part) == []
+    with pytest.raises(WireError, match="over the limit"):
+        reader.feed(part)

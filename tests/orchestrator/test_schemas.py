@@ -1,0 +1,103 @@
+"""The limits of a client's JSON schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.protocol import read_chat
+from orchestrator.gateway.schemas import schema_text
+
+
+def properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BOMBS: dict[str, tuple[Any, str]] = {
+    "properties": (properties(8000), "more than 1024 properties"),
+    "properties in all": ({"anyOf": [properties(600), properties(600)]}, "more than 1024 properties"),
+    "definitions": ({"$defs": {f"d{i}": {} for i in range(1025)}}, "more than 1024 properties"),
+    "depth": (nested(40), "more than 32 levels"),
+    "depth of a value": ({"const": json.loads("[" * 40 + "]" * 40)}, "more than 32 levels"),
+    "enum": ({"enum": list(range(5000))}, "more than 4096 values"),
+    "required": ({"required": ["x"] * 5000}, "more than 4096 values"),
+    "long value": ({"enum": ["x" * 60_000]}, "60000 characters in one name, pattern or value; the limit is 4096"),
+    "long name": ({"properties": {"x" * 5000: {}}}, "5000 characters in one name"),
+    "long pattern": ({"type": "string", "pattern": "a|" * 4000}, "8000 characters in one name, pattern"),
+    "branches of one": ({"anyOf": [properties(1)] * 200}, "200 branches of one anyOf; the limit is 128"),
+    "branches": ({"anyOf": [{"oneOf": [{}] * 100}] * 6}, "more than 512 branches"),
+    "tuple": ({"prefixItems": [{}] * 600}, "more than 512 branches"),
+    "characters": ({"enum": ["x" * 4000] * 20}, "characters; the limit is 65536"),
+    "multipleOf": ({"type": "integer", "multipleOf": 999983}, "least common multiple above 10000"),
+    "multiples": ({"allOf": [{"multipleOf": 997}, {"multipleOf": 991.0}]}, "least common multiple above 10000"),
+    "1e300": ({"multipleOf": 1e300}, "least common multiple above 10000"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_schema_over_a_limit_is_refused(name: str) -> None:
+    """400, with the limit and the parameter, before any replica sees it."""
+    schema, message = BOMBS[name]
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    with pytest.raises(ApiError) as refused:
+        read_chat(json.dumps(body).encode())
+    assert (refused.value.status, refused.value.param) == (400, "response_format")
+    assert message in refused.value.message
+
+
+def test_a_tool_whose_call_is_forced_has_the_same_limits() -> None:
+    """The arguments are kept to its schema; where no call is forced nothing is compiled."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": properties(2000)}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    read_chat(json.dumps(body).encode())
+    with pytest.raises(ApiError, match="tools: the JSON schema has more than 1024 properties"):
+        read_chat(json.dumps({**body, "tool_choice": "required"}).encode())
+
+
+def test_what_only_people_read_is_left_out() -> None:
+    """Descriptions count for nothing; a property of that name is one."""
+    schema = {
+        "title": "x" * 70_000,
+        "description": "x" * 70_000,
+        "type": "object",
+        "properties": {"title": {"type": "string", "default": "x" * 70_000}, "description": {"const": {"title": 1}}},
+        "items": {"examples": ["x"], "multipleOf": 0.01},
+        "additionalProperties": False,
+    }
+    assert json.loads(schema_text(schema, "tools")) == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "description": {"const": {"title": 1}}},
+        "items": {"multipleOf": 0.01},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        properties(1024),
+        nested(31),
+        {"enum": list(range(4000))},
+        {"type": "string", "maxLength": 10**9},
+        {"allOf": [{"multipleOf": value} for value in (0.01, 0.25, 5, 10, 1000)]},
+        {"anyOf": [properties(4)] * 128},
+        {"$ref": "#"},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        True,
+        {},
+    ],
+)
+def test_a_schema_within_the_limits_is_unchanged(schema: Any) -> None:
+    """Whether it can be followed is said by the replica."""
+    assert json.loads(schema_text(schema, "tools")) == schema
