@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLParserLimits
 
-# In one place; unlimited, a model that likes spaces best fills its answer with them and never comes to an end.
-MAX_WHITESPACE = 32  # characters: 16 levels of indentation
-_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+# Between two parts of an answer: one space, or a new line with its indentation. With more, a model that prefers spaces
+# fills `max_tokens` with them: of 32 at each place, an object of three fields has 320.
+MAX_INDENT = 16  # spaces; half as many tabs
+_WHITESPACE = rf"\x20|\x0D?\x0A(\x20{{0,{MAX_INDENT}}}|\x09{{0,{MAX_INDENT // 2}}})"
 
 MAX_COMPILED = 64  # schemas that are kept; the least recently used one goes
 MAX_REASON = 300  # characters of llguidance's own words

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, byte_level_tokenizer, save_tokenizer
 from tests.workers.tables import Answers, TableEngine, answers, table
 from workers.batcher import Batcher
-from workers.guidance import MAX_COMPILED, MAX_WHITESPACE, Guide, Guides
+from workers.guidance import MAX_COMPILED, Guide, Guides
 from workers.requests import FinishReason, GenerateRequest
 from workers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -28,6 +30,12 @@ OBJECT = {
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
     },
     "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FIELDS = {
+    "type": "object",
+    "properties": {name: {"type": "boolean"} for name in "abcdef"},
+    "required": [*"abcdef"],
     "additionalProperties": False,
 }
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -130,13 +138,30 @@ def test_the_guide_comes_before_all_other_parameters(how: dict[str, Any], tokeni
         assert_follows(answers(engine(), [request(schema=schema, **how)], tokenizer), "a", schema)
 
 
-def test_a_model_that_likes_spaces_comes_to_an_end(tokenizer: Tokenizer) -> None:
-    """White space between the parts of an answer is limited."""
+@pytest.mark.parametrize("likes", ["Ġ", "Ċ", "ĠĊ"])
+def test_white_space_that_a_model_prefers_is_bounded_between_two_parts(likes: str, tokenizer: Tokenizer) -> None:
+    """One space, or one new line and its indentation; the answer has room for all of its fields."""
     model = MODEL.clone()
-    model[:, [byte_level_tokenizer().token_to_id(space) for space in "ĠĊ"]] += 50.0
-    got = answers(engine(model=model), [request(schema=SCHEMAS["array"])], tokenizer)
-    assert_follows(got, "a", SCHEMAS["array"])
-    assert max(map(len, got.text("a").translate(str.maketrans("[],truefals", "." * 11)).split("."))) == MAX_WHITESPACE
+    for bonus, space in enumerate(reversed(likes)):
+        model[:, byte_level_tokenizer().token_to_id(space)] += 50.0 + 50.0 * bonus
+    got = answers(engine(model=model), [request(schema=FIELDS, max_tokens=600)], tokenizer)
+    assert_follows(got, "a", FIELDS)
+    gaps = {"".join(run) for is_space, run in groupby(got.text("a"), str.isspace) if is_space}
+    assert gaps
+    assert all(re.fullmatch(r" |\n {0,16}", gap) for gap in gaps)
+
+
+@pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
+def test_json_as_programs_print_it_follows_a_schema(indent: int | str | None, tokenizer: Tokenizer) -> None:
+    """Compact, with spaces behind commas and colons, or indented."""
+    value = {"people": [{"name": "", "age": 7}], "tag": None}
+    for text in (json.dumps(value, indent=indent), json.dumps(value, separators=(",", ":"))):
+        guide = Guides(tokenizer, VOCAB_SIZE, [EOS_ID]).start(json.dumps(SCHEMAS["nested"]))
+        for token in [*tokenizer.encode(text)[1:], EOS_ID]:
+            forbidden = guide.forbidden(VOCAB_SIZE)
+            assert forbidden is not None
+            assert not forbidden[token], text
+            guide.take(token)
 
 
 def test_logprobs_are_those_of_the_model_not_of_the_guide(tokenizer: Tokenizer) -> None:
