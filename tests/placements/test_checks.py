@@ -331,24 +331,36 @@ def test_the_reserve_leaves_something_of_the_host(reserve: str, found: list[str]
         ("a: {source: ./a, replicas: 900}", 24),  # no more than cores allow
         ("a: {source: ./a, tp_degree: 8, replicas: 2}, b: {source: ./b, tp_degree: 12, replicas: 2}", None),
         ("a: {source: ./a, tp_degree: 8, replicas: 2}, b: {source: ./b, tp_degree: 4, replicas: 2}", 4),
-        ("a: {source: ./a, threads: 3}", 3),
         ("a: {source: ./a, tp_degree: 2, threads: lmi}", 4),
     ],
 )
 def test_threads_beyond_the_budget_are_a_warning(models: str, threads: int | None) -> None:
     """When replicas that fit on the cores together could exceed the CPUs; two of them here."""
-    found = [p for p in problems_of(f"hosts: {{emulate: inf2.48xlarge}}\nmodels: {{{models}}}") if "threads" in p.id]
-    told = [(p.id, p.severity, f"could run {threads} threads together" in p.what) for p in found]
+    hosts = "hosts: {instance: inf2.48xlarge, reserve: {vcpus: 190}}"
+    found = [p for p in problems_of(f"{hosts}\nmodels: {{{models}}}") if "threads" in p.id]
+    told = [(p.id, p.severity, f"could run {threads} threads on the 2 CPUs" in p.what) for p in found]
     assert told == ([("threads-oversubscribed", "warning", True)] if threads else [])
 
 
-def test_the_arithmetic_of_threads_is_told_once_for_each_degree() -> None:
-    """Two models of one degree, one sum."""
-    text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./a, replicas: 2}, b: {source: ./b, replicas: 2}}"
-    assert whats(text) == [
-        "replicas of this spec could run 4 threads together on inf2.48xlarge/0, which has 2 - 0 = 2 CPUs for them "
-        "(tp 1: floor((2 - 0) x 1 / 24) = 0, at least 1)"
-    ]
+@pytest.mark.parametrize(("threads", "warned"), [("share", False), ("lmi", True), ("3", True)])
+def test_an_emulated_host_counts_only_threads_that_are_asked_for(threads: str, warned: bool) -> None:
+    """Its CPUs are those of a laptop, where shares are below one thread for each replica."""
+    text = f"hosts: {{emulate: inf2.48xlarge}}\nmodels: {{a: {{source: ./a, replicas: 9, threads: {threads}}}}}"
+    assert [id.split()[0] for id in ids(text)] == ["threads-oversubscribed"] * warned
+
+
+def test_the_warning_about_threads_is_one_line_for_all_hosts() -> None:
+    """The worst host is named, whatever else there is; the remedy is in the same line."""
+    text = (
+        "hosts: [{instance: inf2.xlarge}, {instance: inf2.48xlarge, reserve: {vcpus: 190}}]\n"
+        "models: {a: {source: ./a, threads: lmi, replicas: 4}}"
+    )
+    (found,) = [problem for problem in problems_of(text) if "threads" in problem.id]
+    assert found.what == (
+        "replicas could run 8 threads on the 2 CPUs of inf2.48xlarge/0 and slow each other down: "
+        "use fewer replicas or threads"
+    )
+    assert found.hint == ""
 
 
 def test_shares_of_a_real_host_never_exceed_it() -> None:
@@ -508,8 +520,8 @@ def test_threads_count_only_the_replicas_that_a_type_can_hold() -> None:
     shared = "b: {source: ./b, tp_degree: 16, replicas: {min: 1, max: 2}}"
     text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 16, threads: 100}}, {shared}}}\n"
     wide = text.replace("100", "200")
-    told = [[p.what.split(", which")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
-    assert told == [["replicas of this spec could run 161 threads together on trn1.32xlarge/0"], []]
+    told = [[p.what.split(" and slow")[0] for p in problems_of(one) if "threads" in p.id] for one in (text, wide)]
+    assert told == [["replicas could run 161 threads on the 122 CPUs of trn1.32xlarge/0"], []]
 
 
 def test_the_reserve_of_each_entry_is_judged_at_its_own_place() -> None:

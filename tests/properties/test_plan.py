@@ -517,14 +517,14 @@ def test_inside_a_class_most_cores_are_served(spoilt: set[int], first: int, last
 def test_threads_stay_within_the_budget_unless_a_warning_says_so(case: Case) -> None:
     """The sum over a host of what is placed, at most its usable CPUs; else threads-oversubscribed.
 
-    Shares of at least one CPU never need the warning.
+    Shares of at least one CPU never need the warning, and on an emulated host no share does.
     """
     drawn = case.plan()
     warned = list(threads_within_budget(case.spec, case.hosts))
     for host in case.hosts:
         own = [placement for placement in drawn.placements if placement.host == host.name]
         budget = len(host.usable_cpus)
-        assert sum(placement.threads for placement in own) <= budget or warned
+        assert sum(placement.threads for placement in own) <= budget or warned or host.emulated
         shares = [p for p in own if p.cores and case.model(p.model).threads == "share"]
         whole = [p.threads for p in shares if budget * case.model(p.model).tp_degree >= host.cores]
         assert sum(whole) <= budget
