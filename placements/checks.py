@@ -519,8 +519,8 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
     if worst is not None and worst[0] > worst[1]:
         total, budget, host = worst
         what = (
-            f"replicas could run {total} threads on the {_count(budget, 'CPU')} of {host.name} and slow each other down: "
-            "use fewer replicas or threads"
+            f"replicas could run {total} threads on the {_count(budget, 'CPU')} of {host.name} "
+            "and slow each other down: use fewer replicas or threads"
         )
         yield Problem("threads-oversubscribed", "warning", spec.where("hosts"), what)
 
