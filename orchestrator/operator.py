@@ -197,12 +197,13 @@ class Operator:
         """Raises Refused for what can never be applied to this fleet."""
         state = self._state
         found = await self._controller.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
+        if found.spec is not None and not has_errors(found.problems):
+            self._refuse_other_hosts(found)  # before what this machine cannot start of them
         problems = (*found.problems, *start_problems(found))
         if found.spec is None or has_errors(problems):
             count = sum(problem.severity == "error" for problem in problems)
             what = f"{file} has {count} error{'' if count == 1 else 's'}: nothing was applied"
             raise Refused("spec-invalid", what, "corewright validate SPEC", status=422, problems=problems)
-        self._refuse_other_hosts(found)
         ever = plan(found.spec, found.hosts, found.checkpoints)
         missing = [problem for one in ever.unplaced if one.required for problem in one.problems]
         if missing:
@@ -227,7 +228,7 @@ class Operator:
 
     def _refuse_other_hosts(self, found: SpecFile) -> None:
         if _machines(found.hosts) != _machines(self._state.hosts):
-            what = f"{found.name} means other hosts than this fleet runs on"
+            what = f"{found.name} is for other hosts than this fleet runs on"
             raise Refused("hosts-changed", what, "corewright down, then up: Ray's nodes are started with the fleet")
 
     def _proposal(self, found: SpecFile, generation: Generation) -> dict[str, Any]:

@@ -35,6 +35,7 @@ TimeoutOption = Annotated[
     float | None, typer.Option(min=0, metavar="S", help="With --wait: give up after so many seconds.")
 ]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Leave a running fleet out of it.")]
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")]
 
 

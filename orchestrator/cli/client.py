@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 from orchestrator.audit import caller
+from orchestrator.cli.output import say
 from orchestrator.failure import Failed
 from orchestrator.fleet import ADMIN_PATH, BY_HEADER
 from orchestrator.home import FleetRecord, Home, daemon_alive
 from placements.problems import Problem
 
+T = TypeVar("T")
 DEADLINE_S = 10.0
 PLAN_DEADLINE_S = 60.0  # it reads each model's config.json
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
@@ -121,6 +123,19 @@ def find_fleet() -> AdminClient | None:
     if record is None or not daemon_alive(record):
         return None
     return AdminClient(record.admin_url, record.token, record)
+
+
+def unless_for_other_hosts(name: str, offline: bool, answer: Callable[[AdminClient | None], T]) -> T:
+    """Returns the answer of the running fleet about the spec ``name``; with ``offline``, or where none runs, the one
+    without a fleet. So it does for a spec of other hosts, which a line on stderr reports."""
+    fleet = None if offline else find_fleet()
+    try:
+        return answer(fleet)
+    except FleetRefused as refused:
+        if refused.problem.id != "hosts-changed":
+            raise
+    say(f"{name} is for other hosts than the running fleet: planned without it, as with --offline")
+    return answer(None)
 
 
 def the_fleet() -> AdminClient:

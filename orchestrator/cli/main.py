@@ -22,6 +22,7 @@ from orchestrator.cli.app import (
     USAGE,
     FormatOption,
     ModelArgument,
+    OfflineOption,
     OptionalSpecArgument,
     SpecArgument,
     app,
@@ -127,24 +128,27 @@ def plan(
         int | None, typer.Option(min=1, max=1000, metavar="N", help="What must move to free N cores in a row.")
     ] = None,
     brief: Annotated[bool, typer.Option("--brief", help="Without memory, threads and environments.")] = False,
+    offline: OfflineOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Say who would get which cores, against the running fleet if there is one."""
-    from orchestrator.cli.client import find_fleet
+    """Preview placement and changes, against the running fleet if there is one."""
+    from orchestrator.cli.client import unless_for_other_hosts
+    from orchestrator.cli.plan import PlanResult, make_plan
     from orchestrator.specfile import load
 
-    if spec is None and defrag is None:
-        raise typer.BadParameter("is missing; only --defrag goes without", param_hint="SPEC")
+    if spec is None and (defrag is None or offline):
+        raise typer.BadParameter("is missing; only --defrag of a running fleet goes without", param_hint="SPEC")
     file = None if spec is None else load(spec)
-    if defrag is not None:
-        from orchestrator.cli.defrag import make_defrag
 
-        result = make_defrag(file, find_fleet(), defrag)
-    else:
-        from orchestrator.cli.plan import make_plan
+    def planned(fleet: AdminClient | None) -> PlanResult:
+        if defrag is not None:
+            from orchestrator.cli.defrag import make_defrag
 
+            return make_defrag(file, fleet, defrag)
         assert file is not None
-        result = make_plan(file, find_fleet(), brief=brief)
+        return make_plan(file, fleet, brief=brief)
+
+    result = unless_for_other_hosts(spec or "", offline, planned)
     if output is Format.TABLE:
         complain(result.problems)
     show(result.data, output, result.table)
@@ -152,13 +156,21 @@ def plan(
 
 
 @app.command()
-def explain(model: ModelArgument, spec: OptionalSpecArgument = None, output: FormatOption = Format.TABLE) -> None:
-    """Say why a model is where it is or has no place, and what would help."""
-    from orchestrator.cli.client import find_fleet
+def explain(
+    model: ModelArgument,
+    spec: OptionalSpecArgument = None,
+    offline: OfflineOption = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Explain why a model is where it is or has no place, and what would help."""
+    from orchestrator.cli.client import unless_for_other_hosts
     from orchestrator.cli.explain import explanation, explanation_text
     from orchestrator.specfile import load
 
-    data = explanation(None if spec is None else load(spec), find_fleet(), model)
+    if spec is None and offline:
+        raise typer.BadParameter("is missing: without a fleet there is no other spec", param_hint="SPEC")
+    file = None if spec is None else load(spec)
+    data = unless_for_other_hosts(spec or "", offline, lambda fleet: explanation(file, fleet, model))
     show(data, output, explanation_text(data, color=use_color(stdout())))
     raise typer.Exit(0 if data["fits"] else FAILED)
 

@@ -285,6 +285,8 @@ def test_a_spec_comes_from_standard_input_too(good: str) -> None:
         ["plan"],
         ["plan", "--brief"],
         ["plan", "x", "--defrag", "0"],
+        ["plan", "--defrag", "4", "--offline"],
+        ["explain", "big", "--offline"],
         ["explain"],
         ["schema", "x"],
         ["validate", "x", "--nope"],
@@ -552,6 +554,39 @@ def test_plan_shows_what_the_controller_says(fleet: LiveAdmin, new: str, capsys:
     assert run(["plan", new, "-o", "json"]) == 2
     assert data(capsys) == fleet.fleet.told_plan
     assert fleet.fleet.calls == [("propose", Path(new).read_text(), new, str(Path.cwd()))]
+
+
+OTHER_HOSTS = Refused(
+    "hosts-changed", "good.yaml is for other hosts than this fleet runs on", "corewright down, then up"
+)
+
+
+@pytest.mark.parametrize("command", ["plan", "plan --defrag 8", "explain big"])
+def test_a_spec_for_other_hosts_is_planned_without_the_running_fleet(
+    command: str, fleet: LiveAdmin, good: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so; the answer is the one of `--offline`, which does not ask the fleet."""
+    fleet.fleet.refusal = OTHER_HOSTS
+    code = run([*command.split(), good])
+    found = capsys.readouterr()
+    assert len(fleet.fleet.calls) == 1
+    assert "good.yaml is for other hosts than the running fleet: planned without it, as with --offline\n" in found.err
+
+    assert run([*command.split(), good, "--offline"]) == code != 1
+    alone = capsys.readouterr()
+    assert len(fleet.fleet.calls) == 1
+    assert alone.out == found.out != ""
+    assert "other hosts" not in alone.err
+
+
+@pytest.mark.parametrize("command", ["apply", "apply --dry-run", "diff"])
+def test_what_is_about_the_running_fleet_stays_refused_for_other_hosts(
+    command: str, fleet: LiveAdmin, good: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A preview that left the fleet out would show what cannot happen."""
+    fleet.fleet.refusal = OTHER_HOSTS
+    assert run([*command.split(), good]) == 1
+    assert "error: hosts-changed" in capsys.readouterr().err
 
 
 def test_plan_without_changes_exits_0(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:

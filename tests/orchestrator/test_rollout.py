@@ -334,6 +334,7 @@ def test_an_index_that_has_moved_on_refuses_the_apply(tmp_path: Path) -> None:
     [
         ("version: 1\nmodels: {a: {engine: echo, tp: 99}}", "spec-invalid"),
         ("version: 1\nhosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}", "hosts-changed"),
+        ("version: 1\nhosts: {instance: inf2.xlarge, count: 2}\nmodels: {a: {source: org/a}}", "hosts-changed"),
         (spec(b_replicas=9), "never-fits"),
         (spec(a_batch=8, a=', cores: ["0-7"], update: {strategy: surge}'), "update-impossible"),
     ],
