@@ -11,6 +11,7 @@ import hmac
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -537,7 +538,7 @@ async def _body(route: AdminRoute, request: Request) -> Any:
 
 def _query(route: AdminRoute, request: Request) -> Any:
     pairs = [*request.path_params.items(), *request.query_params.multi_items()]
-    twice = {key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1}
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
         message = f"The query: {', '.join(sorted(twice))} is given more than once"
         raise _Unreadable(_error(400, code="invalid_request", message=message))

@@ -14,6 +14,7 @@ import msgspec
 
 from workers.engine import EngineLoadError
 from workers.text import ByteTextStream, FastTextStream, TextStream
+from workers.token_lengths import TokenLengths, token_lengths
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -30,6 +31,18 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+SHORT_CHARACTERS = 2048  # up to so many, `tokenizers` keeps the GIL for less time than releasing it may cost
+PIECE_CHARACTERS = 2**18  # a longer text is counted by pieces before it is tokenized whole: 35 MB of memory each
+PIECE_SLACK = 1024  # tokens of a piece that are not counted: a cut changes how the text around it is tokenized
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller allows. ``count`` is the number, or at least what it exceeds."""
+
+    def __init__(self, count: int, *, exact: bool) -> None:
+        super().__init__(f"{'' if exact else 'more than '}{count} tokens")
+        self.count = count
+        self.exact = exact
 
 
 class NoChatTemplate(Exception):
@@ -52,8 +65,9 @@ class Tokenizer(Protocol):
         """Ids are below this. The model's own vocabulary may be larger (padded) or smaller."""
         ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``. Raises ValueError for text that is not Unicode (a lone surrogate)."""
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        """The ids of ``text``. Raises ValueError for text that is not Unicode (a lone surrogate), and TooManyTokens
+        where there are more than ``most``: then a long text is not tokenized to its end."""
         ...
 
     def apply_chat_template(
@@ -65,13 +79,14 @@ class Tokenizer(Protocol):
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """The ids of a chat, ending where the assistant begins to speak; or, with ``continue_final_message``, in the
         last message, which the answer then continues.
 
         ``template_kwargs`` are further variables of the template. ``add_special_tokens`` adds them once more, beside
         those that the template writes. Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message;
-        of it ``NoToolsInTemplate`` for tools that the template would not mention.
+        of it ``NoToolsInTemplate`` for tools that the template would not mention. ``most`` is as for ``encode``.
         """
         ...
 
@@ -141,8 +156,11 @@ class ByteTokenizer:
     def vocab_size(self) -> int:
         return 257
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(_unicode(text).encode())
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        data = _unicode(text).encode()
+        if most is not None and len(data) > most:
+            raise TooManyTokens(len(data), exact=True)
+        return list(data)
 
     def apply_chat_template(
         self,
@@ -153,6 +171,7 @@ class ByteTokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """One line ``role: content`` for each message, then ``assistant:``. It has no variables."""
         if tools:
@@ -164,8 +183,8 @@ class ByteTokenizer:
                 raise ChatTemplateError("each message needs a role and a content, both text")
             lines.append(f"{role}: {content}\n")
         if continue_final_message:
-            return self.encode("".join(lines).removesuffix("\n"))
-        return self.encode("".join(lines) + ("assistant:" if add_generation_prompt else ""))
+            return self.encode("".join(lines).removesuffix("\n"), most=most)
+        return self.encode("".join(lines) + ("assistant:" if add_generation_prompt else ""), most=most)
 
     def chat_template(self, tools: bool) -> str | None:
         return None
@@ -218,14 +237,43 @@ class HubTokenizer:
         self._fast.no_padding()
         self._vocab_size = len(loaded)
         self._token_bytes = _token_decoder(self._fast)
+        self._lengths: TokenLengths | None = token_lengths(self._fast, _byte_of_character())
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._fast.encode(_unicode(text), add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        text = _unicode(text)
+        if len(text) <= SHORT_CHARACTERS:
+            encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            if most is not None:
+                self._check_length(text, most)
+            # `encode` holds the GIL to its end, 1.6 s for a MB; the batch's releases it, and computes no offsets.
+            encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), exact=True)
+        ids: list[int] = encoding.ids
         return ids
+
+    def _check_length(self, text: str, most: int) -> None:
+        """Raises TooManyTokens for a text that surely has more than ``most``.
+
+        A text that may fit by its length is counted piece by piece, so that one that is far too long is not tokenized
+        whole, at 140 bytes of memory for each token. Each cut may change how the text around it is tokenized, so only
+        twice as many as ``most`` are surely too many.
+        """
+        if self._lengths is not None and (fewest := self._lengths.fewest(text)) > most:
+            raise TooManyTokens(fewest - 1, exact=False)
+        if len(text) <= PIECE_CHARACTERS:
+            return
+        count = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            count += max(0, len(self._fast.encode_batch_fast([piece])[0]) - PIECE_SLACK)
+            if count > 2 * most:
+                raise TooManyTokens(most, exact=False)
 
     def apply_chat_template(
         self,
@@ -236,6 +284,7 @@ class HubTokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         import jinja2
 
@@ -263,7 +312,7 @@ class HubTokenizer:
             raise ChatTemplateError(str(error)) from error
         except (RecursionError, OverflowError, ZeroDivisionError, MemoryError) as error:
             raise ChatTemplateError(f"the chat template cannot be filled in: {type(error).__name__}") from error
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def chat_template(self, tools: bool) -> str | None:
         """Some models have several, by name; transformers takes ``tool_use`` for tools, where there is one."""
@@ -273,7 +322,7 @@ class HubTokenizer:
         return None if found is None else str(found)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._fast.decode(list(ids), skip_special_tokens=False)
+        text: str = self._fast.decode_batch([list(ids)], skip_special_tokens=False)[0]  # `decode` holds the GIL
         return text
 
     def tokens(self, ids: Sequence[int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -11,7 +12,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import msgspec.structs
@@ -36,6 +37,7 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.terms import terms_of
 from orchestrator.gateway.tokenize import detokenized, tokenized
 from orchestrator.gateway.tokenizers import TokenizerShelf
+from orchestrator.gateway.tokenizing import Tokenizing
 from orchestrator.gateway.tracing import TraceHandle, Tracing
 from orchestrator.home import Home
 from orchestrator.keys import ApiKey, KeyFile
@@ -55,6 +57,7 @@ QUIET_REPORTS = 5  # of these, so often one is sent while nothing happens
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
+BYTES_OF_TOKEN = 4  # by which a key is charged for what is not tokenized yet
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
@@ -62,6 +65,7 @@ CHAT = "/v1/chat/completions"
 GONE = 499  # nginx's: the client did not wait for the answer
 
 Asked = protocol.ChatRequest | protocol.CompletionRequest
+T = TypeVar("T")
 
 
 class Controller(Protocol):
@@ -85,6 +89,7 @@ class Gateway:
         self.queues: dict[str, ModelQueue] = {}
         self._names: dict[str, ModelQueue] = {}  # aliases among them
         self._tokenizers = TokenizerShelf()
+        self._tokenizing = Tokenizing()
         self._table: RouteTable | None = None
         self._heard_at = 0.0
         self._heard = asyncio.Event()
@@ -225,6 +230,7 @@ class Gateway:
         """The gateway ends; every exchange is over."""
         await self._peers.leave()
         await asyncio.to_thread(self._recorder.close)
+        self._tokenizing.close()
         self._limits.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
@@ -253,7 +259,7 @@ class Gateway:
         request = reply.exchange.request
         reads = protocol.read_chat if request.path == CHAT else protocol.read_completion
         asked: Asked = await asyncio.to_thread(reads, request.body)
-        prompts = await self._prompts(queue, asked)
+        prompts = await self._prompts(reply.exchange, queue, asked)
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)
             reply.renew(prompts, self._requests(queue, asked, prompts[0], ids))
@@ -350,18 +356,51 @@ class Gateway:
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None]:
         asked = protocol.read_tokenize(_json_of(exchange))
+        if isinstance(asked, protocol.TokenizeChatRequest):
+            self._check_messages(asked)
         queue = self._queue(exchange, asked.model)
-        return self._by_tokenizer(exchange, queue, lambda tokenizer: tokenized(asked, tokenizer, queue.routes.max_len))
+
+        def work(tokenizer: Tokenizer) -> tuple[bytes, int]:
+            answer = tokenized(asked, tokenizer, queue.routes.max_len)
+            return _encode(answer), answer.count
+
+        return self._by_tokenizer(exchange, queue, work)
 
     def detokenize(self, exchange: Exchange) -> Awaitable[None]:
         asked = protocol.read_detokenize(_json_of(exchange))
         queue = self._queue(exchange, asked.model)
-        return self._by_tokenizer(exchange, queue, lambda tokenizer: detokenized(asked, tokenizer))
 
-    async def _by_tokenizer(self, exchange: Exchange, queue: ModelQueue, ask: Callable[[Tokenizer], Any]) -> None:
+        def work(tokenizer: Tokenizer) -> tuple[bytes, int]:
+            return _encode(detokenized(asked, tokenizer, queue.routes.max_len)), len(asked.tokens)
+
+        return self._by_tokenizer(exchange, queue, work)
+
+    async def _by_tokenizer(
+        self, exchange: Exchange, queue: ModelQueue, work: Callable[[Tokenizer], tuple[bytes, int]]
+    ) -> None:
+        """Answer with the body that ``work`` gives, and charge its tokens to the key."""
         routes = queue.routes
         tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
-        exchange.respond(200, _encode(await asyncio.to_thread(ask, tokenizer)))
+        body, tokens = await self._on_thread(exchange, lambda: work(tokenizer))
+        if exchange.grant is not None:
+            exchange.grant.least = tokens
+            exchange.add_headers(self._limits.headers(exchange.key, time.monotonic()))
+        exchange.respond(200, body)
+
+    async def _on_thread(self, exchange: Exchange, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which tokenizes the exchange's body. A key with limits is charged before, by the length
+        of the body, and that stays where ``work`` refuses it. Raises ApiError."""
+        key, size = exchange.key, len(exchange.request.body)
+        charges = key is not None and key.limited and exchange.grant is None
+        try:
+            if charges:
+                exchange.grant = self._limits.take(key, size // BYTES_OF_TOKEN, time.monotonic(), least=0)
+                exchange.grant.least = exchange.grant.reserved
+            return await self._tokenizing.run("" if key is None else key.id, size, work)
+        except ApiError:
+            if charges:
+                exchange.add_headers(self._limits.headers(key, time.monotonic()))
+            raise
 
     def livez(self, exchange: Exchange) -> None:
         exchange.respond(200, b"ok\n", content_type=TEXT)
@@ -450,13 +489,18 @@ class Gateway:
 
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
         asked = protocol.read_chat(_json_of(exchange))
+        self._check_messages(asked)
+        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), 1)
+
+    def _check_messages(self, asked: protocol.Chat) -> None:
         if len(asked.messages) > self._settings.max_messages:
             raise errors.too_many_messages(len(asked.messages), self._settings.max_messages)
-        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model))
 
     def complete(self, exchange: Exchange) -> Awaitable[None] | None:
         asked = protocol.read_completion(_json_of(exchange))
-        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model))
+        several = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
+        count = len(asked.prompt) if several else 1
+        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), count)
 
     def _queue(self, exchange: Exchange, model: str) -> ModelQueue:
         """Of the model that goes by that name, for whom it is. Raises ApiError."""
@@ -471,8 +515,13 @@ class Gateway:
             raise errors.model_unavailable(model, "stopping", None)
         return queue
 
-    def _with_tokenizer(self, exchange: Exchange, asked: Asked, queue: ModelQueue) -> Awaitable[None] | None:
+    def _with_tokenizer(
+        self, exchange: Exchange, asked: Asked, queue: ModelQueue, prompts: int
+    ) -> Awaitable[None] | None:
         routes = queue.routes
+        count = prompts * (asked.n or 1)
+        if count > 1 and count > (room := routes.max_queue + queue.slots):  # before so many requests are made
+            raise errors.too_many_choices(count, room)
         tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
         if tokenizer is None or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, asked, queue)
@@ -480,9 +529,9 @@ class Gateway:
         return None
 
     async def _start_later(self, exchange: Exchange, asked: Asked, queue: ModelQueue) -> None:
-        self._start(exchange, asked, queue, await self._prompts(queue, asked))
+        self._start(exchange, asked, queue, await self._prompts(exchange, queue, asked))
 
-    async def _prompts(self, queue: ModelQueue, asked: Asked) -> Prompts:
+    async def _prompts(self, exchange: Exchange, queue: ModelQueue, asked: Asked) -> Prompts:
         """Where the tokenizer must be loaded first, or has long work. While an update holds requests, a tokenizer that
         cannot be loaded is tried again with each change of the routes: a rollback names another. Raises ApiError."""
         until = time.monotonic() + queue.routes.hold_s
@@ -494,7 +543,9 @@ class Gateway:
                 if not await queue.other_routes(until - time.monotonic()):
                     raise
                 continue
-            prompts = await asyncio.to_thread(prompts_of, asked, tokenizer, routes.tool_parser)
+            limits = queue.limits.within(self._settings.max_prompt_tokens)
+            work = functools.partial(prompts_of, asked, tokenizer, routes.tool_parser, limits)
+            prompts = await self._on_thread(exchange, work)
             if queue.routes.tokenizer == routes.tokenizer:
                 return prompts
 
@@ -515,9 +566,6 @@ class Gateway:
         numbers = self._numbers
         names = (f"{self._id}-{number}" for number in numbers)
         copies = asked.n or 1
-        count = len(prompts) * copies
-        if count > 1 and count > (room := queue.routes.max_queue + queue.slots):  # before so many requests are made
-            raise errors.too_many_choices(count, room)
         requests = self._requests(queue, asked, prompts, names)
         terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
         self._charge(exchange, asked, requests, queue)
@@ -561,6 +609,9 @@ class Gateway:
         tokens = sum(len(one.prompt_ids) + int(min(one.max_tokens, expected)) for one in requests)
         least = sum(len(one.prompt_ids) for one in requests) if asked.max_tokens is None else None
         now = time.monotonic()
+        if exchange.grant is not None:  # for tokenizing
+            exchange.grant.least = 0
+            exchange.grant.settle(0, now)
         try:
             exchange.grant = self._limits.take(key, tokens, now, least=least)
         finally:

@@ -11,9 +11,9 @@ from orchestrator.gateway.toolcalls.formats import FORMATS
 from workers.tokenizer import ChatTemplateError, NoChatTemplate, NoToolsInTemplate, Tokenizer
 
 
-def chat_prompt(asked: Chat, tokenizer: Tokenizer) -> list[int]:
+def chat_prompt(asked: Chat, tokenizer: Tokenizer, most: int | None = None) -> list[int]:
     """The ids of the chat as the model's template writes it. A request that forbids calls (`tool_choice: none`) tells
-    the model of no tools. Raises ApiError 400.
+    the model of no tools. Raises ApiError 400, and TooManyTokens for more than ``most`` ids.
     """
     messages = [message.for_template(place) for place, message in enumerate(asked.messages)]
     forbids = isinstance(asked, ChatRequest) and asked.calling == "none"
@@ -26,6 +26,7 @@ def chat_prompt(asked: Chat, tokenizer: Tokenizer) -> list[int]:
             continue_final_message=bool(asked.continue_final_message),
             template_kwargs=asked.chat_template_kwargs,
             add_special_tokens=isinstance(asked, TokenizeChatRequest) and bool(asked.add_special_tokens),
+            most=most,
         )
     except NoChatTemplate as error:
         raise errors.invalid(f"{asked.model}: {error}", param="messages", code="no_chat_template") from None

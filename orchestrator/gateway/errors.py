@@ -68,10 +68,14 @@ def model_not_found(name: str, known: list[str]) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def too_long(param: str, prompt: int, max_tokens: int | None, max_len: int, max_prompt: int) -> ApiError:
-    """The prompt (the parameter ``param``), alone or with the tokens asked for, is longer than the model allows."""
-    if prompt > max_prompt:
-        what = f"This model takes prompts of at most {max_prompt} tokens; this one has {prompt}."
+def too_long(
+    param: str, prompt: int, max_tokens: int | None, max_len: int, max_prompt: int, *, exact: bool = True
+) -> ApiError:
+    """The prompt (the parameter ``param``), alone or with the tokens asked for, is longer than the model allows. Not
+    ``exact``: it has more than ``prompt`` tokens, which are at least ``max_prompt``."""
+    if prompt > max_prompt or not exact:
+        length = f"{'' if exact else 'more than '}{prompt}"
+        what = f"This model takes prompts of at most {max_prompt} tokens; this one has {length}."
     elif max_tokens is None:
         what = f"This model's maximum context length is {max_len} tokens; the prompt of {prompt} leaves no room."
     else:
@@ -79,7 +83,7 @@ def too_long(param: str, prompt: int, max_tokens: int | None, max_len: int, max_
             f"This model's maximum context length is {max_len} tokens; you asked for {prompt + max_tokens} "
             f"({prompt} in the prompt, {max_tokens} to generate)."
         )
-    at_fault = param if max_tokens is None or prompt > max_prompt else "max_tokens"
+    at_fault = param if max_tokens is None or prompt > max_prompt or not exact else "max_tokens"
     return ApiError(400, what, param=at_fault, code="context_length_exceeded")
 
 
@@ -152,6 +156,17 @@ def too_many_connections(limit: int, of_key: bool = False) -> ApiError:
 def too_much_at_once() -> ApiError:
     message = "Too many large requests are being read. Try again in 1 s."
     return _unavailable(message, code="too_many_bodies", retry_after_s=1)
+
+
+def too_much_to_tokenize() -> ApiError:
+    message = "Too many long prompts of this API key wait to be tokenized. Try again in 1 s."
+    return _too_many(message, code="rate_limit_exceeded", retry_after_s=1)
+
+
+def too_many_tokens(param: str, count: int, limit: int) -> ApiError:
+    """For what is tokenized, or made text again, without being a prompt."""
+    message = f"{param}: more than {max(count - 1, limit)} tokens; at most {limit} are tokenized for this model."
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def our_fault() -> ApiError:

@@ -12,7 +12,7 @@ from orchestrator.gateway.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.protocol import MOST, ChatRequest, CompletionRequest
 from orchestrator.gateway.toolcalls import ToolParser
 from workers.requests import GenerateRequest
-from workers.tokenizer import Tokenizer
+from workers.tokenizer import Tokenizer, TooManyTokens
 
 # Token ids of each prompt, what of it is echoed, and what reads the calls in an answer to it.
 Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
@@ -30,18 +30,46 @@ class Limits:
         """No longer prompts than that, which the gateway's settings allow."""
         return self if max_prompt is None else replace(self, max_prompt=min(max_prompt, self.max_prompt))
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return min(self.max_prompt, self.max_len)
 
-def prompts_of(asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, tool_parser: str) -> Prompts:
-    """What was asked, rendered and tokenized; ``tool_parser`` is the model's. Raises ApiError 400."""
+
+def prompts_of(
+    asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, tool_parser: str, limits: Limits | None = None
+) -> Prompts:
+    """What was asked, rendered and tokenized; ``tool_parser`` is the model's. Raises ApiError 400; with ``limits`` also
+    for a prompt that is too long, which is then not tokenized to its end."""
+    most = None if limits is None else limits.longest_prompt
+    try:
+        return _prompts_within(most, asked, tokenizer, tool_parser)
+    except TooManyTokens as error:
+        assert limits is not None
+        raise _too_long(asked, error.count, limits, exact=error.exact) from None
+
+
+def _prompts_within(
+    most: int | None, asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, tool_parser: str
+) -> Prompts:
+    """Raises TooManyTokens for a prompt of more than ``most``."""
     if isinstance(asked, ChatRequest):
-        ids = chat_prompt(asked, tokenizer)
+        ids = chat_prompt(asked, tokenizer, most)
         return [ids], [""], tool_parser_for(asked, tool_parser, tokenizer)
     given = asked.prompts()
     try:
-        prompts = [tokenizer.encode(part) if isinstance(part, str) else part for part in given]
+        prompts = [
+            tokenizer.encode(part, most=most) if isinstance(part, str) else _ids_within(most, part) for part in given
+        ]
         return prompts, [_echo(tokenizer, part) if asked.echo else "" for part in given], None
     except (ValueError, OverflowError) as error:
         raise errors.invalid(f"prompt: {error}", param="prompt") from None
+
+
+def _ids_within(most: int | None, ids: list[int]) -> list[int]:
+    if most is not None and len(ids) > most:
+        raise TooManyTokens(len(ids), exact=True)
+    return ids
 
 
 def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
@@ -122,13 +150,21 @@ def _room(asked: ChatRequest | CompletionRequest, prompt: Sequence[int], limits:
     """Tokens that may follow the prompt."""
     length = len(prompt)
     room = limits.max_len - length
-    longest = min(limits.max_prompt, limits.max_len)
-    if 0 < length <= longest and room >= (asked.max_tokens or 1):
+    if 0 < length <= limits.longest_prompt and room >= (asked.max_tokens or 1):
         return room
-    param = "messages" if isinstance(asked, ChatRequest) else "prompt"
     if not prompt:
-        raise errors.invalid("the prompt has no tokens", param=param)
-    raise errors.too_long(param, length, asked.max_tokens, limits.max_len, longest)
+        raise errors.invalid("the prompt has no tokens", param=_param(asked))
+    raise _too_long(asked, length, limits)
+
+
+def _too_long(
+    asked: ChatRequest | CompletionRequest, count: int, limits: Limits, *, exact: bool = True
+) -> errors.ApiError:
+    return errors.too_long(_param(asked), count, asked.max_tokens, limits.max_len, limits.longest_prompt, exact=exact)
+
+
+def _param(asked: ChatRequest | CompletionRequest) -> str:
+    return "messages" if isinstance(asked, ChatRequest) else "prompt"
 
 
 def _check_ids(prompt: Sequence[int], limits: Limits) -> None:

@@ -235,6 +235,10 @@ class HttpConnection(asyncio.Protocol):
         if self._headers_size + len(self._url) > settings.max_header_bytes or len(headers) > MAX_HEADERS:
             self._refuse(errors.headers_too_large(settings.max_header_bytes))
             return
+        host = headers.get(b"host")
+        if (host is None and self._parser.get_http_version() == "1.1") or (host is not None and b"," in host):
+            self._refuse(errors.not_http("it needs one Host header"))  # RFC 9112, 3.2; two are joined by a comma
+            return
         encoding = headers.get(b"transfer-encoding", b"chunked").lower()
         if encoding != b"chunked" or (b"transfer-encoding" in headers and self._parser.get_http_version() != "1.1"):
             self._refuse(errors.unknown_encoding("transfer-encoding", encoding))

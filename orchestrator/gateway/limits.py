@@ -18,7 +18,7 @@ RETRY_CONCURRENT_S = 1  # when one of a key's requests ends is not known
 class Grant:
     """What one request has taken. Settle it once the request is over, whatever has become of it."""
 
-    __slots__ = ("_at", "_counts", "_key", "reserved")
+    __slots__ = ("_at", "_counts", "_key", "least", "reserved")
 
     def __init__(self, counts: SharedCounts | None, key: ApiKey | None, reserved: int, at: float) -> None:
         """Without ``counts`` there is nothing to settle."""
@@ -26,6 +26,7 @@ class Grant:
         self._key = key
         self._at = at
         self.reserved = reserved  # tokens
+        self.least = 0  # tokens that count as used, whatever becomes of the request
 
     def settle(self, tokens_used: int, now: float) -> None:
         """Give back the place and the tokens that were not used; a second time nothing happens. ``now`` in monotonic
@@ -35,6 +36,7 @@ class Grant:
             return
         self._counts = None
         reserved, at = self.reserved, self._at
+        tokens_used = max(tokens_used, self.least)
         counts.give(key.id, now, lambda before: settled(before, key, reserved, tokens_used, at, now))
 
 

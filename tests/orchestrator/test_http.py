@@ -507,6 +507,30 @@ def test_a_request_of_doubtful_length_is_refused_and_ends_its_connection(gateway
         assert wire.at_end()
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [
+        ("1.1", [], 400),
+        ("1.1", ["a", "b"], 400),
+        ("1.1", ["a", "a"], 400),
+        ("1.1", [""], 200),
+        ("1.1", ["a:8080"], 200),
+        ("1.0", [], 200),
+        ("1.0", ["a", "b"], 400),
+    ],
+)
+def test_a_request_names_one_host(gateway: LiveGateway, version: str, hosts: list[str], status: int) -> None:
+    """RFC 9112, 3.2: two servers in a row must not take a request for two hosts."""
+    fields = "".join(f"host: {host}\r\n" for host in hosts)
+    with Wire(gateway.port) as wire:
+        wire.offer(f"GET /livez HTTP/{version}\r\n{fields}\r\n".encode())
+        answer = wire.answer()
+        assert answer.status == status
+        if status == 400:
+            assert answer.code == "malformed_http"
+            assert wire.at_end()
+
+
 def test_chunks_in_http_1_0_are_refused(gateway: LiveGateway) -> None:
     """HTTP/1.0 has no chunks: a proxy before us would not know them."""
     data = post(b"2\r\n{}\r\n0\r\n\r\n", transfer_encoding="chunked").replace(b"HTTP/1.1", b"HTTP/1.0")

@@ -1,0 +1,71 @@
+"""The threads that tokenize, and how much of them one key may have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from orchestrator.gateway import errors
+
+T = TypeVar("T")
+MOST_THREADS = 8
+MAX_BYTES_OF_KEY = 2**26  # of bodies whose texts wait to be tokenized, and are
+MAX_BYTES = 2**28  # of all keys
+
+
+@dataclass
+class _Share:
+    """What one key has of the threads."""
+
+    turns: asyncio.Semaphore
+    jobs: int = field(default=0)
+    bytes: int = field(default=0)
+
+
+class Tokenizing:
+    """Runs what tokenizes on threads of its own. One key never has all of them, so the long prompts of one client do
+    not keep the others waiting. Used from one event loop."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """``threads`` None: half of the machine's, at least 2 and at most ``MOST_THREADS``."""
+        self._threads = threads or min(MOST_THREADS, max(2, (os.cpu_count() or 1) // 2))
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="tokenizing")
+        self._turns = asyncio.Semaphore(self._threads)
+        self._shares: dict[str, _Share] = {}
+        self._bytes = 0
+
+    async def run(self, key: str, size: int, work: Callable[[], T]) -> T:
+        """What ``work`` returns or raises, for a body of ``size`` bytes. Raises ApiError 429 and 503 where too many
+        bytes wait already. A thread is freed when its work has ended, also where nobody waits for it any more."""
+        share = self._shares.get(key)
+        if (0 if share is None else share.bytes) + size > max(size, MAX_BYTES_OF_KEY):
+            raise errors.too_much_to_tokenize()
+        if self._bytes + size > max(size, MAX_BYTES):
+            raise errors.too_much_at_once()
+        if share is None:
+            share = self._shares[key] = _Share(asyncio.Semaphore(max(1, self._threads - 1)))
+        share.jobs += 1
+        share.bytes += size
+        self._bytes += size
+        try:
+            async with share.turns, self._turns:
+                running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+                try:
+                    return await asyncio.shield(running)
+                except asyncio.CancelledError:
+                    await asyncio.wait([running])
+                    raise
+        finally:
+            share.jobs -= 1
+            share.bytes -= size
+            self._bytes -= size
+            if not share.jobs:
+                del self._shares[key]
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

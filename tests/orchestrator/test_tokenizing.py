@@ -1,0 +1,206 @@
+"""Long prompts cost their sender, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.gateway import tokenizing as module
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.tokenize import MOST_TOKENS
+from orchestrator.gateway.tokenizing import Tokenizing
+from orchestrator.home import Home
+from orchestrator.keys import Allowance, KeyFile
+from orchestrator.lifecycle import ModelState
+from tests.checkpoints import save_tokenizer
+from tests.fleet import until
+from tests.orchestrator.gateways import LiveGateway, routes
+
+PER_MINUTE = 10_000
+NUMBERS = itertools.count()
+MAX_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveGateway]:
+    """One that serves a model whose vocabulary has merges."""
+    source = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(source)
+    found = LiveGateway(
+        models=[routes("m", state=ModelState.LOADING, engine="cpu", source=str(source), max_len=MAX_LEN, holds=True)],
+        max_messages=10,
+    )
+    yield found
+    found.close()
+
+
+Ask = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def ask(gateway: LiveGateway) -> Ask:
+    """Posts with a new key of ``PER_MINUTE`` tokens a minute, the same for one test."""
+    allowance = Allowance(tokens_per_minute=PER_MINUTE)
+    _, secret = KeyFile(Home(gateway.home).keys).create(f"k{next(NUMBERS)}", allowance=allowance)
+
+    def post(path: str, **fields: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {secret}"}
+        return gateway.http.post(path, json={"model": "m", **fields}, headers=headers)
+
+    until(lambda: gateway.http.get("/v1/models").status_code == 401, 10, "a key is demanded")
+    until(lambda: post("/v1/completions").status_code == 400, 10, "the gateway knows the key")
+    return post
+
+
+def outcome(answer: httpx.Response) -> tuple[int, str | None]:
+    return answer.status_code, answer.json().get("error", {}).get("code")
+
+
+LONG = "hello " * 50_000  # more than a minute's tokens, and so charged as a minute's
+TOO_LONG = (400, "context_length_exceeded")
+LIMITED = (429, "rate_limit_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": [5] * 75_000}),
+        ("/v1/completions", {"prompt": [LONG, "x"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    ],
+)
+def test_a_prompt_that_is_far_too_long_is_charged(path: str, fields: dict[str, Any], ask: Ask) -> None:
+    """It has cost the gateway time, so its sender cannot repeat it for ever."""
+    refused = ask(path, **fields)
+    assert outcome(refused) == TOO_LONG
+    assert "at most 64 tokens" in refused.json()["error"]["message"]
+    assert int(refused.headers["x-ratelimit-limit-tokens"]) == PER_MINUTE
+    assert outcome(ask(path, **fields)) == LIMITED
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": LONG}), ("/tokenize", {"prompt": LONG}), ("/detokenize", {"tokens": [5] * 50_000})],
+)
+def test_a_key_without_tokens_left_tokenizes_nothing(
+    path: str, fields: dict[str, Any], ask: Ask, gateway: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outcome(ask("/v1/completions", prompt=LONG)) == TOO_LONG
+    monkeypatch.setattr(Tokenizing, "run", None)  # to call it would be a 500
+    assert outcome(ask(path, **fields)) == LIMITED
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/tokenize", {"prompt": LONG}), ("/detokenize", {"tokens": [5] * 50_000})]
+)
+def test_what_is_tokenized_without_an_answer_is_charged(path: str, fields: dict[str, Any], ask: Ask) -> None:
+    assert ask(path, **fields).status_code == 200
+    assert outcome(ask(path, **fields)) == LIMITED
+
+
+def test_a_short_text_is_charged_as_its_tokens(ask: Ask) -> None:
+    answer = ask("/tokenize", prompt="hello")
+    assert (
+        int(ask("/tokenize", prompt="hello").headers["x-ratelimit-remaining-tokens"])
+        >= PER_MINUTE - 20 - answer.json()["count"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {"prompt": "⟨5⟩" * (MOST_TOKENS + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "⟨5⟩" * (MOST_TOKENS + 1)}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * (MOST_TOKENS + 1)}, "tokens"),
+    ],
+)
+def test_what_is_only_tokenized_has_a_limit_too(path: str, fields: dict[str, Any], param: str, ask: Ask) -> None:
+    error = ask(path, **fields).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+def test_a_text_longer_than_the_context_is_tokenized(ask: Ask) -> None:
+    """To find out how long it is, /tokenize is there."""
+    assert ask("/tokenize", prompt="hello " * 500).json()["count"] > MAX_LEN
+
+
+def test_the_messages_that_are_tokenized_are_counted(ask: Ask) -> None:
+    answer = ask("/tokenize", messages=[{"role": "user", "content": "hi"}] * 11)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_messages")
+
+
+class Jobs:
+    """Work that lasts until it is let go."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.running: list[str] = []
+
+    def of(self, name: str) -> Callable[[], str]:
+        def work() -> str:
+            self.running.append(name)
+            assert self.free.wait(10)
+            return name
+
+        return work
+
+
+async def until_async(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+async def test_one_key_never_has_all_threads() -> None:
+    jobs, threads = Jobs(), Tokenizing(3)
+    flood = [asyncio.create_task(threads.run("a", 1, jobs.of("a"))) for _ in range(20)]
+    await until_async(lambda: len(jobs.running) == 2)
+    other = asyncio.create_task(threads.run("b", 1, jobs.of("b")))
+    await until_async(lambda: "b" in jobs.running)
+    jobs.free.set()
+    assert await other == "b"
+    assert await asyncio.gather(*flood) == ["a"] * 20
+    threads.close()
+
+
+async def test_a_thread_stays_taken_until_its_work_has_ended() -> None:
+    """A client that goes away and comes again does not get a further thread each time."""
+    jobs, threads = Jobs(), Tokenizing(2)
+    gone = asyncio.create_task(threads.run("a", 1, jobs.of("gone")))
+    await until_async(lambda: jobs.running == ["gone"])
+    gone.cancel()
+    back = asyncio.create_task(threads.run("a", 1, jobs.of("back")))
+    other = asyncio.create_task(threads.run("b", 1, jobs.of("other")))
+    await until_async(lambda: jobs.running == ["gone", "other"])
+    jobs.free.set()
+    assert (await back, await other) == ("back", "other")
+    assert gone.cancelled()
+    threads.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [("MAX_BYTES_OF_KEY", 429), ("MAX_BYTES", 503)], ids=["of one key", "of all"]
+)
+async def test_what_waits_has_a_limit_and_gives_it_back(
+    limit: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, limit, 100)
+    jobs, threads = Jobs(), Tokenizing(2)
+    first = asyncio.create_task(threads.run("a", 60, jobs.of("a")))
+    await until_async(lambda: jobs.running == ["a"])
+    with pytest.raises(ApiError) as refused:
+        await threads.run("a", 60, jobs.of("a"))
+    assert (refused.value.status, refused.value.retry_after_s) == (status, 1)
+    jobs.free.set()
+    await first
+    assert await threads.run("a", 1000, jobs.of("alone")) == "alone"
+    threads.close()
