@@ -31,8 +31,8 @@ class Marked(ByteTokenizer):
     def __init__(self, mark: str) -> None:
         self._mark = mark
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return super().encode(self._mark + text)
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        return super().encode(self._mark + text, most=most)
 
 
 @pytest.fixture(autouse=True)
