@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -17,17 +18,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, Protocol
 
 import msgspec
+import msgspec.structs
 
 LogFormat = Literal["text", "json"]
 OURS = ("orchestrator", "workers", "placements", "asyncio", "concurrent", "py.warnings")
 ABOUT = ("request_id", "model", "replica")  # what a line may be about, by `extra`
 MOST_WAITING = 50_000  # lines; a disk that takes none must not fill the memory
+MOST_WAITING_BYTES = 64 * 2**20  # likewise, of what clients and errors put into lines
+MAX_FILE_BYTES = 64 * 2**20  # then the file is set aside
+KEPT = 4  # files that are set aside: `gateway.log.1` is the newest
+MAX_FIELD = 512  # characters of what a client chose
+MAX_MESSAGE = 2**15  # characters of any line, but for prompts and answers
 FLUSH_S = 2.0
 ACCESS = "orchestrator.access"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -54,23 +61,93 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     answer: str | None = None
 
 
+class LogFile:
+    """A file that several processes append to. The first of them that finds it too large sets it aside."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when it cannot be opened."""
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._open()
+
+    def write(self, text: str) -> None:
+        """Raises OSError, such as on a full disk."""
+        with contextlib.suppress(OSError):  # a folder that is gone or no longer ours: what is open is still written
+            self._follow()
+        data = memoryview(text.encode(errors="replace"))
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def _follow(self) -> None:
+        """Set the file aside when it is too large, and open the new one, also where another process did so."""
+        if self._is_current() and os.fstat(self._descriptor).st_size < MAX_FILE_BYTES:
+            return
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            if self._is_current():  # still, now that nobody else can set it aside
+                for number in range(KEPT, 0, -1):
+                    newer = self._aside(number - 1) if number > 1 else self._path
+                    with contextlib.suppress(FileNotFoundError):
+                        newer.replace(self._aside(number))
+            opened = self._open()
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = opened
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(follow_symlinks=False), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _aside(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
+
+
+class Sink(Protocol):
+    """Where lines go to."""
+
+    def write(self, text: str, /) -> object: ...
+
+
 class Logs:
     """The log of this process. ``set_up`` makes it; ``access`` is the only call of the hot path."""
 
-    def __init__(self, sinks: list[TextIO], format: LogFormat, *, prompts: bool, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        format: LogFormat,
+        *,
+        record_sinks: Sequence[Sink] = (),
+        prompts: bool,
+        wall: Callable[[], float],
+    ) -> None:
+        """``record_sinks`` get no lines of requests."""
         self._sinks = sinks
+        self._record_sinks = record_sinks
         self._json = format == "json"
         self._prompts = prompts
         self._wall = wall
         self._queue: queue.SimpleQueue[logging.LogRecord | tuple[float, Access] | threading.Event | None]
         self._queue = queue.SimpleQueue()
         self._dropped = 0
+        self._waiting_bytes = 0
+        self._counting = threading.Lock()  # of the bytes: many threads put, one takes
         self._plain = logging.Formatter(_TEXT)
         self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
         self._thread.start()
 
     def access(self, record: Access) -> None:
         """One line for a request that is over. Never blocks, and never raises."""
+        if len(record.path) > MAX_FIELD:
+            record = msgspec.structs.replace(record, path=brief(record.path, MAX_FIELD))
         self._put((self._wall(), record))
 
     def put(self, record: logging.LogRecord) -> None:
@@ -91,40 +168,43 @@ class Logs:
         self._thread.join(FLUSH_S)
 
     def _put(self, item: logging.LogRecord | tuple[float, Access]) -> None:
-        if self._queue.qsize() >= MOST_WAITING:
-            self._dropped += 1
-            return
+        size = _size(item)
+        with self._counting:
+            if self._queue.qsize() >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES:
+                self._dropped += 1
+                return
+            self._waiting_bytes += size
         self._queue.put(item)
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
-            lines = []
+            lines, records = [], []  # records: without those of requests
             while item is not None and not isinstance(item, threading.Event):
                 lines.append(self._line(item))
+                if isinstance(item, logging.LogRecord):
+                    records.append(lines[-1])
+                with self._counting:
+                    self._waiting_bytes -= _size(item)
                 if len(lines) >= 1000 or self._queue.empty():
                     break
                 item = self._queue.get()
             if self._dropped:
-                dropped, self._dropped = self._dropped, 0
+                with self._counting:
+                    dropped, self._dropped = self._dropped, 0
                 lost = f"{dropped} lines were lost: they could not be written in time"
                 lines.append(f"{self._told(logging.WARNING, lost)}\n")
-            if lines:
-                self._write("".join(lines))
+                records.append(lines[-1])
+            _write(self._sinks, lines)
+            _write(self._record_sinks, records)
             if isinstance(item, threading.Event):
                 item.set()
             if item is None:
                 return
 
-    def _write(self, text: str) -> None:
-        for sink in self._sinks:
-            with contextlib.suppress(OSError, ValueError):  # a full disk: the process goes on
-                sink.write(text)
-                sink.flush()
-
     def _line(self, item: logging.LogRecord | tuple[float, Access]) -> str:
         try:
             if isinstance(item, logging.LogRecord):
-                text = self._json_record(item) if self._json else self._plain.format(item)
+                text = self._json_record(item) if self._json else brief(self._plain.format(item), 2 * MAX_MESSAGE)
             else:
                 text = self._access(*item)
         except Exception as error:  # noqa: BLE001 - whatever it was: it must not end the thread
@@ -139,7 +219,7 @@ class Logs:
         told: dict[str, Any] = _head(record.created, record.levelname, record.name, record.getMessage())
         told.update((name, getattr(record, name)) for name in ABOUT if getattr(record, name, None) is not None)
         if record.exc_info and record.exc_info[0] is not None:
-            told["error"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+            told["error"] = brief("".join(traceback.format_exception(*record.exc_info)).rstrip(), MAX_MESSAGE)
         if record.stack_info:
             told["stack"] = record.stack_info
         return _encoded(told)
@@ -165,10 +245,16 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            record.msg, record.args = record.getMessage(), None  # now: an argument may change meanwhile
+            record.msg, record.args = brief(record.getMessage(), MAX_MESSAGE), None  # now: an argument may change
         except Exception as error:  # noqa: BLE001 - a line that is written wrong must not end who writes it
             record.msg, record.args = f"{record.msg} (its arguments do not fit: {error})", None
         self._logs.put(record)
+
+
+class _StandardError:
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 _current: Logs | None = None
@@ -188,12 +274,11 @@ def set_up(
     global _current
     if _current is not None:
         tear_down()
-    sinks: list[TextIO] = [sys.stderr] if stderr else []
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        sinks.append(os.fdopen(descriptor, "a", encoding="utf-8", errors="replace"))
-    _current = logs = Logs(sinks, format, prompts=prompts, wall=wall)
+    files = [] if path is None else [LogFile(path)]
+    # What Ray keeps of standard error has no bound: it gets no lines of requests where a file does.
+    errors = [_StandardError()] if stderr else []
+    sinks: Sequence[Sink] = files or errors
+    _current = logs = Logs(sinks, format, record_sinks=errors if files else (), prompts=prompts, wall=wall)
     handler = _Handler(logs)
     for name in OURS:
         logger = logging.getLogger(name)
@@ -224,7 +309,7 @@ def tear_down() -> None:
     logs.close()
     atexit.unregister(tear_down)
     for sink in logs._sinks:
-        if sink is not sys.stderr:
+        if isinstance(sink, LogFile):
             sink.close()
 
 
@@ -239,6 +324,25 @@ def redacted(text: str) -> str:
     if "cw-" in text:
         text = _KEY.sub(r"\1-***", text)
     return _BEARER.sub(r"\1***", text)
+
+
+def _write(sinks: Sequence[Sink], lines: Sequence[str]) -> None:
+    for sink in sinks if lines else ():
+        with contextlib.suppress(OSError, ValueError):  # a full disk: the process goes on
+            sink.write("".join(lines))
+
+
+def brief(text: str, most: int) -> str:
+    """The text, or its beginning and how long it was."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def _size(item: logging.LogRecord | tuple[float, Access]) -> int:
+    """About how many bytes a line keeps in memory while it waits."""
+    if isinstance(item, logging.LogRecord):
+        return 1024 + len(item.msg)
+    access = item[1]
+    return 512 + len(access.path) + len(access.prompt or "") + len(access.answer or "")
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -6,6 +6,7 @@ to standard error, which is its log.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -27,6 +28,8 @@ def start(
     It is in a session of its own: Ctrl-C on the terminal reaches whoever asks, who then ends it. Raises OSError.
     """
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # there is none yet
+        host.cut_log(Path(log_file))
     words = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         return subprocess.Popen(

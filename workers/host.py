@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from workers.offspring import end_marked
 log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 64 * 1024
+MAX_LOG_BYTES = 64 * 2**20  # then what it holds is set aside
 MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray writes for its own log reader
 DMI_PRODUCT = "sys/devices/virtual/dmi/id/product_name"  # the instance type on EC2
 ROOT_VARIABLE = "COREWRIGHT_HOST_ROOT"
@@ -130,6 +132,18 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def cut_log(path: Path, most: int = MAX_LOG_BYTES) -> None:
+    """Set the content of a log that is too large aside, as `NAME.log.1`, and begin it anew. The log itself stays, since
+    descriptors of processes that know nothing of this append to it. Raises OSError."""
+    if path.stat().st_size <= most:
+        return
+    aside = path.with_name(f"{path.name}.1")
+    aside.unlink(missing_ok=True)
+    with path.open("rb") as log, os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
+        shutil.copyfileobj(log, copy)
+    os.truncate(path, 0)
 
 
 def mark_log(descriptor: int) -> None:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOG_CHECK_S = 30.0  # between two looks at the size of the own log
 PROBE_ID = "probe"
 PROBE_TOKENS = 2  # one from the prefill, one from a decode
 PROBE_DEADLINE_S = 60.0
@@ -326,9 +327,18 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     host.mark_log(2)
+    threading.Thread(target=_bound_log, args=(path,), name="log", daemon=True).start()
     logging.basicConfig(
         stream=os.fdopen(2, "w", buffering=1, closefd=False),
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+
+
+def _bound_log(path: Path) -> None:
+    """Keep the log of this process small for as long as it lives."""
+    while True:
+        with contextlib.suppress(OSError):  # a full disk: the next time
+            host.cut_log(path)
+        time.sleep(LOG_CHECK_S)

@@ -40,7 +40,11 @@ def stderr() -> TextIO:
 @contextlib.contextmanager
 def libraries_to_log(path: Path) -> Iterator[None]:
     """Within it, all that is printed goes to the log at ``path``, except what ``say`` and ``show`` print."""
+    from workers.host import cut_log
+
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(OSError):  # there is none yet
+        cut_log(path)
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)

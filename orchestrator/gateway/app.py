@@ -10,6 +10,7 @@ import logging
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -58,6 +59,7 @@ KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
 INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
 BYTES_OF_TOKEN = 4  # by which a key is charged for what is not tokenized yet
+STRANGERS_S = 10.0  # between two lines about requests without a key
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
@@ -94,6 +96,8 @@ class Gateway:
         self._heard_at = 0.0
         self._heard = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: Counter[int] = Counter()  # by status, requests without a valid key that are not logged yet
+        self._strangers_at = -math.inf  # monotonic
         home = Home(Path(settings.home))
         self.gate = Gate(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
@@ -172,6 +176,7 @@ class Gateway:
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
                 log.warning("the controller does not hear of the demand: %s", error)
             self._recorder.write_soon()
+            self._log_strangers(now)
             self._epoch = time.time() - time.monotonic()  # the clock of the machine may have been set
 
     async def heard(self, within_s: float) -> None:
@@ -319,6 +324,15 @@ class Gateway:
         if note is not None and note.overhead_s is not None:
             self.metrics.overhead(note.overhead_s)
 
+    def _log_strangers(self, now: float) -> None:
+        """One line for the requests without a valid key, at most every ``STRANGERS_S``."""
+        if not self._strangers or now - self._strangers_at < STRANGERS_S:
+            return
+        counts = ", ".join(f"{count} with status {status}" for status, count in sorted(self._strangers.items()))
+        log.warning("requests without a valid key since the last such line, or the start: %s", counts)
+        self._strangers.clear()
+        self._strangers_at = now
+
     def _record(self, exchange: Exchange, note: Note) -> None:
         """For a trace of what was asked: lengths only."""
         key = "" if exchange.key is None else exchange.key.id
@@ -330,6 +344,9 @@ class Gateway:
         request, key = exchange.request, exchange.key
         if request.path in OPEN and exchange.status == 200:
             return  # a probe, every second or so
+        if key is None and self.gate.demands_keys:
+            self._strangers[exchange.status or GONE] += 1  # anyone could fill the disk with their lines
+            return
         prompts = self._settings.log_prompts and note is not None
         access_log(
             Access(

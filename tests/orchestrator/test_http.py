@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator import logs
 from orchestrator.home import Home
 from orchestrator.keys import KeyFile
 from tests.fleet import until
@@ -910,3 +911,22 @@ def test_an_error_does_not_repeat_all_that_was_sent(opened: Open) -> None:
         answer = ask(gateway.port, data)
         assert answer.status in (400, 404)
         assert len(answer.body) < 10_000
+
+
+def test_who_has_no_key_writes_no_lines_of_the_log(opened: Open, tmp_path: Path) -> None:
+    """However much is asked: the requests are counted, and one line tells how many there were."""
+    gateway = opened()
+    keys_of(gateway).create("someone")
+    until(lambda: demands(gateway), 5, "a key is needed")
+    writer = logs.set_up(tmp_path / "gateway.log", stderr=False)
+    try:
+        for i in range(50):
+            assert ask(gateway.port, request("GET", f"/{'x' * 1000}{i}")).status == 401
+        until(lambda: writer.flush(5.0) and (tmp_path / "gateway.log").read_text(), 10, "they are told")
+        written = (tmp_path / "gateway.log").read_text()
+    finally:
+        logs.tear_down()
+
+    assert len(written.splitlines()) <= 2
+    assert "with status 401" in written
+    assert "xxx" not in written

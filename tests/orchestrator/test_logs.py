@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator import logs
-from orchestrator.logs import Access, Logs, access_log, redacted
+from orchestrator.logs import Access, LogFile, Logs, access_log, redacted
 
 KEY = "cw-1a2b3c4d-" + "Zz9_-" * 8 + "abc"
 log = logging.getLogger("orchestrator.something")
@@ -209,6 +209,90 @@ def test_what_ends_a_process_is_its_last_line(tmp_path: Path) -> None:
 
     assert [one["message"] for one in told] == [*(f"line {i}" for i in range(500)), "nobody caught this"]
     assert told[-1]["error"].endswith("SystemError: the end")
+
+
+def test_a_log_is_set_aside_before_it_grows_large(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By size, and only so many are kept; no line is lost, and the last ones are in the file itself."""
+    monkeypatch.setattr(logs, "MAX_FILE_BYTES", 2000)
+    writer = logs.set_up(file, "text", stderr=False)
+    for i in range(300):
+        log.info("line %d", i)
+        assert writer.flush(10.0)
+
+    names = sorted(path.name for path in file.parent.iterdir())
+    assert names == ["gateway.log", *(f"gateway.log.{i}" for i in range(1, logs.KEPT + 1))]
+    assert all(path.stat().st_size <= 2200 for path in file.parent.iterdir())
+    text = "".join((file.parent / name).read_text() for name in [*names[:0:-1], names[0]])
+    told = [int(line.rsplit(" ", 1)[1]) for line in text.splitlines()]
+    assert told == list(range(300 - len(told), 300))
+
+
+def test_several_processes_set_a_log_aside_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them goes on in the new file."""
+    monkeypatch.setattr(logs, "MAX_FILE_BYTES", 100)
+    first, second = LogFile(file), LogFile(file)
+    first.write("x" * 150 + "\n")
+    first.write("first\n")
+    second.write("second\n")
+    first.close()
+    second.close()
+
+    assert file.read_text() == "first\nsecond\n"
+    assert sorted(path.name for path in file.parent.iterdir()) == ["gateway.log", "gateway.log.1"]
+
+
+def test_a_link_is_no_log(tmp_path: Path) -> None:
+    """It would have the fleet write where its link leads."""
+    (tmp_path / "x.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        LogFile(tmp_path / "x.log")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_long_value_is_cut(file: Path, form: Any) -> None:
+    """A path, a message and a traceback: each line says how long it was."""
+    writer = logs.set_up(file, form, stderr=False)
+    access_log(access(path="/" + "a" * 30_000))
+    log.info("%s", "b" * 100_000)
+    try:
+        raise ValueError("c" * 100_000)
+    except ValueError:
+        log.exception("it failed")
+
+    written = file.read_text() if writer.flush(10.0) else ""
+    assert "... (30001 characters)" in written
+    assert "... (100000 characters)" in written
+    assert max(map(len, written.splitlines())) < 3 * logs.MAX_MESSAGE
+    assert written.count("a" * 100) * 100 < 2 * logs.MAX_FIELD + 200
+
+
+def test_waiting_lines_have_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts are logged, a line may have megabytes."""
+    monkeypatch.setattr(logs, "MOST_WAITING_BYTES", 100_000)
+    disk = Stuck()
+    writer = Logs([disk], "json", prompts=True, wall=time.time)
+    for _ in range(50):
+        writer.access(access(prompt="x" * 20_000))
+    disk.goes_on.set()
+    writer.flush(10.0)
+    writer.access(access(prompt="y"))
+    writer.close()
+
+    told = [json.loads(line) for text in disk.text for line in text.splitlines()]
+    assert 4 <= sum(one.get("prompt", "").startswith("x") for one in told) <= 6
+    assert sum("were lost" in one["message"] for one in told) >= 1
+    assert told[-1]["prompt"] == "y"
+
+
+def test_standard_error_gets_no_lines_of_requests(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray keeps it without a bound; what the process has to say is there."""
+    writer = logs.set_up(file, "json")
+    access_log(access())
+    log.info("something")
+    assert writer.flush(10.0)
+
+    assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == ["something"]
+    assert len(file.read_text().splitlines()) == 2
 
 
 class Stuck:

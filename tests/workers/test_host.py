@@ -110,3 +110,19 @@ def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> Non
     assert host.available_memory(tmp_path) == 0
     (tmp_path / "memory.max").write_text("max\n")
     assert host.available_memory(tmp_path) > machine // 2
+
+
+def test_a_log_that_grew_large_is_begun_anew(tmp_path: Path) -> None:
+    """While processes go on appending to it; what it held is beside it, and no more than that."""
+    log = tmp_path / "m-0.log"
+    with log.open("a") as writer:
+        for part in ("old", "new"):
+            writer.write(part * 100)
+            writer.flush()
+            host.cut_log(log, most=200)
+        writer.write("goes on")
+
+    assert log.read_text() == "goes on"
+    assert (tmp_path / "m-0.log.1").read_text() == "new" * 100
+    host.cut_log(log, most=200)
+    assert log.read_text() == "goes on"
