@@ -24,6 +24,7 @@ from orchestrator.gateway import errors, protocol
 from orchestrator.gateway.answers import Answer, Choice
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.exchange import JSON, Exchange
+from orchestrator.gateway.exposition import wants_openmetrics
 from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
 from orchestrator.gateway.generation import Prompts, prompts_of, requests_for
 from orchestrator.gateway.http import Handler, HttpServer
@@ -34,6 +35,7 @@ from orchestrator.gateway.peers import Peers
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.recorder import Recorder
 from orchestrator.gateway.reply import Note, Reply
+from orchestrator.gateway.scrapes import Page, Scrapes
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.gateway.terms import terms_of
 from orchestrator.gateway.tokenize import detokenized, tokenized
@@ -92,6 +94,7 @@ class Gateway:
         self._names: dict[str, ModelQueue] = {}  # aliases among them
         self._tokenizers = TokenizerShelf()
         self._tokenizing = Tokenizing()
+        self._scrapes = Scrapes(self._metrics_page)
         self._table: RouteTable | None = None
         self._heard_at = 0.0
         self._heard = asyncio.Event()
@@ -369,7 +372,7 @@ class Gateway:
     # Routes
 
     def openapi(self, exchange: Exchange) -> None:
-        exchange.respond(200, _encode(openapi(needs_key=self.gate.demands_keys)))
+        exchange.respond(200, _document(self.gate.demands_keys))
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None]:
         asked = protocol.read_tokenize(_json_of(exchange))
@@ -439,6 +442,11 @@ class Gateway:
         return "\n".join(["not ready", *cut_off]) if cut_off else None
 
     async def metrics_page(self, exchange: Exchange) -> None:
+        accept = exchange.request.headers.get(b"accept", b"").decode("latin-1")
+        page, kind = await self._scrapes.page(wants_openmetrics(accept))
+        exchange.respond(200, [page], content_type=kind.encode())  # it may have megabytes, which nobody copies
+
+    async def _metrics_page(self, openmetrics: bool) -> Page:
         """What this gateway counts, the other ones, and the controller."""
         try:
             self._controllers = await asyncio.wait_for(self._controller.metrics(), CONTROLLER_METRICS_S)
@@ -446,11 +454,9 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - of many kinds, while the controller starts again
             log.warning("the controller does not tell what it counts: %s", error)
         snapshot, vitals = self._numbers_now()
-        accept = exchange.request.headers.get(b"accept", b"").decode("latin-1")
-        page, kind = await self.metrics.scrape(
-            snapshot, self._controllers, accept=accept, vitals=vitals, peers=self._peers
+        return await self.metrics.scrape(
+            snapshot, self._controllers, openmetrics=openmetrics, vitals=vitals, peers=self._peers
         )
-        exchange.respond(200, page, content_type=kind.encode())
 
     def _numbers_now(self) -> tuple[list[ModelSnapshot], Vitals]:
         snapshot = [
@@ -643,6 +649,11 @@ class Gateway:
 
 
 _encode = msgspec.json.encode
+
+
+@functools.cache
+def _document(needs_key: bool) -> bytes:
+    return _encode(openapi(needs_key=needs_key))
 
 
 def _json_of(exchange: Exchange) -> bytes:

@@ -99,7 +99,8 @@ class Exchange:
         self._head(parts, headers)
         if isinstance(body, list):
             self._connection.write(b"".join(parts))
-            self._connection.write_large(body)
+            if request.method != "HEAD":
+                self._connection.write_large(body)
         else:
             if request.method != "HEAD":
                 parts.append(body)

@@ -18,9 +18,8 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 _HELP_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n"})
 
 
-def page(families: Sequence[MetricFamily], accept: str = "") -> tuple[bytes, str]:
+def page(families: Sequence[MetricFamily], openmetrics: bool = False) -> tuple[bytes, str]:
     """The page and its content type. Families of one name are one family, whoever told them."""
-    openmetrics = wants_openmetrics(accept)
     lines = [line for family in joined(families) for line in _lines(family, openmetrics)]
     if openmetrics:
         lines.append("# EOF")

@@ -206,7 +206,7 @@ def test_openmetrics_is_given_to_who_asks_for_it() -> None:
     """Both forms are what they say; Prometheus asks for OpenMetrics first."""
     metrics = counted()
     accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.4"
-    body, kind = metrics.render(SNAPSHOT, accept=accept)
+    body, kind = metrics.render(SNAPSHOT, openmetrics=wants_openmetrics(accept))
     plain, plain_kind = metrics.render(SNAPSHOT)
 
     assert kind.startswith("application/openmetrics-text; version=1.0.0")
