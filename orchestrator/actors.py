@@ -13,7 +13,7 @@ from ray import serve
 from ray.util.metrics import Gauge
 
 from orchestrator import logs
-from orchestrator.admin import admin_app, serve_admin
+from orchestrator.admin import AdminApi, serve_admin
 from orchestrator.awake import AwakeClock
 from orchestrator.cluster import RayCluster
 from orchestrator.controller import Controller
@@ -59,7 +59,7 @@ class ControllerActor:
 
     async def _serve_admin(self) -> None:
         await self._controller.settled()  # before that a verb would meet a fleet without replicas
-        await serve_admin(admin_app(self._operator, self._ask_down), self._controller.settings.admin_port)
+        await serve_admin(AdminApi(self._operator, self._ask_down), self._controller.settings.admin_port)
 
     async def _tell_cores(self) -> None:
         """The cores of each host by state, for Ray's metrics: together they are all of its cores, at all times."""

@@ -10,26 +10,25 @@ import dataclasses
 import hmac
 import inspect
 import logging
+import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import parse_qsl
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from orchestrator.allowed import allowed_to_keys
 from orchestrator.audit import Audit, AuditLine
 from orchestrator.failure import Failed
 from orchestrator.fleet import ADMIN_PATH, BY_HEADER, LONGEST_WAIT_S, FleetSettings
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.exchange import Exchange, Request
+from orchestrator.gateway.http import HttpConnection, HttpServer
+from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.keys import ApiKey, KeyFile
 from orchestrator.openapi import components as schema_components
@@ -37,10 +36,14 @@ from orchestrator.openapi import json_content, json_response, operation_id
 from orchestrator.operations import Operations, Refused
 from orchestrator.version import corewright_version
 from placements.parse import parse
+from placements.problems import Problem
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 << 20
+MAX_CONNECTIONS = 256
+READ_S = 10.0  # for a request to arrive, and until the first of a connection
+SWEEP_S = 0.25
 LONGEST_BY = 200
 
 
@@ -413,55 +416,126 @@ ROUTES = (
 )
 
 
-def admin_app(fleet: Operations, ask_down: Callable[[], Awaitable[None]]) -> ASGIApp:
-    """``ask_down`` tells the daemon that the fleet is to end. Keys and audit log are those of the fleet's home."""
-    home = Home(Path(fleet.settings.home))
-    audit = Audit(home.audit)
+class _Error(ApiError):
+    """An answer with a status from 400 on, as a ``Refusal``."""
 
-    def endpoint(route: AdminRoute) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await _answered(route, request, fleet, ask_down, audit)
-
-        return answer
-
-    app = Starlette(
-        routes=[Route(f"{ADMIN_PATH}{route.path}", endpoint(route), methods=[route.method]) for route in ROUTES],
-        middleware=[Middleware(_KnownOnly, token=fleet.settings.token, keys=KeyFile(home.keys))],
-        exception_handlers={HTTPException: _no_such_route},
-    )
-    app.router.redirect_slashes = False
-    return app
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        hint: str = "",
+        problems: Sequence[Problem] = (),
+        *,
+        allow: str | None = None,
+    ) -> None:
+        super().__init__(status, message, code=code, allow=allow)
+        told = [SpecProblem(**item.as_dict()) for item in problems]
+        self.refusal = Refusal(error=Reason(code=code, message=message, hint=hint), problems=told)
 
 
-async def _answered(
-    route: AdminRoute, request: Request, fleet: Operations, ask_down: Callable[[], Awaitable[None]], audit: Audit
-) -> Response:
-    try:
-        what = await _body(route, request) if route.method == "POST" else _query(route, request)
-        key: ApiKey | None = request.scope[_CALLER]
-        asked = Asked(fleet, ask_down, what, _by(request, key))
+def _refusal(error: ApiError) -> Refusal:
+    """Also of what comes before the API: what is not HTTP, or over a limit."""
+    if isinstance(error, _Error):
+        return error.refusal
+    return Refusal(error=Reason(code=error.code or str(error.status), message=error.message))
+
+
+class AdminApi:
+    """Answers the exchanges of the admin API. Keys and audit log are those of the fleet's home."""
+
+    def __init__(self, fleet: Operations, ask_down: Callable[[], Awaitable[None]]) -> None:
+        """``ask_down`` tells the daemon that the fleet is to end."""
+        home = Home(Path(fleet.settings.home))
+        self._fleet = fleet
+        self._ask_down = ask_down
+        self._audit = Audit(home.audit)
+        self._keys = KeyFile(home.keys)
+        self._changing: set[asyncio.Task[None]] = set()
+
+    def handle(self, exchange: Exchange) -> Awaitable[None]:
+        """Raises ApiError for who may not ask, and for what is no route. A change goes on when its client is gone."""
+        request = exchange.request
+        key = self._caller(request.headers, request.path)
+        exchange.connection.known = True
+        route, values = _route(request)
         if not route.changes:
+            return self._answer(route, values, exchange, key)
+        task = asyncio.get_running_loop().create_task(self._answer(route, values, exchange, key))
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        return asyncio.shield(task)
+
+    def early(self, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        """What is wrong with whoever sends these, before a long body is read."""
+        try:
+            self._caller(headers, "the admin API")
+        except ApiError as error:
+            return error
+        return None
+
+    async def close(self) -> None:
+        """The server ends: changes that still go on are cut off."""
+        for task in self._changing:
+            task.cancel()
+        await asyncio.gather(*self._changing, return_exceptions=True)
+
+    def _caller(self, headers: Mapping[bytes, bytes], path: str) -> ApiKey | None:
+        """The key of scope admin that came; None for the fleet's token. Raises ApiError for anybody else."""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        bearer = scheme.lower() == b"bearer"
+        if bearer and hmac.compare_digest(given, self._fleet.settings.token.encode()):
+            return None
+        key = self._keys.current().authenticate(given.decode("latin-1"), time.time()) if bearer else None
+        if key is None:
+            message = "The admin API needs the token of fleet.json or a key: Authorization: Bearer TOKEN."
+            raise _Error(401, "invalid_token", message)
+        if not key.may("admin"):
+            log.warning("the key %s %s, which has no scope admin, asked for %s", key.id, key.name, path)
+            hint = "corewright keys create NAME --scope admin"
+            raise _Error(403, "key-without-admin", f"the key {key.name} may not change the fleet", hint)
+        return key
+
+    async def _answer(
+        self, route: AdminRoute, values: Mapping[str, str], exchange: Exchange, key: ApiKey | None
+    ) -> None:
+        outcome = await self._outcome(route, values, exchange.request, key)
+        if isinstance(outcome, ApiError):
+            exchange.fail(outcome)
+        else:
+            exchange.respond(route.status, outcome)
+
+    async def _outcome(
+        self, route: AdminRoute, values: Mapping[str, str], request: Request, key: ApiKey | None
+    ) -> bytes | ApiError:
+        audit = self._audit
+        try:
+            what = _body(route, request) if route.method == "POST" else _query(route, request, values)
+            asked = Asked(self._fleet, self._ask_down, what, _by(request, key))
+            if not route.changes:
+                asked = await _checked(asked, key)
+                return _json(await _called(route, asked))
+            who = "fleet token" if key is None else f"key {key.id} {key.name}"
+            action = f"{route.method} {route.path}"
+            written = await asyncio.to_thread(audit.asked, who, action, msgspec.to_builtins(what), by=asked.by)
+        except Exception as error:  # noqa: BLE001  # nothing has been asked of the fleet
+            return _of_error(route, error)
+        revision, status = None, route.status
+        outcome: bytes | ApiError
+        try:
             asked = await _checked(asked, key)
-            return _json(await _called(route, asked), route.status)
-        who = "fleet token" if key is None else f"key {key.id} {key.name}"
-        action = f"{route.method} {route.path}"
-        written = await asyncio.to_thread(audit.asked, who, action, msgspec.to_builtins(what), by=asked.by)
-    except Exception as error:  # noqa: BLE001  # nothing has been asked of the fleet
-        return _of_error(route, error)
-    revision = None
-    try:
-        asked = await _checked(asked, key)
-        result = await _called(route, asked)
-        if isinstance(result, dict) and isinstance(result.get("revision"), int):
-            revision = result["revision"]
-        response = _json(result, route.status)
-    except Exception as error:  # noqa: BLE001  # each becomes an answer
-        response = _of_error(route, error)
-    except BaseException:  # the server ends
-        await _end(audit, written, "cut off", None)
-        raise
-    await _end(audit, written, str(response.status_code), revision)
-    return response
+            result = await _called(route, asked)
+            if isinstance(result, dict) and isinstance(result.get("revision"), int):
+                revision = result["revision"]
+            outcome = _json(result)
+        except Exception as error:  # noqa: BLE001  # each becomes an answer
+            outcome = failed = _of_error(route, error)
+            status = failed.status
+        except BaseException:  # the server ends
+            await _end(audit, written, "cut off", None)
+            raise
+        await _end(audit, written, str(status), revision)
+        return outcome
 
 
 async def _called(route: AdminRoute, asked: Asked) -> Any:
@@ -501,120 +575,65 @@ def _refuse_barred(what: SpecText, settings: FleetSettings) -> None:
         raise Refused("spec-invalid", message, hint, status=422, problems=problems)
 
 
-def _of_error(route: AdminRoute, error: Exception) -> Response:
-    if isinstance(error, _Unreadable):
-        return error.response
-    if isinstance(error, Refused):
-        return _refusal(error, error.status)
+def _of_error(route: AdminRoute, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, Failed):
-        return _refusal(error, 507 if error.problem.id == "audit-unwritable" else 500)
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=400)  # nobody reads it
+        problem = error.problem
+        status = error.status if isinstance(error, Refused) else 507 if problem.id == "audit-unwritable" else 500
+        problems = error.problems if isinstance(error, Refused) else ()
+        return _Error(status, problem.id, problem.what, problem.hint, problems)
     log.error("%s %s failed", route.method, route.path, exc_info=error)  # a bug must not look like an API that is gone
-    return _error(500, code="internal_error", message="The controller failed; its log says more.")
+    return _Error(500, "internal_error", "The controller failed; its log says more.")
 
 
-class _Unreadable(Exception):
-    """The request is none of the route's."""
-
-    def __init__(self, response: Response) -> None:
-        super().__init__()
-        self.response = response
-
-
-async def _body(route: AdminRoute, request: Request) -> Any:
-    """No body at all is an empty object; the content type does not matter."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            message = f"The body is larger than {MAX_BODY_BYTES} bytes."
-            raise _Unreadable(_error(413, code="body_too_large", message=message))
+def _body(route: AdminRoute, request: Request) -> Any:
+    """No body at all is an empty object; the content type does not matter. Raises ApiError."""
     try:
-        return msgspec.json.decode(bytes(body) or b"{}", type=route.asks)
+        return msgspec.json.decode(request.body or b"{}", type=route.asks)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _Unreadable(_error(400, code="invalid_request", message=f"The body: {error}")) from None
+        raise _Error(400, "invalid_request", f"The body: {error}") from None
 
 
-def _query(route: AdminRoute, request: Request) -> Any:
-    pairs = [*request.path_params.items(), *request.query_params.multi_items()]
+def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> Any:
+    """Raises ApiError."""
+    pairs = [*values.items(), *parse_qsl(request.query, keep_blank_values=True)]
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        message = f"The query: {', '.join(sorted(twice))} is given more than once"
-        raise _Unreadable(_error(400, code="invalid_request", message=message))
+        raise _Error(400, "invalid_request", f"The query: {', '.join(sorted(twice))} is given more than once")
     try:
         return msgspec.convert(dict(pairs), type=route.asks, strict=False)
     except msgspec.MsgspecError as error:
-        raise _Unreadable(_error(400, code="invalid_request", message=f"The query: {error}")) from None
+        raise _Error(400, "invalid_request", f"The query: {error}") from None
 
 
 def _by(request: Request, key: ApiKey | None) -> str:
     """Who asks, as the journal will tell it: what it calls itself, and the key that it came with."""
-    header = request.headers.get(BY_HEADER, "")
+    header = request.headers.get(BY_HEADER.lower().encode(), b"").decode("latin-1")
     given = "".join(letter for letter in header if letter.isprintable()).strip()[:LONGEST_BY]
     if key is None:
         return given or "admin"
     return f"{given} (key {key.name})" if given else f"key {key.name}"
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}."
-        return _error(405, code="method_not_allowed", message=message, headers=error.headers)
-    message = f"There is no {request.url.path}; see {ADMIN_PATH}/openapi.json."
-    return _error(404, code="route_not_found", message=message)
+_PATTERNS = [(re.compile(ADMIN_PATH + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route.path)), route) for route in ROUTES]
 
 
-_CALLER = "corewright.key"  # in a request's scope: the key that it came with, None for the fleet's token
+def _route(request: Request) -> tuple[AdminRoute, dict[str, str]]:
+    """The route, and what the path has for its fields. Raises ApiError."""
+    found = [(route, match.groupdict()) for pattern, route in _PATTERNS if (match := pattern.fullmatch(request.path))]
+    method = "GET" if request.method == "HEAD" else request.method
+    for route, values in found:
+        if route.method == method:
+            return route, values
+    if found:
+        message = f"{request.path} does not take {request.method}."
+        raise _Error(405, "method_not_allowed", message, allow=", ".join(route.method for route, _ in found))
+    message = f"There is no {request.path}; see {ADMIN_PATH}/openapi.json."
+    raise _Error(404, "route_not_found", message)
 
 
-class _KnownOnly:
-    """Refuses every request without the fleet's bearer token or a key of scope admin."""
-
-    def __init__(self, app: ASGIApp, token: str, keys: KeyFile) -> None:
-        self._app = app
-        self._token = token.encode()
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        bearer = scheme.lower() == b"bearer"
-        scope[_CALLER] = None
-        if bearer and hmac.compare_digest(given, self._token):
-            await self._app(scope, receive, send)
-            return
-        key = self._keys.current().authenticate(given.decode("latin-1"), time.time()) if bearer else None
-        if key is None:
-            message = "The admin API needs the token of fleet.json or a key: Authorization: Bearer TOKEN."
-            answer = _error(401, code="invalid_token", message=message)
-            answer.headers["www-authenticate"] = "Bearer"
-        elif not key.may("admin"):
-            log.warning("the key %s %s, which has no scope admin, asked for %s", key.id, key.name, scope["path"])
-            hint = "corewright keys create NAME --scope admin"
-            answer = _refusal(Refused("key-without-admin", f"the key {key.name} may not change the fleet", hint), 403)
-        else:
-            scope[_CALLER] = key
-            await self._app(scope, receive, send)
-            return
-        await answer(scope, receive, send)
-
-
-def _refusal(failed: Failed, status: int) -> Response:
-    problem = failed.problem
-    reason = Reason(code=problem.id, message=problem.what, hint=problem.hint)
-    problems = failed.problems if isinstance(failed, Refused) else ()
-    return _json(Refusal(error=reason, problems=[SpecProblem(**item.as_dict()) for item in problems]), status)
-
-
-def _error(status: int, *, code: str, message: str, headers: Any = None) -> Response:
-    response = _json(Refusal(error=Reason(code=code, message=message)), status)
-    response.headers.update(headers or {})
-    return response
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+_json = msgspec.json.encode
 
 
 # The document
@@ -678,16 +697,24 @@ def _parameters(route: AdminRoute, schema: dict[str, Any]) -> list[dict[str, Any
     ]
 
 
-async def serve_admin(app: ASGIApp, port: int) -> None:
-    """Serve the API on loopback until the task is cancelled."""
-    import uvicorn
-
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, lifespan="off", access_log=False, log_config=None, server_header=False
+async def serve_admin(api: AdminApi, port: int) -> None:
+    """Serve the API on loopback until the task is cancelled. Whoever reaches the port can open connections: how many,
+    for how long without a request, and how much they send is bounded before they prove who they are."""
+    limits = GatewaySettings(
+        host="127.0.0.1",
+        port=port,
+        home="",
+        max_body_bytes=MAX_BODY_BYTES,
+        max_connections=MAX_CONNECTIONS,
+        read_s=READ_S,
     )
-    server = uvicorn.Server(config)
+    http = HttpServer(limits, api.handle, early=api.early, evicts=True, body_of=_refusal)
+    server = await asyncio.get_running_loop().create_server(lambda: HttpConnection(http), limits.host, port)
     try:
-        await server.serve()
-    except asyncio.CancelledError:
-        await server.shutdown()
-        raise
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            http.sweep(time.monotonic())
+    finally:
+        server.close()
+        await api.close()
+        http.abort()

@@ -50,14 +50,21 @@ class HttpServer:
         handle: Handler,
         ended: Callable[[Exchange], None] = lambda exchange: None,
         early: Callable[[dict[bytes, bytes]], ApiError | None] = lambda headers: None,
+        *,
+        evicts: bool = False,
+        body_of: Callable[[ApiError], Any] = lambda error: error.body(),
     ) -> None:
         """``handle`` answers a request, at once or by what it returns; it raises ApiError for a refusal. ``ended`` is
         told of every exchange that is over, answered or not; ``early`` may refuse by its headers one whose body is
-        long."""
+        long. With ``evicts`` a connection too many is not refused where another one can be closed for it: the oldest
+        that is without a request and that ``handle`` has not marked as ``known``. ``body_of`` gives the JSON of a
+        refusal."""
         self.settings = settings
         self.handle = handle
         self.ended = ended
         self.early = early
+        self.evicts = evicts
+        self.body_of = body_of
         self.unread_bytes = 0  # of bodies that are not whole
         self.connections: set[HttpConnection] = set()
         self.per_key: Counter[str] = Counter()
@@ -75,6 +82,15 @@ class HttpServer:
         self.date = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
         for connection in [found for found in self.connections if found.deadline <= now]:
             connection.expire(now)
+
+    def evict(self) -> bool:
+        """Close one connection in favour of another; False where there is none to be closed."""
+        idle = (found for found in self.connections if found.known is None and found.is_idle)
+        oldest = min(idle, key=lambda found: found.deadline, default=None)
+        if oldest is not None:
+            self.connections.discard(oldest)
+            oldest.abort()
+        return oldest is not None
 
     def close(self) -> None:
         """End the connections without a request; the others end with their answer."""
@@ -148,6 +164,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self.deadline = time.monotonic() + self.server.settings.read_s
         full = len(self.server.connections) >= self.server.settings.max_connections
+        full = full and not (self.server.evicts and self.server.evict())
         self.server.connections.add(self)
         if full:
             self._refuse(errors.too_many_connections(self.server.settings.max_connections))
@@ -363,8 +380,13 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
         self.deadline = now + self.server.settings.write_s if self._transport is not None else _NEVER
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request that is complete."""
+        return self._current is None and not self._queued and self._transport is not None
+
     def close_if_idle(self) -> None:
-        if self._current is None and not self._queued and self._transport is not None:
+        if self.is_idle and self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import shutil
+import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
-import uvicorn
-
-from orchestrator.admin import admin_app
+from orchestrator.admin import AdminApi, serve_admin
 from orchestrator.fleet import FleetSettings
 from orchestrator.operations import Refused
+from orchestrator.ports import free_port
 from orchestrator.settings import resolve
 from placements.problems import Problem
 from tests.fleet import until
@@ -501,19 +503,22 @@ class LiveAdmin:
     def __init__(self) -> None:
         self.fleet = FakeFleet(tempfile.mkdtemp(prefix="cwt-", dir="/tmp"))
         self.downs = 0
-        config = uvicorn.Config(
-            admin_app(self.fleet, self._down), host="127.0.0.1", port=0, lifespan="off", log_config=None
-        )
-        self._server = uvicorn.Server(config)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(serve_admin(AdminApi(self.fleet, self._down), self.port))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        until(lambda: self._server.started, 10, "the admin API listens")
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        until(self._listens, 10, "the admin API listens")
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self._server.serve())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
 
     async def _down(self) -> None:
         self.downs += 1
@@ -525,11 +530,14 @@ class LiveAdmin:
             self.fleet.told_events += events
             self.fleet.news.set()
 
-        self._loop.call_soon_threadsafe(happen)
+        self.call_soon(happen)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """On the event loop."""
+        self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
-        self._server.force_exit = True
-        self._server.should_exit = True
+        self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(10)
         self._loop.close()
         shutil.rmtree(self.fleet.settings.home, ignore_errors=True)

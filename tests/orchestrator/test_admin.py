@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from orchestrator.admin import MAX_BODY_BYTES, ROUTES, openapi
+from orchestrator import admin as module
+from orchestrator.admin import MAX_BODY_BYTES, MAX_CONNECTIONS, ROUTES, openapi
 from orchestrator.fleet import ADMIN_PATH
 from orchestrator.operations import Operations, Refused
 from tests.orchestrator.fakefleet import EVENTS, LOG, REVISIONS, SPEC, TOKEN, FakeFleet, LiveAdmin, bad_spec, event
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.orchestrator.hostile import Wire
 
 SENT = {"text": SPEC, "file": "new.yaml", "base_dir": "/specs"}
 ASKED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
@@ -357,3 +360,80 @@ def test_a_trace_is_read_page_by_page(http: httpx.Client) -> None:
     assert (first["more"], second["more"]) == (True, False)
     assert problem(http.get("trace", params={"after": "x"})) == (400, "trace-cursor-wrong")
     assert http.get("trace", params={"limit": 10_001}).status_code == 400
+
+
+def asking(method: str, path: str, fields: str = "") -> bytes:
+    head = f"{method} {ADMIN_PATH}/{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n{fields}\r\n"
+    return head.encode()
+
+
+def test_an_endless_header_is_refused(admin: LiveAdmin) -> None:
+    """Nothing that comes without the token is kept beyond the limit."""
+    with Wire(admin.port) as wire:
+        wire.offer(b"GET /admin/v1/status HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 2**20)
+        answer = wire.answer()
+        assert (answer.status, answer.json["error"]["code"]) == (431, "headers_too_large")
+        assert wire.at_end()
+
+
+def test_a_query_of_many_fields_is_refused(admin: LiveAdmin) -> None:
+    """To compare 30,000 fields with each other took 28 s."""
+    fields = "&".join(f"f{number}=" for number in range(30_000))
+    with Wire(admin.port) as wire:
+        wire.offer(asking("GET", f"events?{fields}"))
+        assert wire.answer().status == 431
+
+
+def test_a_long_body_of_a_stranger_is_not_read(admin: LiveAdmin) -> None:
+    with Wire(admin.port) as wire:
+        wire.offer(b"POST /admin/v1/apply HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n")
+        assert wire.answer().status == 401
+        assert wire.at_end()
+
+
+def test_a_connection_without_a_request_is_closed(admin: LiveAdmin) -> None:
+    """Before its time where another one comes in its place; one that has proved itself stays."""
+    with contextlib.ExitStack() as stack:
+        known = stack.enter_context(Wire(admin.port))
+        ask = asking("GET", "status")
+        known.send(ask)
+        assert known.answer().status == 200
+        idle = [stack.enter_context(Wire(admin.port)) for _ in range(MAX_CONNECTIONS + 5)]
+        assert idle[0].at_end()
+        late = stack.enter_context(Wire(admin.port))
+        late.send(ask)
+        assert late.answer().status == 200
+        known.send(ask)
+        assert known.answer().status == 200
+
+
+def test_the_time_to_the_first_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ_S", 0.2)
+    admin = LiveAdmin()
+    try:
+        with Wire(admin.port) as wire:
+            assert wire.at_end()
+    finally:
+        admin.close()
+
+
+def test_a_change_goes_on_when_its_client_is_gone(admin: LiveAdmin) -> None:
+    """It is in the audit log, and half of it would be worse than all of it."""
+    began, ended, goes_on = threading.Event(), threading.Event(), asyncio.Event()
+
+    async def load(model: str, by: str) -> dict[str, Any]:
+        began.set()
+        await goes_on.wait()
+        ended.set()
+        return {}
+
+    admin.fleet.load = load  # type: ignore[method-assign]
+    body = b'{"model": "chat"}'
+    with Wire(admin.port) as wire:
+        wire.send(asking("POST", "load", f"content-length: {len(body)}\r\n") + body)
+        assert began.wait(10)
+    with Wire(admin.port) as later:  # so the end of the first has been seen
+        later.send(b"GET /admin/v1/status HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert later.answer().status == 401
+    admin.call_soon(goes_on.set)
+    assert ended.wait(10)
