@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from placements.checkpoints import FAMILIES, Checkpoint, CheckpointError
 from placements.problems import Problem
 from placements.spec import ModelSpec, Spec
+from workers import foreign
 
 if TYPE_CHECKING:
     from workers.artifacts.heads import Asked, Head, Heads, Seen
@@ -101,7 +101,7 @@ def _read(part: Part, folder: str, head: Head | None, where: str) -> Checkpoint 
     file = Path(folder) / "config.json"
     shown = str(file) if part.folder is not None else f"the config.json of {source}"
     try:
-        config = json.loads(file.read_text())
+        config = foreign.read_json(file)
         code = remote_code(config)
         if code is not None and not is_known(config):
             what = (
@@ -256,5 +256,9 @@ def tokenizer_key(engine: str, folder: str | None) -> str:
     digest = blake2s(digest_size=8)
     for name in _TOKENIZER_FILES:
         with contextlib.suppress(OSError):
-            digest.update(name.encode() + b"\0" + blake2s((Path(folder) / name).read_bytes()).digest())
+            digest.update(
+                name.encode()
+                + b"\0"
+                + blake2s(foreign.read_bytes(Path(folder) / name, foreign.MAX_TOKENIZER_BYTES)).digest()
+            )
     return digest.hexdigest()

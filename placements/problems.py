@@ -8,6 +8,7 @@ from typing import Literal
 
 Severity = Literal["error", "warning"]
 
+MAX_TEXT = 2000  # characters of a fact or a remedy
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "place": "\x1b[1m", "hint": "\x1b[2m"}
 _PLAIN = "\x1b[0m"
 
@@ -22,9 +23,23 @@ class Problem:
     what: str  # the fact, with the offending value as written
     hint: str = ""  # the remedy; "" when there is none to name
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "what", printable(self.what))
+        object.__setattr__(self, "hint", printable(self.hint))
+
     def as_dict(self) -> dict[str, str]:
         """The five fields as `validate -o json` prints them."""
         return {"id": self.id, "severity": self.severity, "where": self.where, "what": self.what, "hint": self.hint}
+
+
+def printable(text: str) -> str:
+    """The text as it may be shown, whoever chose its parts: control characters are escaped, so that they neither move a
+    terminal's cursor nor begin a line, and what is very long is cut."""
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+    if text.isprintable():
+        return text
+    return "".join([part if part.isprintable() else part.encode("unicode_escape").decode() for part in text])
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import Enum
 
 import msgspec
+import msgspec.structs
+
+from placements.problems import printable
 
 
 class Phase(str, Enum):
@@ -33,6 +36,10 @@ class Failure(msgspec.Struct, frozen=True):
     hint: str = ""
     reaction: Reaction = Reaction.RETRY
     devices: tuple[int, ...] = ()  # that the fault is about, as the host counts them; empty where it names none
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "what", printable(self.what))
+        msgspec.structs.force_setattr(self, "hint", printable(self.hint))
 
     def __str__(self) -> str:
         return f"{self.id}: {self.what}" + (f" ({self.hint})" if self.hint else "")

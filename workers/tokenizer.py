@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from workers import foreign
 from workers.engine import EngineLoadError
 from workers.text import ByteTextStream, FastTextStream, TextStream
 from workers.token_lengths import TokenLengths, token_lengths
@@ -140,8 +141,10 @@ def check_tokenizer_files(directory: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         file = directory / name
         try:
+            foreign.check_folder(directory)
             if file.is_file():
-                msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+                data = foreign.read_bytes(file, foreign.MAX_TOKENIZER_BYTES)
+                msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         except (OSError, ValueError, RecursionError) as error:
             what = f"the tokenizer in {directory} cannot be read: {name}: {error}"
             raise EngineLoadError("bad-tokenizer", what, "copy the file again") from error

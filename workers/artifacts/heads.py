@@ -23,6 +23,7 @@ from uuid import uuid4
 
 import msgspec
 
+from workers import foreign
 from workers.artifacts import locks, manifest
 from workers.artifacts.layout import head
 from workers.artifacts.listing import Listing, Remote, SourceError
@@ -219,7 +220,7 @@ class Heads:
 def _whole(folder: Path) -> Listing | None:
     """What was listed when it was fetched; None: not all of its small files are there, at their sizes."""
     try:
-        listing = msgspec.json.decode((folder / MARK).read_bytes(), type=Listing)
+        listing = msgspec.json.decode(foreign.read_bytes(folder / MARK), type=Listing)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return listing if all(manifest.is_file(folder / file.name, file.size) for file in head(listing).files) else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import inspect
-import json
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from workers import foreign
 from workers.artifacts.layout import INDEX, PICKLES, checked
 from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.patience import Patience
@@ -282,7 +282,10 @@ def _cached(source: str, revision: str | None) -> Listing:
     if not any(PurePosixPath(name).suffix in _WEIGHTS for name in names):
         raise _away_offline(source, "holds no weights of it")  # tokenizers are kept there without a model
     if INDEX in names:
-        shards = set(json.loads((folder / INDEX).read_text()).get("weight_map", {}).values())
+        try:
+            shards = set(dict(foreign.read_json(folder / INDEX)["weight_map"]).values())
+        except (OSError, ValueError, LookupError, TypeError):
+            raise _away_offline(source, f"has no {INDEX} that can be read") from None
         if shards - names:
             raise _away_offline(source, f"lacks {min(shards - names)}")
     return checked(Listing(source=source, revision=folder.name, files=tuple(files)))

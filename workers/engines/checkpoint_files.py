@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from workers import foreign
 from workers.artifacts.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT
 from workers.engine import EngineLoadError
 
@@ -21,13 +21,17 @@ def read_config(path: Path) -> dict[str, Any]:
         raise EngineLoadError(
             "model-not-found", f"there is no directory {path}", "`source` must name a local checkpoint"
         )
+    try:
+        foreign.check_folder(path)
+    except OSError as error:
+        raise EngineLoadError("config-unreadable", f"{error.filename} cannot be read: {error.strerror}") from error
     return read_json(path / "config.json")
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in ``file``. Raises ``EngineLoadError``."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = foreign.read_json(file)
     except FileNotFoundError as error:
         raise EngineLoadError("config-missing", f"{file.parent} has no {file.name}", "is it a checkpoint?") from error
     except (OSError, ValueError) as error:
@@ -141,6 +145,7 @@ class _Tensor(msgspec.Struct):
 def _check_header(file: Path) -> None:
     """Find a file of safetensors that is cut off or garbled, by its header and its size."""
     try:
+        foreign.check_regular(file)
         with file.open("rb") as stream:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(8), "little")

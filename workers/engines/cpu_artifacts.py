@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from workers import foreign
 from workers.engine import EngineLoadError
 from workers.engines.checkpoint_files import read_config
 
@@ -44,7 +45,7 @@ def manifest(
     """All that the code of the model in ``source`` depends on, as JSON. Weights are none of it; the checkpoint's own
     Python is, where it is run. Imports no torch. Raises EngineLoadError."""
     try:
-        config = (source / "config.json").read_bytes()
+        config = foreign.read_bytes(source / "config.json")
         own = {"code": _digest_of_code(source)} if trust_remote_code and read_config(source).get("auto_map") else {}
     except OSError as error:
         raise EngineLoadError("config-unreadable", f"{error.filename}: {error}") from error
@@ -71,7 +72,7 @@ def _digest_of_code(source: Path) -> str:
     """Of every Python file of the checkpoint, with its name: ``auto_map`` names some, and these import others."""
     found = blake2s()
     for file in sorted(source.rglob("*.py")):
-        data = file.read_bytes()
+        data = foreign.read_bytes(file)
         found.update(f"{file.relative_to(source).as_posix()}\0{len(data)}\0".encode() + data)
     return found.hexdigest()
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from workers import foreign
 from workers.artifacts.layout import COMPILED, INDEX, NEURON_CONFIG, names_in
 from workers.artifacts.listing import Listing
 from workers.engine import EngineLoadError
@@ -94,8 +95,8 @@ def given_in(source: Path) -> Given | None:
 def _names(source: Path) -> frozenset[str]:
     from workers.artifacts.heads import MARK
 
-    try:
-        told = (source / MARK).read_bytes()  # these are the small files of a source elsewhere, with the list of all
+    try:  # these are the small files of a source elsewhere, with the list of all
+        told = foreign.read_bytes(source / MARK)
     except OSError:
         return frozenset(names_in(source))
     return frozenset(file.name for file in msgspec.json.decode(told, type=Listing).files)

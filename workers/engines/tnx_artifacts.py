@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from workers import neuron_target
+from workers import foreign, neuron_target
 from workers.compiled import Entry, compiling, entry, peek
 from workers.engine import EngineLoadError
 from workers.neff_cache.candidates import beside, given
@@ -42,7 +42,7 @@ def manifest(path: Path, options: Mapping[str, Any], speculation: list[int]) -> 
         "environment": {name: os.environ[name] for name in READ if os.environ.get(name)},
         "target": target.name,
         "lnc": target.lnc,
-        "model": blake2s((path / "config.json").read_bytes()).hexdigest(),
+        "model": blake2s(foreign.read_bytes(path / "config.json")).hexdigest(),
         "options": {**options, "neuron": neuron} if "neuron" in options else options,
         "speculation": speculation,
     }

@@ -1,0 +1,93 @@
+"""Files that others made: pipes, devices, and JSON that no reader survives."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.sources import tokenizer_key
+from orchestrator.specfile import load
+from tests.checkpoints import save_tokenizer
+from workers import foreign
+from workers.engine import EngineLoadError
+from workers.engines.checkpoint_files import check_checkpoint, read_config
+from workers.tokenizer import load_tokenizer
+
+
+def brackets(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a pipe": (os.mkfifo, "not a regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "a folder": (Path.mkdir, "not a regular file"),
+    "brackets": (lambda path: path.write_text(brackets(100_000)), "nested deeper than 64 levels"),
+    "fewer brackets": (lambda path: path.write_text(f'{{"hidden_size": {brackets(100)}}}'), "nested deeper than 64"),
+    "too large": (lambda path: path.write_text(f'{{"x": "{"y" * 17 * 2**20}"}}'), "more than 16777216 bytes"),
+    "no UTF-8": (lambda path: path.write_bytes(b'{"x": "\xff"}'), "can't decode byte 0xff"),
+    "a long number": (lambda path: path.write_text(f'{{"x": {"9" * 5000}}}'), "integer string conversion"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_config_is_said_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    """By `validate`, and by the replica that would load it."""
+    make, message = BAD[name]
+    make(tmp_path / "config.json")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("version: 1\nname: x\nhosts: {emulate: inf2.xlarge}\nmodels: {m: {source: ., engine: cpu}}\n")
+
+    told = [problem for problem in load(str(spec)).problems if "config.json" in problem.what]
+
+    assert [message in problem.what for problem in told] == [True], told
+    with pytest.raises(EngineLoadError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_long_value_is_cut_and_its_control_characters_are_escaped(tmp_path: Path) -> None:
+    """Wherever it is shown: a checkpoint's text neither fills a screen nor moves its cursor."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "\x1b[2J\nerror: forged " + "x" * 5_000_000}))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("version: 1\nname: x\nhosts: {emulate: inf2.xlarge}\nmodels: {m: {source: ., engine: cpu}}\n")
+
+    told = [problem for problem in load(str(spec)).problems if "forged" in problem.what]
+
+    assert told
+    for problem in told:
+        assert problem.what.isprintable()
+        assert len(problem.what) < 2500
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
+    """transformers would wait for somebody to write into it."""
+    save_tokenizer(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(EngineLoadError, match=r"not a regular file|has no tokenizer"):
+        load_tokenizer("cpu", str(tmp_path))
+    assert tokenizer_key("cpu", str(tmp_path))
+
+
+def test_weights_that_are_a_pipe_are_refused(tmp_path: Path) -> None:
+    """Whatever in the folder a library might open."""
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(EngineLoadError, match="not a regular file"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
+    """Through links too, as the hub's cache has them; a link that leads nowhere harms nothing."""
+    content = {"a": [1, {"b": "é"}], "deep": json.loads(brackets(60))}
+    (tmp_path / "real").write_text(json.dumps(content))
+    (tmp_path / "config.json").symlink_to("real")
+    (tmp_path / "gone").symlink_to("nowhere")
+    foreign.check_folder(tmp_path)
+    assert foreign.read_json(tmp_path / "config.json") == content
