@@ -77,7 +77,7 @@ def unplaced_config(
         log="",
         socket="",
         token="",
-        engine_options=dict(model.engine_options),
+        engine_options=model.given_options,
         draft_source=draft_source,
         draft_k=0 if model.draft is None else model.draft.k,
         allow_pickle=model.allow_pickle,

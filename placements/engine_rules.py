@@ -14,6 +14,8 @@ from placements.engines import (
     ENGINE_OPTIONS,
     HOST_ENGINES,
     NXD_MISTRAL,
+    NXD_QUANTIZED_DTYPES,
+    NXD_QUANTIZED_OPTIONS,
     NXD_VERSIONS,
     PACKAGES,
     TNX_CONTINUOUS,
@@ -30,7 +32,7 @@ from placements.engines import (
 )
 from placements.options.judge import Scope, judged
 from placements.problems import Problem
-from placements.spec import Compiler, ModelSpec
+from placements.spec import Compiler, ModelSpec, is_path
 
 
 def engine_runs_here(case: Case) -> Iterator[Problem]:
@@ -269,6 +271,12 @@ _FLAGS = {
 """Flags of neuronx-cc, or of the wrapper with its cache, that a field of the spec stands for."""
 
 
+_NXD_FLAGS = frozenset(
+    {"--auto-cast", "--model-type", "--tensorizer-options", "--internal-hlo2tensorizer-options", "--logfile"}
+)
+"""Flags that NxD Inference (`ModelWrapper`) and neuronx-distributed (`ModelBuilder`) pass in every version."""
+
+
 def flags_are_free(case: Case) -> Iterator[Problem]:
     """compiler.flags says nothing that a field says. The flags are part of what compiled code is found by."""
     compiler = case.model.compiler
@@ -280,6 +288,9 @@ def flags_are_free(case: Case) -> Iterator[Problem]:
         if field is not None:
             what = f"compiler.flags: {name} is not given here"
             yield case.problem("bad-compiler-flags", ("compiler", "flags"), what, f"say {field}")
+        elif name in _NXD_FLAGS and "nxd-inference" in case.candidates:
+            what = f"compiler.flags: nxd-inference passes {name} with a value of its own"
+            yield case.problem("bad-compiler-flags", ("compiler", "flags"), what, "leave it out")
 
 
 def engine_options_are_known(case: Case) -> Iterator[Problem]:
@@ -308,7 +319,27 @@ def options_fit_the_model(case: Case) -> Iterator[Problem]:
         path = ("engine_options", "on_device_sampling_config")
         yield case.problem("setting-unsupported", path, what, "sampling: device")
     yield from _device_top_k(case)
+    yield from _quantized_options(case)
     yield from _cache_layout(case)
+
+
+def _quantized_options(case: Case) -> Iterator[Problem]:
+    """NxD Inference reads a quantized checkpoint, and another type of fp8, for a quantized model only."""
+    model = case.model
+    for name in NXD_QUANTIZED_OPTIONS if case.engine == "nxd-inference" else ():
+        path, value = ("engine_options", name), model.engine_options.get(name)
+        if not isinstance(value, str):
+            continue  # another rule reports the wrong type
+        known = NXD_QUANTIZED_DTYPES.get(model.quantize or "", ())
+        if model.quantize is None:
+            what = f"engine_options.{name} has no effect: quantize is not set"
+            yield case.problem("setting-unsupported", path, what, "add quantize: int8 or quantize: fp8")
+        elif name == "quantization_dtype" and value not in known:
+            what = f"engine_options.{name} is {value}; with quantize: {model.quantize} it is one of {', '.join(known)}"
+            yield case.problem("unknown-value", path, what)
+        elif name == "quantized_checkpoints_path" and not is_path(value):
+            what = f"engine_options.{name} is {value}; it must be a folder of the host"
+            yield case.problem("bad-source", path, what, "begin the path with /, ./, ../ or ~")
 
 
 _TOP_K = 256
@@ -443,6 +474,6 @@ ENGINE_RULES: tuple[Judged, ...] = (
     Judged(engine_options_are_known, frozenset({"engine", "engine_options"})),
     Judged(
         options_fit_the_model,
-        frozenset({"engine", "engine_options", "max_batch", "max_len", "sampling", "buckets"}),
+        frozenset({"engine", "engine_options", "max_batch", "max_len", "sampling", "buckets", "quantize"}),
     ),
 )

@@ -79,11 +79,11 @@ def default_dtype(engine: Engine) -> Dtype:
 
 # Which engine serves which family
 
-NXD_VERSIONS = ("0.1", "0.2", "0.4", "0.7", "0.8", "0.9")
-"""The series of NxD Inference whose sources were read, oldest first."""
+NXD_VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
+"""The supported series of NxD Inference, oldest first. 0.1 requires transformers 4.45, older than corewright's."""
 
 NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
-    {"llama": "0.1", "mixtral": "0.1", "qwen2": "0.7", "qwen3": "0.7", "mistral": "0.1"}
+    {"llama": "0.2", "mixtral": "0.2", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.2"}
 )
 """model_type -> the first series of NxD Inference that serves it, of those that were read: its
 ``utils.constants.MODEL_TYPES``, of the families that `checkpoints` knows. None was dropped again. Mistral is there from
@@ -91,6 +91,16 @@ NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
 
 NXD_MISTRAL = "0.9"
 """The first series of NxD Inference with a class for Mistral, which keeps its sliding window."""
+
+NXD_QUANTIZED_OPTIONS = ("quantized_checkpoints_path", "quantization_dtype")
+"""Options of NxD Inference's NeuronConfig that go with ``quantize``."""
+
+NXD_QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType({"int8": ("int8",), "fp8": ("f8e4m3", "f8e5m2")})
+"""``quantize`` -> what ``quantization_dtype`` may be, the default first."""
+
+NXD_E5M2 = "0.7"
+"""The first series of NxD Inference that computes with f8e5m2: earlier ones convert every type but f8e4m3 to int8
+(`model_wrapper.DecoderModelInstance.load_module`)."""
 
 TNX_FAMILIES = tuple(tnx_families.FAMILIES)
 """Families of transformers-neuronx."""
@@ -138,8 +148,7 @@ NXD_RELEASES: tuple[Release, ...] = tuple((major, minor) for major, minor in map
 def nxd_release(version: str) -> Release:
     """The series of ``NXD_VERSIONS`` that a version has the options of: "0.8.16251+f3ca" is (0, 8).
 
-    One between two known series has those of the earlier one; what is newer than all, or no number, has those of the
-    newest.
+    A version that is newer than all, or not a number, has those of the newest; an older one those of the oldest.
     """
     found = series(version).split(".")
     if len(found) != 2 or not all(part.isdecimal() for part in found):

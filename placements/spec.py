@@ -119,9 +119,14 @@ def _source(value: str) -> str:
     return value
 
 
+def is_path(source: str) -> bool:
+    """Whether it is written as a folder of the host."""
+    return source.startswith(_PATH_STARTS) or source in (".", "..")
+
+
 def source_kind(source: str) -> SourceKind:
     """A path begins with / ./ ../ or ~, S3 with s3://, anything else is a hub id. ValueError where it can be none."""
-    if source.startswith(_PATH_STARTS) or source in (".", ".."):
+    if is_path(source):
         return "path"
     if source.startswith("s3://"):
         if not _BUCKET.fullmatch(source):
@@ -752,6 +757,14 @@ class ModelSpec(_Frozen):
             return self.neff_cache
         return self._resolved(self.neff_cache)
 
+    @property
+    def given_options(self) -> dict[str, Any]:
+        """``engine_options``, with the folder of a quantized checkpoint resolved like the source."""
+        options = dict(self.engine_options)
+        if isinstance(path := options.get("quantized_checkpoints_path"), str) and is_path(path):
+            options["quantized_checkpoints_path"] = self._resolved(path)
+        return options
+
     def _resolved(self, path: str) -> str:
         expanded = Path(path).expanduser() if path.startswith("~/") or path == "~" else Path(path)
         return str(Path(self.base_dir) / expanded)
@@ -766,7 +779,7 @@ class ModelSpec(_Frozen):
             if self.draft is None
             else (self.draft_path or self.draft.source, self.draft.revision, self.draft.k),
             "engine_options": tuple(
-                (name, repr(_ordered(value))) for name, value in sorted(self.engine_options.items())
+                (name, repr(_ordered(value))) for name, value in sorted(self.given_options.items())
             ),
         }
         return tuple(told[name] if name in told else getattr(self, name) for name in _STARTED_WITH)

@@ -5,8 +5,9 @@ describes its folders; users report both.
 
 1. The lock of a graph (``*.lock``), when its compile was killed as a whole: the next one waits for it without end,
    and says "Another process must be compiling" every minute.
-2. The failure of a graph (``model.log`` and no NEFF), when its compiler alone was killed: transformers-neuronx does not
-   try it again, as it would not where the compiler cannot compile the graph.
+2. The failure of a graph (``model.log`` and no NEFF), when its compiler alone was killed: neither transformers-neuronx
+   nor NxD Inference from 0.3 on (``ModelBuilder.trace`` of neuronx-distributed) tries it again, as they would not where
+   the compiler cannot compile the graph.
 
 Both are removed where the cache is a folder of this host. Nothing else is, and nothing ever in ``s3://``.
 """
@@ -32,6 +33,9 @@ COMPILER = "neuronx-cc"
 GRAPH = "MODULE_"  # folders of graphs, MODULE_<key>+<flags>, are called so, and the files that the compiler is given
 GRAPHS = f"neuronxcc-*/{GRAPH}*"
 LOG, NEFF = "model.log", "model.neff"
+WRAPPER_FLAGS = frozenset(
+    {"--cache_dir", "--no_cache", "--log_level", "--retry_failed_compilation"}
+)  # not the compiler's
 SETTLE_S = 2.0  # a graph that nobody compiles looks so for that long: between lock and compiler is less
 LOG_TAIL = 64 * 1024
 # Other hosts' compilers work in these as well, and are not seen from here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -154,8 +155,8 @@ def test_the_registry_and_the_options_are_those_of_the_version(
     options = contract("nxd-inference").options(f"{PACKAGE}.models.config.NeuronConfig", version)
     made = vars(nxdi("models.config").NeuronConfig())
     assert set(options) <= set(made) | {"torch_dtype", "logical_neuron_cores", "overrides_torch_dtype"}
-    assert made["save_sharded_checkpoint"] is (version in ("0.1", "0.2"))
-    assert nxdi("models.config").OnDeviceSamplingConfig().do_sample is (version == "0.1")
+    assert made["save_sharded_checkpoint"] is (version == "0.2")
+    assert nxdi("models.config").OnDeviceSamplingConfig().do_sample is False
     told = importlib.metadata.version("neuronx-distributed-inference")
     assert told.startswith(known["version"])
 
@@ -277,15 +278,15 @@ def test_two_compiles_in_one_work_folder_collide(
 ) -> None:
     """The first ends up with the graphs of the second, or with none, and says so at the latest when it is loaded."""
     base = nxdi("models.application_base")
-    compile_graph = base.compile_graph
+    cached_compile = base.cached_compile
 
     def meanwhile(*args: Any, **kwargs: Any) -> bytes:
-        monkeypatch.setattr(base, "compile_graph", compile_graph)
+        monkeypatch.setattr(base, "cached_compile", cached_compile)
         llama().NeuronLlamaForCausalLM(str(source), configured(source, tkg_batch_size=2)).compile(str(tmp_path / "b"))
-        result: bytes = compile_graph(*args, **kwargs)
+        result: bytes = cached_compile(*args, **kwargs)
         return result
 
-    monkeypatch.setattr(base, "compile_graph", meanwhile)
+    monkeypatch.setattr(base, "cached_compile", meanwhile)
     llama().NeuronLlamaForCausalLM(str(source), configured(source)).compile(str(tmp_path / "a"))
     with pytest.raises(RuntimeError, match="other shapes"):
         llama().NeuronLlamaForCausalLM(str(tmp_path / "a")).load(str(tmp_path / "a"))
@@ -301,6 +302,7 @@ def test_a_neff_of_another_lnc_or_version_is_not_loaded(
     monkeypatch.delenv("NEURON_DOUBLE_NEFF_VERSION")
     importlib.import_module("neuron_double.runtime").reset_for_tests()
     monkeypatch.setenv("NEURON_DOUBLE_INSTANCE", "trn2.48xlarge")
+    monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / "other"))  # else the persistent cache has the graphs
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     llama().NeuronLlamaForCausalLM(str(source), configured(source)).compile(str(tmp_path / "one"))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
@@ -466,7 +468,7 @@ def test_the_device_gives_tokens_and_no_logits(machine: Neuron, source: Path, tm
 
 
 def test_without_do_sample_every_request_is_greedy(machine: Neuron, source: Path, tmp_path: Path) -> None:
-    """Which is the default since 0.2, also where the parameters are dynamic."""
+    """Which is the default, also where the parameters are dynamic."""
     model = sampled(source, tmp_path / "out", do_sample=False)
     output = prefill(model, [1], [PROMPT], sampling_params=params([(0, 1.0, 5.0)]))
     assert output.tokens.tolist() == [int(expected(source, PROMPT).argmax())]
@@ -534,10 +536,75 @@ def test_fp8_needs_two_variables(
     """XLA_HANDLE_SPECIAL_SCALAR and UNSAFE_FP8FNCAST, also for a quantized KV cache."""
     with pytest.raises(RuntimeError, match="UNSAFE_FP8FNCAST"):
         loaded(source, tmp_path / "out", kv_cache_quant=True)
+    allow_fp8(monkeypatch)
+    assert loaded(source, tmp_path / "out", kv_cache_quant=True).is_loaded_to_neuron
+
+
+def allow_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_HANDLE_SPECIAL_SCALAR", "1")
     monkeypatch.setenv("UNSAFE_FP8FNCAST", "1")
-    logits = prefill(loaded(source, tmp_path / "out", kv_cache_quant=True), [0], [PROMPT]).logits
-    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("version", "halved"), [("0.7", True), ("0.8", False), ("0.9", False)])
+def test_kv_cache_quant_is_the_switch_up_to_0_7(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, halved: bool
+) -> None:
+    """From 0.8 on only kv_quant_config is, and kv_cache_quant changes nothing but the compiler's flags."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    allow_fp8(monkeypatch)
+    plain, quantized = (loaded(source, tmp_path / str(on), kv_cache_quant=on) for on in (False, True))
+    assert "fp8e4m3" in quantized.models[0].compiler_args
+    assert quantized._kv_bytes(quantized.config) * (4 if halved else 1) == plain._kv_bytes(plain.config)
+
+
+def test_a_kv_quant_config_is_written_but_not_read_back(machine: Neuron, source: Path, tmp_path: Path) -> None:
+    """Its enumerations become mappings in neuron_config.json."""
+    configured(source, kv_quant_config={"direct_cast": True}).save(str(tmp_path))
+    with pytest.raises(AssertionError, match="per tensor"):
+        llama().LlamaInferenceConfig.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(("version", "near"), [("0.6", False), ("0.7", True)])
+def test_f8e5m2_is_converted_to_int8_before_0_7(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, near: bool
+) -> None:
+    """Without an error: the answers are another model's."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    allow_fp8(monkeypatch)
+    options = {"quantized": True, "quantized_checkpoints_path": str(tmp_path / "q"), "quantization_dtype": "f8e5m2"}
+    config = configured(source, quantization_type="per_channel_symmetric", **options)
+    llama().NeuronLlamaForCausalLM.save_quantized_state_dict(str(source), config)
+    logits = prefill(loaded(source, tmp_path / "out", config), [0], [PROMPT]).logits[0, -1]
+    assert (torch.cosine_similarity(logits, expected(source, PROMPT), dim=0) > 0.9).item() is near
+
+
+def test_the_compiler_gets_the_flags_of_each_kind_of_graph(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of ``compiler_args``. NEURON_CC_FLAGS is not read, and the key of the cache holds the work folder."""
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O3")
+    for work in ("a", "a", "b"):
+        monkeypatch.setenv("BASE_COMPILE_WORK_DIR", str(tmp_path / work))
+        model = llama().NeuronLlamaForCausalLM(str(source), configured(source))
+        model.models[0].compiler_args += "--my-flag "
+        model.compile(str(tmp_path / "out"))
+    flags = [str(line["flags"]) for line in importlib.import_module("neuron_double.compiler").compiles()]
+    assert ["--my-flag" in one for one in flags] == [True, False] * 2
+    assert not any("-O3" in one for one in flags)
+
+
+@pytest.mark.parametrize(("version", "sticky"), [("0.2", False), ("0.3", True), ("0.9", True)])
+def test_a_failed_compile_is_not_tried_again(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, sticky: bool
+) -> None:
+    """ModelBuilder compiles through the persistent cache since SDK 2.23, of NxD Inference 0.3."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    machine.plan({"at": "compile", "exit": 70, "times": 1})
+    model = llama().NeuronLlamaForCausalLM(str(source), configured(source))
+    with pytest.raises(RuntimeError, match="failed with 70"):
+        model.compile(str(tmp_path / "out"))
+    with pytest.raises(RuntimeError, match="cached failed neff") if sticky else contextlib.nullcontext():
+        model.compile(str(tmp_path / "out"))
 
 
 def fused(source: Path, draft: Path, out: Path, length: int = 4) -> Any:
@@ -585,11 +652,11 @@ def test_a_fused_step_needs_room_for_all_its_tokens(machine: Neuron, source: Pat
         decode(model, [0], [5], [61])
 
 
-@pytest.mark.parametrize(("version", "inferred"), [("0.1", 32), ("0.2", 64), ("0.4", 32), ("0.8", 32)])
+@pytest.mark.parametrize(("version", "inferred"), [("0.2", 64), ("0.4", 32), ("0.8", 32)])
 def test_a_step_takes_its_graph_by_the_width_of_the_mask(
     machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, inferred: int
 ) -> None:
-    """Given or inferred: before 0.4 an inferred one is as wide as a slot, and 0.1 looks at the positions."""
+    """Given or inferred: in 0.2 an inferred one is as wide as a slot."""
     monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
     model = loaded(source, tmp_path / "out", enable_bucketing=True, token_generation_buckets=[16, 32, 64])
     prefill(model, [0], [[44] * 20])
@@ -597,7 +664,7 @@ def test_a_step_takes_its_graph_by_the_width_of_the_mask(
     right = decode(model, [0], [5], [20]).logits
     decode(model, [0], [5], [20], attention_mask=torch.ones(1, 20, dtype=torch.long))
     wide = decode(model, [0], [5], [20], attention_mask=torch.ones(1, 40, dtype=torch.long)).logits
-    assert [bucket for _, bucket in model.taken] == [inferred, 32, 32 if version == "0.1" else 64]
+    assert [bucket for _, bucket in model.taken] == [inferred, 32, 64]
     assert not torch.equal(wide, right)
 
 
@@ -624,8 +691,27 @@ def test_speculation_without_fusion_gives_logits_of_every_token(machine: Neuron,
 # -- generate
 
 
-def test_generate_wants_exactly_the_compiled_batch(machine: Neuron, source: Path, tmp_path: Path) -> None:
+def generates(source: Path, out: Path, **options: Any) -> Any:
+    """The package's adapter of a model with one row."""
+    model = loaded(source, out, **{"batch_size": 1, "tkg_batch_size": 1, **options})
+    return nxdi("utils.hf_adapter").HuggingFaceGenerationAdapter(model)
+
+
+@pytest.mark.parametrize("version", ["0.7", "0.8"])
+def test_generate_fails_at_every_call_in_0_7_and_0_8(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """``prepare_inputs_for_generation`` reads a name that it never assigns."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    with pytest.raises(NameError, match="tensor_capture_hook"):
+        generates(source, tmp_path / "out").generate(torch.tensor([PROMPT]), max_new_tokens=3)
+
+
+def test_generate_wants_exactly_the_compiled_batch(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One prompt of three is refused, and so are beams."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.9")
     adapter = nxdi("utils.hf_adapter").HuggingFaceGenerationAdapter(loaded(source, tmp_path / "out"))
     with pytest.raises(ValueError, match="compiled batch size is 3"):
         adapter.generate(torch.tensor([PROMPT]), max_new_tokens=3)
@@ -633,9 +719,28 @@ def test_generate_wants_exactly_the_compiled_batch(machine: Neuron, source: Path
         adapter.generate(torch.tensor([PROMPT] * 3), max_new_tokens=3, num_beams=2)
 
 
+@pytest.mark.parametrize(("version", "kept"), [("0.2", True), ("0.3", False), ("0.9", False)])
+def test_generate_replaces_sampling_params_from_0_3_on(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, kept: bool
+) -> None:
+    """By what the GenerationConfig says, or has by default: a greedy request is sampled from 50 tokens."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    torch.manual_seed(0)
+    how = {"do_sample": True, "dynamic": True}
+    adapter = generates(
+        source, tmp_path / "out", on_device_sampling_config=nxdi("models.config").OnDeviceSamplingConfig(**how)
+    )
+    prompt, asked = torch.tensor([PROMPT]), params([(1, 1.0, 1.0)])
+    first = {adapter.generate(prompt, max_new_tokens=1, sampling_params=asked)[0, -1].item() for _ in range(8)}
+    assert (first == {int(expected(source, PROMPT).argmax())}) is kept
+
+
 @pytest.mark.parametrize("speculates", [False, True])
-def test_generate_answers_as_the_model_would(machine: Neuron, source: Path, tmp_path: Path, speculates: bool) -> None:
-    """Greedily, and the streamer sees the prompt first and then each token."""
+def test_generate_answers_as_the_model_would(
+    machine: Neuron, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculates: bool
+) -> None:
+    """Greedily on the host, and the streamer sees the prompt first and then each token."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.9")
     put: list[list[int]] = []
     streamer = SimpleNamespace(put=lambda value: put.append(value.flatten().tolist()), end=lambda: put.append([]))
     single = {"batch_size": 1, "tkg_batch_size": 1}

@@ -400,14 +400,14 @@ def test_a_call_that_does_not_bind_is_refused(neuron: Neuron, monkeypatch: pytes
 
 
 def test_a_method_that_a_version_lacks_is_no_attribute(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:
-    """validate_sampling_params came with 0.2."""
+    """get_cte_model came with 0.7."""
     bound = importlib.import_module("neuron_double.bound").bound
-    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.1")
-    name = "neuronx_distributed_inference.modules.generation.sampling.validate_sampling_params"
-    call = bound(name)(lambda params, config: None)
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.2")
+    name = "neuronx_distributed_inference.models.application_base.NeuronApplicationBase.get_cte_model"
+    call = bound(name)(lambda self: None)
 
-    with pytest.raises(AttributeError, match=r"0\.1 has no"):
-        call(None, None)
+    with pytest.raises(AttributeError, match=r"0\.2 has no"):
+        call(None)
 
 
 @pytest.mark.parametrize(

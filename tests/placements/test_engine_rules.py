@@ -286,7 +286,9 @@ def test_lengths_are_not_judged_by_a_max_len_that_is_not_known() -> None:
     ("compiler", "told"),
     [
         ("{optlevel: 1, flags: --enable-saturate-infinity}", []),
-        ("{flags: -O3 --auto-cast=none}", []),
+        ("{flags: -O3 --verbose=35}", []),
+        ("{flags: --auto-cast=all}", ["bad-compiler-flags"]),
+        ("{flags: --tensorizer-options=-x --logfile=/a}", ["bad-compiler-flags", "bad-compiler-flags"]),
         ("{optlevel: 1, flags: -O3}", ["bad-compiler-flags"]),
         ("{optlevel: 2, flags: --optlevel=3}", ["bad-compiler-flags"]),
         ("{flags: --cache_dir=s3://x --lnc=1}", ["bad-compiler-flags", "bad-compiler-flags"]),

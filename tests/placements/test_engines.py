@@ -75,7 +75,8 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
         ("gpt2", "trn1.2xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, TNX),
         ("mistral", "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, NXD),
         ("mistral", "trn2.3xlarge", {NXD: "0.9.1"}, NXD),
-        ("qwen2", "trn1.2xlarge", {NXD: "0.7.1"}, NXD),
+        ("qwen2", "trn1.2xlarge", {NXD: "0.5.9230"}, NXD),
+        ("qwen3", "trn1.2xlarge", {NXD: "0.6.10598"}, NXD),
         (None, "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, NXD),
         (None, "trn2.48xlarge", {TNX: "0.13", NXD: "0.8.0"}, NXD),
         ("llama", None, {TNX: "0.13.798"}, TNX),
@@ -87,6 +88,7 @@ NXD, TNX = "nxd-inference", "transformers-neuronx"
         ("gpt2", "trn2.48xlarge", {TNX: "0.13.798"}, "engine-unsupported-here"),
         ("gpt2", "inf2.xlarge", {NXD: "0.8.1"}, "family-unsupported"),
         ("qwen2", "inf2.xlarge", {NXD: "0.4.1", TNX: "0.13.798"}, "family-unsupported"),
+        ("llama", "inf2.xlarge", {NXD: "0.1.1"}, "family-unsupported"),
         ("gpt_bigcode", "inf2.xlarge", {NXD: "0.8.1", TNX: "0.13.798"}, "family-unsupported"),
     ],
 )

@@ -35,14 +35,15 @@ def test_the_tables_hold_what_the_contracts_record() -> None:
     table = TABLES[f"{NXD}.NeuronConfig"]
     assert table.keys() == history.keys()
     assert table["save_sharded_checkpoint"] == Option("bool", "False")  # True up to 0.2
-    assert table["async"] == Option("bool", "False", "0.1", "0.1")
+    assert table["cp_max_num_seqs"] == Option("int", "0", "0.2", "0.3")
+    assert table["attention_dp_degree"] == Option("int", "1", "0.5", "0.9")
     assert table["enable_ve_data_parallel"] == Option("bool", "False", "0.9", "0.9")
 
 
 def test_lora_options_have_the_versions_of_their_signatures() -> None:
     """Differences of signatures are read as history."""
     table = TABLES[f"{NXD}.LoraServingConfig"]
-    assert (table["max_loras_on_cpu"].last, table["enable_base_model_only"].first) == ("0.4", "0.9")
+    assert (table["max_loras_on_cpu"].last, table["enable_base_model_only"].first) == ("0.6", "0.9")
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -110,9 +111,8 @@ def test_options_of_the_package_are_taken(engine: Engine, family: str | None, gi
         (NXDE, "llama", {"logical_nc_config": 1}, NO, "", "say hosts.lnc"),
         (NXDE, "llama", {"max_batch": 8}, NO, "", "a field of the model itself"),
         (NXDE, "llama", {"async_mode": True}, NO, "", "cannot be set: each step"),
-        (NXDE, "llama", {"async": 1}, NO, "", "cannot be set: each step"),
-        (NXDE, "llama", {"trace_tokengen_model": True}, NO, "", "nxd-inference 0.1, and 0.8 is"),
-        (NXDE, "llama", {"cp_max_num_seqs": 1}, NO, "", "nxd-inference 0.2, and 0.8 is"),
+        (NXDE, "llama", {"kv_quant_config": {}}, NO, "", "follows from a field"),
+        (NXDE, "llama", {"cp_max_num_seqs": 1}, NO, "", "nxd-inference 0.2 to 0.3, and 0.8 is"),
         (NXDE, "llama", {"enable_ve_data_parallel": True}, NO, "", "0.9 and later, and 0.8"),
         (NXDE, "llama", {"glu_type": "glu"}, NO, "", "only for models of experts"),
         (TNXE, "llama", {"fused_qkv": True}, NO, "", "say fuse_qkv"),

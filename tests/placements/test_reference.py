@@ -88,7 +88,7 @@ def test_the_table_of_families_says_which_engine_serves_what() -> None:
     """With the first version of NxD Inference that does."""
     assert rows("served")["gpt2"] == ["yes", "-"]
     assert rows("served")["llama"] == ["yes", "yes"]
-    assert rows("served")["qwen3"] == ["-", "from 0.7 on"]
+    assert rows("served")["qwen3"] == ["-", "from 0.5 on"]
     assert rows("served")["mistral"] == ["yes", "yes"]
 
 

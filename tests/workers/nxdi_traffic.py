@@ -67,7 +67,8 @@ def cpu(source: Path, slots: int = 4) -> CpuEngine:
 
 def compile_here(settings: Settings, entry: Any) -> None:
     """Instead of a process of its own, which takes seconds to start."""
-    nxd_artifacts.compile_here(settings, entry.path)
+    with nxd_artifacts.visit(settings, entry).compiling():
+        nxd_artifacts.compile_here(settings, entry.path)
 
 
 def arrivals(count: int = 8, seed: int = 3) -> list[Arrival]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -15,20 +16,26 @@ from typing import Any
 import pytest
 import torch
 
+from placements.checkpoints import Checkpoint
 from placements.engines import nxd_release
 from placements.environ import compiling
+from placements.memory import estimate
 from tests.checkpoints import WINDOW, make_checkpoint
 from tests.contracts import contract
 from tests.doubles import PACKAGES, Neuron
 from tests.placements.fleets import model
 from tests.workers import nxdi_mutants, nxdi_traffic
 from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, Arrival, arrivals, cpu, opened, replica_config, served
+from workers.batcher import Batcher
+from workers.build import predict
 from workers.contract import Drift
 from workers.engine import DeviceSampling, EngineLoadError
 from workers.engines import nxd_artifacts, open_engine
 from workers.engines.neuronx_distributed import NxdEngine
-from workers.engines.nxd_config import Settings
 from workers.faults import fault_of
+from workers.neff_cache.verify import verdicts
+from workers.oneoff import End, Job, run
+from workers.tokenizer import ByteTokenizer
 
 Checkpoints = Callable[[str], Path]
 CONTRACT = contract("nxd-inference")
@@ -84,7 +91,7 @@ def edit(folder: Path, **settings: object) -> None:
 def families(version: str) -> list[str]:
     """Of ours, those that a version computes."""
     found = ["llama", "mixtral", "mistral"]
-    if nxd_release(version) >= (0, 7):
+    if nxd_release(version) >= (0, 5):
         found += ["qwen2", FULL]
     return found + (["mistral-window"] if nxd_release(version) >= (0, 9) else [])
 
@@ -264,15 +271,14 @@ def test_speculation_does_not_change_a_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A draft that is always right and one that hardly ever is. Version 0.1 speculates for one request at a time."""
+    """A draft that is always right and one that hardly ever is."""
     play(monkeypatch, version)
-    slots = 1 if version == "0.1" else 4
     source = sources("llama")
     other = source if draft == "itself" else make_checkpoint(tmp_path / "draft", "llama", seed=9, layers=1, eos=None)
-    engine = opened(source, tmp_path / "compiled", slots=slots, draft_source=str(other), draft_k=3)
+    engine = opened(source, tmp_path / "compiled", draft_source=str(other), draft_k=3)
     assert (engine.spec.returns, engine.spec.run_k) == ("tokens", 3)
     found = served(engine, arrivals())
-    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source, slots), arrivals()), found) == []
+    assert nxdi_traffic.wrong(source, arrivals(), served(cpu(source), arrivals()), found) == []
     engine.prefill([0], [[7, 8, 9]])
     runs = engine.decode_runs([0], [10], [3])
     assert len(runs[0]) == 4 if draft == "itself" else 1 <= len(runs[0]) <= 4
@@ -290,7 +296,7 @@ def test_the_last_token_of_a_slot_is_decoded_with_a_draft_too(
     assert len(found["full"]) == MAX_LEN - 3
 
 
-@pytest.mark.parametrize("version", [version for version in VERSIONS if version != "0.1"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_takes_the_smallest_graph_that_holds_it(
     version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +313,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     ]
 
 
-@pytest.mark.parametrize("version", [version for version in VERSIONS if version != "0.1"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_speculative_step_finds_a_graph_at_every_length(
     version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,17 +329,6 @@ def test_a_speculative_step_finds_a_graph_at_every_length(
     graphs = [*DECODE[:-1], MAX_LEN + 4]
     wanted = [next((one for one in graphs if place + 4 < one), graphs[-1]) for place in range(1, MAX_LEN)]
     assert [bucket for _, bucket in engine._model.taken] == wanted
-
-
-def test_the_first_version_tells_guesses_and_own_tokens_apart(sources: Checkpoints) -> None:
-    """0.1 leaves it to the caller to compare them; the last guess was never looked at."""
-    engine = NxdEngine(Settings.of(replica_config(sources("llama"), None, slots=1)), None)
-    answers = [torch.tensor([[5, 6, 7, 8]]), torch.tensor([[5, 6, 9, 4]])]
-    engine._model = SimpleNamespace(forward=lambda **_: SimpleNamespace(fused_outputs=answers))
-    engine._how = [DeviceSampling()]
-    assert engine.decode_runs([0], [1], [3]) == [[5, 6, 9]]
-    answers[0] = torch.tensor([[5, 6, 9, 4]])
-    assert engine.decode_runs([0], [1], [3]) == [[5, 6, 9, 4]]
 
 
 # compiling and loading
@@ -495,54 +490,233 @@ def test_drift_of_the_installed_package_is_logged(
 # quantization
 
 
+@pytest.mark.parametrize("version", ["0.2", "0.7", "0.8", "0.9"])
 @pytest.mark.parametrize("fields", [{"quantize": "int8"}, {"quantize": "fp8"}, {"quantize_kv": "fp8"}])
 def test_quantized_models_answer_nearly_the_same(
-    fields: dict[str, Any], nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    fields: dict[str, Any],
+    nxd: Neuron,
+    sources: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The quantized checkpoint is part of the artifacts; what fp8 wants besides is in the placement's environment."""
-    source = sources("llama")
-    for name, value in compiling(model("m", **fields), "nxd-inference").items():
-        monkeypatch.setenv(name, value)
-    engine = opened(source, tmp_path, **fields)
-    exact = cpu(source)
-    exact.prefill([0], [[7, 8, 9]])
-    engine.prefill([0], [[7, 8, 9]])
-    found, wanted = engine.decode([0], [10], [3])[0], exact.decode([0], [10], [3])[0]
-    assert 0 < float((found - wanted).abs().max() / wanted.abs().max()) < 0.35
+    """But not exactly the same: in each version the switch of that version is on."""
+    play(monkeypatch, version)
+    allow_fp8(monkeypatch, fields)
+    engine = opened(sources("llama"), tmp_path, **fields)
+    assert 1e-3 < away(engine, sources("llama")) < 0.35
     assert bool(list(tmp_path.glob("*/quantized/*"))) is ("quantize" in fields)
 
 
-# one answer by the package's own means
+def allow_fp8(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
+    """What fp8 needs besides is in the placement's environment."""
+    named = {name: value for name, value in fields.items() if name.startswith("quantize")}
+    for name, value in compiling(model("m", **named), "nxd-inference").items():
+        monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("slots", "sampling"), [(1, "host"), (3, "host"), (3, "device")])
-def test_generate_answers_as_the_batcher(
-    slots: int, sampling: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path
+def away(engine: Any, source: Path) -> float:
+    """How far its logits of a step are from those of the model, as a part of the largest."""
+    exact = cpu(source)
+    for one in (exact, engine):
+        one.prefill([0], [[7, 8, 9]])
+    found, wanted = engine.decode([0], [10], [3])[0], exact.decode([0], [10], [3])[0]
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_kv_cache_of_the_estimate_is_that_of_the_device(
+    version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the adapter for transformers' generate, whose batch is the compiled one."""
-    source, prompt = sources("llama"), [20, 30, 40, 50]
-    engine = opened(source, tmp_path, slots=slots, sampling=sampling)
-    put: list[int] = []
-    found = engine.generate(prompt, 10, temperature=0.0, top_k=None, top_p=1.0, on_token=put.append)
-    request: list[Arrival] = [("one", prompt, 10, False)]
-    wanted = served(cpu(source), request)
-    assert nxdi_traffic.wrong(source, request, wanted, {"one": found}) == []
-    assert put == found
-    torch.manual_seed(0)
-    hot = engine.generate(prompt, 10, temperature=3.0, top_k=20, top_p=0.9, on_token=put.append)
-    assert len(hot) == 10
-    assert hot != found
+    """A quarter of fp32 with ``quantize_kv: fp8``, in every version."""
+    play(monkeypatch, version)
+    fields = {"quantize_kv": "fp8"}
+    allow_fp8(monkeypatch, fields)
+    told = json.loads((sources("llama") / "config.json").read_text())
+    spec = model("m", 2, max_batch=4, max_len=MAX_LEN, dtype="fp32", **fields)
+    need = estimate(spec, Checkpoint.from_config(told), "nxd-inference").kv * (1 << 30)
+    engine = opened(sources("llama"), tmp_path, **fields)
+    assert engine._model._kv_bytes(engine._model.config) / 2 == need
 
 
-def test_generate_speculates_where_there_is_a_draft(nxd: Neuron, sources: Checkpoints, tmp_path: Path) -> None:
-    """Greedily, up to the wanted number of tokens."""
-    source, prompt = sources("llama"), [20, 30, 40, 50]
-    engine = opened(source, tmp_path, draft_source=str(source), draft_k=3)
-    put: list[int] = []
-    found = engine.generate(prompt, 10, temperature=0.0, top_k=None, top_p=1.0, on_token=put.append)
-    request: list[Arrival] = [("one", prompt, 10, False)]
-    assert nxdi_traffic.wrong(source, request, served(cpu(source), request), {"one": found}) == []
-    assert put == found
+@pytest.mark.parametrize("fields", [{"quantize": "int8"}, {"quantize": "fp8"}, {"quantize": "fp8", "of": "f8e5m2"}])
+def test_a_quantized_checkpoint_that_the_user_brings_is_used(
+    fields: dict[str, Any], nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is, whatever the source's own weights are; its digest is in the manifest, and its place is not."""
+    allow_fp8(monkeypatch, fields)
+    kind = fields.pop("of", None)
+    options = {} if kind is None else {"quantization_dtype": kind}
+    opened(sources("llama"), tmp_path / "own", engine_options=options, **fields)
+    (made,) = (tmp_path / "own").glob("*/quantized")
+    brought = Path(shutil.copytree(made, tmp_path / "brought"))
+    stranger = make_checkpoint(tmp_path / "stranger", "llama", seed=9, eos=None)
+    root = tmp_path / "compiled"
+    given = {"engine_options": {**options, "quantized_checkpoints_path": str(brought)}, **fields}
+    engine = opened(stranger, root, **given)
+    assert 1e-3 < away(engine, sources("llama")) < 0.35
+    (manifest,) = root.glob("*/corewright.json")
+    assert str(brought) not in manifest.read_text()
+    assert not list(root.glob("*/quantized"))
+    (brought / "more.json").write_text("{}")
+    opened(stranger, root, **given)
+    assert len(list(root.glob("*/corewright.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"quantize": "fp8"}, "holds I8; needed is F8_E4M3, of f8e4m3"),
+        (
+            {"quantize": "int8", "quantization_type": "per_tensor_symmetric"},
+            "are per_channel_symmetric, and the model's",
+        ),
+    ],
+)
+def test_a_quantized_checkpoint_of_another_kind_is_refused(
+    fields: dict[str, Any],
+    told: str,
+    nxd: Neuron,
+    sources: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package would cast it, or multiply by the wrong scales. Before a core is claimed, and before a compile."""
+    allow_fp8(monkeypatch, fields)
+    opened(sources("llama"), tmp_path / "own", quantize="int8")
+    (made,) = (tmp_path / "own").glob("*/quantized")
+    options = {name: value for name, value in fields.items() if name == "quantization_type"}
+    given = {"quantize": fields["quantize"], "engine_options": {**options, "quantized_checkpoints_path": str(made)}}
+    nxd.plan({"at": "claim", "text": "no core is claimed"})
+    error = refused(lambda: opened(sources("llama"), tmp_path / "compiled", **given))
+    assert (error.id, told in error.what) == ("quantized-mismatch", True), error.what
+
+
+def test_f8e5m2_is_refused_before_0_7(
+    nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package would convert it to int8."""
+    play(monkeypatch, "0.6")
+    options = {"quantization_dtype": "f8e5m2"}
+    error = refused(lambda: opened(sources("llama"), tmp_path, quantize="fp8", engine_options=options))
+    assert (error.id, error.what) == (
+        "option-not-in-version",
+        "NxD Inference 0.6 would convert weights of f8e5m2 to int8",
+    )
+
+
+def test_version_0_1_is_refused(nxd: Neuron, sources: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It requires an older transformers than corewright."""
+    from workers.engines import nxd_package
+
+    import_module = importlib.import_module
+    package = SimpleNamespace(__version__="0.1.1")
+    monkeypatch.setattr(
+        nxd_package.importlib,
+        "import_module",
+        lambda name: package if name == nxd_package.NAME else import_module(name),
+    )
+    error = refused(nxd_package.import_package)
+    assert (error.id, "the first supported version is 0.2" in error.what) == ("engine-not-installed", True)
+
+
+# the compiler's flags
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_flags_of_the_spec_reach_the_compiler(
+    version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every graph; the package itself reads no NEURON_CC_FLAGS. Flags of the cache's wrapper do not go along."""
+    play(monkeypatch, version)
+    compiler = {"optlevel": 3, "flags": "--enable-saturate-infinity --log_level=INFO"}
+    for name, value in compiling(model("m", compiler=compiler), "nxd-inference").items():
+        monkeypatch.setenv(name, value)
+    opened(sources("llama"), tmp_path)
+    flags = [str(line["flags"]).split() for line in importlib.import_module("neuron_double.compiler").compiles()]
+    assert len(flags) == len(PREFILL) + len(DECODE)
+    for one in flags:
+        assert {"-O3", "--enable-saturate-infinity", "--auto-cast=none"} <= set(one)
+        assert not {"-O1", "-O2", "--log_level=INFO"} & set(one)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "wanted"),
+    [
+        ("--a -O1 ", "", "--a -O1 "),
+        ("--a -O1 --b", "-O3", "--a  --b -O3"),
+        ("--a -O1", "--optlevel=2 --c", "--a  -O2 --c"),
+        ("--a -O2", "--optlevel 1", "--a  -O1"),
+        ("--a", "--cache_dir=/x --c --no_cache", "--a --c"),
+    ],
+)
+def test_an_optimization_level_replaces_the_packages(own: str, given: str, wanted: str) -> None:
+    """Other flags are added."""
+    assert nxd_artifacts.with_flags(own, given) == wanted
+
+
+@pytest.mark.parametrize("version", ["0.2", "0.3", "0.8"])
+def test_a_killed_compiler_leaves_no_failure_that_sticks(
+    version: str, nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.3 on the package compiles through Neuron's persistent cache, which does not try a graph again."""
+    play(monkeypatch, version)
+    nxd.plan({"at": "compile", "exit": -9, "times": 1})
+    with pytest.raises(RuntimeError, match="failed with -9"):
+        opened(sources("llama"), tmp_path)
+    assert served(opened(sources("llama"), tmp_path), [("1", [7, 8, 9], 3, False)])
+
+
+def test_a_graph_that_the_compiler_cannot_compile_fails_again(
+    neuron: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that has it tried again; `cache verify` knows it."""
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{Path(__file__).parents[2]}")
+    neuron.plan({"at": "compile", "exit": 70, "times": 1})
+    config = replica_config(sources("llama"), tmp_path)
+    refused(lambda: opened(sources("llama"), tmp_path))
+    (verdict,) = verdicts(config, predict(config, read=True), os.environ)
+    assert verdict.prediction.outcome == "fail", verdict
+    fault = fault_of(refused(lambda: opened(sources("llama"), tmp_path)))
+    assert fault is not None
+    assert (fault.id, "corewright cache retry MODULE_" in fault.hint) == ("compile-cached-failure", True)
+
+
+# one answer without a fleet
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("fields", [{}, {"sampling": "device"}, {"draft_source": "SELF", "draft_k": 3}])
+def test_one_answer_is_the_batchers(
+    version: str,
+    fields: dict[str, Any],
+    nxd: Neuron,
+    sources: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`corewright generate` steps the engine itself: the package's loop fails in 0.7 and 0.8, and elsewhere samples
+    by other parameters than it is given."""
+    play(monkeypatch, version)
+    source, told = sources("llama"), list[Any]()
+    tokens: list[int] = []
+    fields = {name: str(source) if value == "SELF" else value for name, value in fields.items()}
+    config = replica_config(source, tmp_path, claims=None, **fields)
+
+    class Watched(Batcher):
+        def __init__(self, engine: Any, tokenizer: Any, emit: Any) -> None:
+            def watched(events: list[Any]) -> None:
+                tokens.extend(id for event in events for id in event.token_ids)
+                emit(events)
+
+            super().__init__(engine, tokenizer, watched)
+
+    monkeypatch.setattr("workers.oneoff.Batcher", Watched)
+    monkeypatch.setattr("workers.oneoff.load_tokenizer", lambda *_: ByteTokenizer())
+    run(Job(config=config, prompt="hello", raw=True, max_tokens=10), told.append)
+    assert told[-1] == End(10, "length"), told[-1]
+    request: list[Arrival] = [("one", ByteTokenizer().encode("hello"), 10, False)]
+    assert nxdi_traffic.wrong(source, request, served(cpu(source), request), {"one": tokens}) == []
 
 
 # what is refused
@@ -592,7 +766,10 @@ def replace_source(source: Path) -> Any:
         ({"engine_options": {"attention_dp_degree": 2}}, "bad-engine-option"),
         ({"engine_options": {"flash_decoding_enabled": True}}, "bad-engine-option"),
         ({"engine_options": {"fused_qvk": True}}, "option-not-in-version"),
-        ({"engine_options": {"is_paged_attention": False}}, "option-not-in-version"),
+        ({"engine_options": {"cp_max_num_seqs": 1}}, "option-not-in-version"),
+        ({"engine_options": {"quantized_checkpoints_path": "/q"}}, "bad-engine-option"),
+        ({"quantize": "int8", "engine_options": {"quantization_dtype": "f8e5m2"}}, "bad-engine-option"),
+        ({"quantize": "int8", "engine_options": {"quantized_checkpoints_path": "/nowhere"}}, "weights-missing"),
         ({"engine_options": {"enable_ve_data_parallel": True}}, "option-not-in-version"),
     ],
 )
@@ -610,8 +787,8 @@ def test_an_option_names_the_version_that_has_it(nxd: Neuron, sources: Checkpoin
     """Newer ones and those that are gone."""
     newer = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"enable_ve_data_parallel": True}))
     assert "versions from 0.9 on have it" in newer.what
-    gone = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"is_paged_attention": False}))
-    assert "versions up to 0.1 have it" in gone.what
+    gone = refused(lambda: opened(sources("llama"), tmp_path, engine_options={"cp_max_num_seqs": 1}))
+    assert "versions up to 0.3 have it" in gone.what
 
 
 def test_what_the_package_refuses_is_told_in_its_words(
@@ -645,7 +822,7 @@ def test_options_of_the_package_go_through(nxd: Neuron, sources: Checkpoints, tm
 def test_families_and_windows_that_the_package_lacks_are_refused(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpt2 in all versions, qwen2 before 0.7; a sliding window everywhere but in 0.9's mistral, if it is short."""
+    """gpt2 in all versions, qwen2 before 0.5; a sliding window everywhere but in 0.9's mistral, if it is short."""
     assert refused(lambda: opened(sources("gpt2"), tmp_path)).id == "unknown-family"
     assert refused(lambda: opened(sources("mistral-window"), tmp_path)).id == "window-not-kept"
     assert refused(lambda: opened(sources("qwen3"), tmp_path)).id == "window-not-kept"
@@ -665,7 +842,7 @@ def test_a_family_of_a_later_version_is_refused_by_an_earlier_one(
 def test_drafts_that_do_not_go_with_the_model_are_refused(
     nxd: Neuron, sources: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another vocabulary; another family before 0.7; several slots in 0.1."""
+    """Another vocabulary; another family before 0.7."""
     small = Path(shutil.copytree(sources("llama"), tmp_path / "small"))
     edit(small, vocab_size=256)
     source = sources("llama")
@@ -675,10 +852,6 @@ def test_drafts_that_do_not_go_with_the_model_are_refused(
     forget_package()
     with pytest.raises(EngineLoadError, match="own family"):
         opened(source, tmp_path / "c", draft_source=str(sources("mixtral")), draft_k=2)
-    play(monkeypatch, "0.1")
-    forget_package()
-    with pytest.raises(EngineLoadError, match="single request"):
-        opened(source, tmp_path / "c", draft_source=str(source), draft_k=2)
 
 
 def forget_package() -> None:

@@ -375,15 +375,6 @@ def test_shards_are_the_weights_of_an_own_compile(
     assert compiles() == now
 
 
-def test_version_0_1_cannot_compile_without_the_original(
-    nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has no option for that."""
-    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", "0.1")
-    given = Folder(tmp_path, checkpoint("llama")).without("model.pt", NEURON_CONFIG)
-    assert given.refused().id == "option-not-in-version"
-
-
 @pytest.mark.parametrize(
     ("fields", "id", "told"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from placements.engines import NXD_RELEASES, nxd_release
+from placements.engines import NXD_QUANTIZED_OPTIONS, NXD_RELEASES, nxd_release
 from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
@@ -59,20 +59,17 @@ def test_a_draft_has_no_speculation_of_its_own() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_logical_cores_are_the_runtimes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler is told the LNC by which the runtime numbers the cores; 0.1 has another name for it."""
+    """The compiler is told the LNC by which the runtime numbers the cores."""
     settings = Settings.of(replica_config(Path("m"), None))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     options = neuron_options(settings, lengths(settings), nxd_release(version), "q")
-    named = "logical_neuron_cores" if version == "0.1" else "logical_nc_config"
-    assert {name: options.get(name) for name in ("logical_neuron_cores", "logical_nc_config") if name in options} == {
-        named: 2
-    }
+    assert options["logical_nc_config"] == 2
 
 
-def test_versions_between_two_known_ones_have_the_options_of_the_earlier() -> None:
-    """And unreadable ones those of the newest."""
+def test_each_series_has_its_own_options() -> None:
+    """Newer and unreadable ones have those of the newest."""
     assert nxd_release("0.8.16251+f3ca5575") == (0, 8)
-    assert nxd_release("0.6.1") == (0, 4)
+    assert [nxd_release(name) for name in ("0.3.5591", "0.5.9230", "0.6.10598")] == [(0, 3), (0, 5), (0, 6)]
     assert nxd_release("0.10.0") == (0, 9)
     assert nxd_release("0.0.1") == NXD_RELEASES[0]
     assert nxd_release("dev") == (0, 9)
@@ -80,6 +77,6 @@ def test_versions_between_two_known_ones_have_the_options_of_the_earlier() -> No
 
 def test_options_that_are_kept_from_the_user_exist() -> None:
     """A misspelt one would let the real one through."""
-    assert set(FIELDS) | set(UNSERVED) <= set(OPTIONS)
+    assert set(FIELDS) | set(UNSERVED) | set(NXD_QUANTIZED_OPTIONS) <= set(OPTIONS)
     assert not set(FIELDS) & set(UNSERVED)
     assert VOCAB_SIZE > 256

@@ -21,7 +21,7 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,17 +73,25 @@ def buildables(config: EngineConfig, read: bool = True) -> list[Buildable]:
 
 
 def _described(package: Package, settings: Settings) -> tuple[Any, Any]:
-    """As ``build_config``. Raises EngineLoadError for what the package's constructors refuse as well."""
+    """As ``build_config``. Raises EngineLoadError also for what the package's constructors refuse, and for a quantized
+    checkpoint that is not what the configuration names."""
     try:
-        return build_config(package, settings, nxd_artifacts.QUANTIZED)
+        kind, config = build_config(package, settings, nxd_artifacts.QUANTIZED)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"NxD Inference {package.version} refuses the options of {settings.source}: "
         what += f"{type(error).__name__}: {error}"
         raise EngineLoadError("bad-engine-option", what, "see `engine_options`") from error
+    nxd_given.check_quantized(settings, config.neuron_config)
+    return kind, config
 
 
 class NxdEngine:
-    """Keeps ``GenerateEngine``, with ``sampling: device`` ``SamplingEngine``, with a draft ``RunEngine``."""
+    """Keeps ``GenerateEngine``, with ``sampling: device`` ``SamplingEngine``, with a draft ``RunEngine``.
+
+    It has no ``generate`` of its own. The package's adapter for transformers' loop raises NameError in 0.7 and 0.8
+    (``hf_adapter.prepare_inputs_for_generation``), replaces ``sampling_params`` by the GenerationConfig from 0.3 on,
+    and divides logits on the host by the temperature twice, in transformers' warper and in its own sampler.
+    """
 
     def __init__(self, settings: Settings, compiled: str | None) -> None:
         """``compiled`` is the folder where artifacts are kept; None: they go with this engine. Nothing is read yet."""
@@ -91,7 +99,6 @@ class NxdEngine:
         self._compiled = compiled
         self._scratch: Path | None = None
         self._spec: EngineSpec | None = None
-        self._package: Package | None = None
         self._model: Any = None
         self._how: list[DeviceSampling] = []
 
@@ -111,7 +118,7 @@ class NxdEngine:
         source = read_config(Path(settings.source))
         eos = eos_token_ids(Path(settings.source), source)
         check_length(settings.max_len, positions_of(source))
-        package = self._package = import_package()
+        package = import_package()
         contract.log_drift("nxd-inference", log)
         # Made here only to find what is wrong with it: in the compiling process it would be one failure like any other.
         kind, config = _described(package, settings)
@@ -123,7 +130,8 @@ class NxdEngine:
             self._model.load(settings.source)
         else:
             folder = self._made(package)
-            self._model = kind(folder)
+            # Not by the neuron_config.json there: the package does not read back a kv_quant_config that it wrote.
+            self._model = kind(folder, config)
             self._model.load(folder)
         self._how = [DeviceSampling()] * settings.slots
         on_device = settings.sampling == "device" and not settings.speculation_length
@@ -164,9 +172,6 @@ class NxdEngine:
     def decode_runs(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
         """See ``RunEngine.decode_runs``."""
         fused = self._step(slots, tokens, positions).fused_outputs
-        if len(fused) == 2:  # 0.1: the draft's guesses and the target's own tokens
-            drafts, own = (part.reshape(len(slots), -1).tolist() for part in fused)
-            return [_agreed(guesses, chosen) for guesses, chosen in zip(drafts, own, strict=True)]
         # Accepted tokens padded to speculation_length; last the position after them. A padding 0 is an id as well.
         accepted, following = fused[0].reshape(len(slots), -1).tolist(), fused[3].reshape(-1).tolist()
         return [row[: after - position] for row, after, position in zip(accepted, following, positions, strict=True)]
@@ -175,69 +180,6 @@ class NxdEngine:
         """See ``SamplingEngine.sample_by``."""
         for slot, one in zip(slots, how, strict=True):
             self._how[slot] = one
-
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        *,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-        on_token: Callable[[int], None],
-    ) -> list[int]:
-        """One answer through the package's own adapter for transformers' ``generate``, its EOS among it.
-
-        The adapter wants exactly the compiled batch, so the prompt is in every row, and the first one counts. With a
-        draft it knows no steps of this shape: then the answer is greedy, and made of the engine's own steps.
-        """
-        if self.spec.run_k:
-            return self._generate_runs(prompt_ids, max_new_tokens, on_token)
-        import torch
-        from transformers import GenerationConfig
-
-        assert self._package is not None
-        adapter = self._package.modules["hf_adapter"].HuggingFaceGenerationAdapter(self._model)
-        greedy = temperature == 0
-        most = self.spec.device_top_k or GLOBAL_TOPK
-        how = DeviceSampling() if greedy else DeviceSampling(top_k or most, top_p, temperature)
-        chosen = {} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k or 0}
-        pad = int(self._model.config.pad_token_id)
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=not greedy,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(self.spec.eos_token_ids) or None,
-            pad_token_id=pad,
-            **chosen,
-        )
-        ids = torch.tensor([list(prompt_ids)] * self.spec.slots)
-        self._model.reset()
-        output = adapter.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=config,
-            sampling_params=self._sampling_params([how] * self.spec.slots),
-        )
-        answer: list[int] = []
-        for token in output[0, len(prompt_ids) :].tolist():
-            answer.append(token)
-            on_token(token)
-            if token in self.spec.eos_token_ids:  # what follows is padding up to the longest row
-                break
-        return answer
-
-    def _generate_runs(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, on_token: Callable[[int], None]
-    ) -> list[int]:
-        answer: list[int] = []
-        run: list[int] = self.prefill([0], [prompt_ids])
-        while True:
-            for token in run:
-                answer.append(token)
-                on_token(token)
-                if token in self.spec.eos_token_ids or len(answer) == max_new_tokens:
-                    return answer
-            run = self.decode_runs([0], [answer[-1]], [len(prompt_ids) + len(answer) - 1])[0]
 
     def close(self) -> None:
         """Let go of the model. The cores are free when the process ends."""
@@ -282,9 +224,7 @@ class NxdEngine:
         )
         if not self.spec.run_k:
             return self._answers(output, len(slots))
-        fused = output.fused_outputs
-        first = fused[1] if len(fused) == 2 else fused[0]
-        return first.reshape(len(slots), -1)[:, 0].tolist()
+        return output.fused_outputs[0].reshape(len(slots), -1)[:, 0].tolist()
 
     def _step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
         """One token of each slot. ``positions`` are from 1 on: at 0 there is a prompt."""
@@ -340,14 +280,6 @@ class NxdEngine:
             position = bucket - 1 - ahead
             if position > 0:  # a shorter graph holds no step
                 self.decode(every, [0] * len(every), [position] * len(every))
-
-
-def _agreed(guesses: Sequence[int], own: Sequence[int]) -> list[int]:
-    """The target's tokens up to the first that was not guessed; the last guess was never looked at."""
-    count = 0
-    while count < len(own) - 1 and guesses[count] == own[count]:
-        count += 1
-    return list(own[: count + 1])
 
 
 def _global_topk(settings: Settings) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from workers.engine import EngineLoadError
 from workers.engines.file_digests import digest_of, unread_of
 from workers.engines.nxd_config import Settings, lengths, neuron_options
 from workers.engines.nxd_package import DISTRIBUTION, Package, build_config, import_package, installed_versions
+from workers.neff_cache.visit import Visit
+from workers.neuron_cache import WRAPPER_FLAGS
 from workers.offspring import end_with
 
 MODEL, QUANTIZED, WORK, LOG = "model", "quantized", "work", "compile.log"  # in an entry
 TAIL = 40  # lines of the compiler's output that an error repeats
 PACKAGES = ("neuronx-distributed", "neuronx-cc", "torch-neuronx", "libneuronxla", "torch", "transformers")
-# Of the environment, what the compiler and torch-xla read.
+# Of the environment, what the compiler (through ``with_flags``) and torch-xla read.
 READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 
 
@@ -40,7 +43,7 @@ def foretold(
     """The manifest, and the files that it lacks the digests of: with ``read`` False only digests that are kept in
     ``root`` are used. The place of an unknown one is empty."""
     target = neuron_target.here()
-    sources = [settings.source, *([settings.draft_source] if settings.draft_source is not None else [])]
+    sources = [one for one in (settings.source, settings.draft_source, settings.quantized_source) if one is not None]
     digests, unread = [], []
     for source in sources if root is not None else []:
         assert root is not None
@@ -68,7 +71,7 @@ def compile_apart(settings: Settings, entry: Entry) -> None:
     command = [sys.executable, "-m", "workers.engines.neuronx_distributed", "compile"]
     asked = json.dumps({"settings": asdict(settings), "folder": str(entry.path), "parent": os.getpid()})
     what = f"{settings.source} with NxD Inference"
-    with compiling(f"{settings.source} with NxD Inference", f"the compilers write to {log}"):
+    with visit(settings, entry).compiling(), compiling(what, f"the compilers write to {log}"):
         with log.open("wb") as output:
             done = subprocess.run(command, input=asked.encode(), stdout=output, stderr=subprocess.STDOUT, check=False)
         if done.returncode != 0:
@@ -79,17 +82,37 @@ def compile_apart(settings: Settings, entry: Entry) -> None:
             raise EngineLoadError("compile-failed", what, f"{kept} has all that it said") from RuntimeError(tail)
 
 
+def visit(settings: Settings, entry: Entry) -> Visit:
+    """From 0.3 on (SDK 2.23) neuronx-distributed compiles through the persistent cache, failures included."""
+    return Visit(entry.manifest, Path(settings.source), entry.path.parent, shared=False)
+
+
 def compile_here(settings: Settings, folder: Path) -> None:
     """Compile into ``folder``. Computes on the host, and touches no device."""
     # By default all compiles of a host share one folder and overwrite each other's files.
     os.environ["BASE_COMPILE_WORK_DIR"] = str(folder / WORK) + "/"
     package = import_package()
-    kind, config = build_config(package, settings, str(folder / QUANTIZED))
-    if settings.quantize is not None and not settings.presharded:
+    kind, config = build_config(package, settings, settings.quantized_source or str(folder / QUANTIZED))
+    if settings.quantize is not None and settings.quantized_source is None and not settings.presharded:
         (folder / QUANTIZED).mkdir(exist_ok=True)
         kind.save_quantized_state_dict(settings.source, config)
-    kind(settings.source, config).compile(str(folder / MODEL))
+    model = kind(settings.source, config)
+    for graphs in model.models:
+        graphs.compiler_args = with_flags(graphs.compiler_args, os.environ.get("NEURON_CC_FLAGS", ""))
+    model.compile(str(folder / MODEL))
     shutil.rmtree(folder / WORK, ignore_errors=True)
+
+
+_LEVEL = re.compile(r"(?<!\S)(?:-O|--optlevel[ =])(\d)(?!\S)")
+
+
+def with_flags(own: str, given: str) -> str:
+    """The package's flags for one kind of graph, and those of NEURON_CC_FLAGS, which it does not read itself.
+
+    An optimization level replaces the package's. neuronx-distributed adds ``-O1`` where it finds no ``-O``.
+    """
+    flags = _LEVEL.sub(r"-O\1", " ".join(flag for flag in given.split() if flag.partition("=")[0] not in WRAPPER_FLAGS))
+    return " ".join(filter(None, (_LEVEL.sub("", own) if _LEVEL.search(flags) else own, flags)))
 
 
 def main(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from placements.engines import Release
+from placements.engines import NXD_E5M2, NXD_QUANTIZED_DTYPES, NXD_QUANTIZED_OPTIONS, Release, nxd_release
 from workers.buckets import checked_buckets, ladder
 from workers.engine import EngineLoadError
 from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
@@ -53,6 +53,11 @@ class Settings:
             )
         told = [field.name for field in fields(cls) if field.name != "presharded"]
         return cls(**{name: _plain(getattr(config, name)) for name in told})
+
+    @property
+    def quantized_source(self) -> str | None:
+        """The folder of a quantized checkpoint that the user brings; None: one is made of the source."""
+        return self.engine_options.get("quantized_checkpoints_path")
 
     @property
     def speculation_length(self) -> int:
@@ -124,22 +129,19 @@ def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantiz
         "enable_bucketing": True,
         "context_encoding_buckets": list(sizes.context_buckets),
         "token_generation_buckets": list(sizes.token_buckets),
-        "save_sharded_checkpoint": True,  # True by default up to 0.2, then False
-        "async" if release < (0, 2) else "async_mode": False,
+        "save_sharded_checkpoint": True,  # True by default in 0.2, then False
+        "async_mode": False,
+        "allow_input_truncation": False,
+        "kv_cache_batch_size": slots,
     }
-    if release >= (0, 2):
-        options |= {"allow_input_truncation": False, "kv_cache_batch_size": slots}
     lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
     if lnc:  # the runtime's, which must be the compiler's too
-        options["logical_neuron_cores" if release < (0, 2) else "logical_nc_config"] = int(lnc)
+        options["logical_nc_config"] = int(lnc)
     if settings.fuse_qkv is not None:
         options["fused_qkv"] = settings.fuse_qkv
     if settings.presharded:
-        if release < (0, 2):
-            what = "NxD Inference 0.1 has no option to compile without the original weights"
-            raise EngineLoadError("option-not-in-version", what, "take an image with version 0.2 or newer")
         options["skip_sharding"] = True  # a load reads those of each core all the same
-    options |= _quantization(settings, quantized) | _sampling(settings) | _speculation(settings, release)
+    options |= _quantization(settings, quantized, release) | _sampling(settings) | _speculation(settings)
     return options | _given(settings.engine_options, options, release)
 
 
@@ -165,7 +167,7 @@ def _given(given: Mapping[str, Any], own: Mapping[str, Any], release: Release) -
                 f"`{option}` is no option of NxD Inference {version}: {missing}",
                 "leave it out, or run the model on an image with another version",
             )
-    merged = dict(given)
+    merged = {option: value for option, value in given.items() if option not in NXD_QUANTIZED_OPTIONS}
     if isinstance(given.get("on_device_sampling_config"), Mapping):
         if "on_device_sampling_config" not in own:
             _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")
@@ -193,27 +195,39 @@ def _dtype(dtype: str) -> str:
     return DTYPES[dtype]
 
 
-def _quantization(settings: Settings, folder: str) -> dict[str, Any]:
+def _quantization(settings: Settings, folder: str, release: Release) -> dict[str, Any]:
     """One scale for each channel: one for a whole matrix, the default, lets a single large weight spoil it."""
     options: dict[str, Any] = {}
+    for option in NXD_QUANTIZED_OPTIONS if settings.quantize is None else ():
+        if option in settings.engine_options:
+            _refuse(option, "`quantize` is not set", "add `quantize: int8` or `quantize: fp8`")
     if settings.quantize is not None:
+        known = NXD_QUANTIZED_DTYPES[settings.quantize]
+        dtype = settings.engine_options.get("quantization_dtype", known[0])
+        if dtype not in known:
+            _refuse("quantization_dtype", f"`quantize: {settings.quantize}` has {' and '.join(known)}", "leave it out")
+        if dtype == "f8e5m2" and release < nxd_release(NXD_E5M2):
+            what = f"NxD Inference {release[0]}.{release[1]} would convert weights of f8e5m2 to int8"
+            raise EngineLoadError("option-not-in-version", what, f"{NXD_E5M2} is the first version that has the type")
         if settings.draft_source is not None:
             _refuse("quantized", "a draft model of a quantized one is converted too, without its scales", "drop one")
         options |= {
             "quantized": True,
             "quantized_checkpoints_path": folder,
-            "quantization_dtype": {"int8": "int8", "fp8": "f8e4m3"}[settings.quantize],
+            "quantization_dtype": dtype,
             "quantization_type": "per_channel_symmetric",
         }
     if settings.quantize_kv is not None:
         if settings.quantize_kv != "fp8":
             _refuse("kv_cache_quant", f"the KV cache is stored as fp8, not {settings.quantize_kv}", "quantize_kv: fp8")
-        options["kv_cache_quant"] = True
+        options["kv_cache_quant"] = True  # the switch up to 0.7; later only a compiler flag follows from it
+        if release >= (0, 8):
+            options["kv_quant_config"] = {"direct_cast": True}
     return options
 
 
 def _sampling(settings: Settings) -> dict[str, Any]:
-    """do_sample is True by default in 0.1 and False later. A draft's target compares on the device, greedily."""
+    """A draft's target compares on the device, greedily."""
     if settings.speculation_length:
         return {"on_device_sampling_config": {"do_sample": False, "dynamic": False, "top_k": 1}}
     if settings.sampling == "device":
@@ -221,15 +235,11 @@ def _sampling(settings: Settings) -> dict[str, Any]:
     return {}
 
 
-def _speculation(settings: Settings, release: Release) -> dict[str, Any]:
+def _speculation(settings: Settings) -> dict[str, Any]:
     if not settings.speculation_length:
         return {}
     if settings.draft_k < 1:
         raise EngineLoadError("bad-draft", f"a draft of {settings.draft_k} tokens is none", "at least 1")
-    if release < (0, 2) and settings.slots > 1:
-        # 0.1 looks at the first row alone (``model_base._token_gen_forward``).
-        what = f"NxD Inference 0.1 speculates for a single request, not for {settings.slots}"
-        raise EngineLoadError("bad-draft", what, "set `max_batch: 1`, or take an image with version 0.2 or newer")
     return {"enable_fused_speculation": True, "speculation_length": settings.speculation_length}
 
 

@@ -17,7 +17,7 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ ENTRY = "model/"  # where the record of an entry has these files
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's -> the file format's
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # of a number; of all others 1
 OF_ONE_BYTE = frozenset({"I8", "U8", "F8_E4M3", "F8_E5M2"})
+_QUANTIZED = {"int8": "I8", "f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}  # quantization_dtype -> the file format's
 
 _SHARD = re.compile(r"weights/tp(\d+)_sharded_checkpoint\.safetensors")
 _ORIGINAL = ("model.safetensors", INDEX)
@@ -53,7 +54,7 @@ _ORIGINAL = ("model.safetensors", INDEX)
 _PASSED_OVER = frozenset(
     {
         *("quantized_checkpoints_path", "save_sharded_checkpoint", "skip_sharding", "skip_warmup"),
-        *("overrides_torch_dtype", "max_new_tokens", "logical_neuron_cores", "trace_tokengen_model"),
+        *("overrides_torch_dtype", "max_new_tokens", "logical_neuron_cores"),
         *("enable_bucketing", "buckets"),
     }
 )
@@ -161,7 +162,7 @@ def foreseen(config: EngineConfig) -> EngineLoadError | None:
         recorded = given.recorded
         if recorded is not None:
             # Only names of options depend on the version.
-            release = (0, 1) if "async" in recorded["neuron_config"] else (0, 9)
+            release = (0, 9) if "kv_quant_config" in recorded["neuron_config"] else (0, 7)
             options = neuron_options(settings, lengths(settings), release, "")
             # What is not named stays as it is by default; what the environment says is the host's.
             every = {*options, *FIELDS, *UNSERVED, DRAWN} - _FOLLOWS - {"logical_nc_config"}
@@ -206,10 +207,19 @@ def _check_names(given: Given, settings: Settings) -> None:
 
 def config_of(given: Given, config: Any) -> Any:
     """The InferenceConfig that ``given`` was compiled with; ``config`` is the one that it was compared with."""
-    recorded = type(config).load(str(given.folder))
+    recorded = _read_back(given, config)
     if getattr(recorded, "pad_token_id", None) is None:  # which prompts are padded with
         recorded.pad_token_id = config.pad_token_id
     return recorded
+
+
+def _read_back(given: Given, config: Any) -> Any:
+    """Its InferenceConfig. The package does not read back the enumerations of a kv_quant_config that it wrote."""
+    recorded = read_json(given.folder / NEURON_CONFIG)
+    options = recorded["neuron_config"]
+    if isinstance(kept := options.get("kv_quant_config"), Mapping):
+        options["kv_quant_config"] = {"direct_cast": kept.get("direct_cast", True)}
+    return type(config).from_json_string(json.dumps(recorded))
 
 
 def joined(compiled: Path, source: Path, scratch: Path) -> Path:
@@ -229,7 +239,7 @@ def otherwise(given: Given, config: Any, only: Collection[str] | None = None) ->
     """
     wanted, recorded = json.loads(config.to_json_string()), read_json(given.folder / NEURON_CONFIG)
     try:
-        read = json.loads(type(config).load(str(given.folder)).to_json_string())
+        read = json.loads(_read_back(given, config).to_json_string())
     except (AssertionError, AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
         what = f"the installed NxD Inference does not read {NEURON_CONFIG}: {type(error).__name__}: {error}"
         hint = f"was it written by another version? {_ORIGINAL_HINT}"
@@ -284,6 +294,8 @@ def _options(
 
 def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(options)
+    if isinstance(kept := options.get("kv_quant_config"), Mapping):
+        found["kv_quant_config"] = [kept.get("direct_cast", True), kept.get("quant_dtype", "float8_e4m3fn")]
     for name, longest in _BUCKETS.items():
         if isinstance(length := options.get(longest), int):
             found[name] = _buckets(options, name, length)
@@ -365,7 +377,7 @@ def _raise_otherwise(given: Given, why: Sequence[Difference]) -> None:
 
 
 def _saves_shards(recorded: Mapping[str, Any] | None) -> bool:
-    """What ``load`` goes by; 0.1 and 0.2 have always saved them unless they were told otherwise."""
+    """What ``load`` goes by; 0.2 has always saved them unless they were told otherwise."""
     return recorded is None or bool(recorded["neuron_config"].get("save_sharded_checkpoint", True))
 
 
@@ -398,6 +410,43 @@ def _check_files(given: Given, settings: Settings, dtype: str) -> None:
         kinds = f"{', '.join(sorted(found))}, mostly {most}"
         what = f"the shards in {given.folder / 'weights'} hold {kinds}; needed are {wanted}"
         raise EngineLoadError("shards-mismatch", what, "see `dtype` and `quantize`")
+
+
+def check_quantized(settings: Settings, options: Any) -> None:
+    """Raises EngineLoadError where the quantized checkpoint that the user brings is not what a NeuronConfig names.
+
+    The package would cast whatever is there and compute with it.
+    """
+    folder = Path(settings.quantized_source or "")
+    if settings.quantized_source is None or settings.quantize is None:
+        return
+    if INDEX not in (names := _names(folder) if folder.is_dir() else ()) and "model.safetensors" not in names:
+        what = f"{folder}, the quantized checkpoint, has no {INDEX} and no model.safetensors"
+        raise EngineLoadError("weights-missing", what, "name a folder with safetensors in `quantized_checkpoints_path`")
+    files = [folder / name for name in sorted(names) if name.endswith(".safetensors") and "/" not in name]
+    small = OF_ONE_BYTE & set().union(*(_sizes(file) for file in files))
+    wanted = _QUANTIZED[options.quantization_dtype]
+    if small != {wanted}:
+        what = f"{folder}, the quantized checkpoint, holds {', '.join(sorted(small)) or 'no quantized weights'}; "
+        what += f"needed is {wanted}, of {options.quantization_dtype}"
+        raise EngineLoadError("quantized-mismatch", what, "see `quantize` and `engine_options.quantization_dtype`")
+    per_channel = any(math.prod(shape) > 1 for file in files for shape in _scales(file))
+    if per_channel is not (options.quantization_type == "per_channel_symmetric"):
+        kind = "per_channel_symmetric" if per_channel else "per_tensor_symmetric"
+        what = (
+            f"the scales in {folder}, the quantized checkpoint, are {kind}, and the model's {options.quantization_type}"
+        )
+        raise EngineLoadError("quantized-mismatch", what, f"engine_options: {{quantization_type: {kind}}}")
+
+
+def _scales(file: Path) -> Iterator[Sequence[int]]:
+    """The shapes of the scales of weights; the package takes names of either form."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 - it is no mapping
+            if name.endswith((".scale", ".weight_scale")):
+                yield opened.get_slice(name).get_shape()
 
 
 def _sizes(file: Path) -> dict[str, int]:

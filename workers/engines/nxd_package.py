@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from placements.checkpoints import CheckpointError, sliding_window
-from placements.engines import PACKAGES, Release, distribution, nxd_release
+from placements.engines import NXD_VERSIONS, PACKAGES, Release, distribution, nxd_release, reaches
 from workers.engine import EngineLoadError
 from workers.engines.checkpoint_files import eos_token_ids, read_config
 from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
@@ -58,6 +58,9 @@ def import_package() -> Package:
         version = getattr(importlib.import_module(NAME), "__version__", None) or metadata.version(DISTRIBUTION)
     except (ImportError, metadata.PackageNotFoundError) as error:
         raise _missing(error.name or NAME) from error
+    if not reaches(str(version), NXD_VERSIONS[0]):
+        what = f"NxD Inference {version} is installed, and the first supported version is {NXD_VERSIONS[0]}"
+        raise EngineLoadError("engine-not-installed", what, WHERE)
     return Package(str(version), modules)
 
 
@@ -165,7 +168,7 @@ def _inference_config(package: Package, kind: Any, source: Path, options: Mappin
         **more,
     )
     if getattr(made, "pad_token_id", None) is None:
-        # The package pads prompts to their bucket with it. 0.1 also measures a prompt by what is not padding.
+        # The package pads prompts to their bucket with it.
         eos = eos_token_ids(source, read_config(source))
         made.pad_token_id = min(eos) if eos else 0
     return made

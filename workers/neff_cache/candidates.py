@@ -13,7 +13,7 @@ from workers.compiled import MANIFEST, peek
 from workers.neff_cache.entries import State, listed_entries, read_entries
 from workers.neff_cache.files import damaged
 from workers.neff_cache.predict import Candidate, has_more_buckets
-from workers.neff_cache.record import LOCK_FILE, Proof, Record, decoded, name_of, read_record, records_in
+from workers.neff_cache.record import LOCK_FILE, Proof, Record, decoded, name_of, place_of, read_record, records_in
 from workers.neff_cache.silence import in_words
 from workers.neff_cache.sync import S3, Localized, localized, place_at, records_at
 
@@ -42,6 +42,8 @@ def candidates(
         found.append(beside(folder))
     if cached_too:
         found += cached(wanted, environment, root)
+    else:
+        found += failed_here(wanted, environment, root)
     known = any(one.silent or (one.manifest == wanted and not one.missing) for one in found)
     if kept and neff_cache and not known:
         try:
@@ -94,6 +96,18 @@ def beside(folder: Path) -> Candidate:
     if told is None:
         return Candidate("source", str(folder), None)
     return Candidate("source", str(folder), told.manifest, told.source, damaged(folder, told.files))
+
+
+def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
+    """The failures of this very manifest, for an engine whose graphs no other model finds in the cache."""
+    place = localized(environment, keep_of(root))
+    cache = neuron_cache.location(environment) if place is None else place.path
+    told = None if cache is None else read_record(place_of(cache, name_of(wanted)))
+    if cache is None or told is None or RETRIED in environment.get("NEURON_CC_FLAGS", "").split():
+        return
+    states = {entry.name: entry.state for entry in read_entries(cache)}
+    if failed := tuple(one for one in told.failed if _is_stuck(cache, one, states.get(one))):
+        yield Candidate("neff-cache", str(cache), told.manifest, told.source, failed, failed)
 
 
 def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:

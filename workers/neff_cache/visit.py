@@ -34,13 +34,15 @@ log = logging.getLogger(__name__)
 class Visit:
     """Of one manifest. The environment of this process names the cache; the package reads it when it compiles."""
 
-    def __init__(self, manifest: Mapping[str, Any], source: Path, root: Path | None) -> None:
+    def __init__(self, manifest: Mapping[str, Any], source: Path, root: Path | None, shared: bool = True) -> None:
         """``root``: where compiled artifacts are kept, beside which local folders lie; None: there are none, and a
-        cache in S3 is left to the package."""
+        cache in S3 is left to the package. ``shared`` False: no other compile finds its graphs, since their keys hold a
+        path of this host, so that none are fetched (the ``--logfile`` of neuronx-distributed's ``ModelBuilder``)."""
         self._manifest = manifest
         self._source = str(source)
         self._place = None if root is None else localized(os.environ, keep_of(root))
         self._cache = neuron_cache.location(os.environ) if self._place is None else self._place.path
+        self._shared = shared
         self._uses: Uses | None = None
 
     @contextlib.contextmanager
@@ -57,7 +59,7 @@ class Visit:
             return
         neuron_cache.make_ready(self._cache)  # 1
         _remove_damaged(self._cache, self._manifest)
-        if self._place is not None and not _has_all(self._cache, self._manifest):  # 2
+        if self._place is not None and self._shared and not _has_all(self._cache, self._manifest):  # 2
             _bring(self._place, self._manifest)
         self._uses = Uses(self._cache)
         try:

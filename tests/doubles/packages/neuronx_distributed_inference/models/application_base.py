@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from neuron_double.compiler import compile_graph
+from neuron_double.compiler import cached_compile, compile_graph
 from neuron_double.runtime import runtime
 from neuron_double.slots import SlotModel
 
-from neuronx_distributed_inference._played import played, trimmed
+from neuronx_distributed_inference._played import played, trimmed, version
 from neuronx_distributed_inference.models import checkpoints
-from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig
+from neuronx_distributed_inference.models.config import InferenceConfig, NeuronConfig, has_fp8_cache
+from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 from neuronx_distributed_inference.modules.attention.gqa import determine_sharding_strategy
 from neuronx_distributed_inference.modules.autobucketing import generate_buckets
 
@@ -53,6 +54,7 @@ class NeuronApplicationBase(torch.nn.Module):
         self.draft: SlotModel | None = None
         self.target: SlotModel | None = None
         self.validate_config(self.config)
+        self.models = [ModelWrapper(self.neuron_config, tag) for tag in self.tags()]
 
     @classmethod
     @played(f"{_HERE}.NeuronApplicationBase.validate_config")
@@ -120,12 +122,14 @@ class NeuronApplicationBase(torch.nn.Module):
             (folder / "graph.hlo").write_text(self._hlo(graph))
         if dry_run:
             return
-        lnc = self.neuron_config.logical_nc_config
-        flags = f"{os.environ.get('NEURON_CC_FLAGS', '')} --model-type=transformer -O1 --lnc={lnc}".strip()
+        flags = {wrapper.tag: wrapper.compiler_args for wrapper in self.models}
         compiled = []
         for index, graph in enumerate(self.graphs()):
-            hlo = (work / graph["tag"] / f"_tp0_bk{index}" / "graph.hlo").read_text()
-            neff = compile_graph(hlo, flags, cores=self.neuron_config.tp_degree).decode()
+            folder = work / graph["tag"] / f"_tp0_bk{index}"
+            hlo = (folder / "graph.hlo").read_text()
+            given = f"{flags[graph['tag']]} --logfile={folder}/log-neuron-cc.txt"  # so the key depends on the folder
+            cached = compile_graph if version() == "0.2" else cached_compile  # ModelBuilder's, since SDK 2.23
+            neff = cached(hlo, given, cores=self.neuron_config.tp_degree).decode()
             compiled.append({**graph, "hlo": hlo, "neff": neff})
         (out / COMPILED_MODEL_FILE_NAME).write_text(json.dumps(compiled))
         if pre_shard_weights_hook is not None:
@@ -199,7 +203,7 @@ class NeuronApplicationBase(torch.nn.Module):
                     slots=getattr(self.neuron_config, "kv_cache_batch_size", self.neuron_config.max_batch_size),
                     max_len=self.neuron_config.max_length,
                     dtype=neuron.torch_dtype,
-                    quantize_kv="fp8" if getattr(neuron, "kv_cache_quant", False) else None,
+                    quantize_kv="fp8" if has_fp8_cache(neuron) else None,
                 )
             setattr(self, name or "target", model)
 
@@ -243,15 +247,15 @@ class NeuronApplicationBase(torch.nn.Module):
             replicated = determine_sharding_strategy(degree, kv).name == "REPLICATE_TO_TP_DEGREE"
             kv = degree if replicated else math.ceil(heads / degree) * degree
         dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        size = (
-            1 if getattr(config.neuron_config, "kv_cache_quant", False) else config.neuron_config.torch_dtype.itemsize
-        )
+        size = 1 if has_fp8_cache(config.neuron_config) else config.neuron_config.torch_dtype.itemsize
         tokens = self.neuron_config.max_length * self.neuron_config.max_batch_size
         return 2 * int(config.num_hidden_layers) * kv * dim * tokens * size
 
     def _check_fp8(self) -> None:
         neuron = self.neuron_config
-        is_fp8 = getattr(neuron, "kv_cache_quant", False) or (neuron.quantized and neuron.quantization_dtype != "int8")
+        is_fp8 = (
+            neuron.kv_cache_quant or has_fp8_cache(neuron) or (neuron.quantized and neuron.quantization_dtype != "int8")
+        )
         missing = [name for name in _FP8_NEEDS if os.environ.get(name) != "1"]
         if is_fp8 and missing:
             raise RuntimeError(f"fp8 needs {', '.join(missing)} set to 1")
@@ -264,5 +268,5 @@ def _quantized(model_path: str, config: Any) -> dict[str, torch.Tensor]:
 def _stored_weights(path: str, config: Any) -> dict[str, torch.Tensor]:
     """Raises OSError where the checkpoint, or the quantized one, is gone."""
     if config.neuron_config.quantized:
-        return dict(checkpoints.load_file(checkpoints.quantized_file(config.neuron_config)))
+        return checkpoints.in_modules(checkpoints.load_file(checkpoints.quantized_file(config.neuron_config)), config)
     return checkpoints.state_dict(path)

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e4m3fn": torch.float8_e4m3fn}
+from neuronx_distributed_inference._played import version
+
+FP8 = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
 
 
 def state_dict(path: str) -> dict[str, torch.Tensor]:
@@ -38,6 +40,14 @@ def quantized(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.
         found[name] = (scaled.round() if config.quantization_dtype == "int8" else scaled).to(_kind(config))
         found[name.removesuffix("weight") + "scale"] = scale
     return found
+
+
+def in_modules(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """As the modules hold them: before 0.7 those are int8 for everything but f8e4m3, and what is stored is cast."""
+    named = config.neuron_config.quantization_dtype
+    held = FP8["f8e4m3"] if named == "f8e4m3" else _kind(config.neuron_config) if version() >= "0.7" else torch.int8
+    found = {name.replace(".weight_scale", ".scale"): tensor for name, tensor in weights.items()}
+    return {name: one.to(held) if one.element_size() == 1 else one for name, one in found.items()}
 
 
 def dequantized(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

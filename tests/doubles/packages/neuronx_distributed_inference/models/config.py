@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from neuron_double.machine import instance
 
-from neuronx_distributed_inference._played import has, kwargs_options, played, trimmed
+from neuronx_distributed_inference._played import has, kwargs_options, played, trimmed, version
 
 _HERE = "models.config"
 CONFIG_FILE = "neuron_config.json"
@@ -64,6 +65,31 @@ class OnDeviceSamplingConfig:
         _warn("OnDeviceSamplingConfig", kwargs)
 
 
+class QuantizationType(enum.Enum):
+    PER_TENSOR_SYMMETRIC = "per_tensor_symmetric"
+    PER_CHANNEL_SYMMETRIC = "per_channel_symmetric"
+
+
+class KVQuantizationConfig:
+    """The switch of the quantized KV cache from 0.8 on. Written to JSON, it cannot be read back: its enumerations
+    become mappings, which the assertion refuses."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        methods = [
+            kwargs.pop(name, QuantizationType.PER_TENSOR_SYMMETRIC) for name in ("k_quant_method", "v_quant_method")
+        ]
+        self.k_quant_method, self.v_quant_method = methods
+        self.quant_dtype = kwargs.pop("quant_dtype", torch.float8_e4m3fn)
+        self.direct_cast = kwargs.pop("direct_cast", True)
+        if self.direct_cast:
+            assert methods == [QuantizationType.PER_TENSOR_SYMMETRIC] * 2, "direct cast is per tensor"
+
+
+def has_fp8_cache(neuron_config: Any) -> bool:
+    """By ``kv_cache_quant`` up to 0.7; later that option adds a compiler flag only."""
+    return bool(neuron_config.kv_cache_quant if version() < "0.8" else neuron_config.kv_quant_config)
+
+
 class NeuronConfig:
     """Every option of the version is an attribute."""
 
@@ -82,10 +108,14 @@ class NeuronConfig:
         sampling = self.on_device_sampling_config
         if isinstance(sampling, dict):
             self.on_device_sampling_config = OnDeviceSamplingConfig(**sampling)
+        if isinstance(getattr(self, "kv_quant_config", None), dict):
+            self.kv_quant_config: Any = KVQuantizationConfig(**self.kv_quant_config)
         if getattr(self, "enable_eagle_speculation", False):
             self.enable_fused_speculation = True
         if self.quantized and not self.quantized_checkpoints_path:
             raise AssertionError("quantized_checkpoints_path is required for quantized weights")
+        if self.quantized and self.quantization_dtype not in ("int8", "f8e4m3", "f8e5m2"):
+            raise AssertionError(f"{self.quantization_dtype} is not a valid QuantizedDtype.")
         if self.padding_side not in ("left", "right"):
             raise AssertionError(f"padding_side {self.padding_side}")
         _warn("NeuronConfig", kwargs)
@@ -93,6 +123,7 @@ class NeuronConfig:
     on_device_sampling_config: Any
     quantized: Any
     quantized_checkpoints_path: Any
+    quantization_dtype: Any
     padding_side: Any
 
 
@@ -216,6 +247,8 @@ def _plain(value: Any) -> Any:
     """As JSON has it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, enum.Enum):
+        return {"_name_": value.name, "_value_": value.value}
     if isinstance(value, type):
         return {"__module__": value.__module__, "__name__": value.__name__}
     if isinstance(value, dict):

@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from neuronx_distributed_inference._played import has, version
+from neuronx_distributed_inference._played import version
 
-MODULE = "models.model_wrapper.ModelWrapper"
+
+class ModelWrapper:
+    """One kind of graph. ``compiler_args`` are the flags that it is compiled with; NEURON_CC_FLAGS is not read."""
+
+    def __init__(self, neuron_config: Any, tag: str) -> None:
+        self.tag = tag
+        level = "-O1" if tag == "context_encoding_model" else "-O2"
+        self.compiler_args = (
+            f"--auto-cast=none --model-type=transformer --lnc={neuron_config.logical_nc_config} {level} "
+        )
+        if neuron_config.kv_cache_quant or (neuron_config.quantized and neuron_config.quantization_dtype == "f8e4m3"):
+            self.compiler_args += "--internal-hlo2tensorizer-options='--experimental-unsafe-fp8e4m3fn-as-fp8e4m3' "
 
 
 @dataclass(frozen=True)
@@ -51,11 +62,8 @@ def target_bucket(buckets: Sequence[int], length: int, ahead: int, truncates: bo
 def mask_width(mask: Any, position: int, neuron_config: Any) -> int:
     """By what a step's bucket is chosen: the width of ``mask``, or of the one that the package infers.
 
-    An inferred mask ends before the highest position; in 0.2, which is the first to choose by it, it is as long as the
-    slots. 0.1 takes all masks to that length and lets the graphs look at the positions.
+    An inferred mask ends before the highest position; in 0.2 it is as long as the slots.
     """
-    if not has(f"{MODULE}.get_target_bucket"):
-        return position
     if mask is not None:
         return int(mask.shape[1])
     return int(neuron_config.n_positions) if version() == "0.2" else position

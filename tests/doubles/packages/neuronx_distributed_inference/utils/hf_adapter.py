@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from neuronx_distributed_inference._played import played, trimmed
+from neuronx_distributed_inference._played import played, trimmed, version
 from neuronx_distributed_inference.modules.generation.sampling import prepare_sampling_params
 
 _HERE = "utils.hf_adapter"
@@ -54,7 +54,13 @@ class HuggingFaceGenerationAdapter:
 
     @played(f"{_HERE}.HuggingFaceGenerationAdapter.generate")
     def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``[batch, prompt and answer]`` of right-padded prompts. Only the compiled batch; no beam search."""
+        """``[batch, prompt and answer]`` of right-padded prompts. Only the compiled batch; no beam search.
+
+        0.7 and 0.8 fail at every call. From 0.3 on ``sampling_params`` is replaced by what the GenerationConfig says,
+        do_sample or not. Logits on the host are warped by transformers, and by the package's sampler once more.
+        """
+        if version() in ("0.7", "0.8"):
+            raise NameError("name 'tensor_capture_hook' is not defined")
         asked = _Asked(*args, **kwargs)
         if asked.num_beams != 1:
             raise NotImplementedError("beam search is not supported")
@@ -67,17 +73,17 @@ class HuggingFaceGenerationAdapter:
         lengths = mask.sum(dim=1)
         positions = (mask.cumsum(dim=1) - 1).masked_fill(mask == 0, 0)
         params = prepare_sampling_params(len(ids), [asked.top_k], [asked.top_p], [asked.temperature])
-        if not asked.do_sample:
-            params = prepare_sampling_params(len(ids))
         if asked.streamer is not None:
             asked.streamer.put(ids)
-        call = {"sampling_params": asked.sampling_params if asked.sampling_params is not None else params}
+        call = {"sampling_params": params}
+        if version() == "0.2" and asked.sampling_params is not None:
+            call = {"sampling_params": asked.sampling_params}
         output = model.forward(input_ids=ids, attention_mask=mask, position_ids=positions, **call)
         answer = torch.empty(len(ids), 0, dtype=torch.long)
         ended = torch.zeros(len(ids), dtype=torch.bool)
         most = min(asked.most(ids.shape[1]), self.neuron_config.max_length - int(lengths.max()))
         while True:
-            for column in self._tokens(output, call["sampling_params"], asked.do_sample).unbind(dim=1):
+            for column in self._tokens(output, params, asked.do_sample).unbind(dim=1):
                 tokens = column.masked_fill(ended, asked.pad_token_id)
                 answer = torch.cat([answer, tokens[:, None]], dim=1)
                 if asked.streamer is not None:
@@ -103,13 +109,14 @@ class HuggingFaceGenerationAdapter:
         logits = output.logits[:, -1]
         if not samples:
             return logits.argmax(dim=-1, keepdim=True)
-        warped = []
+        drawn = []
         for row, (top_k, top_p, temperature) in zip(logits, params.tolist(), strict=True):
             best, places = row.topk(min(int(top_k), len(row)) if top_k > 0 else len(row))
             shares = torch.softmax(best / temperature, dim=-1)
-            shares = shares * (shares.cumsum(-1) - shares < top_p)
-            warped.append(places[torch.multinomial(shares, 1)])
-        return torch.stack(warped)
+            scores = (best / temperature).masked_fill(shares.cumsum(-1) - shares >= top_p, float("-inf"))
+            again = torch.softmax(scores / temperature if top_k > 0 else torch.zeros_like(scores), dim=-1)
+            drawn.append(places[torch.multinomial(again, 1)])
+        return torch.stack(drawn)
 
 
 class _Asked:
