@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_INDENT = 16  # spaces; half as many tabs
 _WHITESPACE = rf"\x20|\x0D?\x0A(\x20{{0,{MAX_INDENT}}}|\x09{{0,{MAX_INDENT // 2}}})"
 
-MAX_COMPILED = 64  # schemas that are kept; the least recently used one goes
+MAX_COMPILED = 32  # schemas that are kept, at up to 4 MB each; the least recently used one goes
 MAX_REASON = 300  # characters of llguidance's own words
 
 
