@@ -422,11 +422,11 @@ class _Error(ApiError):
     def __init__(
         self,
         status: int,
+        *,
         code: str,
         message: str,
         hint: str = "",
         problems: Sequence[Problem] = (),
-        *,
         allow: str | None = None,
     ) -> None:
         super().__init__(status, message, code=code, allow=allow)
@@ -489,11 +489,13 @@ class AdminApi:
         key = self._keys.current().authenticate(given.decode("latin-1"), time.time()) if bearer else None
         if key is None:
             message = "The admin API needs the token of fleet.json or a key: Authorization: Bearer TOKEN."
-            raise _Error(401, "invalid_token", message)
+            raise _Error(401, code="invalid_token", message=message)
         if not key.may("admin"):
             log.warning("the key %s %s, which has no scope admin, asked for %s", key.id, key.name, path)
             hint = "corewright keys create NAME --scope admin"
-            raise _Error(403, "key-without-admin", f"the key {key.name} may not change the fleet", hint)
+            raise _Error(
+                403, code="key-without-admin", message=f"the key {key.name} may not change the fleet", hint=hint
+            )
         return key
 
     async def _answer(
@@ -582,9 +584,9 @@ def _of_error(route: AdminRoute, error: Exception) -> ApiError:
         problem = error.problem
         status = error.status if isinstance(error, Refused) else 507 if problem.id == "audit-unwritable" else 500
         problems = error.problems if isinstance(error, Refused) else ()
-        return _Error(status, problem.id, problem.what, problem.hint, problems)
+        return _Error(status, code=problem.id, message=problem.what, hint=problem.hint, problems=problems)
     log.error("%s %s failed", route.method, route.path, exc_info=error)  # a bug must not look like an API that is gone
-    return _Error(500, "internal_error", "The controller failed; its log says more.")
+    return _Error(500, code="internal_error", message="The controller failed; its log says more.")
 
 
 def _body(route: AdminRoute, request: Request) -> Any:
@@ -592,7 +594,7 @@ def _body(route: AdminRoute, request: Request) -> Any:
     try:
         return msgspec.json.decode(request.body or b"{}", type=route.asks)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _Error(400, "invalid_request", f"The body: {error}") from None
+        raise _Error(400, code="invalid_request", message=f"The body: {error}") from None
 
 
 def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> Any:
@@ -600,11 +602,13 @@ def _query(route: AdminRoute, request: Request, values: Mapping[str, str]) -> An
     pairs = [*values.items(), *parse_qsl(request.query, keep_blank_values=True)]
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        raise _Error(400, "invalid_request", f"The query: {', '.join(sorted(twice))} is given more than once")
+        raise _Error(
+            400, code="invalid_request", message=f"The query: {', '.join(sorted(twice))} is given more than once"
+        )
     try:
         return msgspec.convert(dict(pairs), type=route.asks, strict=False)
     except msgspec.MsgspecError as error:
-        raise _Error(400, "invalid_request", f"The query: {error}") from None
+        raise _Error(400, code="invalid_request", message=f"The query: {error}") from None
 
 
 def _by(request: Request, key: ApiKey | None) -> str:
@@ -628,9 +632,11 @@ def _route(request: Request) -> tuple[AdminRoute, dict[str, str]]:
             return route, values
     if found:
         message = f"{request.path} does not take {request.method}."
-        raise _Error(405, "method_not_allowed", message, allow=", ".join(route.method for route, _ in found))
+        raise _Error(
+            405, code="method_not_allowed", message=message, allow=", ".join(route.method for route, _ in found)
+        )
     message = f"There is no {request.path}; see {ADMIN_PATH}/openapi.json."
-    raise _Error(404, "route_not_found", message)
+    raise _Error(404, code="route_not_found", message=message)
 
 
 _json = msgspec.json.encode
