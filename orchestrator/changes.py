@@ -27,6 +27,16 @@ class Tag(str, Enum):
 _ORDER = tuple(Tag)
 
 
+class Action(str, Enum):
+    """What becomes of a model."""
+
+    NONE = "none"
+    CREATE = "create"
+    UPDATE = "update"  # its processes stay, or there are none
+    REPLACE = "replace"  # new processes take the place of those that run
+    DELETE = "delete"
+
+
 @dataclass(frozen=True)
 class FieldChange:
     """One field, as the spec's JSON writes its values."""
@@ -43,6 +53,7 @@ class ModelChange:
     model: str
     tag: Tag
     fields: tuple[FieldChange, ...] = ()
+    action: Action = Action.NONE  # never REPLACE: whether anything runs is not known here
 
 
 def tag_of(name: str, engine: Engine) -> Tag:
@@ -60,7 +71,8 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
     if one is None:
         raise ValueError("no model on either side")
     if before is None or after is None:
-        return ModelChange(one.name, Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART)
+        tag = Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART
+        return ModelChange(one.name, tag, action=Action.CREATE if after else Action.DELETE)
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
     for told, model in ((old, before), (new, after)):  # the same folder may be written in two ways
         told["source"] = model.source_path or model.source
@@ -68,7 +80,8 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
             told["draft"] = {**told["draft"], "source": model.draft_path or model.draft.source}
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
     tags = [tag_of(change.field, engine) for change in fields]
-    return ModelChange(one.name, max(tags, key=_ORDER.index, default=Tag.NONE), fields)
+    tag = max(tags, key=_ORDER.index, default=Tag.NONE)
+    return ModelChange(one.name, tag, fields, Action.UPDATE if fields else Action.NONE)
 
 
 def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
@@ -109,7 +122,8 @@ def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Ma
     )
     if not fields:
         return change
-    return replace(change, tag=max(change.tag, Tag.RESTART, key=_ORDER.index), fields=(*change.fields, *fields))
+    tag = max(change.tag, Tag.RESTART, key=_ORDER.index)
+    return replace(change, tag=tag, fields=(*change.fields, *fields), action=Action.UPDATE)
 
 
 def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.allowed import BARRED, allowed_by_setting
-from orchestrator.changes import Tag, difference, replica_changes
+from orchestrator.changes import Action, Tag, difference, replica_changes
 from orchestrator.controller import Controller
 from orchestrator.defrag import defragmentation
 from orchestrator.effects import Cluster
@@ -158,7 +158,7 @@ class Operator:
         found, generation = await self._read(
             before.text, before.file, before.base_dir, by=by, cause="undo", of=before.number
         )
-        return await self._install(found, generation, None)
+        return {**await self._install(found, generation, None), "of": before.number}
 
     async def _install(self, found: SpecFile, generation: Generation, check_index: int | None) -> dict[str, Any]:
         state = self._state
@@ -246,15 +246,17 @@ class Operator:
             way = ways.get(change.model)
             after = situation.wishes.get(change.model)
             tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if way is not None else change.tag
+            before, count = len(state.replicas_of(change.model)), 0 if after is None else after.count
+            action = change.action
+            if action in (Action.NONE, Action.UPDATE):
+                action = Action.REPLACE if way is not None else Action.UPDATE if before != count else action
             models.append(
                 {
                     "model": change.model,
+                    "action": action.value,
                     "tag": tag.value,
                     "fields": [msgspec.to_builtins(field) for field in change.fields],
-                    "replicas": {
-                        "before": len(state.replicas_of(change.model)),
-                        "after": 0 if after is None else after.count,
-                    },
+                    "replicas": {"before": before, "after": count},
                     "strategy": None if way is None else way.strategy,
                     "outage_s": None if way is None else way.outage_s,
                     "predicted_s": None if way is None else situation.load_s(change.model),
@@ -350,7 +352,11 @@ class Operator:
         return earlier[0].number
 
     def rollout(self) -> dict[str, Any]:
-        return rollout(self._state)
+        try:
+            undone = self._undone()
+        except Refused:
+            undone = None
+        return {**rollout(self._state), "undo": undone}
 
     def revisions(self) -> list[dict[str, Any]]:
         known = self._state.journal.state()
@@ -385,6 +391,7 @@ class Operator:
             "cause": revision.cause,
             "of": revision.of,
             "state": told,
+            "reason": outcome.reason if outcome is not None else "",
             "changes": _summary(revision.plan) if revision.plan else "",
         }
 
@@ -412,6 +419,7 @@ class Operator:
         number = self._state.current.number
         self._write(RolloutState(revision=number, state=told, reason=reason, promoted=promoted))
         self._state.restart_progress()
+        self._state.goal = aim(self._state.situation())  # the answer is about what begins now
         self._state.tell("info", event, f"revision {number}, {reason}")
         self._controller.wake_up()
         return self.rollout()
@@ -609,10 +617,11 @@ def _machines(hosts: Any) -> list[tuple[str, int, bool]]:
 
 
 def _summary(proposal: dict[str, Any]) -> str:
-    """Such as "chat: restart by surge; code: reconfigure"."""
+    """Such as "chat: replace by surge; code: update"."""
+    actions = [(model, model.get("action", model["tag"])) for model in proposal["models"]]  # older records have the tag
     parts = [
-        f"{model['model']}: {model['tag']}" + (f" by {model['strategy']}" if model["strategy"] else "")
-        for model in proposal["models"]
-        if model["tag"] != Tag.NONE.value
+        f"{model['model']}: {action}" + (f" by {model['strategy']}" if model["strategy"] else "")
+        for model, action in actions
+        if action != Action.NONE.value
     ]
     return "; ".join(parts) or "nothing changes"

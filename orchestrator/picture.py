@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from orchestrator.ahead import Preparation
 from orchestrator.effects import Owner, Suspect
 from orchestrator.lifecycle import ModelState, State, model_state
+from orchestrator.rollout import Step
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from orchestrator.snapshot import ReplicaView
 from orchestrator.state import FleetState
@@ -151,25 +152,34 @@ def rollout(state: FleetState) -> dict[str, Any]:
         "state": told,
         "reason": reason,
         "since": round(outcome.at if outcome is not None else state.current.revision.at, 3),
-        "models": [_model_rollout(state, model) for model in state.current.spec.models],
+        "canary": state.current.revision.canary if state.in_canary else None,
+        "models": [_model_rollout(state, model, told) for model in state.current.spec.models]
+        + [_model_row(name, told, old=old) for name, old in state.leaving().items()],
     }
 
 
-def _model_rollout(state: FleetState, model: ModelSpec) -> dict[str, Any]:
-    step = state.goal.steps.get(model.name)
+def _model_rollout(state: FleetState, model: ModelSpec, told: str) -> dict[str, Any]:
+    step = state.goal.steps.get(model.name, Step())
     way = state.ways.get(model.name)
-    old, ready = (0, 0) if step is None else (step.old, step.ready)
-    version = state.current.versions[model.name]
-    updated = sum(view.version == version for view in state.replicas_of(model.name))
-    settled = state.settled(model)
+    if told == "complete" or state.settled(model):
+        told = "complete"
+    elif told == "canary" and not step.old:
+        told = "progressing"  # it has no part in the canary, and is repaired
+    strategy = None if way is None else way.strategy
+    return _model_row(model.name, told, strategy, state.wanted(model), step.alive, step.ready, step.old)
+
+
+def _model_row(
+    name: str, told: str, strategy: str | None = None, wanted: int = 0, updated: int = 0, ready: int = 0, old: int = 0
+) -> dict[str, Any]:
     return {
-        "model": model.name,
-        "strategy": None if way is None else way.strategy,
-        "wanted": state.wanted(model),
+        "model": name,
+        "strategy": strategy,
+        "wanted": wanted,
         "updated": updated,
         "ready": ready,
         "old": old,
-        "state": "complete" if settled else "progressing",
+        "state": told,
     }
 
 

@@ -67,7 +67,8 @@ class Step:
     keep: tuple[ReplicaView, ...] = ()  # old ones that go on serving
     count: int = 0  # current ones that should be
     old: int = 0  # old ones that are not gone yet
-    ready: int = 0  # current ones that are ready
+    alive: int = 0  # current ones that there are
+    ready: int = 0  # and of these are ready
     serves_old: bool = False  # requests go to old ones only: the versions do not mix
 
     def settled(self, wish: Wish) -> bool:
@@ -92,7 +93,7 @@ def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView],
     """
     ready = sum(view.state is State.READY for view in current)
     alive = len(current)
-    done = Step((), wish.count, len(old) + leaving, ready)
+    done = Step((), wish.count, len(old) + leaving, alive, ready)
     if not old:
         return done
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))

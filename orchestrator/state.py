@@ -562,21 +562,26 @@ class FleetState:
         if outcome is not None and outcome.state != "progressing":
             return outcome.state, outcome.reason
         if self.in_canary and all(self._canary_stands(name) for name in self.goal.steps):
-            return "canary", "waits for `corewright rollout promote`"
+            others = self._unsettled(lambda step: not step.old)
+            return "canary", "; ".join(["waits for `corewright rollout promote`", *([others] if others else [])])
         return "progressing", self._unsettled() or (outcome.reason if outcome else "")
 
     def _canary_stands(self, name: str) -> bool:
         step = self.goal.steps[name]
         return not step.old or step.ready >= step.count
 
-    def _unsettled(self) -> str:
+    def leaving(self) -> Counter[str]:
+        """Replicas of models that the spec no longer has, by model."""
+        return Counter(view.model for view in self.views.values() if self.current.spec.model(view.model) is None)
+
+    def _unsettled(self, counts: Callable[[Step], bool] = lambda step: True) -> str:
         """The models that are under way, in a sentence."""
         parts = []
         for model in self.current.spec.models:
             step = self.goal.steps.get(model.name)
-            if step is not None and not self.settled(model):
+            if step is not None and not self.settled(model) and counts(step):
                 parts.append(f"{model.name}: {step.ready} of {self.wanted(model)} ready, {step.old} old")
-        return "; ".join(parts)
+        return "; ".join([*parts, *(f"{name}: 0 of 0 ready, {old} old" for name, old in self.leaving().items())])
 
     def follow_rollout(self) -> Rollback | None:
         """See how the rollout goes, and note its end. When it has failed: what to go back to."""
@@ -585,8 +590,7 @@ class FleetState:
             self.restart_progress()
             return None
         unsettled = [model for model in self.current.spec.models if not self.settled(model)]
-        leaving = any(view.model not in self.goal.steps for view in self.views.values())
-        if not unsettled and not leaving:
+        if not unsettled and not self.leaving():
             self._end("complete", "every model is as the spec says")
             self.stable = None
             return None

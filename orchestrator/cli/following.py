@@ -61,9 +61,10 @@ def follow_rollout(client: AdminClient, revision: int, after: int, timeout_s: fl
             return rollout
         if not ours:
             what = f"revision {rollout['revision']} took its place"
-            was = client.patiently(f"revisions/{revision}")["state"]
-            if was in ENDED:  # the controller has gone back by itself
-                return {**rollout, "revision": revision, "state": was, "reason": what}
+            was = client.patiently(f"revisions/{revision}")
+            if was["state"] in ENDED:  # the controller has gone back by itself; the models are those of the other one
+                reason = "; ".join(part for part in (was.get("reason"), what) if part)
+                return {**rollout, "revision": revision, "state": was["state"], "reason": reason, "models": []}
             raise Failed("rollout-replaced", f"revision {revision}: {what}", "corewright rollout history")
         if left <= 0:
             what = f"after {timeout_s:g} s {rollout_line(rollout)}"

@@ -23,6 +23,7 @@ from placements.topology import Host
 
 MOST_ROWS = 50  # replicas that are listed one by one
 KINDS = ("start", "stop", "move", "restart", "reconfigure")
+SIGNS = {"create": "+", "update": "~", "replace": "-/+", "delete": "-"}  # of what becomes of a model
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,13 @@ def _placement(item: dict[str, Any]) -> Placement:
 
 
 def _count(data: dict[str, Any]) -> str:
+    if not plan_changes(data):
+        return "nothing to do"
+    actions = Counter(_action(model) for model in data["models"] if _changed(model))
+    models = ", ".join(f"{actions[action]} to {action}" for action in SIGNS if actions[action])
     kinds = Counter(change["change"] for change in data["changes"])
-    parts = ", ".join(f"{kinds[kind]} to {kind}" for kind in KINDS if kinds[kind])
-    count = len(data["changes"])
-    if count:
-        return f"{count} change{'s' if count != 1 else ''} ({parts})"
-    return "no replica changes" if plan_changes(data) else "nothing to do"
+    replicas = ", ".join(f"{kinds[kind]} to {kind}" for kind in KINDS if kinds[kind])
+    return "; ".join([*([f"models: {models}"] if models else []), f"replicas: {replicas or 'no changes'}"])
 
 
 def _failure(data: dict[str, Any]) -> str:
@@ -231,18 +233,37 @@ def _changed(model: dict[str, Any]) -> bool:
     return model["tag"] != "none" or bool(model["fields"]) or replicas["before"] != replicas["after"]
 
 
+def _action(model: dict[str, Any]) -> str:
+    return str(model.get("action") or ("replace" if model["strategy"] else "update"))  # an older fleet does not tell
+
+
+def risks(models: Sequence[dict[str, Any]]) -> list[str]:
+    """What a person should confirm: models that are deleted, and those that nobody is predicted to serve meanwhile."""
+    found = []
+    for model in models:
+        name, before, outage_s = model["model"], model["replicas"]["before"], model["outage_s"]
+        if _action(model) == "delete":
+            found.append(f"{name} is deleted, with {before} replica{'' if before == 1 else 's'}")
+        elif model["strategy"] and model["possible"] and outage_s != 0.0:
+            seconds_told = "an unknown time" if outage_s is None else f"about {seconds(outage_s)}"
+            waits = ", and requests wait" if model["strategy"] == "hold" else ""
+            found.append(f"{name} has no ready replica for {seconds_told}{waits}")
+    return found
+
+
 def model_lines(model: dict[str, Any]) -> list[str]:
-    """What becomes of a model: its tag, how it is updated and what that costs, and its fields; nothing: no lines."""
+    """What becomes of a model, how it is updated and what that costs, and its fields; nothing: no lines."""
     if not _changed(model):
         return []
-    how = [model["tag"]]
+    action = _action(model)
+    how = [f"{action} ({model['tag']})" if action == "replace" else action]
     if model["strategy"]:
         how.append(model["strategy"] + (f" from {model['borrow']}" if model.get("borrow") else ""))
     if model["outage_s"] is not None:
         how.append(f"outage {seconds(model['outage_s'])}")
     if model["predicted_s"] is not None:
         how.append(f"done in {seconds(model['predicted_s'])}")
-    lines = [f"{model['model']}: {', '.join(how)}"]
+    lines = [f"{SIGNS[action]} {model['model']}: {', '.join(how)}"]
     if model["why"]:
         lines.append(f"    why: {model['why']}")
     replicas = model["replicas"]

@@ -17,11 +17,12 @@ from orchestrator.cli.app import (
     SpecArgument,
     TimeoutOption,
     WaitOption,
+    YesOption,
     app,
     group,
     the_fleet,
 )
-from orchestrator.cli.output import Format, complain, paint_diff, say, show
+from orchestrator.cli.output import Format, complain, confirmed, on_terminal, paint_diff, say, show
 from orchestrator.failure import Failed
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def apply(
     canary: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Give the new version this share of the requests, 0 to 1.")
     ] = None,
+    yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Make a spec the fleet's new revision."""
@@ -61,6 +63,10 @@ def apply(
             complain(result.problems)
         show(result.data, output, result.table)
         raise typer.Exit(FAILED if result.failed else CHANGES if result.changes else 0)
+    previewed = on_terminal() and not yes
+    if previewed:
+        index = _previewed(client, text_of(file), output, yes)
+        check_index = index if check_index is None else check_index
     more = {"check_index": check_index, "canary": canary}
     answer = client.post_spec(
         "apply", text_of(file), **{key: value for key, value in more.items() if value is not None}
@@ -68,9 +74,26 @@ def apply(
     lines = []
     if output is Format.TABLE:
         complain(problems_of(answer["plan"]))
-        lines = [line for model in answer["plan"]["models"] for line in model_lines(model)]
+        lines = [] if previewed else [line for model in answer["plan"]["models"] for line in model_lines(model)]
     code = _told(client, answer, output, lines, wait, timeout)
     raise typer.Exit(code)
+
+
+def _previewed(client: AdminClient, spec: tuple[str, str, str], output: Format, yes: bool) -> int | None:
+    """Print what applying a spec would do. Where it deletes or interrupts a model, ask, and abort without a yes; gives
+    the index for which that holds, None where nothing was asked."""
+    from orchestrator.cli.plan import model_lines, risks
+
+    data = client.post_spec("plan", spec)
+    if output is Format.TABLE:
+        show(None, output, "\n".join(line for model in data["models"] for line in model_lines(model)))
+    found = risks(data["models"])
+    if yes or not found or not on_terminal():
+        return None
+    say("\n".join(found))
+    if not confirmed("Go on?", yes):
+        raise typer.Abort
+    return int(data["index"])
 
 
 def _told(
@@ -79,7 +102,8 @@ def _told(
     """Show what an apply gave, and follow its rollout if asked to; gives the exit code."""
     number = answer["revision"]
     if answer["changed"]:
-        lines = [*lines, f"revision {number} (index {answer['index']})"]
+        of = f" is revision {answer['of']} again" if answer.get("of") else ""
+        lines = [*lines, f"revision {number} (index {answer['index']}){of}"]
     else:
         lines = [f"nothing to do: revision {number} says the same"]
     if not wait:
@@ -172,15 +196,21 @@ def rollout_undo(
     to: Annotated[
         int | None, typer.Option(min=1, metavar="REV", help="This revision, not the one before the current.")
     ] = None,
+    yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Apply an earlier revision again."""
     from orchestrator.cli.client import PLAN_DEADLINE_S
 
     client = the_fleet()
-    raise typer.Exit(
-        _told(client, client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S), output, [], wait=False, timeout=None)
-    )
+    to = to or client.get("rollout").get("undo")
+    if to is not None:
+        revision = client.get(f"revisions/{to}")
+        if output is Format.TABLE:
+            show(None, output, f"applying revision {to} again")
+        _previewed(client, (revision["text"], revision["file"], revision["base_dir"]), output, yes)
+    answer = client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S)
+    raise typer.Exit(_told(client, answer, output, [], wait=False, timeout=None))
 
 
 def _simply(name: str, does: str) -> Callable[[FormatOption], None]:
@@ -199,7 +229,18 @@ def _show_rollout(answer: dict[str, Any], output: Format) -> None:
 
 rollout.command("pause")(_simply("pause", "Begin no further replica of the rollout."))
 rollout.command("resume")(_simply("resume", "Go on with a paused rollout."))
-rollout.command("promote")(_simply("promote", "End the canary: every replica becomes new."))
+
+
+@rollout.command("promote")
+def rollout_promote(output: FormatOption = Format.TABLE) -> None:
+    """End the canary: every replica becomes new."""
+    client = the_fleet()
+    now = client.get("rollout")
+    if output is Format.TABLE and now.get("canary") is not None:
+        old = [f"{model['model']}: {model['old']} old to replace" for model in now["models"] if model["old"]]
+        share = f"promoting the canary of revision {now['revision']}, which gets {now['canary']:.0%} of the requests"
+        show(None, output, "\n".join([share, *old, ""]))
+    _show_rollout(client.post("rollout/promote"), output)
 
 
 @rollout.command("restart")

@@ -196,6 +196,7 @@ PLAN: dict[str, Any] = {
     "models": [
         {
             "model": "chat",
+            "action": "replace",
             "tag": "restart",
             "fields": [{"field": "max_len", "before": 512, "after": 1024}],
             "replicas": {"before": 2, "after": 2},
@@ -208,6 +209,7 @@ PLAN: dict[str, Any] = {
         },
         {
             "model": "small",
+            "action": "update",
             "tag": "none",
             "fields": [],
             "replicas": {"before": 0, "after": 1},
@@ -220,6 +222,7 @@ PLAN: dict[str, Any] = {
         },
         {
             "model": "still",
+            "action": "none",
             "tag": "none",
             "fields": [],
             "replicas": {"before": 1, "after": 1},
@@ -293,10 +296,12 @@ ROLLOUT: dict[str, Any] = {
     "state": "progressing",
     "reason": "chat: 1 of 2 ready, 1 old",
     "since": AT,
+    "canary": None,
     "models": [
-        {"model": "chat", "strategy": "surge", "wanted": 2, "updated": 1, "ready": 2, "old": 1, "state": "progressing"},
+        {"model": "chat", "strategy": "surge", "wanted": 2, "updated": 1, "ready": 1, "old": 1, "state": "progressing"},
         {"model": "small", "strategy": None, "wanted": 0, "updated": 0, "ready": 0, "old": 0, "state": "complete"},
     ],
+    "undo": 2,
 }
 REVISIONS = [
     {
@@ -306,11 +311,12 @@ REVISIONS = [
         "cause": cause,
         "of": of,
         "state": state,
+        "reason": "",
         "changes": changes,
     }
     for number, cause, of, state, changes in (
-        (3, "undo", 1, "progressing", "chat: restart by surge"),
-        (2, "apply", None, "superseded", "chat: reconfigure"),
+        (3, "undo", 1, "progressing", "chat: replace by surge"),
+        (2, "apply", None, "superseded", "chat: update"),
         (1, "up", None, "complete", ""),
     )
 ]
@@ -364,7 +370,7 @@ class FakeFleet:
             raise self.refusal
 
     def status(self) -> dict[str, Any]:
-        return {**self.told_status, "rollout": self.rollouts[0]}
+        return {**self.told_status, "rollout": {k: v for k, v in self.rollouts[0].items() if k != "undo"}}
 
     async def propose(self, text: str, file: str, base_dir: str, defrag: int | None = None) -> dict[str, Any]:
         self._asked("propose", text, file, base_dir, *([] if defrag is None else [defrag]))
@@ -392,7 +398,7 @@ class FakeFleet:
 
     async def undo(self, to: int | None, by: str) -> dict[str, Any]:
         self._asked("undo", to, by)
-        return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan}
+        return {"changed": self.changed, "revision": 4, "index": 50, "plan": self.told_plan, "of": to}
 
     def rollout(self) -> dict[str, Any]:
         return self.rollouts.pop(0) if len(self.rollouts) > 1 else self.rollouts[0]

@@ -6,6 +6,7 @@ Its fleet is played, behind the real admin API. The tables are golden files: UPD
 from __future__ import annotations
 
 import contextlib
+import copy
 import getpass
 import json
 import os
@@ -32,7 +33,7 @@ from orchestrator.settings import SETTINGS, resolve
 from orchestrator.version import corewright_version
 from placements.spec import json_schema
 from tests.fleet import until
-from tests.orchestrator.fakefleet import LOG, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
+from tests.orchestrator.fakefleet import LOG, PLAN, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
 from workers import host as this_host
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
@@ -179,7 +180,9 @@ def test_a_plan_says_what_it_takes(good: str, capsys: pytest.CaptureFixture[str]
         "OMP_NUM_THREADS=61",
     )
     assert all(line in long and line not in brief for line in details)
-    assert all(line in brief for line in ("9 of 24 cores in use", "small/0  inf2.48xlarge/0  8", "2 changes"))
+    assert all(
+        line in brief for line in ("9 of 24 cores in use", "small/0  inf2.48xlarge/0  8", "replicas: 2 to start")
+    )
 
 
 def test_a_plan_of_thousands_is_no_thousand_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -464,7 +467,6 @@ def test_a_command_has_a_json_and_a_yaml_form(
 @pytest.mark.parametrize(
     ("command", "call", "says"),
     [
-        ("rollout undo --to 2", ("undo", 2), "revision 4 (index 50)"),
         ("rollout resume", ("resume",), "revision 3: progressing"),
         ("rollout promote", ("promote",), "revision 3: progressing"),
         ("rollout restart chat", ("restart", "chat"), "revision 3: progressing"),
@@ -656,6 +658,102 @@ def test_a_refusal_is_shown_with_its_id_and_hint(
     assert capsys.readouterr().err == told
 
 
+GONE = {"model": "gone", "action": "delete", "tag": "restart", "fields": [], "replicas": {"before": 0, "after": 0}}
+GONE |= {"strategy": None, "outage_s": None, "predicted_s": None, "why": "", "borrow": None, "possible": True}
+
+
+def outage(seconds: float | None, strategy: str) -> dict[str, Any]:
+    chat: dict[str, Any] = copy.deepcopy(PLAN["models"][0])
+    return {**chat, "strategy": strategy, "outage_s": seconds}
+
+
+@pytest.mark.parametrize("command", ["apply new.yaml", "rollout undo"])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (GONE, "gone is deleted, with 0 replicas"),
+        (outage(12.0, "hold"), "chat has no ready replica for about 12 s, and requests wait"),
+        (outage(None, "in_place"), "chat has no ready replica for an unknown time"),
+    ],
+)
+def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
+    command: str,
+    model: dict[str, Any],
+    says: str,
+    fleet: LiveAdmin,
+    new: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What it would do stands before the question. No changes nothing; yes applies just what was shown."""
+    fleet.fleet.told_plan["models"].append(model)
+    verb = command.split()[-1 if "undo" in command else 0]
+    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.rollouts.on_terminal"):
+        monkeypatch.setattr(name, lambda: True)
+    monkeypatch.setattr("builtins.input", lambda: "")
+    assert run(command.split()) == 1
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-2:] == [says, "Go on? [y/N] "]
+    assert f"{model['model']}: " in shown.out
+    assert [call[0] for call in fleet.fleet.calls] == ["propose"]
+
+    monkeypatch.setattr("builtins.input", lambda: "y")
+    assert run(command.split()) == 0
+    assert [call[0] for call in fleet.fleet.calls] == ["propose", "propose", verb]
+    if verb == "apply":
+        assert fleet.fleet.calls[-1][-2] == 41  # the index of the plan that was shown
+
+    capsys.readouterr()
+    assert run([*command.split(), "--yes"]) == 0
+    assert "Go on?" not in capsys.readouterr().err
+    assert fleet.fleet.calls[-1][0] == verb
+
+
+def test_a_change_without_a_risk_is_not_confirmed(
+    fleet: LiveAdmin, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal too; nor is any change off a terminal."""
+    fleet.fleet.told_plan["models"].append(GONE)
+    assert run(["apply", new]) == 0
+    fleet.fleet.told_plan["models"].pop()
+    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.rollouts.on_terminal"):
+        monkeypatch.setattr(name, lambda: True)
+    assert run(["apply", new]) == 0
+    assert "Go on?" not in capsys.readouterr().err
+
+
+def test_the_removal_of_an_idle_model_is_a_change(
+    fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though no replica stops."""
+    fleet.fleet.told_plan.update(changes=[], models=[GONE])
+    assert run(["plan", new]) == 2
+    out = capsys.readouterr().out
+    assert "\n- gone: delete\n" in out
+    assert "\nmodels: 1 to delete; replicas: no changes\n" in out
+
+
+def test_undo_reports_what_it_will_do_and_what_it_did(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The revision that it applies again, the changes, and the revision that this made."""
+    assert run(["rollout", "undo", "--to", "1"]) == 0
+    assert [call[0] for call in fleet.fleet.calls] == ["propose", "undo"]
+    assert fleet.fleet.calls[-1][1] == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "applying revision 1 again"
+    assert "-/+ chat: replace (restart), surge, outage 0 s, done in 9.4 s" in lines
+    assert lines[-1] == "revision 4 (index 50) is revision 1 again"
+
+
+def test_promote_reports_what_it_will_do_and_what_it_did(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:
+    """The replicas that the canary leaves to replace; then the rollout as it goes on."""
+    fleet.fleet.rollouts = [rollout_in("canary", canary=0.25, reason="waits"), ROLLOUT]
+    assert run(["rollout", "promote"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "promoting the canary of revision 3, which gets 25% of the requests\nchat: 1 old to replace\n"
+        "revision 3: progressing: chat: 1 of 2 ready, 1 old\n"
+    )
+
+
 def test_diff_of_the_same_text_exits_0(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And prints nothing."""
     Path(new).write_text(SPEC)
@@ -709,10 +807,21 @@ def test_waiting_ends_when_another_revision_takes_over(
 def test_waiting_tells_of_a_rollback(fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The controller has applied the old revision again, as a new one."""
     fleet.fleet.rollouts = [ROLLOUT, rollout_in("complete", revision=4)]
-    fleet.fleet.history[0]["state"] = "rolled_back"
+    fleet.fleet.history[0].update(state="rolled_back", reason="chat/2 failed 3 times")
     fleet.tell(event(43, "RolledBack", "to revision 2"))
     assert run(["apply", new, "--wait"]) == 1
-    assert "revision 3: rolled back: revision 4 took its place\n" in capsys.readouterr().out
+    assert "revision 3: rolled back: chat/2 failed 3 times; revision 4 took its place\n" in capsys.readouterr().out
+
+
+def test_a_rolled_back_revision_is_not_shown_with_the_models_of_the_one_after(
+    fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The header and the table are about one revision."""
+    fleet.fleet.rollouts = [ROLLOUT, ROLLOUT, rollout_in("complete", revision=4)]
+    fleet.fleet.history[0]["state"] = "rolled_back"
+    fleet.tell(event(43, "RolledBack", "to revision 2"))
+    assert run(["rollout", "status", "--wait"]) == 1
+    assert capsys.readouterr().out == "revision 3: rolled back: revision 4 took its place\n"
 
 
 def test_the_json_of_a_waiting_apply_has_the_rollouts_end(

@@ -87,6 +87,76 @@ def test_with_free_cores_the_new_replica_is_ready_before_the_old_one_goes(tmp_pa
     play(tmp_path, spec(), story, load_s=30.0)
 
 
+def test_a_plan_tells_create_update_replace_and_delete_apart(tmp_path: Path) -> None:
+    """Of each model, also of those that have no replica because nobody asks for them; history repeats it."""
+    text = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
+    first = text + "  same: {}\n  live: {}\n  new_process: {}\n  gone: {}\n  idle_gone: {replicas: {min: 0}}\n"
+    first += "  idle_changed: {replicas: {min: 0}}\n"
+    second = text + "  same: {}\n  live: {priority: 2}\n  new_process: {max_batch: 2}\n  created: {}\n"
+    second += "  idle_created: {replicas: {min: 0}}\n  idle_changed: {replicas: {min: 0}, max_batch: 2}\n"
+
+    async def story(played: Played) -> None:
+        proposal = await played.operator.propose(second, "spec.yaml", str(tmp_path))
+        assert {model["model"]: model["action"] for model in proposal["models"]} == {
+            "same": "none",
+            "live": "update",
+            "new_process": "replace",
+            "created": "create",
+            "idle_created": "create",
+            "idle_changed": "update",
+            "gone": "delete",
+            "idle_gone": "delete",
+        }
+        await played.apply(second)
+        (row,) = [row for row in played.operator.revisions() if row["revision"] == 2]
+        assert row["changes"] == (
+            "live: update; new_process: replace by surge; created: create; idle_created: create; idle_changed: update; "
+            "gone: delete; idle_gone: delete"
+        )
+
+    play(tmp_path, first, story)
+
+
+def test_the_header_of_a_rollout_and_its_table_agree(tmp_path: Path) -> None:
+    """At each moment of an update, a canary, a restart, a pause and a removal."""
+
+    async def story(played: Played) -> None:
+        headers = set()
+
+        def consistent() -> bool:
+            rollout = played.operator.rollout()
+            rows = {row["model"]: row for row in rollout["models"]}
+            headers.add(rollout["state"])
+            assert {row["state"] for row in rows.values()} <= {"complete", rollout["state"]}, rollout
+            assert all(row["updated"] + row["old"] >= row["ready"] for row in rows.values())
+            for name, row in rows.items():
+                if row["state"] == "progressing":
+                    told = f"{name}: {row['ready']} of {row['wanted']} ready, {row['old']} old"
+                    assert told in rollout["reason"], rollout
+            return played.is_settled()
+
+        await played.apply(spec(b_batch=8, b_replicas=3))
+        await watched(played, "b", consistent)
+        await played.operator.restart("b", "tester")
+        assert [row["updated"] for row in played.operator.rollout()["models"]] == [1, 0]
+        await watched(played, "b", consistent)
+        await played.apply(spec(b_batch=4, b_replicas=3), canary=0.5)
+        await watched(played, "b", lambda: consistent() or played.operator.rollout()["state"] == "canary")
+        await played.operator.pause("tester")
+        consistent()
+        await played.operator.resume("tester")
+        await played.operator.promote("tester")
+        await watched(played, "b", consistent)
+        without = "\n".join(line for line in spec(b_batch=4, b_replicas=3).splitlines() if "b:" not in line)
+        await played.apply(without)
+        rows = played.operator.rollout()["models"]
+        assert [(row["model"], row["wanted"], row["old"]) for row in rows] == [("a", 1, 0), ("b", 0, 3)]
+        await watched(played, "a", consistent)
+        assert headers == {"progressing", "complete", "canary", "paused"}
+
+    play(tmp_path, spec(b_replicas=3), story, load_s=5.0, drain_s=3.0)
+
+
 def test_several_replicas_are_replaced_one_at_a_time(tmp_path: Path) -> None:
     """In place: with no free cores and two replicas, one always serves, and nothing is predicted to be out."""
 
