@@ -531,7 +531,8 @@ class Gateway:
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
         queue = self._names.get(model)
-        allow_model(exchange.key, (model,) if queue is None else queue.names, model)
+        if exchange.key is not None and exchange.key.models:
+            allow_model(exchange.key, (model,) if queue is None else queue.names, model)
         if queue is None:
             raise errors.model_not_found(model, self._names_for(exchange.key))
         if self._table.stopping:

@@ -253,19 +253,19 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(errors.headers_too_large(settings.max_header_bytes))
             return
         host = headers.get(b"host")
-        if (host is None and self._parser.get_http_version() == "1.1") or (host is not None and b"," in host):
+        if b"," in host if host is not None else self._parser.get_http_version() == "1.1":
             self._refuse(errors.not_http("it needs one Host header"))  # RFC 9112, 3.2; two are joined by a comma
             return
-        encoding = headers.get(b"transfer-encoding", b"chunked").lower()
-        if encoding != b"chunked" or (b"transfer-encoding" in headers and self._parser.get_http_version() != "1.1"):
-            self._refuse(errors.unknown_encoding("transfer-encoding", encoding))
-        elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        size, encoding = int(headers.get(b"content-length") or 0), headers.get(b"transfer-encoding")
+        if encoding is not None and (encoding.lower() != b"chunked" or self._parser.get_http_version() != "1.1"):
+            self._refuse(errors.unknown_encoding("transfer-encoding", encoding.lower()))
+        elif b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
             self._refuse(errors.unknown_encoding("content-encoding", headers[b"content-encoding"]))
-        elif (size := int(headers.get(b"content-length") or 0)) > settings.max_body_bytes:
+        elif size > settings.max_body_bytes:
             self._refuse(errors.body_too_large(settings.max_body_bytes))
-        elif (size > LARGE_BYTES or b"transfer-encoding" in headers) and (error := self.server.early(headers)):
+        elif (size > LARGE_BYTES or encoding is not None) and (error := self.server.early(headers)):
             self._refuse(error)
-        elif headers.get(b"expect", b"").lower() == b"100-continue" and self._current is None:
+        elif b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and self._current is None:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:

@@ -20,6 +20,7 @@ class Lines:
         self._canary: Line[Ticket] | None = None
         self._all: tuple[Line[Ticket], ...] = (self._own,)
         self._weights: dict[str, float] = {}  # of the tenants that have asked
+        self.shared = False  # whether more than one tenant has asked: only then are tokens counted
         self._random = random.Random()
 
     def __iter__(self) -> Iterator[Line[Ticket]]:
@@ -49,12 +50,15 @@ class Lines:
         """Where it waits, or would."""
         return self._canary if ticket.canary and self._canary is not None else self._own
 
-    def weigh(self, tenant: str, weight: float) -> None:
-        """It asks, and this is its share."""
+    def enter(self, ticket: Ticket) -> Line[Ticket]:
+        """Returns the line of the version that is drawn for a new ticket, in which its tenant has its share."""
+        tenant, weight = ticket.tenant, ticket.terms.weight
         if self._weights.get(tenant) != weight:
             self._weights[tenant] = weight
+            self.shared = len(self._weights) > 1
             for line in self:
                 line.set_weight(tenant, weight)
+        return self._own if self._canary is None else self.draw(ticket)
 
     def update(self, routes: ModelRoutes, live: Iterable[Ticket]) -> None:
         """Make the lines as the routes have them now; what waits keeps its place. ``live``: requests in slots."""
@@ -74,14 +78,9 @@ class Lines:
 
     # Whom tokens are counted to
 
-    @property
-    def shared(self) -> bool:
-        """Whether more than one tenant has asked: only then are tokens counted."""
-        return len(self._weights) > 1
-
     def sent(self, ticket: Ticket) -> None:
-        """It gets a slot: its tenant is charged for the prompt."""
-        if self.shared and ticket.charged < 0:
+        """It gets a slot: its tenant is charged for the prompt. To be called where the lines are ``shared``."""
+        if ticket.charged < 0:
             ticket.charged = 0
             self.of(ticket).served(ticket.tenant, prompt_tokens=ticket.tokens, priority=ticket.priority)
 

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import workers
 from orchestrator.gateway.errors import our_fault
@@ -19,6 +19,9 @@ from orchestrator.routing import Pace
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason
 from workers.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Welcome, WireError, encode
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.metrics import ModelMetrics
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class ReplicaLink(asyncio.Protocol):
         self._drains = False  # it has refused a request: to send it there again would use up its retries
         self.stepped_at = NEVER  # monotonic, when its last tokens came; NEVER while it has no request of ours
         self._pace = Pace()
+        self.metrics: ModelMetrics | None = None  # once a request has been counted there
         self.prefixes: PrefixMemory | None = None  # of an engine that keeps what it has read
         self.closed = asyncio.Event()
         self.refused = False  # by the replica; to ask again would give the same answer
@@ -102,9 +106,9 @@ class ReplicaLink(asyncio.Protocol):
     def send(self, ticket: Ticket) -> None:
         """Give the request a slot. The caller has seen that one is free."""
         assert self._transport is not None
-        assert self.free_slots > 0
-        self._live[ticket.id] = ticket
-        self._unstarted.add(ticket.id)
+        id = ticket.request.id
+        self._live[id] = ticket
+        self._unstarted.add(id)
         self._outgoing.append(ticket.sent_to(self))
         if len(self._outgoing) == 1:  # all that is sent in one turn of the loop is one write
             self._later(self._flush)

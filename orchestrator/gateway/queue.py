@@ -134,8 +134,7 @@ class ModelQueue:
         if trace is not None:
             ticket.trace = trace
             trace.queued()
-        line = self._lines.draw(ticket)
-        self._lines.weigh(ticket.tenant, terms.weight)
+        line = self._lines.enter(ticket)
         ticket.over = not self._headroom.came(ticket.priority, ticket.arrived_at)
         if routes.max_wait_s is not None:
             latest = ticket.arrived_at + routes.max_wait_s
@@ -379,7 +378,8 @@ class ModelQueue:
             self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
         self._counts.ended += 1
         self._counts.slot_s += held_s
-        self._lines.charge(ticket)
+        if ticket.charged >= 0:
+            self._lines.charge(ticket)
         self._over(ticket, ticket.sent_at + held_s)
         self._pump()
 
@@ -449,7 +449,7 @@ class ModelQueue:
         links: Iterable[ReplicaLink] = self._links
         if self.routes.canary is not None:
             links = self._links.of_version(ticket.canary) or self._links.of_version(not ticket.canary)
-        affinity = self._affinity(ticket)
+        affinity = self._affinity(ticket) if ticket.terms.session or self._links.prefix_block else None
         link = choose(links, affinity, _stepped_at)
         if link is None:
             return None
@@ -482,7 +482,8 @@ class ModelQueue:
         if ticket.timer is not None:
             ticket.timer.cancel()
             ticket.timer = None
-        self._lines.sent(ticket)
+        if self._lines.shared:
+            self._lines.sent(ticket)
         if ticket.terms.session:
             self._sessions.put(ticket.terms.session, link.route.id, ticket.arrived_at)
         if ticket.terms.explains or self._sample is None:

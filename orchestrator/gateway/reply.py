@@ -230,7 +230,12 @@ class Reply:
 
     def _metrics_of(self, ticket: Ticket) -> ModelMetrics:
         """Of the replica that it is on."""
-        return self._metrics.model(self._note.model, None if ticket.link is None else ticket.link.replica)
+        link = ticket.link
+        if link is None:
+            return self._metrics.model(self._note.model, None)
+        if link.metrics is None:
+            link.metrics = self._metrics.model(self._note.model, link.replica)
+        return link.metrics
 
     def _fail(self, error: ApiError) -> None:
         self._end_all("abort")
