@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -45,6 +45,17 @@ class Histogram:
         """``count`` observations of ``value``."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        """One observation of each value, at a fraction of the cost of one call for each."""
+        ordered = sorted(values)
+        below = 0
+        for bucket, bound in enumerate(self.bounds):
+            up_to = bisect_right(ordered, bound)
+            self.counts[bucket] += up_to - below
+            below = up_to
+        self.counts[-1] += len(ordered) - below
+        self.sum += sum(ordered)
 
     def point(self, *labels: str) -> Point:
         return Point(labels, self.sum, tuple(self.counts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -49,8 +48,7 @@ class WrittenLogprobs:
         yield b"}" if self._columns else b"null"
 
 
-@dataclass
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     """One of the answers to a request: which prompt it continues, and how much of it is written."""
 
     index: int
@@ -63,26 +61,32 @@ class Choice:
     plain: tuple[bytes, bytes] = (b"", b"")  # what stands around the text of an event that holds nothing else
 
 
-class Answer:
-    """Writes one request's choices. ``chat`` picks the shape; ``with_ids`` adds vLLM's token id fields."""
+class Answer(msgspec.Struct, eq=False):
+    """Writes one request's choices."""
 
-    def __init__(
-        self, *, id: str, model: str, created: int, chat: bool, choices: Sequence[Choice], with_ids: bool = False
-    ) -> None:
-        self._chat = chat
-        self._choices = choices
+    id: str
+    model: str
+    created: int  # seconds since the epoch
+    chat: bool  # picks the shape
+    choices: Sequence[Choice]
+    with_ids: bool = False  # adds vLLM's token id fields
+    prompt_tokens: int = 0
+    _head: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
         self.count_prompts()
-        self._with_ids = with_ids
-        self._head: dict[str, Any] = {
-            "id": id,
-            "object": "chat.completion" if chat else "text_completion",
-            "created": created,
-            "model": model,
-        }
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The fields that every part of the answer begins with."""
+        if not self._head:
+            kind = "chat.completion" if self.chat else "text_completion"
+            self._head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return self._head
 
     def count_prompts(self) -> None:
         """The choices have their prompts."""
-        self.prompt_tokens = _prompt_tokens(self._choices)
+        self.prompt_tokens = _prompt_tokens(self.choices)
 
     def add_logprobs(self, choice: Choice, events: list[TokenEvent], attempt: int = 0) -> None:
         """Write the logprobs that have come since the last call, of an answer that is not streamed, and drop them from
@@ -100,11 +104,11 @@ class Answer:
     def whole(self, answers: Sequence[tuple[Choice, Sequence[TokenEvent]]]) -> bytes | list[bytes]:
         """The JSON body of an answer; a large one in parts, to be written one after the other. The last event of each
         choice says why it ended."""
-        if len(answers) == 1 and not self._with_ids:
+        if len(answers) == 1 and not self.with_ids:
             choice, events = answers[0]
             if choice.parser is None and choice.written is None:
                 return self._whole_of_one(choice, events)
-        head, parts = dict(self._head), [b""]
+        head, parts = dict(self.head), [b""]
         for choice, events in answers:
             text = choice.echo + "".join([event.text for event in events])
             finish = _finish(events[-1])
@@ -112,11 +116,11 @@ class Answer:
             if choice.parser is not None:
                 message = toolcalls.message([*choice.parser.push(text), *choice.parser.flush()])
                 finish = choice.parser.finish_reason(finish)
-            said = {"message": message} if self._chat else {"text": text}
+            said = {"message": message} if self.chat else {"text": text}
             rest: dict[str, Any] = {"finish_reason": finish}
-            if self._with_ids:
+            if self.with_ids:
                 rest["token_ids"] = [id for event in events for id in event.token_ids]
-                (head if self._chat else rest)["prompt_token_ids"] = list(choice.prompt_ids)
+                (head if self.chat else rest)["prompt_token_ids"] = list(choice.prompt_ids)
             choice.tokens += sum([len(event.token_ids) for event in events])
             parts += (b"," if len(parts) > 1 else b"", _encode({"index": choice.index, **said})[:-1], b',"logprobs":')
             parts += (b"null",) if choice.written is None else choice.written.parts()
@@ -127,7 +131,6 @@ class Answer:
 
     def _whole_of_one(self, choice: Choice, events: Sequence[TokenEvent]) -> bytes:
         """As ``whole``, of one choice that is only text: written out, at a third of the time."""
-        head = self._head
         choice.tokens += sum([len(event.token_ids) for event in events])
         prompt, made = self.prompt_tokens, choice.tokens
         text = _encode(choice.echo + "".join([event.text for event in events]))
@@ -135,11 +138,11 @@ class Answer:
             b'{"id":%b,"object":"%b","created":%d,"model":%b,"choices":[{"index":0,%b,"logprobs":null,'
             b'"finish_reason":"%b"}],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}'
         ) % (
-            _encode(head["id"]),
-            b"chat.completion" if self._chat else b"text_completion",
-            head["created"],
-            _encode(head["model"]),
-            b'"message":{"role":"assistant","content":%b}' % text if self._chat else b'"text":%b' % text,
+            _encode(self.id),
+            b"chat.completion" if self.chat else b"text_completion",
+            self.created,
+            _encode(self.model),
+            b'"message":{"role":"assistant","content":%b}' % text if self.chat else b'"text":%b' % text,
             _finish(events[-1]).encode(),
             prompt,
             made,
@@ -148,11 +151,11 @@ class Answer:
 
     def opening(self, choice: Choice) -> bytes:
         """The event that begins a choice of a stream: a chat names its role, a completion its echoed prompt."""
-        self._head["object"] = "chat.completion.chunk" if self._chat else "text_completion"
-        around = self._chunk(choice, {"content": ""} if self._chat else "", None, None)
+        self.head["object"] = "chat.completion.chunk" if self.chat else "text_completion"
+        around = self._chunk(choice, {"content": ""} if self.chat else "", None, None)
         before, _, behind = around.rpartition(b'""')
         choice.plain = before, behind
-        if self._chat:
+        if self.chat:
             return self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
         return self._chunk(choice, choice.echo, None, None) if choice.echo else b""
 
@@ -161,7 +164,7 @@ class Answer:
         yet."""
         lines: list[bytes] = []
         before, behind = choice.plain
-        parser, with_ids, tokens = choice.parser, self._with_ids, 0
+        parser, with_ids, tokens = choice.parser, self.with_ids, 0
         for event in events:
             tokens += len(event.token_ids)
             if parser is not None:
@@ -169,11 +172,11 @@ class Answer:
                 continue
             if event.text and not with_ids and not event.logprobs:
                 lines += (before, _encode(event.text), behind)
-            elif event.text or event.logprobs or (self._with_ids and event.token_ids):
-                delta = {"content": event.text} if self._chat else event.text
+            elif event.text or event.logprobs or (self.with_ids and event.token_ids):
+                delta = {"content": event.text} if self.chat else event.text
                 lines.append(self._chunk(choice, delta, None, event))
             if event.finish is not None:
-                lines.append(self._chunk(choice, {} if self._chat else "", _finish(event), None))
+                lines.append(self._chunk(choice, {} if self.chat else "", _finish(event), None))
         choice.tokens += tokens
         return b"".join(lines)
 
@@ -183,28 +186,28 @@ class Answer:
         if event.finish is not None:
             read = [*read, *parser.flush()]
         delta = toolcalls.delta(read)
-        if delta or event.logprobs or (self._with_ids and event.token_ids):
+        if delta or event.logprobs or (self.with_ids and event.token_ids):
             yield self._chunk(choice, delta, None, event)
         if event.finish is not None:
             yield self._chunk(choice, {}, parser.finish_reason(_finish(event)), None)
 
     def closing(self, *, include_usage: bool) -> bytes:
         """What ends a stream: usage where it was asked for, and `[DONE]`."""
-        return (sse({**self._head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
+        return (sse({**self.head, "choices": [], "usage": self._usage()}) if include_usage else b"") + DONE
 
     def _chunk(
         self, choice: Choice, delta: dict[str, Any] | str, finish: str | None, event: TokenEvent | None
     ) -> bytes:
         written: dict[str, Any] = {"index": choice.index}
-        written |= {"delta": delta} if self._chat else {"text": delta}
+        written |= {"delta": delta} if self.chat else {"text": delta}
         written["logprobs"] = self._logprobs(choice, event.logprobs) if event is not None and event.logprobs else None
         written["finish_reason"] = finish
-        if self._with_ids:
+        if self.with_ids:
             written["token_ids"] = event.token_ids if event is not None else []
-        return sse({**self._head, "choices": [written]})
+        return sse({**self.head, "choices": [written]})
 
     def _logprobs(self, choice: Choice, items: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        if self._chat:
+        if self.chat:
             content = [
                 {
                     "token": item.text,
@@ -229,7 +232,7 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self._choices)
+        prompt, completion = self.prompt_tokens, sum(choice.tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

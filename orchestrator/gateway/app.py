@@ -594,25 +594,12 @@ class Gateway:
         terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
         self._charge(exchange, asked, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
-        answer = Answer(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{self._id}{next(numbers):x}",
-            model=asked.model,
-            created=int(time.time()),
-            chat=chat,
-            choices=choices,
-            with_ids=bool(asked.return_token_ids),
-        )
+        id = f"{'chatcmpl' if chat else 'cmpl'}-{self._id}{next(numbers):x}"
+        answer = Answer(id, asked.model, int(time.time()), chat, choices, bool(asked.return_token_ids))
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
-        reply = Reply(
-            exchange,
-            answer,
-            note,
-            self.metrics,
-            include_usage=usage,
-            keep_alive_s=self._settings.keep_alive_s,
-            keeps_text=self._settings.log_prompts,
-        )
+        settings = self._settings
+        reply = Reply(exchange, answer, note, self.metrics, usage, settings.keep_alive_s, settings.log_prompts)
         trace = self._trace(exchange, queue.name, chat)
         try:
             for request, choice in zip(requests, choices, strict=True):

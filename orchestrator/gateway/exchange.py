@@ -22,67 +22,36 @@ _STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.en
 _encode = msgspec.json.encode
 
 
-class Request:
+class Request(msgspec.Struct, eq=False):
     """What a client sent, whole."""
 
-    __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "received_at", "version")
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        query: str,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        version: str,
-        keep_alive: bool,
-        received_at: float,
-    ) -> None:
-        self.method = method
-        self.path = path  # percent signs and all, without the query
-        self.query = query
-        self.headers = headers  # names in lower case; of one that is given twice, the last
-        self.body = body
-        self.version = version  # "1.1" or "1.0"
-        self.keep_alive = keep_alive
-        self.received_at = received_at  # monotonic, of its last byte
+    method: str
+    path: str  # percent signs and all, without the query
+    query: str
+    headers: dict[bytes, bytes]  # names in lower case; of one that is given twice, the last
+    body: bytes
+    version: str  # "1.1" or "1.0"
+    keep_alive: bool
+    received_at: float  # monotonic, of its last byte
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """One request and its answer: ``respond`` once, or ``begin``, ``write`` and ``end``."""
 
-    __slots__ = (
-        "_chunked",
-        "_connection",
-        "_extra",
-        "began",
-        "code",
-        "ended",
-        "grant",
-        "id",
-        "key",
-        "note",
-        "on_gone",
-        "request",
-        "status",
-        "trace",
-    )
-
-    def __init__(self, request: Request, connection: HttpConnection, id: str) -> None:
-        self.request = request
-        self.id = id  # of the request, as the client named it
-        self.key: ApiKey | None = None
-        self.status = 0
-        self.began = False  # the head is written
-        self.ended = False
-        self.on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
-        self.trace: TraceHandle | None = None
-        self.note: Any = None  # what its handler has to tell of it
-        self.code: str | None = None  # of the error that it ended with
-        self.grant: Grant | None = None  # what its key was charged, to be settled at the end
-        self._connection = connection
-        self._extra: Headers = ()
-        self._chunked = False
+    request: Request
+    connection: HttpConnection
+    id: str  # of the request, as the client named it
+    key: ApiKey | None = None
+    status: int = 0
+    began: bool = False  # the head is written
+    ended: bool = False
+    on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
+    trace: TraceHandle | None = None
+    note: Any = None  # what its handler has to tell of it
+    code: str | None = None  # of the error that it ended with
+    grant: Grant | None = None  # what its key was charged, to be settled at the end
+    _extra: Headers = ()
+    _chunked: bool = False
 
     def respond(
         self, status: int, body: bytes | list[bytes], *, headers: Headers = (), content_type: bytes = JSON
@@ -92,19 +61,19 @@ class Exchange:
             return
         self.status = status
         request = self.request
-        parts = [_STATUS[status], self._connection.server.date]
+        parts = [_STATUS[status], self.connection.server.date]
         if body or status not in (204, 304):
             size = len(body) if isinstance(body, bytes) else sum(map(len, body))
             parts.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, size))
         self._head(parts, headers)
         if isinstance(body, list):
-            self._connection.write(b"".join(parts))
+            self.connection.write(b"".join(parts))
             if request.method != "HEAD":
-                self._connection.write_large(body)
+                self.connection.write_large(body)
         else:
             if request.method != "HEAD":
                 parts.append(body)
-            self._connection.write(b"".join(parts))
+            self.connection.write(b"".join(parts))
         self._finish()
 
     def fail(self, error: ApiError) -> None:
@@ -120,7 +89,7 @@ class Exchange:
         self.began = True
         self.status = status
         self._chunked = self.request.version == "1.1"
-        parts = [_STATUS[status], self._connection.server.date]
+        parts = [_STATUS[status], self.connection.server.date]
         if self._chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
         else:
@@ -128,12 +97,12 @@ class Exchange:
         self._head(parts, headers)
         if first:
             parts.append(b"%x\r\n%b\r\n" % (len(first), first) if self._chunked else first)
-        self._connection.write(b"".join(parts))
+        self.connection.write(b"".join(parts))
 
     def write(self, piece: bytes) -> None:
         """A further piece of a streamed answer, not empty."""
         if not self.ended:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+            self.connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
 
     def end(self, last: bytes = b"") -> None:
         """The end of a streamed answer."""
@@ -142,20 +111,16 @@ class Exchange:
         if self._chunked:
             last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
         if last:
-            self._connection.write(last)
+            self.connection.write(last)
         self._finish()
 
     def add_headers(self, headers: Headers) -> None:
         """Send these with the answer, whatever it will be."""
         self._extra = (*self._extra, *headers)
 
-    @property
-    def connection(self) -> HttpConnection:
-        return self._connection
-
     def count_for(self, key: str) -> int:
         """Count the connection as one of the key's; gives how many it has."""
-        return self._connection.count_for(key)
+        return self.connection.count_for(key)
 
     def gone(self) -> None:
         """The connection is lost; told to whoever works on the answer."""
@@ -177,4 +142,4 @@ class Exchange:
     def _finish(self) -> None:
         self.ended = True
         self.on_gone = None
-        self._connection.finished(self)
+        self.connection.finished(self)

@@ -46,6 +46,7 @@ REASONS = {
 }
 FINISHED = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
+FOLD_AT = 1000  # requests that are noted before they are counted
 CONTROLLER_AGE = "corewright_controller_age_seconds"
 
 
@@ -83,7 +84,9 @@ class ModelMetrics:
     __slots__ = (
         "_decode",
         "_e2e",
+        "_ends",
         "_first",
+        "_firsts",
         "_gap_counts",
         "_gap_sum",
         "_generated",
@@ -112,6 +115,9 @@ class ModelMetrics:
         self._prompt = Histogram(TOKENS)
         self._output = Histogram(TOKENS)
         self._reasons = dict.fromkeys(FINISHED, 0)
+        # What was noted since the last ``fold``, as `first_token` and `ended` have it.
+        self._firsts: list[tuple[float, float, float]] = []
+        self._ends: list[tuple[int, int, float, float]] = []
 
     def token(self, gap_s: float, count: int = 1) -> None:
         """``count`` tokens came ``gap_s`` after those before: each is taken to have come after its share of it.
@@ -129,24 +135,32 @@ class ModelMetrics:
     def first_token(self, ttft_s: float, queued_s: float, prefill_s: float) -> None:
         """The first step of a request: ``ttft_s`` after it came, ``queued_s`` of it in the queue, ``prefill_s`` in the
         replica."""
-        self._first.observe(ttft_s)
-        self._queued.observe(queued_s)
-        self._prefill.observe(prefill_s)
+        self._firsts.append((ttft_s, queued_s, prefill_s))
         self._generated += 1
 
     def ended(self, reason: str, prompt_tokens: int, completion_tokens: int, e2e_s: float, decode_s: float) -> None:
         """A request is over, for whatever reason: once for each. ``decode_s``: from its first token to its last."""
         self._reasons[REASONS.get(reason, "error")] += 1
-        self._e2e.observe(e2e_s)
+        self._ends.append((prompt_tokens, completion_tokens, e2e_s, decode_s))
+        if len(self._ends) >= FOLD_AT:
+            self.fold()
+
+    def fold(self) -> None:
+        """Counts what was noted since the last call: to be called before anything is read."""
+        firsts, self._firsts = self._firsts, []
+        ends, self._ends = self._ends, []
+        for histogram, values in zip(
+            (self._first, self._queued, self._prefill), zip(*firsts, strict=True), strict=False
+        ):
+            histogram.observe_all(values)
+        self._e2e.observe_all([e2e_s for _, _, e2e_s, _ in ends])
         if not self._has_replica:
-            return  # its prompt was never read
-        self._prompt_tokens += prompt_tokens
-        self._prompt.observe(prompt_tokens)
-        self._output.observe(completion_tokens)
-        if completion_tokens > 0:
-            self._decode.observe(decode_s)
-        if completion_tokens > 1:
-            self._per_output.observe(decode_s / (completion_tokens - 1))
+            return  # their prompts were never read
+        self._prompt_tokens += sum([prompt for prompt, _, _, _ in ends])
+        self._prompt.observe_all([prompt for prompt, _, _, _ in ends])
+        self._output.observe_all([output for _, output, _, _ in ends])
+        self._decode.observe_all([decode_s for _, output, _, decode_s in ends if output > 0])
+        self._per_output.observe_all([decode_s / (output - 1) for _, output, _, decode_s in ends if output > 1])
 
 
 class GatewayMetrics:
@@ -227,6 +241,8 @@ class GatewayMetrics:
 
     def _vllm(self) -> Iterable[MetricFamily]:
         items = self._models.items()
+        for model in self._models.values():
+            model.fold()
         prompt = {key: one._prompt_tokens for key, one in items}
         yield by_label("vllm:prompt_tokens", "counter", "Number of prefill tokens processed.", LABELS, prompt)
         generated = {key: one._generated for key, one in items}

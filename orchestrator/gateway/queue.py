@@ -18,7 +18,7 @@ from orchestrator.gateway.lines import Lines
 from orchestrator.gateway.link import ReplicaLink
 from orchestrator.gateway.links import Links
 from orchestrator.gateway.terms import Terms
-from orchestrator.gateway.ticket import Sink, Ticket
+from orchestrator.gateway.ticket import Sink, Ticket, ticket_for
 from orchestrator.gateway.tracing import TraceHandle
 from orchestrator.headroom import Headroom
 from orchestrator.lifecycle import ModelState
@@ -126,7 +126,7 @@ class ModelQueue:
         usable = self._links.usable
         if self._closed or not (usable or comes or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
-        ticket = Ticket(request, sink, self, terms)
+        ticket = ticket_for(request, sink, self, terms)
         ticket.tokenizer = routes.tokenizer
         ticket.known_as = known_as or request.id
         ticket.cold = not usable

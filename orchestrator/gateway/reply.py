@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from orchestrator.gateway import errors
 from orchestrator.gateway.answers import Answer, Choice, error_event
@@ -24,8 +25,7 @@ _REFUSED = (FinishReason.INVALID, FinishReason.ERROR)
 _WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events skip
 
 
-@dataclass(slots=True)
-class Note:
+class Note(msgspec.Struct, eq=False):
     """What log and metrics tell of a request that reached a model."""
 
     model: str
@@ -41,45 +41,33 @@ class Note:
     answer: str | None = None  # its text, where that is to be logged
 
 
-class Reply:
-    """``Sink`` of the tickets of one request, one for each choice."""
+class Reply(msgspec.Struct, eq=False):
+    """``Sink`` of the tickets of one request, one for each choice.
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        answer: Answer,
-        note: Note,
-        metrics: GatewayMetrics,
-        *,
-        include_usage: bool,
-        keep_alive_s: float,
-        keeps_text: bool = False,
-    ) -> None:
-        """While no token has come, a streaming client whose request waits gets a comment every ``keep_alive_s``: what
-        stands between it and us would take a silent connection for a dead one. ``keeps_text`` for a log that holds
-        answers."""
-        self._exchange = exchange
-        self._answer = answer
-        self._note = note
-        self._metrics = metrics
-        self._include_usage = include_usage
-        self._choices: dict[Ticket, Choice] = {}  # none once it is over: they know us, and we need not be collected
-        self._open: set[Ticket] = set()
-        self._keep_alive_s = keep_alive_s
-        self._keeps_text = keeps_text
-        self._opened = False  # the first event is written; before it there may be comments
-        self._reminder: asyncio.TimerHandle | None = None
-        exchange.note = note
-        exchange.on_gone = self._gone
+    While no token has come, a streaming client whose request waits gets a comment every ``keep_alive_s``: what stands
+    between it and us would take a silent connection for a dead one."""
+
+    exchange: Exchange
+    _answer: Answer
+    _note: Note
+    _metrics: GatewayMetrics
+    _include_usage: bool
+    _keep_alive_s: float
+    _keeps_text: bool = False  # for a log that holds answers
+    # Of each open ticket; none once it is over: they know us, and we need not be collected.
+    _choices: dict[Ticket, Choice] = msgspec.field(default_factory=dict)
+    _open: set[Ticket] = msgspec.field(default_factory=set)
+    _opened: bool = False  # the first event is written; before it there may be comments
+    _reminder: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.exchange.note = self._note
+        self.exchange.on_gone = self._gone
 
     def add(self, ticket: Ticket, choice: Choice) -> None:
         """One more choice; none has a token before all are added."""
         self._choices[ticket] = choice
         self._open.add(ticket)
-
-    @property
-    def exchange(self) -> Exchange:
-        return self._exchange
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -142,7 +130,7 @@ class Reply:
     # Inside
 
     def _remind(self) -> None:
-        exchange = self._exchange
+        exchange = self.exchange
         self._reminder = None
         if self._opened or exchange.ended:
             return
@@ -153,7 +141,7 @@ class Reply:
         self.waits()
 
     def _write(self, ticket: Ticket, now: float) -> None:
-        exchange, answer = self._exchange, self._answer
+        exchange, answer = self.exchange, self._answer
         opening = b""
         if not self._opened:
             opening = b"".join([answer.opening(choice) for choice in self._choices.values()])
@@ -176,7 +164,7 @@ class Reply:
 
     def _write_whole(self, ticket: Ticket, now: float) -> None:
         body = self._answer.whole([(choice, found.take()) for found, choice in self._choices.items()])
-        self._exchange.respond(200, body, headers=self._told(ticket, now))
+        self.exchange.respond(200, body, headers=self._told(ticket, now))
         self._choices = {}
 
     def _told(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
@@ -184,7 +172,7 @@ class Reply:
         note = self._note
         note.replica = ticket.link.route.id if ticket.link is not None else None
         note.queue_s = ticket.sent_at - ticket.arrived_at
-        note.overhead_s = (ticket.arrived_at - self._exchange.request.received_at) + (time.monotonic() - now)
+        note.overhead_s = (ticket.arrived_at - self.exchange.request.received_at) + (time.monotonic() - now)
         told = [
             (b"x-corewright-replica", (note.replica or "").encode()),
             (b"x-corewright-overhead-ms", b"%.3f" % (note.overhead_s * 1000)),
@@ -205,10 +193,11 @@ class Reply:
                 ticket.trace.first_token()
             ticket.began(now)
             self._note.replica = None if ticket.link is None else ticket.link.route.id
-            received_at = self._exchange.request.received_at
+            received_at = self.exchange.request.received_at
             metrics.first_token(now - received_at, ticket.sent_at - ticket.arrived_at, now - ticket.sent_at)
             new -= 1  # what came in the same read came at once
-        metrics.token(now - ticket.last_at, new)
+        if new:
+            metrics.token(now - ticket.last_at, new)
         ticket.counted = ticket.produced
         ticket.last_at = now
 
@@ -225,7 +214,7 @@ class Reply:
         decode_s = ticket.last_at - ticket.first_at
         if ticket.first_at and reason in ("stop", "length") and len(self._choices) == 1:
             self._note.prefill_s, self._note.decode_s = ticket.first_at - ticket.sent_at, decode_s
-        e2e_s = now - self._exchange.request.received_at
+        e2e_s = now - self.exchange.request.received_at
         metrics.ended(reason, len(ticket.request.prompt_ids), ticket.produced, e2e_s, decode_s)
 
     def _metrics_of(self, ticket: Ticket) -> ModelMetrics:
@@ -239,11 +228,11 @@ class Reply:
 
     def _fail(self, error: ApiError) -> None:
         self._end_all("abort")
-        if self._exchange.began:
-            self._exchange.code = error.code
-            self._exchange.end(error_event(error))
+        if self.exchange.began:
+            self.exchange.code = error.code
+            self.exchange.end(error_event(error))
         else:
-            self._exchange.fail(error)
+            self.exchange.fail(error)
 
     def _gone(self) -> None:
         self._end_all("abort")

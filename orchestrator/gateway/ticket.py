@@ -59,89 +59,48 @@ class Owner(Protocol):
 _PLAIN = Terms()
 
 
-class Ticket:
-    """``orchestrator.waiting.Waiting`` while it is in its queue.
+class Ticket(msgspec.Struct, eq=False):
+    """``orchestrator.waiting.Waiting`` while it is in its queue. Made by ``ticket_for``.
 
     Events that its sink has not taken may still be thrown away, and the request sent to another replica; once one is
     taken, the request stands or falls with its replica. All times are monotonic seconds, 0 before they have come."""
 
-    __slots__ = (
-        "_owner",
-        "_taken",
-        "affinity",
-        "arrived_at",
-        "canary",
-        "carried",
-        "chain",
-        "charged",
-        "cold",
-        "counted",
-        "deadline",
-        "decision",
-        "events",
-        "first_at",
-        "frame",
-        "held_since",
-        "known_as",
-        "last_at",
-        "left",
-        "link",
-        "metrics",
-        "over",
-        "priority",
-        "produced",
-        "request",
-        "retries",
-        "sent_at",
-        "sink",
-        "size",
-        "tenant",
-        "terms",
-        "timer",
-        "tokenizer",
-        "tokens",
-        "touched",
-        "trace",
-    )
-
-    def __init__(self, request: GenerateRequest, sink: Sink, owner: Owner, terms: Terms = _PLAIN) -> None:
-        """Raises ApiError for a request that no frame can hold."""
-        self.request = request
-        self.sink = sink
-        self.frame = _framed(request)
-        self.arrived_at = time.monotonic()
-        self.terms = terms
-        self.tenant = terms.tenant
-        self.priority = terms.priority
-        self.deadline = terms.deadline  # in the queue
-        self.size = len(self.frame)  # bytes
-        self.tokens = len(request.prompt_ids)
-        self.timer: asyncio.TimerHandle | None = None  # of its deadline in the queue
-        self.cold = False  # no replica was ready when it came
-        self.held_since: float | None = None  # monotonic; it waits for a replica since then, at most so long
-        self.charged = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt was
-        self.carried = -1  # of ``charged``, what was charged to lines that are no more
-        self.chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
-        self.affinity = ""  # why its replica was taken before others: session or prefix
-        self.decision: RoutingDecision | None = None  # where somebody wants to know
-        self.sent_at = 0.0
-        self.first_at = 0.0
-        self.last_at = 0.0
-        self.produced = 0  # tokens that have come
-        self.counted = 0  # of these, those that the metrics know of
-        self.metrics: ModelMetrics | None = None  # from the first token on
-        self.retries = 0
-        self.link: ReplicaLink | None = None
-        self.known_as = ""  # to its client and in the log, where ``id`` is the replica's
-        self.tokenizer = ""  # that its prompt was read with
-        self.canary = False  # it goes to the version that is being tried
-        self.left = False  # nobody waits for it any more
-        self.over = False  # it is in no line and no slot any more, or was never counted
-        self.events: list[TokenEvent] = []
-        self.trace: TraceHandle | None = None
-        self.touched = False  # its sink is to be told of events
-        self._owner = owner
-        self._taken = False
+    request: GenerateRequest
+    sink: Sink
+    _owner: Owner
+    terms: Terms
+    frame: bytes
+    arrived_at: float
+    tenant: str
+    priority: int
+    deadline: float | None  # in the queue
+    size: int  # bytes
+    tokens: int
+    timer: asyncio.TimerHandle | None = None  # of its deadline in the queue
+    cold: bool = False  # no replica was ready when it came
+    held_since: float | None = None  # monotonic; it waits for a replica since then, at most so long
+    charged: int = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt was
+    carried: int = -1  # of ``charged``, what was charged to lines that are no more
+    chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
+    affinity: str = ""  # why its replica was taken before others: session or prefix
+    decision: RoutingDecision | None = None  # where somebody wants to know
+    sent_at: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    produced: int = 0  # tokens that have come
+    counted: int = 0  # of these, those that the metrics know of
+    metrics: ModelMetrics | None = None  # from the first token on
+    retries: int = 0
+    link: ReplicaLink | None = None
+    known_as: str = ""  # to its client and in the log, where ``id`` is the replica's
+    tokenizer: str = ""  # that its prompt was read with
+    canary: bool = False  # it goes to the version that is being tried
+    left: bool = False  # nobody waits for it any more
+    over: bool = False  # it is in no line and no slot any more, or was never counted
+    events: list[TokenEvent] = []
+    trace: TraceHandle | None = None
+    touched: bool = False  # its sink is to be told of events
+    _taken: bool = False
 
     @property
     def id(self) -> str:
@@ -215,6 +174,14 @@ class Ticket:
         self._taken = True
         events, self.events = self.events, []
         return events
+
+
+def ticket_for(request: GenerateRequest, sink: Sink, owner: Owner, terms: Terms = _PLAIN) -> Ticket:
+    """Returns the ticket of a request that arrives now. Raises ApiError for a request that no frame can hold."""
+    frame, now = _framed(request), time.monotonic()
+    tenant, priority, deadline = terms.tenant, terms.priority, terms.deadline
+    size, tokens = len(frame), len(request.prompt_ids)
+    return Ticket(request, sink, owner, terms, frame, now, tenant, priority, deadline, size, tokens)
 
 
 def _framed(request: GenerateRequest) -> bytes:
