@@ -89,7 +89,8 @@ class Gateway:
         self._settings = settings
         self._id = uuid.uuid4().hex[:8]
         self._created = int(time.time())
-        self._numbers = itertools.count()
+        self._request_ids = map(f"{self._id}-%d".__mod__, itertools.count())
+        self._answer_ids = map(f"-{self._id}%x".__mod__, itertools.count())
         self.queues: dict[str, ModelQueue] = {}
         self._names: dict[str, ModelQueue] = {}  # aliases among them
         self._tokenizers = TokenizerShelf()
@@ -587,20 +588,18 @@ class Gateway:
             return  # its client has gone meanwhile
         prompts, echoes, parser = read
         chat = isinstance(asked, protocol.ChatRequest)
-        numbers = self._numbers
-        names = (f"{self._id}-{number}" for number in numbers)
         copies = asked.n or 1
-        requests = self._requests(queue, asked, prompts, names)
+        requests = self._requests(queue, asked, prompts, self._request_ids)
         terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
         self._charge(exchange, asked, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
-        id = f"{'chatcmpl' if chat else 'cmpl'}-{self._id}{next(numbers):x}"
+        id = ("chatcmpl" if chat else "cmpl") + next(self._answer_ids)
         answer = Answer(id, asked.model, int(time.time()), chat, choices, bool(asked.return_token_ids))
         usage = asked.stream_options is not None and asked.stream_options.include_usage
         note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
         settings = self._settings
         reply = Reply(exchange, answer, note, self.metrics, usage, settings.keep_alive_s, settings.log_prompts)
-        trace = self._trace(exchange, queue.name, chat)
+        trace = None if self._tracing is None else self._trace(self._tracing, exchange, queue.name, chat)
         try:
             for request, choice in zip(requests, choices, strict=True):
                 if parser is not None:
@@ -628,11 +627,9 @@ class Gateway:
         finally:
             exchange.add_headers(self._limits.headers(key, now))
 
-    def _trace(self, exchange: Exchange, model: str, chat: bool) -> TraceHandle | None:
-        if self._tracing is None:
-            return None
+    def _trace(self, tracing: Tracing, exchange: Exchange, model: str, chat: bool) -> TraceHandle | None:
         operation = "chat" if chat else "text_completion"
-        exchange.trace = self._tracing.start(exchange.request.headers, model, operation, exchange.id)
+        exchange.trace = tracing.start(exchange.request.headers, model, operation, exchange.id)
         return exchange.trace
 
 

@@ -131,7 +131,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _head(self, parts: list[bytes], headers: Headers) -> None:
         parts.append(b"x-request-id: %b\r\n" % self.id.encode())
-        for name, value in (*headers, *self._extra):
+        for name, value in (*headers, *self._extra) if self._extra else headers:
             parts.append(b"%b: %b\r\n" % (name, value))
         if not self.request.keep_alive:
             parts.append(b"connection: close\r\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +31,7 @@ class Limits:
         """No longer prompts than that, which the gateway's settings allow."""
         return self if max_prompt is None else replace(self, max_prompt=min(max_prompt, self.max_prompt))
 
-    @property
+    @cached_property
     def longest_prompt(self) -> int:
         """Tokens."""
         return min(self.max_prompt, self.max_len)

@@ -70,12 +70,9 @@ class HttpServer:
         self.per_key: Counter[str] = Counter()
         self.date = b""
         self.closing = False
-        self._numbers = itertools.count(1)
-        self._prefix = f"{time.time_ns():x}"[-10:]
+        prefix = f"{time.time_ns():x}"[-10:]
+        self.new_id: Callable[[], str] = map(f"{prefix}-%x".__mod__, itertools.count(1)).__next__
         self.sweep(time.monotonic())
-
-    def new_id(self) -> str:
-        return f"{self._prefix}-{next(self._numbers):x}"
 
     def sweep(self, now: float) -> None:
         """End what is past its deadline. To be called a few times a second."""

@@ -227,7 +227,7 @@ class ReplicaLink(asyncio.Protocol):
 
     def _measure(self, ticket: Ticket, now: float) -> None:
         """It is over: learn from it."""
-        if ticket.first_at:
+        if ticket.produced > 1 and ticket.first_at:
             self._pace.ended(now - ticket.first_at, ticket.produced - 1)
         if not self._live:
             self.stepped_at = NEVER

@@ -14,11 +14,13 @@ class TokenizerShelf:
 
     def __init__(self) -> None:
         self._loading: dict[tuple[bool, str | None, str], asyncio.Task[Tokenizer]] = {}
+        self._loaded: dict[tuple[bool, str | None, str], Tokenizer] = {}  # of these, those that have been used
 
     def keep(self, wanted: set[tuple[bool, str | None, str]]) -> None:
         """Forget the others."""
         for key in self._loading.keys() - wanted:
             del self._loading[key]
+            self._loaded.pop(key, None)
 
     def fetch(self, engine: str, source: str | None, key: str = "") -> asyncio.Task[Tokenizer]:
         """Begin to load it, unless that has begun; a load that failed is begun again. ``key`` is another one when the
@@ -32,10 +34,14 @@ class TokenizerShelf:
 
     def loaded(self, engine: str, source: str | None, key: str = "") -> Tokenizer | None:
         """The tokenizer, if it is there."""
-        task = self._loading.get((engine == "echo", source, key))
-        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
-            return None
-        return task.result()
+        shelf = (engine == "echo", source, key)
+        tokenizer = self._loaded.get(shelf)
+        if tokenizer is None:
+            task = self._loading.get(shelf)
+            if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+                return None
+            tokenizer = self._loaded[shelf] = task.result()
+        return tokenizer
 
     async def get(self, engine: str, source: str | None, key: str = "") -> Tokenizer:
         """The tokenizer, once it is loaded. Raises ApiError 503 with the cause when it cannot be."""

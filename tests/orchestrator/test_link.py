@@ -11,7 +11,7 @@ import pytest
 import workers
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.link import ReplicaLink
-from orchestrator.gateway.ticket import Ticket
+from orchestrator.gateway.ticket import Ticket, ticket_for
 from orchestrator.routes import Route
 from orchestrator.version import corewright_version
 from workers.requests import FinishReason, GenerateRequest, TokenEvent
@@ -84,7 +84,7 @@ def test_a_replica_that_has_refused_a_request_gets_no_other_one() -> None:
     welcome = Welcome(version=corewright_version(), package=OWN, slots=2, max_len=64, max_prompt=64, vocab_size=257)
     link.data_received(encode(welcome))
     assert link.free_slots == 2
-    ticket = Ticket(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
+    ticket = ticket_for(GenerateRequest(id="r", prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
     link.send(ticket)
     assert link.free_slots == 1
 
@@ -113,7 +113,7 @@ def opened(written: Written, on_busy: Callable[[Ticket], None] = lambda _: None)
 
 
 def ticket_of(id: str) -> Ticket:
-    return Ticket(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
+    return ticket_for(GenerateRequest(id=id, prompt_ids=[1], max_tokens=1), Unread(), Nowhere())
 
 
 def test_requests_for_which_there_was_no_slot_keep_their_order() -> None:
@@ -161,7 +161,7 @@ class Failing(Unread):
 def test_an_answer_that_cannot_be_written_ends_alone() -> None:
     """Its client gets an error at once; the connection that all share goes on."""
     link, sink = opened(Written()), Failing()
-    link.send(Ticket(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, Nowhere()))
+    link.send(ticket_for(GenerateRequest(id="bad", prompt_ids=[1], max_tokens=2), sink, Nowhere()))
     good = ticket_of("good")
     link.send(good)
 

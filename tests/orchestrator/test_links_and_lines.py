@@ -15,7 +15,7 @@ from orchestrator.gateway.link import ReplicaLink
 from orchestrator.gateway.links import Links
 from orchestrator.gateway.queue import ModelQueue
 from orchestrator.gateway.terms import Terms
-from orchestrator.gateway.ticket import Ticket
+from orchestrator.gateway.ticket import Ticket, ticket_for
 from orchestrator.lifecycle import ModelState
 from orchestrator.routes import ModelRoutes, Route
 from tests.orchestrator.gateways import routes
@@ -116,17 +116,16 @@ class Nobody:
 
 
 def ticket(tenant: str) -> Ticket:
-    return Ticket(GenerateRequest(id="r", prompt_ids=[1] * 50, max_tokens=200), Nobody(), Nobody(), Terms(tenant))
+    return ticket_for(GenerateRequest(id="r", prompt_ids=[1] * 50, max_tokens=200), Nobody(), Nobody(), Terms(tenant))
 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_what_lines_that_are_no_more_were_charged_is_not_taken_back_from_new_ones(lost: bool) -> None:
     """Else its tenant would begin there with a head start that it has not earned."""
     lines = Lines(WITH)
-    for tenant in ("a", "b"):
-        lines.weigh(tenant, 1.0)
     live = ticket("a")
-    lines.draw(live)
+    for entered in (live, ticket("b")):
+        lines.enter(entered)
     lines.sent(live)
     live.produced = 100
     lines.charge(live)
