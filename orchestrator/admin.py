@@ -493,9 +493,7 @@ class AdminApi:
         if not key.may("admin"):
             log.warning("the key %s %s, which has no scope admin, asked for %s", key.id, key.name, path)
             hint = "corewright keys create NAME --scope admin"
-            raise _Error(
-                403, code="key-without-admin", message=f"the key {key.name} may not change the fleet", hint=hint
-            )
+            raise _of_failed(Refused("key-without-admin", f"the key {key.name} may not change the fleet", hint), 403)
         return key
 
     async def _answer(
@@ -577,14 +575,19 @@ def _refuse_barred(what: SpecText, settings: FleetSettings) -> None:
         raise Refused("spec-invalid", message, hint, status=422, problems=problems)
 
 
+def _of_failed(failed: Failed, status: int) -> ApiError:
+    problem = failed.problem
+    problems = failed.problems if isinstance(failed, Refused) else ()
+    return _Error(status, code=problem.id, message=problem.what, hint=problem.hint, problems=problems)
+
+
 def _of_error(route: AdminRoute, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Refused):
+        return _of_failed(error, error.status)
     if isinstance(error, Failed):
-        problem = error.problem
-        status = error.status if isinstance(error, Refused) else 507 if problem.id == "audit-unwritable" else 500
-        problems = error.problems if isinstance(error, Refused) else ()
-        return _Error(status, code=problem.id, message=problem.what, hint=problem.hint, problems=problems)
+        return _of_failed(error, 507 if error.problem.id == "audit-unwritable" else 500)
     log.error("%s %s failed", route.method, route.path, exc_info=error)  # a bug must not look like an API that is gone
     return _Error(500, code="internal_error", message="The controller failed; its log says more.")
 
