@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from orchestrator.apart import Ended, apart
 from orchestrator.audit import Audit, AuditLine, caller
 from orchestrator.awake import LATE_S
 from orchestrator.failure import Failed
@@ -46,6 +47,7 @@ CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 CONTROLLER_RETRY_S = 0.2
 CONTROLLER_THERE_S = 5.0  # whoever has kept a call for so long was there: without a controller it fails at once
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
+READY, TOLD, GONE = b"r", b"t", b"g"  # marks of the child: it was ready, has reported its end, has left nothing
 READY_POLL_S = 0.5  # between looks at whether a signal has come
 
 
@@ -82,7 +84,11 @@ def watched(work: Callable[[], None], ended: Callable[[Failed], None]) -> None:
         ended(failure)
     except Exception as error:
         log.exception("a thread of `up` has failed")
-        ended(Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug: the log has more"))
+        ended(_unforeseen(error))
+
+
+def _unforeseen(error: Exception) -> Failed:
+    return Failed("up-failed", f"{type(error).__name__}: {error}", "this is a bug: the log has more")
 
 
 class Daemon:
@@ -109,6 +115,8 @@ class Daemon:
         self._instance = instance
         self._tell = tell
         self._fleet = secrets.token_hex(8)
+        self._pid = os.getpid()
+        self._mark: Callable[[bytes], None] = lambda mark: None
         self._asked: queue.SimpleQueue[str | Failed] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._seen = 0  # version of the status that was told last
@@ -123,7 +131,9 @@ class Daemon:
     def run(self, on_ready: Callable[[FleetRecord], None]) -> int:
         """Start the fleet, call ``on_ready`` once, and stay until a signal or `down`. Must run on the main thread.
 
-        Gives the exit code. Raises Failed when the fleet cannot start.
+        The fleet runs in a child process (`apart`), and so does ``on_ready``. Gives the exit code; what ends the fleet
+        is told there and in the audit log, by this process if the child could not. Raises Failed when nothing was
+        started.
         """
         _check_host_root()
         self._home.prepare()
@@ -142,12 +152,39 @@ class Daemon:
         written: AuditLine | None = self._audit.asked("up", "up", self._told_to_audit(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen_to_signals()
+        try:
+            ended = apart(functools.partial(self._live, written, on_ready), SIGNALS)
+            if TOLD not in ended.marks:
+                self._tell_of_death(ended, None if READY in ended.marks else written)
+            if GONE not in ended.marks:
+                self._end_everything()
+            return ended.code if TOLD in ended.marks and ended.code >= 0 else 1
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            os.close(lock)
+
+    def _tell_of_death(self, ended: Ended, written: AuditLine | None) -> None:
+        """Report for a child that ended without a word."""
+        how = f"exit code {ended.code}" if ended.code >= 0 else signal.Signals(-ended.code).name
+        what = f"the process that owns Ray ended without a word ({how}): Ray ends it when its raylet is gone"
+        failed = Failed("up-died", what, f"see {self._home.logs / 'daemon.log'}, and Ray's logs under {self._home.ray}")
+        self._audit_end(written, failed.problem.id)
+        log.error("%s", failed)
+        self._tell(render([failed.problem]).rstrip("\n"))
+
+    def _live(
+        self, written: AuditLine | None, on_ready: Callable[[FleetRecord], None], mark: Callable[[bytes], None]
+    ) -> int:
+        """The fleet, from its start to its end, in the child. Gives the exit code."""
+        self._mark = mark
         outcome = "failed"
         try:
             record = self._start()
             self._wait_ready()
             self._audit_end(written, "ready")
             written = None
+            mark(READY)
             on_ready(record)
             self._in_background(self._narrate)
             if self._options.watch:
@@ -162,16 +199,22 @@ class Daemon:
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
             self._tell(f"{reason}: ended before the fleet was ready")
             return 1
+        except Exception as error:
+            if not isinstance(error, Failed):
+                log.exception("`up` has failed")
+            failed = error if isinstance(error, Failed) else _unforeseen(error)
+            outcome = failed.problem.id
+            self._tell(render([failed.problem]).rstrip("\n"))
+            return 1
         finally:
+            self._audit_end(written, outcome)  # before Ray is shut down, which may end this process
+            mark(TOLD)
             try:
                 self._take_down()
             finally:
                 self._end_everything()
-                self._audit_end(written, outcome)
+                mark(GONE)
                 self._tell("stopped")
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
-                os.close(lock)
 
     def _told_to_audit(self) -> dict[str, Any]:
         text, file, base_dir = self._spec
@@ -227,7 +270,7 @@ class Daemon:
 
     def _new_record(self, admin_port: int) -> FleetRecord:
         gateway = self._options.gateway
-        started = this_host.process_start(os.getpid())
+        started = this_host.process_start(self._pid)
         assert started is not None
         return FleetRecord(
             fleet=self._fleet,
@@ -238,7 +281,7 @@ class Daemon:
             token=secrets.token_urlsafe(32),
             dashboard_url=None,
             ray_address="",
-            pid=os.getpid(),
+            pid=self._pid,
             started=started,
             version=corewright_version(),
         )
@@ -283,7 +326,7 @@ class Daemon:
             cpus=cpus,
             instance=self._instance,
             drain_s=self._options.drain_s,
-            daemon_pid=os.getpid(),
+            daemon_pid=self._pid,
             config=self._options.config,
             log_format=self._options.gateway.log_format,
             allowed_sources=self._options.allowed_sources,
@@ -415,7 +458,9 @@ class Daemon:
         def asked(number: int, _: FrameType | None) -> None:
             if self._asking:
                 self._tell("ending at once")
+                self._mark(TOLD)
                 self._end_everything()
+                self._mark(GONE)
                 os._exit(1)
             self._asking = True
             self._asked.put(signal.Signals(number).name)

@@ -20,11 +20,13 @@ NODES_STOP_S = 2.5  # for all further nodes together: a second to end in order, 
 OBJECT_STORE_BYTES = 100 * 2**20  # tokens go over sockets: Ray's store stays all but empty
 HOST_LABEL = "corewright-host"  # of a Ray node: which of our hosts it stands for
 
-# Health checks that find a dead host in seconds; at Ray's defaults it takes 13 s, and 65 s for a frozen one.
-_HEALTH_CHECKS = {
+# All nodes are on one machine. A raylet that is dead refuses the connection: its host is lost after three of these, in
+# 3 s. One that does not answer, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: the
+# fleet would end with it.
+HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 1000,
+    "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 3,
 }
 
@@ -69,7 +71,7 @@ def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[s
             logging_level="error",
             _temp_dir=str(folder),
             _node_ip_address="127.0.0.1",
-            _system_config=_HEALTH_CHECKS,
+            _system_config=HEALTH_CHECKS,
         )
     return dict(context.address_info)
 

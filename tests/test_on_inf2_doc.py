@@ -58,6 +58,7 @@ def test_the_unit_gives_a_fleet_the_time_to_end() -> None:
     """SIGTERM to `up` alone, and no kill before the drain and the end are over."""
     service = unit()["Service"]
     assert (service["KillSignal"], service["KillMode"]) == ("SIGTERM", "mixed")
+    assert (service["Restart"], service["OOMPolicy"]) == ("on-failure", "continue")  # `down` ends with exit code 0
     assert float(service["TimeoutStopSec"]) >= DRAIN_S + END_S
 
 
@@ -68,6 +69,7 @@ def test_the_unit_starts_up_in_a_home_that_systemd_makes() -> None:
     up = get_command(cli.app).commands["up"]  # type: ignore[attr-defined]
 
     assert f"Environment=COREWRIGHT_HOME=/var/lib/{service['StateDirectory']}\n" in UNIT.read_text()
+    assert f"Environment=XDG_RUNTIME_DIR=%t/{service['RuntimeDirectory']}\n" in UNIT.read_text()
     assert (Path(command[0]).name, command[1]) == ("corewright", "up")
     assert up.make_context("up", command[2:]).params["spec"] == "/etc/corewright/fleet.yaml"
     assert service["Environment"].startswith(f"PATH={Path(command[0]).parent}:")

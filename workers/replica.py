@@ -210,7 +210,7 @@ class Replica:
         self._batcher.submit(
             GenerateRequest(id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True)
         )
-        if not self._probed.wait(PROBE_DEADLINE_S):
+        if not any(self._probed.wait(1.0) for _ in range(int(PROBE_DEADLINE_S))):  # a pause is one of these seconds
             raise EngineLoadError("probe-failed", f"no answer to a first generation within {PROBE_DEADLINE_S:.0f} s")
         if self._probe_error is not None:
             raise EngineLoadError("probe-failed", f"the first generation failed: {self._probe_error}")

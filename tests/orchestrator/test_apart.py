@@ -1,0 +1,177 @@
+"""The process of `up` that owns Ray may end without a word: its parent has its signals, its marks and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator import daemon as daemon_module
+from orchestrator.apart import Ended
+from orchestrator.audit import Audit
+from orchestrator.daemon import GONE, READY, TOLD, Daemon, UpOptions
+from orchestrator.failure import Failed
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.home import Home
+from orchestrator.ports import free_port
+from orchestrator.ray_nodes import HEALTH_CHECKS
+
+SCRIPT = """
+import os, signal, sys, time
+from orchestrator.apart import apart
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+got = []
+for number in SIGNALS:
+    signal.signal(number, lambda number, _: got.append(number))
+
+def work(mark):
+    mark(b"a")
+    print("child", os.getpid(), flush=True)
+    {work}
+
+print(apart(work, SIGNALS), os.getpid(), flush=True)
+"""
+WAIT = "deadline = time.monotonic() + 20\n    while not got and time.monotonic() < deadline: time.sleep(0.01)\n    "
+
+
+def started(work: str) -> tuple[subprocess.Popen[str], int]:
+    """The parent's process, and the child's pid."""
+    command = [sys.executable, "-c", SCRIPT.replace("{work}", work)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("work", "ended"),
+    [
+        ("mark(b'b'); return 3", "Ended(marks=b'ab', code=3)"),
+        ("os._exit(1)", "Ended(marks=b'a', code=1)"),
+        ("raise ValueError", "Ended(marks=b'a', code=1)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Ended(marks=b'a', code=-9)"),
+        # somebody that the child has started lives on, and holds what it has inherited
+        ("os.fork() or time.sleep(1); return 0", "Ended(marks=b'a', code=0)"),
+    ],
+)
+def test_the_parent_hears_how_the_child_has_ended(work: str, ended: str) -> None:
+    """In every way that a process can end."""
+    process, child = started(work)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line == f"{ended} {process.pid}\n"
+    assert child != process.pid
+    process.wait(10)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("group", [False, True])
+def test_a_signal_reaches_the_child_once(number: signal.Signals, group: bool) -> None:
+    """Whether it comes to the process alone or, as Ctrl-C, to all in its process group."""
+    process, _ = started(f"{WAIT}time.sleep(0.2); return 10 * len(got) + (got[0] == {int(number)})")
+    if group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert out.startswith("Ended(marks=b'a', code=11)")
+
+
+def test_the_child_does_not_outlive_the_parent() -> None:
+    """A SIGKILL of the parent ends it, and Ray with it."""
+    process, child = started(f"{WAIT}return 0")
+    living = psutil.Process(child)
+    process.kill()
+    process.communicate()
+    assert living.wait(10) is None or not living.is_running()
+
+
+# What `up` makes of it
+
+
+@pytest.fixture
+def daemon(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Daemon:
+    home = Home(tmp_path / "home")
+    home.prepare()
+    settings = GatewaySettings(host="127.0.0.1", port=free_port(), home=str(home.path))
+    said: list[str] = []
+    made = Daemon(home, UpOptions(settings), ("version: 1", "f.yaml", "/"), "f", (), None, said.append)
+    made.said = said  # type: ignore[attr-defined]
+    return made
+
+
+def ends(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ended: Ended) -> int:
+    """Have its child leave a record of the fleet, and end like that."""
+
+    def child(work: Any, signals: Any) -> Ended:
+        record = daemon._new_record(1)
+        daemon._home.write_record(record)
+        return ended
+
+    monkeypatch.setattr(daemon_module, "apart", child)
+    return daemon.run(lambda record: None)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize(("code", "how"), [(1, "exit code 1"), (-9, "SIGKILL"), (0, "exit code 0")])
+def test_an_end_without_a_word_is_told_and_leaves_nothing(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ready: bool, code: int, how: str
+) -> None:
+    """On the terminal, in the audit log, and as an exit code that has systemd start it again."""
+    assert ends(daemon, monkeypatch, Ended(READY if ready else b"", code)) == 1
+    assert any("error: up-died: " in line and how in line for line in daemon.said)  # type: ignore[attr-defined]
+    last = Audit(daemon._home.audit).entries(10)[-1]
+    told = last.arguments.get("reason") if ready else last.status
+    assert (last.action, told) == ("end" if ready else "up", "up-died")
+    assert not daemon._home.record_file.exists()
+
+
+@pytest.mark.parametrize(("code", "given"), [(0, 0), (1, 1), (-9, 1)])
+def test_an_end_that_the_child_has_reported_is_told_once(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, code: int, given: int
+) -> None:
+    """Ray may end it while Ray is shut down; what is left is removed then too."""
+    marks = READY + TOLD + (GONE if code >= 0 else b"")
+    assert ends(daemon, monkeypatch, Ended(marks, code)) == given
+    assert daemon.said == []  # type: ignore[attr-defined]
+    assert [entry.action for entry in Audit(daemon._home.audit).entries(10)] == ["up"]
+    assert daemon._home.record_file.exists() is (code >= 0)  # which a child that left nothing has removed
+
+
+def test_a_failure_is_told_and_audited_before_ray_is_shut_down(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own end of the process must not swallow it."""
+
+    class Swallowed(BaseException):
+        pass
+
+    def fails() -> None:
+        raise Failed("controller-failed", "the controller does not come back", "see controller.log")
+
+    def shut_down() -> None:
+        raise Swallowed
+
+    written = Audit(daemon._home.audit).asked("up", "up", {}, by="me")
+    monkeypatch.setattr(daemon, "_start", fails)
+    monkeypatch.setattr(daemon, "_take_down", shut_down)
+    monkeypatch.setattr(daemon, "_end_everything", lambda: None)
+    marks: list[bytes] = []
+    with pytest.raises(Swallowed):
+        daemon._live(written, lambda record: None, marks.append)
+    assert "error: controller-failed: the controller does not come back" in daemon.said[0]  # type: ignore[attr-defined]
+    assert Audit(daemon._home.audit).entries(1)[0].status == "controller-failed"
+    assert marks[0] == TOLD
+
+
+def test_a_raylet_may_stall_for_half_a_minute() -> None:
+    """All nodes are on one machine, where a stall is no lost host. The least time is that of the timeouts."""
+    checks, timeout_ms = HEALTH_CHECKS["health_check_failure_threshold"], HEALTH_CHECKS["health_check_timeout_ms"]
+    least_ms = checks * timeout_ms + (checks - 1) * HEALTH_CHECKS["health_check_period_ms"]
+    assert least_ms >= 30_000
+    assert HEALTH_CHECKS["health_check_period_ms"] * checks <= 5_000  # a dead one refuses at once
