@@ -283,6 +283,26 @@ def test_lengths_are_not_judged_by_a_max_len_that_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ("quantize: int8, engine_options: {quantized_checkpoints_path: ./q}", []),
+        ("quantize: fp8, engine_options: {quantization_dtype: f8e5m2}", []),
+        ("quantize: fp8, engine_options: {quantization_dtype: f8e4m3, quantized_checkpoints_path: /q}", []),
+        ("engine_options: {quantized_checkpoints_path: ./q}", ["setting-unsupported"]),
+        ("engine_options: {quantization_dtype: f8e4m3}", ["setting-unsupported"]),
+        ("quantize: int8, engine_options: {quantization_dtype: f8e5m2}", ["unknown-value"]),
+        ("quantize: int8, engine_options: {quantized_checkpoints_path: s3://b/q}", ["bad-source"]),
+        ("quantize: int8, engine_options: {quantized_checkpoints_path: q}", ["bad-source"]),
+        ("quantize: int8, engine_options: {quantized_checkpoints_path: 7}", ["wrong-type"]),
+    ],
+)
+def test_a_quantized_checkpoint_goes_with_quantize(fields: str, told: list[str]) -> None:
+    """It is a folder of the host, and its type is one that ``quantize`` has."""
+    text = fields.replace(", engine_options", "\n    engine_options")
+    assert [problem.id for problem in found(f"{text}\n    engine: {NXD}")] == told
+
+
+@pytest.mark.parametrize(
     ("compiler", "told"),
     [
         ("{optlevel: 1, flags: --enable-saturate-infinity}", []),

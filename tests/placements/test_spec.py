@@ -276,3 +276,13 @@ def test_the_json_schema_agrees_with_the_parser(document: dict[str, object], val
 
     by_schema = jsonschema.Draft202012Validator(json_schema()).is_valid(document)
     assert (by_schema, parse(json.dumps(document)).ok) == (valid, valid)
+
+
+def test_the_folder_of_a_quantized_checkpoint_is_relative_to_the_spec() -> None:
+    """Like the source; the options as they are written stay."""
+    options = {"quantized_checkpoints_path": "../q", "vocab_parallel": True}
+    told = ModelSpec(name="m", source="./m", base_dir="/specs", engine_options=options)
+    assert told.given_options == {"quantized_checkpoints_path": "/specs/../q", "vocab_parallel": True}
+    assert told.engine_options == options
+    other = told.model_copy(update={"base_dir": "/elsewhere"})
+    assert other.started_with != told.started_with

@@ -137,6 +137,22 @@ def test_what_was_compiled_elsewhere_is_loaded(
     assert not given.compiled.exists()
 
 
+@pytest.mark.parametrize("version", ["0.7", "0.8", "0.9"])
+def test_a_compiled_source_with_an_fp8_cache_is_loaded(
+    version: str, nxd: Neuron, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the package does not read back the kv_quant_config that it wrote; without fp8 it is refused."""
+    monkeypatch.setenv("NEURON_DOUBLE_NXDI_VERSION", version)
+    for name in ("XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
+        monkeypatch.setenv(name, "1")
+    given = Folder(tmp_path, checkpoint("llama"), quantize_kv="fp8")
+    assert (foreseen(given.config()), given.predicted().outcome) == (None, "hit")
+    model = given.opened()._model
+    plain = 2 * 2 * model.config.num_key_value_heads * model.config.head_dim * 4 * nxdi_traffic.MAX_LEN
+    assert model._kv_bytes(model.config) == plain
+    assert "quantize_kv (kv_cache_quant): needs False, there is True" in given.refused(quantize_kv=None).what
+
+
 def test_compiling_ahead_finds_nothing_to_do(llama: Folder) -> None:
     """`corewright compile` of such a model."""
     built = compile_all(llama.config(), lambda _: None)
