@@ -18,7 +18,7 @@ from orchestrator.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.test_gateways_two import all_stand_by
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(500)]
 
 SPEC = """\
 version: 1
