@@ -346,9 +346,10 @@ class Controller:
         self._listen(target.id, epoch, self._start_and_follow(target.id, config))
 
     def _config_of(self, target: Target) -> ReplicaConfig:
-        """What a replica of the current revision is told, but for its epoch and its socket."""
+        """What a replica that is placed anew is told, but for its epoch and its socket."""
         assert target.placement is not None
-        return replica_config(self.state.current, target.placement, self._home, self.settings)
+        generation = self.state.generation_of(target.model, target.version)
+        return replica_config(generation, target.placement, self._home, self.settings)
 
     def _socket(self, target: Target, epoch: int) -> Path:
         """Short, since names may be long."""

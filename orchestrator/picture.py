@@ -163,7 +163,7 @@ def _model_rollout(state: FleetState, model: ModelSpec, told: str) -> dict[str, 
     way = state.ways.get(model.name)
     if told == "complete" or state.settled(model):
         told = "complete"
-    elif told == "canary" and not step.old:
+    elif told == "canary" and not step.old and not step.lost:
         told = "progressing"  # it has no part in the canary, and is repaired
     strategy = None if way is None else way.strategy
     return _model_row(model.name, told, strategy, state.wanted(model), step.alive, step.ready, step.old)

@@ -101,7 +101,7 @@ class Preparing:
         model = state.current.spec.model(before.model)
         deadlines = Deadlines() if model is None else model.deadlines
         try:
-            ready = await prepared(config, state.current, self._cluster)
+            ready = await prepared(config, state.generation_of(config.model, config.version), self._cluster)
             if isinstance(ready, Failure):
                 return ready
             # not into the log of the replica that serves with that number

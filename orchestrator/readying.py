@@ -82,7 +82,7 @@ class Readying:
     async def made_ready(self, id: str, config: ReplicaConfig) -> ReplicaConfig | Failure | None:
         """What its process is to be told; None when it was told to stop meanwhile. What it loads may still be arriving:
         then that goes on in ``_ahead``."""
-        ready = await prepared(config, self._state.current, self._cluster)
+        ready = await prepared(config, self._state.generation_of(config.model, config.version), self._cluster)
         view = self._hands.view(id, config.epoch)
         if isinstance(ready, Failure) or view is None or view.state is not State.PENDING:
             return ready

@@ -12,6 +12,7 @@ borrow     an idle replica of another model gives way, and then as surge; it com
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,21 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Former:
+    """The version that was complete last: to it the lost replicas of a canary return, and of an update that stands
+    still."""
+
+    model: ModelSpec
+    version: str
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def apart(self) -> ModelSpec:
+        """The model under a name of its own, to be planned beside the new version."""
+        return self.model.model_copy(update={"name": f"{self.model.name} (former version)"})
+
+
+@dataclass(frozen=True)
 class Wish:
     """What one model should become, and by which way."""
 
@@ -58,6 +74,7 @@ class Wish:
     frozen: bool = False  # paused: nothing old goes and nothing current comes
     awaited: bool = False  # what the current ones load is not on their hosts yet: nothing old goes for them before
     lender: str | None = None  # with borrow: the id of the replica that gives way
+    former: Former | None = None  # of a canary, and of what is frozen, where it is known
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,7 @@ class Step:
     alive: int = 0  # current ones that there are
     ready: int = 0  # and of these are ready
     serves_old: bool = False  # requests go to old ones only: the versions do not mix
+    lost: int = 0  # old ones that are gone, and come back elsewhere in the former version
 
     def settled(self, wish: Wish) -> bool:
         """Whether nothing of the update is left to do."""
@@ -94,15 +112,25 @@ def step(wish: Wish, current: Sequence[ReplicaView], old: Sequence[ReplicaView],
     ready = sum(view.state is State.READY for view in current)
     alive = len(current)
     done = Step((), wish.count, len(old) + leaving, alive, ready)
-    if not old:
+    restores = wish.former is not None and (wish.canary or (wish.frozen and (bool(old) or not ready)))
+    if not old and not restores:
         return done
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
     missing = wish.count - len(old)
     waits = wish.awaited and wish.strategy != "surge"
+    spare = 0 if wish.strategy in ("surge", "borrow") else 1
+    if wish.canary and restores:
+        comes = min(wish.count, alive if wish.frozen or waits else 1, 1)
+        promised = max(wish.count - spare * comes, min(wish.count, 1))
+        keep = best_first[:promised]
+        return replace(done, keep=tuple(keep), count=comes, lost=promised - len(keep))
     if wish.frozen or waits:  # the versions stand still, the numbers need not
         keep = best_first[: max(0, wish.count - ready)]
+        if restores:
+            lost = max(0, wish.count - len(keep) - sum(view.state is not State.FAILED for view in current))
+            done = replace(done, count=min(wish.count, alive), lost=lost)
+            return replace(done, keep=tuple(keep), serves_old=not wish.mixes)
         return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, missing)), serves_old=not wish.mixes)
-    spare = 0 if wish.strategy in ("surge", "borrow") else 1
     if wish.canary:
         keep = best_first[: max(0, wish.count - spare)]
         return replace(done, keep=tuple(keep), count=min(wish.count, max(1, missing)))
@@ -209,10 +237,28 @@ def aim(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None 
         most = Counter(one.model for one in _plan(situation, found, ends, moves, costs).placements)
         steps |= {name: found.step(replace(wishes[name], count=most[name])) for name in stuck if most[name]}
         made = _plan(situation, found, steps, moves, costs)
+    back = [one for one in made.placements if one.model not in wishes]
+    made = replace(made, placements=tuple(one for one in made.placements if one.model in wishes))
     targets = [Target(p.model, p.replica, p.host, p.cores, wishes[p.model].version, p) for p in made.placements]
     for one in steps.values():
         targets += [Target(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
+    targets += _returning(situation, back, targets)
     return Goal(tuple(targets), made, MappingProxyType(steps))
+
+
+def _returning(situation: Situation, back: Sequence[Placement], others: Iterable[Target]) -> list[Target]:
+    """Targets of the former version, with numbers that nobody has."""
+    formers = {wish.former.apart.name: wish.former for wish in situation.wishes.values() if wish.former is not None}
+    taken = {view.id for view in situation.views} | {target.id for target in others}
+    targets = []
+    for placement in back:
+        former = formers[placement.model]
+        name = former.model.name
+        number = next(n for n in itertools.count() if f"{name}/{n}" not in taken)
+        taken.add(f"{name}/{number}")
+        placement = replace(placement, model=name, replica=number)
+        targets.append(Target(name, number, placement.host, placement.cores, former.version, placement))
+    return targets
 
 
 def _sort(situation: Situation) -> _Sorted:
@@ -265,10 +311,17 @@ def _plan(
     ]
     occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
     numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
-    return plan(
-        situation.spec,
+    spec, checkpoints = situation.spec, dict(situation.checkpoints)
+    formers = [(wish.former, steps[name].lost) for name, wish in wishes.items() if wish.former and steps[name].lost]
+    for former, lost in formers:
+        spec = spec.model_copy(update={"models": (former.apart, *spec.models)})
+        counts[former.apart.name] = lost
+        if former.checkpoint is not None:
+            checkpoints[former.apart.name] = former.checkpoint
+    made = plan(
+        spec,
         situation.hosts,
-        situation.checkpoints,
+        checkpoints,
         running,
         counts,
         occupied,
@@ -277,6 +330,9 @@ def _plan(
         costs=costs,
         held=situation.held,
     )
+    names = {former.apart.name: former.model.name for former, _ in formers}
+    unplaced = tuple(replace(one, model=names.get(one.model, one.model)) for one in made.unplaced)
+    return replace(made, unplaced=unplaced)
 
 
 def _misplaced(wish: Wish, current: Sequence[ReplicaView]) -> list[ReplicaView]:

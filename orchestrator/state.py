@@ -35,7 +35,7 @@ from orchestrator.journal import (
 )
 from orchestrator.lifecycle import STARTING, State
 from orchestrator.reach import Reach
-from orchestrator.rollout import Goal, Situation, Step, Wish, aim, deferred
+from orchestrator.rollout import Former, Goal, Situation, Step, Wish, aim, deferred
 from orchestrator.rollout import Target as ReplicaTarget
 from orchestrator.room import Room, room_for
 from orchestrator.schedules import Bounds, bounds
@@ -126,6 +126,7 @@ class FleetState:
         self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, those that go on
         self.held: Mapping[str, frozenset[str]] = {}  # by host, the sources elsewhere that are there as a whole
         self.goal = Goal()
+        self._lost_former: set[str] = set()  # models that miss replicas of their former version
         self.room: Room | None = None  # that is being made for what is blocked
         self._room_since = float("-inf")
         self._no_room: tuple[object, object] | None = None  # what lay where, and what was missing, when none was found
@@ -331,10 +332,28 @@ class FleetState:
             canary=self.in_canary,
             frozen=self.frozen,
             lender=None if way is None else way.lender,
+            former=self._former(model),
             reachable=model.name in self._late
             or self.journal.state().completed == self.current.number
             or self.wanted(model) > self.required(model),
         )
+
+    def _former(self, model: ModelSpec) -> Former | None:
+        """The version to which its lost replicas return: only somebody's word, or a rollout that goes on, ends it."""
+        before = self.stable
+        if before is None or not (self.in_canary or self.frozen):
+            return None
+        old = before.spec.model(model.name)
+        if old is None or before.versions[model.name] == self.current.versions[model.name]:
+            return None
+        return Former(old, before.versions[model.name], before.checkpoints.get(model.name))
+
+    def generation_of(self, model: str, version: str) -> Generation:
+        """The generation by which a replica of that version is started."""
+        before = self.stable
+        if before is None or version == self.current.versions.get(model) or version != before.versions.get(model):
+            return self.current
+        return before
 
     def mixes(self, generation: Generation, model: ModelSpec) -> bool:
         """Whether replicas of other versions than that generation's read the same tokens out of a text."""
@@ -473,6 +492,7 @@ class FleetState:
             situation = self.situation()
             goal = aim(situation)
         self.goal = self._with_awaited(situation, goal)
+        self._tell_lost()
         if self._make_room():
             return self.aim()
         return self.goal
@@ -511,6 +531,16 @@ class FleetState:
         told = told or (view.model in self.journal.state().scales and view.model not in short)
         drained = view.host in self.journal.state().drains or view.host in self.lost
         return not told and not drained and (view.id, view.epoch) not in self.replaced()
+
+    def _tell_lost(self) -> None:
+        """An event when replicas of a former version are gone."""
+        lost = {name: step.lost for name, step in self.goal.steps.items() if step.lost}
+        for name in lost.keys() - self._lost_former:
+            missing = [p.what for one in self.goal.plan.unplaced if one.model == name for p in one.problems]
+            what = f"no place is free, the new version serves alone: {missing[0]}" if missing else "starting elsewhere"
+            count = f"{lost[name]} replica{'' if lost[name] == 1 else 's'} of the former version"
+            self.tell("warning", "FormerVersionLost", f"{count} lost: {what}", model=name)
+        self._lost_former = set(lost)
 
     def _make_room(self) -> bool:
         """Begin to make room, or be done with it; True when that changes what should be now."""
@@ -562,8 +592,15 @@ class FleetState:
         if outcome is not None and outcome.state != "progressing":
             return outcome.state, outcome.reason
         if self.in_canary and all(self._canary_stands(name) for name in self.goal.steps):
-            others = self._unsettled(lambda step: not step.old)
-            return "canary", "; ".join(["waits for `corewright rollout promote`", *([others] if others else [])])
+            parts = [
+                "waits for `corewright rollout promote`",
+                self._unsettled(lambda step: not (step.old or step.lost)),
+            ]
+            for name, step in self.goal.steps.items():
+                if step.lost:
+                    is_missing = "is missing" if step.lost == 1 else "are missing"
+                    parts.append(f"{name}: {step.lost} of the former version {is_missing}")
+            return "canary", "; ".join(part for part in parts if part)
         return "progressing", self._unsettled() or (outcome.reason if outcome else "")
 
     def _canary_stands(self, name: str) -> bool:

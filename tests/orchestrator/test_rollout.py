@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from orchestrator.journal import Journal, JournalUnwritable
 from orchestrator.lifecycle import ModelState, State
 from orchestrator.operations import Refused
-from orchestrator.rollout import Wish, step
+from orchestrator.rollout import Former, Wish, step
 from orchestrator.snapshot import ReplicaView
 from placements.spec import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
@@ -805,10 +806,128 @@ def test_a_canary_whose_tokenizer_differs_is_refused(tmp_path: Path) -> None:
     play(tmp_path, TOKENIZED.format(source="one", tp=2, replicas=2, more=""), story, load_s=2.0)
 
 
-def test_a_canary_makes_up_for_old_replicas_that_are_gone() -> None:
-    """Of four, three were lost with their host: the count is kept, by the version that is being tried."""
-    model = ModelSpec(name="m", source="echo", engine="echo")
-    old = ReplicaView(model="m", replica=0, epoch=1, host="h", cores=None, state=State.READY, since=0.0, version="old")
-    wish = Wish(model, 4, "new", canary=True)
+FLEET = "inf2.48xlarge"
+
+
+async def canary_beside(played: Played, text: str, model: str) -> tuple[str, str]:
+    """Bring a canary up on the second of two hosts, all else is on the first; gives the old and the new version."""
+    before = played.controller.state.current.versions[model]
+    await played.operator.cordon(f"{FLEET}/0", None, True, "tester")
+    await played.apply(text, canary=0.25)
+    await played.until(lambda: played.operator.rollout()["state"] == "canary", "canary", 600)
+    await played.operator.cordon(f"{FLEET}/0", None, False, "tester")
+    after = played.controller.state.current.versions[model]
+    places = {(replica["host"], replica["version"]) for replica in played.ready(model)}
+    assert places == {(f"{FLEET}/0", before), (f"{FLEET}/1", after)}
+    return before, after
+
+
+def versions_ready(played: Played, model: str) -> Counter[str]:
+    return Counter(replica["version"] for replica in played.ready(model))
+
+
+TWO = spec().replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
+
+
+def test_old_replicas_that_a_canary_loses_with_their_host_come_up_elsewhere(tmp_path: Path) -> None:
+    """In the old version: the canary stays one replica with its share of the requests, also after a new controller."""
+
+    async def main() -> None:
+        journal, cluster = Journal(None), FakeCluster()
+        cluster.load_s = 5.0
+        async with Played(tmp_path, cluster, TWO, journal=journal) as played:
+            await played.settled()
+            old, new = await canary_beside(played, TWO.replace("max_batch: 4}", "max_batch: 8}"), "b")
+            await cluster.lose(f"{FLEET}/0")
+            await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "restored", 60)
+            (_, route) = played.controller.routes().models
+            assert (route.canary, len(route.canaries), len(route.replicas)) == (0.25, 1, 3)
+            assert "FormerVersionLost" in played.happened()
+            dying = next(replica["id"] for replica in played.ready("b") if replica["version"] == old)
+            await cluster.find(dying).die("killed")
+            await played.until(lambda: versions_ready(played, "b") == {old: 1, new: 1}, "died")
+            await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "again", 60)
+        async with Played(tmp_path, cluster, TWO, journal=journal) as played:
+            await played.until(lambda: versions_ready(played, "b") == {old: 2, new: 1}, "adopted", 60)
+            assert played.operator.rollout()["state"] == "canary"
+            await played.operator.promote("tester")
+            await played.until(lambda: versions_ready(played, "b") == {new: 2}, "promoted", 600)
+        assert cluster.violations == []
+
+    virtually(main)
+
+
+def test_a_canary_whose_old_version_finds_no_place_serves_on_and_says_so(tmp_path: Path) -> None:
+    """Nobody else could serve; undo ends it on the canary's own cores."""
+    text = TWO.replace("b: {tp_degree: 2, replicas: 2", "b: {tp_degree: 24, replicas: 1").replace(
+        "a: {", "a: {tp_degree: 1, "
+    )
+    text = text.replace("tp_degree: 1, tp_degree: 8", "tp_degree: 1, replicas: {min: 0}")
+
+    async def story(played: Played) -> None:
+        old, new = await canary_beside(played, text.replace("max_batch: 4}", "max_batch: 8}"), "b")
+        await played.cluster.lose(f"{FLEET}/0")
+        await played.until(lambda: "FormerVersionLost" in played.happened(), "lost", 60)
+        for _ in range(20):
+            await played.controller.change(10**9, 60.0)
+        assert versions_ready(played, "b") == {new: 1}
+        rollout = played.operator.rollout()
+        assert rollout["state"] == "canary"
+        assert "b: 1 of the former version is missing" in rollout["reason"]
+        await played.operator.undo(None, "tester")
+        await played.until(lambda: versions_ready(played, "b") == {old: 1}, "undone", 600)
+
+    play(tmp_path, text, story, load_s=5.0)
+
+
+def test_an_update_that_has_failed_restores_lost_replicas_in_the_version_that_works(tmp_path: Path) -> None:
+    """`rollback: false`: it stands still, and what its host takes away does not come back broken."""
+    off = ", update: {rollback: false}"
+    two = spec(b=off).replace("emulate: inf2.48xlarge", "emulate: inf2.48xlarge, count: 2")
+
+    async def story(played: Played) -> None:
+        text = two.replace(f"max_batch: 4{off}", f"max_batch: 8{off}")
+        assert text != two
+        old = played.controller.state.current.versions["b"]
+        played.cluster.broken[await version_of(played, text, "b")] = Failure("x", "broken")
+        await played.apply(text)
+        await played.until(lambda: played.operator.rollout()["state"] == "failed", "failed", 600)
+        await played.cluster.lose(played.ready("b")[0]["host"])
+        await played.until(lambda: len(played.ready("b")) < 2, "lost", 60)
+        await played.until(lambda: versions_ready(played, "b") == {old: 2}, "restored", 600)
+
+    play(tmp_path, two, story, load_s=2.0)
+
+
+MODEL = ModelSpec(name="m", source="echo", engine="echo")
+
+
+def lying(number: int, version: str, state: State = State.READY) -> ReplicaView:
+    return ReplicaView(
+        model="m", replica=number, epoch=1, host="h", cores=None, state=state, since=0.0, version=version
+    )
+
+
+def test_a_canary_without_a_former_version_makes_up_for_old_replicas_that_are_gone() -> None:
+    """No revision was ever complete: of four, three were lost, and only the version that is being tried can be had."""
+    old = lying(0, "old")
+    wish = Wish(MODEL, 4, "new", canary=True)
     assert (step(wish, [], [old]).keep, step(wish, [], [old]).count) == ((old,), 3)
     assert step(wish, [], [old] * 4).count == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", ["surge", "in_place", "hold", "borrow"])
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+@pytest.mark.parametrize("left", [0, 1, 4])
+@pytest.mark.parametrize("alive", [0, 1])
+def test_a_canary_is_never_more_than_one_and_never_alone(
+    frozen: bool, strategy: Any, count: int, left: int, alive: int
+) -> None:
+    """Whatever is lost: old ones stay or come back, as many as the strategy promises."""
+    wish = Wish(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=Former(MODEL, "old"))
+    found = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
+    canaries = min(1, count) if not frozen else min(alive, count)
+    assert found.count == canaries
+    spare = canaries if strategy in ("in_place", "hold") else 0
+    assert len(found.keep) + found.lost == max(count - spare, min(1, count))

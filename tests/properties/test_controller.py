@@ -322,6 +322,57 @@ def test_an_update_never_serves_with_fewer_replicas_than_it_promised(
     virtually(live)
 
 
+mishaps = st.one_of(
+    st.tuples(st.just("lose_host"), st.integers(0, HOSTS - 1)),
+    st.tuples(st.just("host_back")),
+    st.tuples(st.just("kill"), st.integers(0, 20)),
+    st.tuples(st.just("kill_controller")),
+    st.tuples(st.just("scale"), st.just("small"), st.integers(1, 3)),
+    st.tuples(st.just("pause")),
+    st.tuples(st.just("resume")),
+    st.tuples(st.just("cordon"), st.integers(0, HOSTS - 1), st.just(None), st.booleans()),
+    st.tuples(st.just("wait"), st.integers(1, 60)),
+)
+
+
+@settings(deadline=None, max_examples=EXAMPLES // 3, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(mishaps, max_size=8))
+@example([("lose_host", 0)])
+@example([("lose_host", 1)])
+@example([("lose_host", 0), ("lose_host", 1), ("wait", 9), ("host_back",)])
+@example([("pause",), ("lose_host", 0), ("lose_host", 1), ("host_back",)])
+def test_whatever_a_canary_loses_the_old_version_stays_or_comes_back(story: list[tuple[Any, ...]]) -> None:
+    """Hosts, processes and controllers go, someone scales: there is one canary, the others are of the old version."""
+
+    async def live() -> None:
+        with tempfile.TemporaryDirectory() as home:
+            world = World(Path(home), tick_s=30.0)
+            async with world.played:
+                await world.played.settled()
+                old = dict(world.played.controller.state.current.versions)
+                await world.befall(("canary", 1))
+                await asyncio.sleep(120.0)
+                for event in story:
+                    await world.befall(event)
+                await world.befall(("host_back",))
+                for host in range(HOSTS):
+                    await world.befall(("cordon", host, None, False))
+                await world.befall(("resume",))
+                await asyncio.sleep(1500.0)
+                state = world.played.controller.state
+                assert state.in_canary
+                for model in ("big", "small"):
+                    ready = [view.version for view in state.replicas_of(model) if view.state is State.READY]
+                    spec = state.current.spec.model(model)
+                    assert spec is not None
+                    assert ready.count(state.current.versions[model]) == 1
+                    others = len(ready) - 1  # in place, the canary stands for one of them
+                    assert ready.count(old[model]) == others >= max(1, state.wanted(spec) - 1)
+                await world.played.kill()
+
+    virtually(live)
+
+
 def test_a_controller_killed_at_any_record_of_an_apply_leaves_the_old_or_the_new_revision() -> None:
     """The journal is cut after each of its records, and at bytes between: what comes up runs one text, whole."""
 
