@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from placements.tnx_families import Reading
+
 
 class CheckpointError(Exception):
     """A config.json that cannot be used: a problem id, the fact and the remedy."""
@@ -40,6 +42,9 @@ class Parameters:
         return self.embedding + self.head + self.positions + self.matrices + self.small
 
 
+_AS_IT_IS = Reading()
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A causal language model's shape."""
@@ -59,6 +64,7 @@ class Checkpoint:
     embedding_dim: int | None = None  # width of an embedded token where it is not ``hidden`` (some of opt)
     stored_bytes: int | None = None  # of a parameter in the checkpoint's files; None: config.json does not say
     window: int | None = None  # tokens that a token attends to, itself among them; None: all before it
+    on_tnx: Reading = _AS_IT_IS  # what transformers-neuronx computes of it
 
     @property
     def feed_forward_matrices(self) -> int:
@@ -100,7 +106,8 @@ class Checkpoint:
                 "serve a checkpoint of one of these families",
             )
         read = _Config(config)
-        return replace(reader(read), stored_bytes=_stored_bytes(config), window=sliding_window(family, config))
+        window, reading = sliding_window(family, config), Reading.of(config)
+        return replace(reader(read), stored_bytes=_stored_bytes(config), window=window, on_tnx=reading)
 
 
 _GATED = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3"})

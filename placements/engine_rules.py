@@ -20,6 +20,7 @@ from placements.engines import (
     PACKAGES,
     TNX_CONTINUOUS,
     TNX_DRAFTING,
+    TNX_QUANTIZED_KV,
     TNX_SAMPLING,
     TNX_UNPADDED,
     Engine,
@@ -33,6 +34,7 @@ from placements.engines import (
 from placements.options.judge import Scope, judged
 from placements.problems import Problem
 from placements.spec import Compiler, ModelSpec, is_path
+from placements.tnx_families import MISREAD_HINT, REFUSED, run_length
 
 
 def engine_runs_here(case: Case) -> Iterator[Problem]:
@@ -58,6 +60,8 @@ def family_is_served(case: Case) -> Iterator[Problem]:
         return
     named = f"the engine {engine} serves" if engine != "auto" else "the Neuron engines serve"
     what = f"{named} no {family}, which {case.model.name} is"
+    if family in REFUSED and engine in ("auto", "transformers-neuronx"):
+        what += f": {REFUSED[family]}"
     others = [one for one in AUTO_ENGINES if any(serves(one, family, place) for place in machines or (None,))]
     hint = f"take {' or '.join(others)}" if others else "engine: cpu serves it, slowly; or serve another model"
     yield case.problem("family-unsupported", ("engine",), what, hint)
@@ -79,6 +83,30 @@ def window_is_kept(case: Case) -> Iterator[Problem]:
     what += f" {newest} computes {case.family} without one"
     hint = f"max_len: {checkpoint.window}, or another engine"
     yield case.problem("window-not-kept", ("max_len",), what, hint)
+
+
+def tnx_computes_it(case: Case) -> Iterator[Problem]:
+    """transformers-neuronx reads of config.json what its class computes, of the model's and of its draft's.
+
+    What it leaves out would change the answers silently, or fail once the cores are claimed.
+    """
+    if case.candidates != ("transformers-neuronx",):
+        return
+    for field, checkpoint in (("engine", case.checkpoint), ("draft", case.draft)):
+        if checkpoint is None:
+            continue
+        whose, reading = case.model.name if field == "engine" else f"the draft of {case.model.name}", checkpoint.on_tnx
+        if reading.lacks:
+            what = f"transformers-neuronx computes no {checkpoint.model_type} with {reading.lacks}, as {whose} has it"
+            yield case.problem("family-unsupported", (field,), what, "take another engine or model")
+        elif misread := reading.misread(None):
+            what = f"transformers-neuronx misreads the rotary positions of {whose}: {misread}"
+            yield case.problem("rotary-misread", (field,), what, MISREAD_HINT)
+        if reading.approximates:
+            what = f"transformers-neuronx computes {reading.approximates} of {whose} by its tanh approximation, "
+            what += "gelu_new: logits differ slightly from the model's"
+            hint = "compare answers with engine: cpu; another engine computes it exactly"
+            yield case.problem("activation-approximated", (field,), what, hint, "warning")
 
 
 def heads_are_padded(case: Case) -> Iterator[Problem]:
@@ -140,6 +168,13 @@ def _why_no_draft(engine: Engine, case: Case) -> str:
                 f"a draft for {family} on transformers-neuronx needs max_batch 1: rows of a static batch are at one "
                 "position | max_batch: 1"
             )
+        assert model.draft is not None
+        run, prompts = run_length(model.draft.k + 1, model.max_batch), model.buckets.prefill
+        if model.max_batch > 1 and prompts and run > prompts[-1]:
+            return (
+                f"transformers-neuronx verifies {run} tokens of a slot at once, the greater of draft.k + 1 and "
+                f"max_batch, and the longest of buckets.prefill is {prompts[-1]} | add a bucket of at least {run}"
+            )
         if model.sampling == "device":
             return (
                 "transformers-neuronx compares drafts with logits on the host, and sampling is device | sampling: host"
@@ -170,9 +205,21 @@ def engine_can_quantize(case: Case) -> Iterator[Problem]:
         elif _nobody_can(case, lambda engine: _is_unquantized(engine, case)):
             what = f"transformers-neuronx quantizes no {case.family}, which {case.model.name} is"
             yield case.problem("quantize-unsupported", (field,), what, f"remove {field}")
-        elif field == "quantize_kv" and value != "fp8" and case.candidates == ("nxd-inference",):
-            what = f"nxd-inference keeps a KV cache of fp8 or of the dtype, not of {value}"
-            yield case.problem("quantize-unsupported", (field,), what, "quantize_kv: fp8")
+        elif field == "quantize_kv" and (why := _nobody_can(case, lambda engine: _why_no_cache(engine, case))):
+            what, hint = why.split(" | ")
+            yield case.problem("quantize-unsupported", (field,), what, hint)
+
+
+def _why_no_cache(engine: Engine, case: Case) -> str:
+    """What keeps the engine from the KV cache of ``quantize_kv``, and after a bar the remedy; "" where nothing does."""
+    kind, family = case.model.quantize_kv, case.family
+    if engine == "transformers-neuronx" and family is not None and family not in TNX_QUANTIZED_KV:
+        return f"transformers-neuronx has no KV cache of one byte for {family} | remove quantize_kv"
+    if engine == "transformers-neuronx" and kind != "fp8":
+        return f"transformers-neuronx converts keys and values to {kind} without a scale | quantize_kv: fp8"
+    if engine == "nxd-inference" and kind != "fp8":
+        return f"nxd-inference keeps a KV cache of fp8 or of the dtype, not of {kind} | quantize_kv: fp8"
+    return ""
 
 
 def _is_unquantized(engine: Engine, case: Case) -> str:
@@ -466,6 +513,7 @@ ENGINE_RULES: tuple[Judged, ...] = (
     Judged(engine_can_quantize, frozenset({"engine", "quantize", "quantize_kv"})),
     Judged(engine_can_share_heads, frozenset({"engine", "tp_degree", "max_batch", "group_query_attention"})),
     Judged(settings_have_effect, frozenset({"engine", "engine_options"})),
+    Judged(tnx_computes_it, frozenset({"engine", "draft"})),
     Judged(window_is_kept, frozenset({"engine", "max_len"})),
     Judged(engine_can_sample, frozenset({"engine", "sampling"})),
     Judged(buckets_make_sense, frozenset({"engine", "engine_options", "buckets", "max_len"})),

@@ -111,6 +111,9 @@ TNX_CONTINUOUS = tuple(name for name, family in tnx_families.FAMILIES.items() if
 TNX_UNPADDED = tuple(name for name, family in tnx_families.FAMILIES.items() if family.serial)
 """Those without padded heads, quantization, lists of lengths and saved artifacts."""
 
+TNX_QUANTIZED_KV = tuple(name for name, family in tnx_families.FAMILIES.items() if family.quantizes_kv)
+"""Those with a KV cache of fp8. The package's int8 is a conversion without a scale, which leaves nothing of a key."""
+
 TNX_SAMPLING = tuple(name for name, family in tnx_families.FAMILIES.items() if family.samples)
 """Those that sample on the device."""
 

@@ -1,10 +1,11 @@
-"""What the classes of transformers-neuronx can do, by config.json's model_type."""
+"""What the classes of transformers-neuronx can do, by config.json's model_type, and what they compute otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,22 +17,160 @@ class Family:
     samples: bool = True  # on the device: the developer guide leaves Mixtral out; serial classes have no such option
     serial: bool = False  # derives from no ``NeuronModelBase``: no context graphs, no padded heads (``shard_along``
     # raises ValueError), no quantization, no NEFF files; one token a step
+    quantizes_kv: bool = False  # converts what it writes into the KV cache and reads from it; the graphs of the other
+    # classes do not build with a KV cache of another dtype
     broadcasts: bool = False  # has ``prompt_batch_size``, which is 1 unless told, and then one prompt fills all rows
-    resets: bool = False  # ``reset()`` takes nothing; GPT-2's wants the length of a context graph
+    resets: bool = False  # ``reset()`` takes nothing; GPT-2's wants a context length, and its weights reset it
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "bloom": Family(resets=True),
-        "code_llama": Family(continuous=True, speculates=True, resets=True),
+        "code_llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
         "gpt2": Family(speculates=True, broadcasts=True),
         "gpt_neox": Family(samples=False, serial=True, resets=True),
-        "gptj": Family(samples=False, serial=True, resets=True),
-        "llama": Family(continuous=True, speculates=True, resets=True),
-        "mistral": Family(continuous=True, resets=True),
-        "mixtral": Family(continuous=True, samples=False, resets=True),
+        "llama": Family(continuous=True, speculates=True, quantizes_kv=True, resets=True),
+        "mistral": Family(continuous=True, quantizes_kv=True, resets=True),
+        "mixtral": Family(continuous=True, samples=False, quantizes_kv=True, resets=True),
         "opt": Family(resets=True),
     }
 )
-"""transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`` has these and no more: no gpt_bigcode,
-though the LMI page lists it."""
+"""Those of transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`` that answer rightly. It has no
+gpt_bigcode, though the LMI page lists it."""
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {"gptj": "its class there attends to position 0 alone after the first token, and ignores the padding of a batch"}
+)
+"""model_type -> why its class of the package is not used. GPT-J: ``hlo.decoder_attention_mask_legacy`` compares the
+row of a one-token step, 0, with the positions; the same from December 2023 to 0.13. Prompts go token by token too."""
+
+
+def run_length(tokens: int, slots: int) -> int:
+    """Tokens of a row in a graph that verifies up to ``tokens``, of a continuous batch: at least as many as slots.
+
+    The package cuts ``last_token_id``, which has one number for each slot, to the tokens of a run
+    (``layers.transformer.inputs``), and fails where runs are shorter than that. The rest of a run is padding.
+    """
+    return max(tokens, slots)
+
+
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # three names of one function
+_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "bloom": {"apply_residual_connection_post_layernorm": (False,)},
+    "gpt2": {
+        "activation_function": (*_TANH, "gelu"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    },
+    "gpt_neox": {
+        "hidden_act": ("gelu", *_TANH),
+        "use_parallel_residual": (True,),
+        "attention_bias": (True,),
+    },
+    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    "mistral": {"hidden_act": ("silu",)},
+    "mixtral": {"hidden_act": ("silu",)},
+    "opt": {
+        "activation_function": ("relu", "gelu_new", "silu"),
+        "do_layer_norm_before": (True,),
+        "enable_bias": (True,),
+        "layer_norm_elementwise_affine": (True,),
+    },
+}
+"""Family -> key of config.json -> the values that the graphs compute. Others fail in ``to_neuron`` or, more often, are
+left out silently. An absent key has one of these values in transformers."""
+
+_THETA = {"llama": 10_000.0, "mistral": 10_000.0, "mixtral": 1_000_000.0}
+"""What the package takes where a configuration has no ``rope_theta``; transformers takes the same."""
+
+
+def lacks(config: Mapping[str, Any]) -> str:
+    """What a decoded config.json says that the class of its family does not compute; "" where nothing is."""
+    family = _family(config)
+    for name, values in _COMPUTED.get(family, {}).items():
+        value = config.get(name)
+        if value is not None and value not in values:
+            return f"{name}: {str(value).lower() if isinstance(value, bool) else value}"
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        return ""
+    width, even = config.get("head_dim"), hidden // heads
+    if family in _THETA and width is not None and width != even:
+        return f"head_dim: {width}, which is not hidden_size / num_attention_heads, {even}"
+    wide, embedded = config.get("ffn_dim"), config.get("word_embed_proj_dim")
+    if family == "opt" and wide is not None and wide != 4 * hidden:
+        return f"ffn_dim: {wide}, which is not 4 times the hidden_size"
+    if family == "opt" and embedded is not None and embedded != hidden:
+        return f"word_embed_proj_dim: {embedded}, which is not the hidden_size"
+    return ""
+
+
+def approximates(config: Mapping[str, Any]) -> str:
+    """The activation of a decoded config.json that the package computes by its tanh approximation; "" for others."""
+    family = _family(config)
+    if family == "gpt_neox":
+        return "gelu" if config.get("hidden_act") in (None, "gelu") else ""  # gelu is what transformers takes
+    return "gelu" if family == "gpt2" and config.get("activation_function") == "gelu" else ""
+
+
+_HIDES_ROPE = 5
+"""The major version of transformers from which a configuration has ``rope_parameters`` and nothing else."""
+
+MISREAD_HINT = "transformers below 5 in the engine's Python; rope_theta and rope_scaling at the top of config.json"
+"""The remedy of ``misreads``."""
+
+
+def misreads(config: Mapping[str, Any], major: int) -> str:
+    """How the package misreads the rotary positions of a decoded config.json; "" where it reads them as they are.
+
+    ``major`` is that of the transformers beside the package. Transformers 5 keeps ``rope_theta`` and GPT-NeoX's
+    ``rotary_pct`` from the package, and the versions before it ignore ``rope_parameters``, which is how 5 writes them.
+    """
+    family, hides = _family(config), major >= _HIDES_ROPE
+    written = config.get("rope_parameters")
+    new = written if isinstance(written, Mapping) else {}
+    if family == "gpt_neox":
+        if hides:
+            return f"transformers {major} has no rotary_pct, which the package reads"
+        pairs = ("partial_rotary_factor", "rotary_pct", 0.25), ("rope_theta", "rotary_emb_base", 10_000)
+        for name, legacy, absent in pairs:
+            if config.get(legacy) is None and new.get(name, absent) != absent:
+                return f"{name}: {new[name]} stands in rope_parameters alone, which transformers {major} ignores"
+        return ""
+    if family not in _THETA:
+        return ""
+    usual, older = _THETA[family], config.get("rope_theta")
+    theta, kind = older or new.get("rope_theta") or usual, new.get("rope_type", "default")
+    if hides:
+        return f"transformers {major} keeps rope_theta: {theta} from the package" if theta != usual else ""
+    alone = f"rope_theta: {theta}" if older is None and theta != usual else ""
+    if not alone and kind != "default" and config.get("rope_scaling") is None:
+        alone = f"rope_type: {kind}"
+    return f"{alone} stands in rope_parameters alone, which transformers {major} ignores" if alone else ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the package makes of a checkpoint's config.json; all empty where it computes just that."""
+
+    lacks: str = ""  # see the function
+    approximates: str = ""
+    misreads: tuple[str, str] = ("", "")  # beside transformers 4, and beside 5 or newer
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Reading:
+        """Of a decoded config.json."""
+        return cls(lacks(config), approximates(config), (misreads(config, 4), misreads(config, _HIDES_ROPE)))
+
+    def misread(self, transformers: str | None) -> str:
+        """What is misread beside that version; where it is unknown, what any version misreads."""
+        older, newer = self.misreads
+        first = (transformers or "").split(".")[0]
+        if not first.isdecimal():
+            return older if older and newer else ""
+        return newer if int(first) >= _HIDES_ROPE else older
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    family = config.get("model_type")
+    return family.removeprefix("code_") if isinstance(family, str) else ""

@@ -67,6 +67,7 @@ UNSERVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             {
                 "padding_side": "the engine pads on the side that the way of batching needs",
                 "output_all_logits": "the engine needs those of the last token",
+                "log_softmax_scores": "GPT-2 then returns a pair, and the other classes fail to build their graphs",
                 "cast_logits_dtype": "tokens are chosen from float32",
                 "lhs_aligned": "the engine sets it with the way of batching",
                 "use_2d_cache_ids": "the engine sets it with the way of batching",

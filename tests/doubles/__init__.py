@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def neuron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Neuron]:
     yield Neuron(state)
     runtime.reset_for_tests()
     _forget_packages()
+
+
+def beside_transformers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """The stand-ins read configurations as they would beside that version of transformers, and engines see it."""
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "transformers" else real(name))
 
 
 def _forget_packages() -> None:

@@ -252,6 +252,28 @@ def test_a_prompt_beyond_the_largest_bucket_is_an_assertion(tnx: Any, checkpoint
         fill(model, [list(range(6, 6 + 33))], [0])
 
 
+def test_positions_of_a_step_have_the_dtype_of_its_tokens(tnx: Any, checkpoint: Checkpoints) -> None:
+    """0.13 scatters them into a tensor of that dtype; those of a prompt may be int32."""
+    model = lines(tnx, checkpoint("llama"))
+    model(torch.tensor([[7, 8]]), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([0]))
+    with pytest.raises(RuntimeError, match=r"self\.dtype to be equal to src\.dtype"):
+        model(torch.tensor([[9]]), torch.tensor([[2]], dtype=torch.int32), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_position_beyond_the_token_buckets_is_a_stop_iteration(
+    family: str, tnx: Any, checkpoint: Checkpoints
+) -> None:
+    """The package looks for a bucket with a bare ``next``."""
+    if family == "llama":
+        model, position = lines(tnx, checkpoint("llama")), torch.tensor([[64]])
+        with pytest.raises(StopIteration):
+            model(torch.tensor([[9]]), position, torch.tensor([0]))
+        return
+    with pytest.raises(StopIteration):
+        static(tnx, checkpoint("opt"))(torch.tensor([[9]]), torch.tensor([64], dtype=torch.int32))
+
+
 def test_rows_of_a_step_are_held_to_be_sorted(tnx: Any, checkpoint: Checkpoints) -> None:
     """Stricter than the package, which only asks for it."""
     model = lines(tnx, checkpoint("llama"))
@@ -281,6 +303,22 @@ def test_several_tokens_behind_a_prompt_are_speculation(tnx: Any, checkpoint: Ch
         model.speculative_forward(ids[:1], cache[:1], torch.tensor([0]), 3)
 
 
+def test_runs_shorter_than_the_slots_fail(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Of a continuous batch: a number for each slot is cut to the tokens of a run."""
+    batching = tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=3)
+    config = tnx.NeuronConfig(continuous_batching=batching)
+    model = tnx.LlamaForSampling.from_pretrained(
+        str(checkpoint("llama")), batch_size=3, n_positions=[64], neuron_config=config
+    )
+    model.enable_speculative_decoder([2, 3])
+    model.to_neuron()
+    fill(model, [PROMPTS[0]] * 3, [0, 1, 2])
+    ids, cells = torch.tensor([[30, 31, 32]] * 3), torch.tensor([[5, 6, 7]] * 3)
+    model.speculative_forward(ids, cells, torch.arange(3), 3)
+    with pytest.raises(AssertionError, match="different shapes"):
+        model.speculative_forward(ids[:, :2], cells[:, :2], torch.arange(3), 2)
+
+
 def test_other_classes_do_not_batch_continuously(tnx: Any, checkpoint: Checkpoints) -> None:
     """It shows with the first prompt."""
     config = tnx.NeuronConfig(continuous_batching=tnx.ContinuousBatchingConfig(batch_size_for_shared_caches=2))
@@ -292,17 +330,17 @@ def test_other_classes_do_not_batch_continuously(tnx: Any, checkpoint: Checkpoin
 # static batches
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "gptj", "gpt_neox", "mistral"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "gpt_neox", "mistral"])
 def test_static_batches_are_padded_on_the_left(family: str, tnx: Any, checkpoint: Checkpoints) -> None:
-    """start_ids is the padding of each row, cache_ids one position for all."""
+    """start_ids is the padding of each row, cache_ids one position for all. GPT-NeoX has gelu_new for gelu."""
     stock, model = reference(checkpoint(family)), static(tnx, checkpoint(family), batch=2)
     starts = torch.tensor([0, 2], dtype=torch.int32)
     ids = torch.tensor([PROMPTS[0], [0, 0, *PROMPTS[1]]])
-    arguments = [ids, torch.arange(5, dtype=torch.int32)] if family in ("gptj", "gpt_neox") else [ids, None]
+    arguments = [ids, torch.arange(5, dtype=torch.int32)] if family == "gpt_neox" else [ids, None]
     first = model(*arguments, starts)
-    assert torch.allclose(first, torch.stack([after(stock, prompt) for prompt in PROMPTS]), atol=1e-4)
+    assert torch.allclose(first, torch.stack([after(stock, prompt) for prompt in PROMPTS]), atol=5e-3)
     second = model(torch.tensor([[30], [31]]), torch.tensor([5], dtype=torch.int32), starts)
-    assert torch.allclose(second[1], after(stock, [*PROMPTS[1], 31]), atol=1e-4)
+    assert torch.allclose(second[1], after(stock, [*PROMPTS[1], 31]), atol=5e-3)
 
 
 def test_llama_answers_nan_to_padding(tnx: Any, checkpoint: Checkpoints) -> None:
@@ -310,6 +348,60 @@ def test_llama_answers_nan_to_padding(tnx: Any, checkpoint: Checkpoints) -> None
     model = static(tnx, checkpoint("llama"), batch=2)
     ids = torch.tensor([PROMPTS[0], [0, 0, *PROMPTS[1]]])
     assert model(ids, None, torch.tensor([0, 2])).isnan().any(dim=1).tolist() == [False, True]
+
+
+def test_gptj_attends_to_position_0_alone(tnx: Any, checkpoint: Checkpoints) -> None:
+    """Right for one token, wrong from the second on; and start_ids change nothing."""
+    stock, model = reference(checkpoint("gptj")), static(tnx, checkpoint("gptj"))
+    assert torch.allclose(model(torch.tensor([[7]]), torch.arange(1))[0], after(stock, [7]), atol=1e-4)
+    found = model(torch.tensor([[7, 8, 9]]), torch.arange(3))
+    assert not torch.allclose(found[0], after(stock, [7, 8, 9]), atol=1e-1)
+    assert torch.equal(found, model(torch.tensor([[7, 8, 9]]), torch.arange(3), torch.tensor([1])))
+
+
+def test_gpt_neox_and_gpt2_compute_gelu_new(tnx: Any, checkpoint: Checkpoints) -> None:
+    """In place of gelu, without a word."""
+    for family, key in (("gpt_neox", "hidden_act"), ("gpt2", "activation_function")):
+        model = static(tnx, checkpoint(family))
+        assert getattr((model._life if family == "gpt_neox" else model)._device.config, key) == "gelu_new"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_log_softmax_scores_is_no_mere_addition(family: str, tnx: Any, checkpoint: Checkpoints) -> None:
+    """GPT-2 returns a pair, and the graphs of the others do not build."""
+    config = tnx.NeuronConfig(log_softmax_scores=True)
+    if family == "llama":
+        with pytest.raises(AttributeError, match="post_layer_builder"):
+            static(tnx, checkpoint("llama"), neuron_config=config)
+        return
+    logits, scores = static(tnx, checkpoint("gpt2"), neuron_config=config)(torch.tensor([[7, 8]]))
+    assert torch.allclose(logits.log_softmax(-1), scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom"])
+def test_static_classes_have_no_kv_cache_of_one_byte(family: str, tnx: Any, checkpoint: Checkpoints) -> None:
+    """Their graphs do not build."""
+    from transformers_neuronx.config import KVCacheQuantizationConfig
+
+    config = tnx.NeuronConfig(kv_cache_quant=KVCacheQuantizationConfig("f8e4m3fn", "f32"))
+    with pytest.raises(AssertionError, match="inconsistent dtype"):
+        static(tnx, checkpoint(family), neuron_config=config)
+
+
+def test_an_int8_kv_cache_keeps_the_whole_part_alone(tnx: Any, checkpoint: Checkpoints) -> None:
+    """No scale: the step after a prompt is nothing like the exact one."""
+    from transformers_neuronx.config import KVCacheQuantizationConfig
+
+    def error(model: Any) -> float:
+        fill(model, [PROMPTS[0]], [0])
+        return float((step(model, [30], [5], [0]) - wanted).abs().max())
+
+    wanted = after(reference(checkpoint("llama")), [*PROMPTS[0], 30])
+    fp8, int8 = (
+        error(lines(tnx, checkpoint("llama"), kv_cache_quant=KVCacheQuantizationConfig(kind, "f32")))
+        for kind in ("f8e4m3fn", "s8")
+    )
+    assert int8 > 5 * fp8
 
 
 def test_a_batch_that_was_not_compiled_is_refused(tnx: Any, checkpoint: Checkpoints) -> None:

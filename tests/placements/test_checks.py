@@ -607,15 +607,14 @@ def test_weights_of_one_byte_are_for_neuron_engines(engine: str, hosts: str, fou
 @pytest.mark.parametrize(
     ("engine", "family", "found"),
     [
-        ("transformers-neuronx", "gptj", ["quantize-unsupported 5:5"]),
         ("transformers-neuronx", "gpt_neox", ["quantize-unsupported 5:5"]),
         ("transformers-neuronx", "llama", []),
-        ("auto", "gptj", ["quantize-unsupported 5:5"]),  # no other engine of Neuron devices serves it
+        ("auto", "gpt_neox", ["quantize-unsupported 5:5"]),  # no other engine of Neuron devices serves it
         ("auto", "llama", []),
     ],
 )
 def test_transformers_neuronx_quantizes_not_every_family(engine: str, family: str, found: list[str]) -> None:
-    """Two of its classes take no QuantizationConfig."""
+    """GPT-NeoX's class takes no QuantizationConfig."""
     checkpoint = Checkpoint(family, 16, 16, 1, 1024, 4096, 64, 1000, 2048, False, 1000)
     assert ids(one(f"engine: {engine}\n    quantize: int8"), {"a": checkpoint}) == found
 

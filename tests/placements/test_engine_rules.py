@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,8 @@ def found(
     ("engine", "family", "machine", "told"),
     [
         (TNX, "gpt2", INF2, []),
+        (TNX, "gptj", INF2, ["family-unsupported 4:5"]),
+        ("auto", "gptj", INF2, ["family-unsupported 4:5"]),
         (TNX, "qwen2", INF2, ["family-unsupported 4:5"]),
         (TNX, "gpt_bigcode", TRN1, ["family-unsupported 4:5"]),
         (TNX, "llama", TRN2, ["engine-unsupported-here 4:5"]),
@@ -73,6 +76,76 @@ def found(
 def test_an_engine_serves_the_family_on_the_machine(engine: str, family: str, machine: str, told: list[str]) -> None:
     """By the tables of `engines`; an engine that does not run there is not judged by its families."""
     assert brief(found(f"engine: {engine}", shaped(family), machine)) == told
+
+
+def test_the_reason_why_a_class_is_not_used_is_reported() -> None:
+    """GPT-J's answers wrongly on transformers-neuronx."""
+    (problem,) = found(f"engine: {TNX}", shaped("gptj"))
+    assert "attends to position 0 alone" in problem.what
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 1000,
+}
+NEOX = LLAMA | {"model_type": "gpt_neox", "hidden_act": "gelu_new"}
+OPT = LLAMA | {"model_type": "opt", "ffn_dim": 256, "max_position_embeddings": 2048}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 2048, "vocab_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (LLAMA, []),
+        (LLAMA | {"head_dim": 16, "hidden_act": "silu", "attention_bias": False, "rope_theta": 500_000.0}, []),
+        (LLAMA | {"head_dim": 32}, ["family-unsupported"]),
+        (LLAMA | {"attention_bias": True}, ["family-unsupported"]),
+        (LLAMA | {"mlp_bias": True}, ["family-unsupported"]),
+        (LLAMA | {"hidden_act": "gelu"}, ["family-unsupported"]),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, []),
+        (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}, ["rotary-misread"]),
+        (NEOX, []),
+        (NEOX | {"hidden_act": "gelu"}, ["activation-approximated"]),
+        (NEOX | {"hidden_act": None}, ["activation-approximated"]),  # what transformers takes is gelu
+        (NEOX | {"hidden_act": "gelu_fast"}, []),
+        (NEOX | {"hidden_act": "relu"}, ["family-unsupported"]),
+        (NEOX | {"use_parallel_residual": False}, ["family-unsupported"]),
+        (GPT2, []),
+        (GPT2 | {"activation_function": "gelu"}, ["activation-approximated"]),
+        (GPT2 | {"activation_function": "relu"}, ["family-unsupported"]),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, ["family-unsupported"]),
+        (OPT, []),
+        (OPT | {"activation_function": "gelu"}, ["family-unsupported"]),
+        (OPT | {"ffn_dim": 128}, ["family-unsupported"]),
+        (OPT | {"word_embed_proj_dim": 32}, ["family-unsupported"]),
+    ],
+)
+@pytest.mark.parametrize("engine", [TNX, "cpu"])
+def test_a_model_that_transformers_neuronx_computes_otherwise_is_reported(
+    config: dict[str, Any], told: list[str], engine: str
+) -> None:
+    """By config.json: what its class leaves out is an error, what it approximates a warning."""
+    problems = found(f"engine: {engine}\n    max_batch: 1", Checkpoint.from_config(config))
+    assert [problem.id for problem in problems] == (told if engine == TNX else [])
+
+
+def test_a_draft_is_read_like_its_model() -> None:
+    """At the place of the draft."""
+    draft = Checkpoint.from_config(LLAMA | {"head_dim": 32})
+    problems = found(f"engine: {TNX}\n    draft: {{source: ./d}}", Checkpoint.from_config(LLAMA), draft=draft)
+    assert brief(problems) == ["family-unsupported 5:5"]
+
+
+def test_a_run_of_a_draft_fits_into_the_longest_prompt() -> None:
+    """Runs have at least as many tokens as there are slots."""
+    fields = f"engine: {TNX}\n    draft: {{source: ./d, k: 3}}\n    buckets: {{prefill: [4]}}\n    max_batch: "
+    assert brief(found(f"{fields}4", shaped("llama"), draft=shaped("llama"))) == []
+    (problem,) = found(f"{fields}8", shaped("llama"), draft=shaped("llama"))
+    assert (problem.id, "verifies 8 tokens" in problem.what) == ("draft-unsupported", True)
 
 
 def test_who_serves_a_family_there_is_named() -> None:
@@ -117,7 +190,6 @@ def test_replicas_go_only_to_machines_where_their_engine_runs() -> None:
 @pytest.mark.parametrize(
     ("engine", "family", "told"),
     [
-        (TNX, "gptj", ["heads-not-divisible 4:5"]),
         (TNX, "gpt_neox", ["heads-not-divisible 4:5"]),
         ("auto", "gpt_neox", ["heads-not-divisible 4:5"]),  # it can become no other engine
         (TNX, "opt", []),
@@ -147,14 +219,16 @@ def test_16_on_trn1_is_documented_for_nxd_inference_only(engine: str, more: str,
 @pytest.mark.parametrize(
     ("engine", "family", "fields", "told"),
     [
-        (TNX, "llama", "quantize_kv: int8", []),
+        (TNX, "llama", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
         (TNX, "llama", "quantize_kv: fp8", []),
-        (TNX, "gptj", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
+        (TNX, "gpt_neox", "quantize_kv: fp8", ["quantize-unsupported 4:5"]),
+        (TNX, "opt", "quantize_kv: fp8", ["quantize-unsupported 4:5"]),
         (TNX, "opt", "quantize: fp8", []),
         (NXD, "llama", "quantize_kv: fp8", []),
         (NXD, "llama", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
         (NXD, "llama", "quantize: fp8", []),
-        ("auto", "llama", "quantize_kv: int8", []),  # transformers-neuronx can
+        ("auto", "llama", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
+        ("auto", "llama", "quantize_kv: fp8", []),
         ("auto", "qwen2", "quantize_kv: int8", ["quantize-unsupported 4:5"]),
         ("cpu", "llama", "quantize_kv: fp8", ["quantize-unsupported 4:5"]),
         ("echo", "llama", "quantize: fp8", ["quantize-unsupported 4:5"]),
@@ -184,7 +258,6 @@ def test_what_is_for_neuron_devices_is_refused_on_the_host(engine: str, fields: 
         (TNX, "mistral", "sampling: device", []),
         (TNX, "gpt2", "sampling: device", []),
         (TNX, "mixtral", "sampling: device", ["setting-unsupported 4:5"]),
-        (TNX, "gptj", "sampling: device", ["setting-unsupported 4:5"]),
         ("auto", "gpt_neox", "sampling: device", ["setting-unsupported 4:5"]),
         ("auto", "llama", "sampling: device", []),
         (NXD, "llama", "sampling: device", []),
@@ -246,7 +319,7 @@ def test_an_option_of_a_version_that_does_not_run_there_is_refused(machine: str,
         ("buckets: {prefill: [128, 4096]}", None, ["bad-buckets 4:30"]),
         ("buckets: {decode: [512, 1024]}", None, ["bad-buckets 4:29"]),
         ("buckets: {decode: [4096]}", None, ["bad-buckets 4:24"]),
-        ("buckets: {prefill: [128]}", "gptj", ["bad-buckets 4:5"]),
+        ("buckets: {prefill: [128]}", "gpt_neox", ["bad-buckets 4:5"]),
         ("buckets: {decode: [1024, 2048]}", "gpt_neox", ["bad-buckets 4:5"]),
         ("buckets: {decode: [2048]}", "gpt_neox", []),
     ],

@@ -19,6 +19,7 @@ from placements.engines import (
     resolve,
     takes_cores,
 )
+from placements.tnx_families import REFUSED
 from tests import option_tables
 from tests.placements.fleets import PLAIN, host
 
@@ -124,7 +125,8 @@ def test_the_tables_are_the_packages_registries() -> None:
         option_tables.contract(package) for package in ("transformers_neuronx", "neuronx_distributed_inference")
     )
     mapping = tnx["snapshots"][tnx["primary"]]["registries"][option_tables.REGISTRY]
-    assert set(TNX_FAMILIES) == set(mapping)
+    assert {*TNX_FAMILIES, *REFUSED} == set(mapping)
+    assert set(TNX_FAMILIES).isdisjoint(REFUSED)
     name = "neuronx_distributed_inference.utils.constants.MODEL_TYPES"
     for version, snapshot in nxd["snapshots"].items():
         served = {family for family, tasks in snapshot["registries"][name].items() if "causal-lm" in tasks}
@@ -133,7 +135,7 @@ def test_the_tables_are_the_packages_registries() -> None:
 
 
 def test_classes_that_batch_continuously_and_that_draft_are_those_of_the_contract() -> None:
-    """GPT-J's and GPT-NeoX's derive from no NeuronModelBase; two define speculative_forward."""
+    """GPT-NeoX's derives from no NeuronModelBase; two define speculative_forward."""
     recorded = option_tables.contract("transformers_neuronx")
     snapshot = recorded["snapshots"][recorded["primary"]]
     classes = {

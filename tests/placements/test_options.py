@@ -76,7 +76,7 @@ def test_every_family_has_the_keywords_of_its_constructor() -> None:
     """GPT-2's class alone takes prompt_batch_size; an unknown family may have any."""
     having = [
         f
-        for f in ("gpt2", "llama", "gptj", None)
+        for f in ("gpt2", "llama", "gpt_neox", None)
         if "prompt_batch_size" in known(Scope("transformers-neuronx", f, "", ""))
     ]
     assert having == ["gpt2", None]

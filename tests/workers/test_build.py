@@ -150,8 +150,8 @@ def test_a_draft_is_compiled_as_well(checkpoint: Checkpoints, tmp_path: Path) ->
 
 
 def test_a_model_that_only_its_cores_compile_says_so(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """GPT-J's class keeps no files."""
-    one = kept(checkpoint("gptj"), tmp_path, prefill_buckets=[], decode_buckets=[])
+    """GPT-NeoX's class keeps no files."""
+    one = kept(checkpoint("gpt_neox"), tmp_path, prefill_buckets=[], decode_buckets=[])
     (told,) = wanted(one)
     assert (told.ahead, told.folder, told.complete) == (False, "", False)
     assert trouble(asked("compile", one)) == "compile-needs-device"

@@ -409,7 +409,7 @@ def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, check
     """Of those in the cache that others have left there: what goes of these does not matter."""
     assert world.start() == "compile"
     others = set(world.cache.glob(neuron_cache.GRAPHS))
-    world.source, world.fields = checkpoint("gptj"), {}
+    world.source, world.fields = checkpoint("gpt_neox"), {}
     assert world.predicted().outcome == "compile"
     assert world.start() == "compile"
     own = set(world.cache.glob(neuron_cache.GRAPHS)) - others

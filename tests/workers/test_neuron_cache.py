@@ -220,11 +220,11 @@ def start(source: Path, **fields: Any) -> TransformersNeuronxEngine:
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama", "gptj"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_a_compile_that_was_killed_is_tried_again_by_the_next_start(
     machine: Neuron, checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:
-    """The package itself does not try it again: the failure stays in the cache. GPT-J has nothing but that."""
+    """The package itself does not try it again: the failure stays in the cache. GPT-NeoX has nothing but that."""
     fields = {"compiled": str(tmp_path / "compiled")} | ({} if family in SERIAL else BUCKETS)
     machine.plan({"at": "compile", "exit": -9, "times": 1})
     with pytest.raises(RuntimeError) as first:

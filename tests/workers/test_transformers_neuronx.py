@@ -172,7 +172,7 @@ def equals_the_cpu_engine(kind: type[TransformersNeuronxEngine], source: Path, *
     try:
         engine.load()
         return answers(engine, source, requests) == of_the_cpu_engine(source, requests)
-    except (AssertionError, IndexError, RuntimeError, ValueError):
+    except (AssertionError, EngineLoadError, IndexError, RuntimeError, ValueError):
         return False
 
 
@@ -239,20 +239,17 @@ def test_a_run_that_begins_at_position_0_goes_token_by_token(checkpoint: Checkpo
     assert found is not mutant
 
 
-@pytest.mark.parametrize(
-    ("family", "mutant"),
-    [("bloom", False), ("gpt_neox", False), ("gptj", False), ("opt", False), ("opt", True)],
-)
-def test_a_static_batch_begins_with_a_reset(checkpoint: Checkpoints, family: str, mutant: bool) -> None:
-    """As the package's own generate does; gpt2's wants a length, and is not needed by positions that are all given."""
+@pytest.mark.parametrize(("family", "mutant"), [("bloom", False), ("gpt_neox", False), ("opt", False), ("opt", True)])
+def test_the_kv_cache_is_reset_once_in_load(checkpoint: Checkpoints, family: str, mutant: bool) -> None:
+    """A request resets nothing, since a reset writes the whole KV cache from the host."""
     source = checkpoint(family)
-    made = tnx_mutants.with_rows(tnx_mutants.NoReset) if mutant else TransformersNeuronxEngine
+    made = tnx_mutants.with_rows(tnx_mutants.ResetsForEachBatch) if mutant else TransformersNeuronxEngine
     engine = made(config(source), source)
     engine.load()
-    before = getattr(engine._model, "resets", 0)
+    in_load = engine._model.resets
     engine.prefill([0], [[7, 8]])
     engine.prefill([0, 1], [[7, 8], [9]])
-    assert (getattr(engine._model, "resets", 0) - before == 2) is not mutant
+    assert (in_load == 1, engine._model.resets == in_load) == (not mutant, not mutant)
 
 
 # -- Speculation
@@ -273,7 +270,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.mark.parametrize(("k", "version"), [*((k, VERSIONS[0]) for k in (1, 2, 3, 4)), (2, VERSIONS[1])])
-@pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 1), ("gpt2", 1)])
+@pytest.mark.parametrize(("family", "slots"), [("llama", 3), ("llama", 5), ("llama", 1), ("gpt2", 1)])
 def test_a_draft_changes_no_token(
     checkpoint: Checkpoints,
     stranger: Checkpoints,
@@ -297,6 +294,7 @@ def test_a_draft_changes_no_token(
     ("family", "fields"),
     [
         ("mistral", {}),
+        ("llama", {"prefill_buckets": [2]}),
         ("opt", {"slots": 1}),
         ("gpt2", {"slots": 2}),
         ("llama", {"sampling": "device"}),
@@ -389,21 +387,25 @@ def test_no_two_models_share_a_neuron_config(checkpoint: Checkpoints) -> None:
     ("family", "fields", "id"),
     [
         ("qwen2", {}, "unknown-family"),
+        ("gptj", {}, "unknown-family"),
         ("llama", {"dtype": "fp8"}, "bad-dtype"),
         ("llama", {"slots": 0}, "bad-engine-size"),
         ("llama", {"max_len": 1}, "bad-engine-size"),
         ("llama", {"max_len": 513}, "max-len-too-long"),
-        ("gptj", {"max_len": 513}, "max-len-too-long"),
+        ("gpt_neox", {"max_len": 513}, "max-len-too-long"),
         ("llama", {"prefill_buckets": [16, 8]}, "bad-buckets"),
         ("llama", {"prefill_buckets": [1]}, "bad-buckets"),
         ("llama", {"decode_buckets": [32]}, "bad-buckets"),
-        ("gptj", {"prefill_buckets": [16]}, "bad-buckets"),
+        ("gpt_neox", {"prefill_buckets": [16]}, "bad-buckets"),
         ("llama", {"engine_options": {"batch_size": 2}}, "bad-engine-option"),
         ("llama", {"engine_options": {"no_such_option": 2}}, "bad-engine-option"),
         ("llama", {"engine_options": {"attention_layout": "XYZ"}}, "bad-engine-option"),
         ("llama", {"engine_options": {"cache_layout": "BSH"}, "decode_buckets": [32, 64]}, "bad-engine-option"),
         ("gpt2", {"engine_options": {"prompt_batch_size": 1}}, "bad-engine-size"),
-        ("gptj", {"quantize": "int8"}, "bad-engine-option"),
+        ("gpt_neox", {"quantize": "int8"}, "bad-engine-option"),
+        ("llama", {"quantize_kv": "int8"}, "bad-engine-option"),
+        ("opt", {"quantize_kv": "fp8"}, "bad-engine-option"),
+        ("gpt2", {"engine_options": {"log_softmax_scores": True}}, "bad-engine-option"),
         ("llama", {"quantize": "int4"}, "bad-engine-option"),
         ("gpt_neox", {"sampling": "device"}, "bad-engine-option"),
         ("mixtral", {"sampling": "device"}, "bad-engine-option"),
@@ -429,10 +431,12 @@ def test_what_the_adapter_sets_itself_is_kept_from_the_user(name: str, sampling:
     family = ALL_FAMILIES[name]
     if sampling == "device" and not family.samples:
         return
-    most = {"quantize": "int8", "quantize_kv": "fp8"} if not family.serial else {}
+    most = {"quantize": "int8"} if not family.serial else {}
+    most |= {"quantize_kv": "fp8"} if family.quantizes_kv else {}
     told = config(Path("m"), sampling=sampling, fuse_qkv=True, compile_workers=2, group_query_attention="x", **most)
     shapes = Shapes.of(told, family, family.continuous)
-    options = options_for(told, family, shapes, family.continuous, type("Class", (), {"__init__": lambda self: None}))
+    kind = type("Class", (), {"__init__": lambda self: None})
+    options = options_for(told, family, shapes, family.continuous, kind, VOCAB_SIZE)
     own = {*options.constructor, *options.neuron} - {"prompt_batch_size"}  # which may be given as what it is
     assert own <= {*FIELDS, *UNSERVED}
 
@@ -660,9 +664,9 @@ def test_the_manifest_tells_what_the_names_of_neffs_do_not(
     assert opened(source, **fields).compiled
 
 
-def test_gptj_has_only_the_persistent_cache(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_gpt_neox_has_only_the_persistent_cache(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Its class neither saves nor loads NEFFs, so nothing is kept in the folder."""
-    engine = opened(checkpoint("gptj"), compiled=str(tmp_path / "compiled"))
+    engine = opened(checkpoint("gpt_neox"), compiled=str(tmp_path / "compiled"))
     assert engine.compiled
     assert not (tmp_path / "compiled").exists()
 

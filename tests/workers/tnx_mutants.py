@@ -127,11 +127,19 @@ class IdleSlotsAtPosition0(ContinuousRows):
             del self._model.speculative_forward
 
 
-class NoReset(LockStepRows):
-    """A new batch begins without a word to the package."""
+class NarrowPositions(ContinuousRows):
+    """Positions are int32, as 0.10 took them beside int64 tokens."""
 
-    def __init__(self, model: Any, slots: int, resets: bool) -> None:
-        super().__init__(model, slots, False)
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, slots: Ints) -> torch.Tensor:
+        return super()._forward(ids, positions.int(), slots)
+
+
+class ResetsForEachBatch(LockStepRows):
+    """A new batch begins with zeros for the whole KV cache, from the host."""
+
+    def prefill(self, slots: Ints, prompts: Sequence[Ints]) -> torch.Tensor:
+        self._model.reset()
+        return super().prefill(slots, prompts)
 
 
 class LeftPadded(ContinuousRows):
@@ -191,9 +199,8 @@ def with_rows(kind: type[Any]) -> type[TransformersNeuronxEngine]:
     class Mutant(TransformersNeuronxEngine):
         def _make_rows(self, model: Any, family: Any, continuous: bool) -> Any:
             made = super()._make_rows(model, family, continuous)
-            more = [] if continuous else [family.resets]
             assert isinstance(made, kind.__mro__[1])
-            return kind(model, self._config.slots, *more)
+            return kind(model, self._config.slots, self._config.max_len)
 
     Mutant.__name__ = kind.__name__
     return Mutant
@@ -209,6 +216,7 @@ CONTINUOUS_ROWS = (
     OneTokenPromptAsDecode,
     LeftPadded,
     PositionsInThePadding,
+    NarrowPositions,
 )
 VERIFYING_ROWS = (LiveRowsAlone, VerifiedOneAhead, IdleSlotsAtPosition0)
 LOCK_STEP_ROWS = (SwappedLockStepRows, LockStepOneAhead, RightPaddedLockStep, AbsentRowsLeftOut)

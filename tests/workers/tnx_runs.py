@@ -20,9 +20,9 @@ from workers.tokenizer import load_tokenizer
 MAX_LEN = 64
 SLOTS = 3
 BUCKETS = {"prefill_buckets": [8, 16, 64], "decode_buckets": [32, 64]}
-STATIC = ("bloom", "gpt2", "gpt_neox", "gptj", "opt")
+STATIC = ("bloom", "gpt2", "gpt_neox", "opt")
 CONTINUOUS = ("llama", "mistral", "mixtral")
-SERIAL = ("gpt_neox", "gptj")  # one graph, no NEFF files, no sampling on the device
+SERIAL = ("gpt_neox",)  # one graph, no NEFF files, no sampling on the device
 
 
 @dataclass(frozen=True)

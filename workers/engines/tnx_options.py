@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 AMP = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}  # ours -> theirs
 QUANTIZED = {"int8": "s8", "fp8": "f8e4m3fn"}
+QUANTIZED_KV = {"fp8": "f8e4m3fn"}  # int8 is converted without a scale, which leaves nothing of a key
 SHORTEST = 128  # tokens; the package's own bucket lists begin here
 MAX_TOP_K = 256  # of sampling on the device; the cap that vLLM's back-end for this package used
 
@@ -58,7 +59,7 @@ class Shapes:
             what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {longest} tokens"
             raise EngineLoadError("bad-buckets", what, f"add {longest}")
         if family.serial and (config.prefill_buckets or len(decode) > 1):
-            what = "GPT-J and GPT-NeoX run prompts token by token in one graph and have no buckets"
+            what = "GPT-NeoX runs prompts token by token in one graph and has no buckets"
             raise EngineLoadError("bad-buckets", what, "leave `buckets` out")
         return cls((longest,) if family.serial else prefill, decode)
 
@@ -75,7 +76,9 @@ class Options:
         return {"constructor": dict(self.constructor), "neuron": dict(self.neuron)}
 
 
-def options_for(config: EngineConfig, family: Family, shapes: Shapes, continuous: bool, model_class: Any) -> Options:
+def options_for(
+    config: EngineConfig, family: Family, shapes: Shapes, continuous: bool, model_class: Any, vocab_size: int
+) -> Options:
     """From ``config`` to the package's names. ``model_class`` tells which keywords its constructor has.
 
     ``engine_options`` are the package's names already: those of the constructor go there, the others to NeuronConfig.
@@ -86,7 +89,7 @@ def options_for(config: EngineConfig, family: Family, shapes: Shapes, continuous
         what = f"transformers-neuronx has no dtype {config.dtype!r}"
         raise EngineLoadError("bad-dtype", what, f"use {', '.join(AMP)}")
     constructor = _constructor(config, family, shapes, amp)
-    neuron = _neuron(config, family, amp, continuous)
+    neuron = _neuron(config, family, amp, continuous, vocab_size)
     takes = set(inspect.signature(model_class.__init__).parameters) - {"self", "config"}
     for name, value in config.engine_options.items():
         if name in FIELDS:
@@ -114,7 +117,7 @@ def _constructor(config: EngineConfig, family: Family, shapes: Shapes, amp: str)
     return found
 
 
-def _neuron(config: EngineConfig, family: Family, amp: str, continuous: bool) -> dict[str, Any]:
+def _neuron(config: EngineConfig, family: Family, amp: str, continuous: bool, vocab_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if continuous:
         found["continuous_batching"] = {"batch_size_for_shared_caches": config.slots}
@@ -124,31 +127,38 @@ def _neuron(config: EngineConfig, family: Family, amp: str, continuous: bool) ->
         found["fuse_qkv"] = config.fuse_qkv
     if config.compile_workers is not None:
         found["compilation_worker_count"] = config.compile_workers
-    for name, what in (("quant", config.quantize), ("kv_cache_quant", config.quantize_kv)):
+    weights, cache = {} if family.serial else QUANTIZED, QUANTIZED_KV if family.quantizes_kv else {}
+    for name, what, kinds in (("quant", config.quantize, weights), ("kv_cache_quant", config.quantize_kv, cache)):
         if what is None:
             continue
-        if family.serial or what not in QUANTIZED:
+        if what not in kinds:
+            of = "the KV cache" if name == "kv_cache_quant" else "weights"
             raise EngineLoadError(
                 "bad-engine-option",
-                f"this class of transformers-neuronx has no quantization to {what}",
-                "GPT-J and GPT-NeoX have none, the others int8 and fp8",
+                f"this class of transformers-neuronx has no quantization of {of} to {what}",
+                f"it has {', '.join(kinds) or 'none'}",
             )
-        found[name] = {"quant_dtype": QUANTIZED[what], "dequant_dtype": amp}  # another dtype than amp does not work
+        found[name] = {"quant_dtype": kinds[what], "dequant_dtype": amp}  # another dtype than amp does not work
     if config.sampling == "device":
         if not family.samples:
             what = "this class of transformers-neuronx does not sample on the device"
             raise EngineLoadError("bad-engine-option", what, "sampling: host")
-        found["on_device_generation"] = device_generation([DeviceSampling()] * config.slots)
+        found["on_device_generation"] = device_generation([DeviceSampling()] * config.slots, vocab_size)
     return found
 
 
-def device_generation(how: list[DeviceSampling]) -> dict[str, Any]:
+def device_top_k(vocab_size: int) -> int:
+    """The largest top_k of sampling on the device; graphs with one beyond the vocabulary do not build."""
+    return min(MAX_TOP_K, vocab_size)
+
+
+def device_generation(how: list[DeviceSampling], vocab_size: int) -> dict[str, Any]:
     """The keywords of the package's GenerationConfig: how each slot samples, which can be changed between steps."""
     return {
         "do_sample": True,
         "dynamic": True,
         "per_batch_line": True,
-        "global_top_k": MAX_TOP_K,
+        "global_top_k": device_top_k(vocab_size),
         "top_k": [one.top_k for one in how],
         "top_p": [float(one.top_p) for one in how],
         "temperature": [float(one.temperature) for one in how],

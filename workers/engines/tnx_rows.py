@@ -33,13 +33,16 @@ class Rows(Protocol):
 class ContinuousRows:
     """Continuous batching: ``start_ids`` are the slots, ``cache_ids`` ``[rows, tokens]`` each row's own positions.
 
-    A decode runs all slots. Those that are not listed get token 0 at position 0, so whoever calls lists every slot
-    whose KV cache is still wanted (transformers-neuronx `base._prepare_for_continuous_batching`).
+    Positions are int64 like the tokens, since 0.13 scatters a decode's into a tensor of the tokens' dtype. A decode
+    runs all slots. Those that are not listed get token 0 at position 0, so whoever calls lists every slot whose KV
+    cache is still wanted (transformers-neuronx `base._prepare_for_continuous_batching`).
     """
 
-    def __init__(self, model: Any, slots: int) -> None:
+    def __init__(self, model: Any, slots: int, longest: int) -> None:
+        """``longest`` is the largest decode bucket, in tokens."""
         self._model = model
         self._slots = slots
+        self._longest = longest
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Right-padded, at least two tokens wide: a width of 1 would be taken for a decode and overwrite other slots.
@@ -51,14 +54,14 @@ class ContinuousRows:
         width = max(2, *(len(prompt) for prompt in prompts))
         ids = torch.tensor([self._padded(list(prompt), width) for prompt in prompts])
         positions = [self._padded(list(range(len(prompt))), width) for prompt in prompts]
-        return self._forward(ids, torch.tensor(positions, dtype=torch.int32), slots)
+        return self._forward(ids, torch.tensor(positions), slots)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         import torch
 
         check_sorted(slots)
-        column = torch.tensor(positions, dtype=torch.int32)[:, None]
-        return self._forward(torch.tensor(tokens)[:, None], column, slots)
+        check_within(max(positions), self._longest)
+        return self._forward(torch.tensor(tokens)[:, None], torch.tensor(positions)[:, None], slots)
 
     def verify(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int], length: int
@@ -76,7 +79,7 @@ class ContinuousRows:
         for slot, row, position in zip(slots, tokens, positions, strict=True):
             starts[slot] = position
             ids[slot, : len(row)] = torch.tensor(row)
-        cells = torch.tensor(starts, dtype=torch.int32)[:, None] + torch.arange(length, dtype=torch.int32)
+        cells = torch.tensor(starts)[:, None] + torch.arange(length)
         every = torch.arange(self._slots, dtype=torch.int32)
         logits = self._model.speculative_forward(
             input_ids=ids, cache_ids=cells, start_ids=every, speculation_length=length
@@ -101,14 +104,19 @@ class LockStepRows:
     zeros that needs no padding: one that was all padding would attend to nothing and give NaN.
     """
 
-    def __init__(self, model: Any, slots: int, resets: bool) -> None:
+    def __init__(self, model: Any, slots: int, longest: int) -> None:
+        """``longest`` is the largest decode bucket, in tokens."""
         self._model = model
         self._slots = slots
-        self._resets = resets
+        self._longest = longest
         self._starts = [0] * slots
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Begins a new batch: what the slots held is gone, of all slots."""
+        """Begins a new batch: what the slots held is gone, of all slots.
+
+        Nothing is reset: what stands beyond a row's position is masked, and ``reset`` of the package writes the whole
+        KV cache from the host.
+        """
         import torch
 
         width = max(len(prompt) for prompt in prompts)
@@ -117,8 +125,6 @@ class LockStepRows:
         for slot, prompt in zip(slots, prompts, strict=True):
             self._starts[slot] = width - len(prompt)
             rows[slot] = self._padded(list(prompt), width)
-        if self._resets:
-            self._model.reset()
         return self._begin(torch.tensor(rows))[list(slots)]
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
@@ -161,15 +167,17 @@ class LockStepRows:
         return torch.tensor(self._starts, dtype=torch.int32)
 
     def _shared(self, slots: Sequence[int], positions: Sequence[int]) -> int:
-        """The position of all rows, padding counted. Raises ValueError where they have none in common."""
+        """The position of all rows, padding counted. Raises ValueError where they have none in common, or none left."""
         shared = {position + self._starts[slot] for slot, position in zip(slots, positions, strict=True)}
         if len(shared) != 1:
             raise ValueError(f"the rows of a static batch are at one position, not at {sorted(shared)}")
-        return shared.pop()
+        position = shared.pop()
+        check_within(position, self._longest)
+        return position
 
 
 class SerialRows(LockStepRows):
-    """GPT-J and GPT-NeoX: the position is called ``cache_offset``, and a prompt needs it of each token.
+    """GPT-NeoX: the position is called ``cache_offset``, and a prompt needs it of each token.
 
     There is no context graph: the package slices a prompt and runs it token by token, as its own ``sample`` does.
     """
@@ -187,6 +195,12 @@ class SerialRows(LockStepRows):
 def by_row(logits: torch.Tensor, count: int) -> torch.Tensor:
     """``[rows, count, vocab]`` of what ``speculative_forward`` gives, which is ``[tokens, vocab, rows]``."""
     return logits.permute(2, 0, 1)[:, :count].float()
+
+
+def check_within(position: int, longest: int) -> None:
+    """Raises ValueError unless a decode bucket holds ``position``. The package itself raises StopIteration."""
+    if position >= longest:
+        raise ValueError(f"position {position} is beyond the {longest} tokens of a slot")
 
 
 def check_sorted(slots: Sequence[int]) -> None:

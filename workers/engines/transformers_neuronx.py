@@ -6,21 +6,22 @@ model of one slot is static too, which is the same then and has fewer ways to go
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placements.tnx_families import Family
+from placements.tnx_families import MISREAD_HINT, Family, Reading, run_length
 from workers import contract
 from workers.buildable import Buildable, Tell
 from workers.compiled import Entry
 from workers.engine import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
 from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
-from workers.engines.tnx_artifacts import compile_ahead, compile_now, is_whole, manifest, start_from
+from workers.engines.tnx_artifacts import compile_ahead, compile_now, is_whole, manifest, start_from, version_of
 from workers.engines.tnx_families import family_of
-from workers.engines.tnx_options import MAX_TOP_K, Options, Shapes, device_generation, neuron_config, options_for
+from workers.engines.tnx_options import Options, Shapes, device_generation, device_top_k, neuron_config, options_for
 from workers.engines.tnx_rows import ContinuousRows, LockStepRows, Rows, SerialRows
 from workers.engines.tnx_weights import check_layout, check_weights, weights_of
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from workers.engines import EngineConfig
 
 log = logging.getLogger(__name__)
+
+# How the package says that options do not go together. StopIteration: no bucket holds a position.
+_REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, StopIteration, TypeError, ValueError)
 
 
 def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
@@ -56,9 +60,11 @@ def _engines(config: EngineConfig) -> tuple[TransformersNeuronxEngine, Transform
         return TransformersNeuronxEngine(config, Path(config.source)), None
     if config.draft_k < 1:
         raise EngineLoadError("bad-draft", f"a draft of {config.draft_k} tokens is none", "at least 1")
-    target = TransformersNeuronxEngine(config, Path(config.source), speculates=config.draft_k + 1)
+    runs = run_length(config.draft_k + 1, config.slots)
+    target = TransformersNeuronxEngine(config, Path(config.source), speculates=runs)
     # It begins with the last two tokens of a slot, so it too takes several in one step.
-    return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=2)
+    runs = run_length(2, config.slots)
+    return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=runs)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class _Planned:
     shapes: Shapes
     options: Options
     model_class: Any
+    vocab_size: int
 
 
 class TransformersNeuronxEngine:
@@ -107,29 +114,32 @@ class TransformersNeuronxEngine:
         family, continuous, shapes = plan.family, plan.continuous, plan.shapes
         contract.log_drift("transformers-neuronx", log)
         model = self._made(plan)
-        if self._config.compiled is None or family.serial:
-            root = None if self._config.compiled is None else Path(self._config.compiled)
-            compile_now(self._path, model, self._manifest(plan), root)
-            self.compiled = True
-        else:
-            self.compiled = not start_from(Path(self._config.compiled), self._manifest(plan), self._path, model)
+        root = None if self._config.compiled is None else Path(self._config.compiled)
+        with self._refusals():
+            if root is None or family.serial:
+                compile_now(self._path, model, self._manifest(plan), root)
+                self.compiled = True
+            else:
+                self.compiled = not start_from(root, self._manifest(plan), self._path, model)
+            if family.resets and not continuous:
+                model.reset()  # the caches may begin with NaN, says the package of GPT-2, which it resets itself
         self._model = model
         self._is_serial = family.serial
         self._rows = self._make_rows(model, family, continuous)
-        vocab_size = int(settings["vocab_size"])
         self._spec = EngineSpec(
             slots=self._config.slots,
             max_len=self._config.max_len,
             prefill_buckets=shapes.prefill,
             decode_buckets=shapes.decode,
-            vocab_size=vocab_size,
+            vocab_size=plan.vocab_size,
             eos_token_ids=eos_token_ids(self._path, settings),
             continuous=continuous,
             returns="tokens" if self._config.sampling == "device" else "logits",
             keeps_idle_slots=False,
-            device_top_k=min(MAX_TOP_K, vocab_size) if self._config.sampling == "device" else 0,
+            device_top_k=device_top_k(plan.vocab_size) if self._config.sampling == "device" else 0,
         )
-        self._warm_up()
+        with self._refusals():
+            self._warm_up()
 
     def buildable(self) -> Buildable:
         """What it compiles, told without weights and without a device. Raises EngineLoadError."""
@@ -137,7 +147,13 @@ class TransformersNeuronxEngine:
 
         def make(found: Entry, tell: Tell) -> None:
             check_weights(weights_of(self._path), self._config.allow_pickle)
-            compile_ahead(found, self._path, self._made(plan))
+            model = self._made(plan)
+            if not plan.family.resets:
+                # GPT-2 is reset for each context length while its graphs are built. On the host every reset joins the
+                # parts of a cache and lists the whole once for each core: tp_degree times the memory, each time.
+                model.reset = _reset_nothing
+            with self._refusals():
+                compile_ahead(found, self._path, model)
 
         kept = not plan.family.serial
         return Buildable(
@@ -153,12 +169,12 @@ class TransformersNeuronxEngine:
         family = family_of(settings.get("model_type"), self._path / "config.json")
         continuous = family.continuous and self._config.slots > 1
         shapes = Shapes.of(self._config, family, continuous)
-        self._check_speculation(family, continuous)
+        self._check_speculation(family, continuous, shapes)
         check_length(self._config.max_len, positions_of(settings))
-        _check_variant(settings, self._path)
-        model_class = _registry()[settings["model_type"]]
-        options = options_for(self._config, family, shapes, continuous, model_class)
-        return _Planned(family, continuous, shapes, options, model_class)
+        model_class, vocab_size = _registry()[settings["model_type"]], int(settings["vocab_size"])
+        _check_reading(settings, self._path)
+        options = options_for(self._config, family, shapes, continuous, model_class, vocab_size)
+        return _Planned(family, continuous, shapes, options, model_class, vocab_size)
 
     def _manifest(self, plan: _Planned) -> dict[str, Any]:
         return manifest(self._path, plan.options.described(), [self._length] if self._length else [])
@@ -166,16 +182,22 @@ class TransformersNeuronxEngine:
     def _made(self, plan: _Planned) -> Any:
         """The package's model, which has read no weights yet."""
         config = neuron_config(plan.options.neuron)
-        try:
+        with self._refusals():
             constructor, weights = plan.options.constructor, str(weights_of(self._path))
             model = plan.model_class.from_pretrained(weights, neuron_config=config, **constructor)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            # how the package says that options do not go together
+            if self._length:
+                model.enable_speculative_decoder(self._length)
+        return model
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raises EngineLoadError for what the package raises where options do not go together: its constructors, the
+        building of graphs, and their first runs. What its runtime raises passes as it is."""
+        try:
+            yield
+        except _REFUSALS as error:
             what = f"transformers-neuronx refuses the options of {self._path}: {type(error).__name__}: {error}"
             raise EngineLoadError("bad-engine-option", what, "see `engine_options` and `buckets`") from error
-        if self._length:
-            model.enable_speculative_decoder(self._length)
-        return model
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
         """See ``GenerateEngine.prefill``. Where the engine is not continuous, it begins a new batch."""
@@ -259,11 +281,10 @@ class TransformersNeuronxEngine:
         return self._rows
 
     def _make_rows(self, model: Any, family: Family, continuous: bool) -> Rows:
-        if continuous:
-            return ContinuousRows(model, self._config.slots)
-        return (SerialRows if family.serial else LockStepRows)(model, self._config.slots, family.resets)
+        kind = ContinuousRows if continuous else SerialRows if family.serial else LockStepRows
+        return kind(model, self._config.slots, self._config.max_len)
 
-    def _check_speculation(self, family: Family, continuous: bool) -> None:
+    def _check_speculation(self, family: Family, continuous: bool, shapes: Shapes) -> None:
         if not self._length:
             return
         if not family.speculates:
@@ -274,6 +295,9 @@ class TransformersNeuronxEngine:
             raise EngineLoadError("bad-draft", what, "max_batch: 1")
         if self._config.sampling == "device":
             raise EngineLoadError("bad-draft", "drafts are compared with logits on the host", "sampling: host")
+        if continuous and self._length > shapes.prefill[-1]:
+            what = f"runs of {self._length} tokens are longer than the longest prefill bucket, {shapes.prefill[-1]}"
+            raise EngineLoadError("bad-draft", what, f"add a bucket of at least {self._length}")
 
     def _given(self, output: torch.Tensor) -> Any:
         if self.spec.returns == "tokens":
@@ -284,10 +308,11 @@ class TransformersNeuronxEngine:
     def _update_sampling(self) -> None:
         from transformers_neuronx.config import GenerationConfig
 
-        self._model.update_generation_config(GenerationConfig(**device_generation(self._sampling)))
+        how = device_generation(self._sampling, self.spec.vocab_size)
+        self._model.update_generation_config(GenerationConfig(**how))
 
     def _warm_up(self) -> None:
-        """Run every graph once. GPT-J and GPT-NeoX have only one, for which a token will do."""
+        """Run every graph once. GPT-NeoX has only one, for which a token will do."""
         every = range(self.spec.slots)
         for bucket in self.spec.prefill_buckets:
             rows = every[:1] if self.spec.continuous else every
@@ -330,16 +355,18 @@ def _registry() -> Any:
     return modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _check_variant(settings: Mapping[str, Any], path: Path) -> None:
-    """Of two families the package computes one shape of block only. Raises EngineLoadError for the others."""
-    family, wide = settings.get("model_type"), 4 * int(settings.get("hidden_size") or 0)
-    lacks = ""
-    if family == "opt" and not settings.get("do_layer_norm_before", True):
-        lacks = "do_layer_norm_before: false"
-    elif family == "opt" and settings.get("ffn_dim", wide) != wide:
-        lacks = f"an ffn_dim of {settings['ffn_dim']}, which is not 4 times the hidden_size"
-    elif family == "gpt_neox" and not settings.get("use_parallel_residual", True):
-        lacks = "use_parallel_residual: false"
-    if lacks:
-        what = f"transformers-neuronx computes no {family} with {lacks}, as {path / 'config.json'} has it"
+def _check_reading(settings: Mapping[str, Any], path: Path) -> None:
+    """Raises EngineLoadError where the package would compute another model than config.json describes."""
+    reading, file = Reading.of(settings), path / "config.json"
+    if reading.lacks:
+        what = f"transformers-neuronx computes no {settings['model_type']} with {reading.lacks}, as {file} has it"
         raise EngineLoadError("unknown-family", what, "take the cpu engine, or another model")
+    if misread := reading.misread(version_of("transformers")):
+        what = f"transformers-neuronx misreads the rotary positions of {file}: {misread}"
+        raise EngineLoadError("rotary-misread", what, MISREAD_HINT)
+    if reading.approximates:
+        log.warning("%s: %s is computed by its tanh approximation, gelu_new", file, reading.approximates)
+
+
+def _reset_nothing(context_length_estimate: int) -> None:
+    """``reset`` of a model that is only compiled: nothing runs, so that there is nothing to reset."""

@@ -30,10 +30,18 @@ class SlotModel:
         *,
         quantize: str | None = None,
         quantize_kv: str | None = None,
+        config: Any = None,
+        sees_first_only: bool = False,
     ) -> None:
-        """``quantize``, ``quantize_kv``: None, "int8" or "fp8", each computed in ``dtype`` from rounded values."""
+        """``quantize``, ``quantize_kv``: None, "int8" or "fp8", each computed in ``dtype`` from rounded values.
+
+        ``config`` replaces that of the checkpoint. With ``sees_first_only`` every token attends to position 0 alone.
+        """
         kind = DTYPES[dtype] if isinstance(dtype, str) else dtype
-        named = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": kind}
+        named: dict[str, Any] = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": kind}
+        if config is not None:
+            named["config"] = config
+        self._sees_first_only = sees_first_only
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), **named).eval()
         self.config: Any = self.model.config
         self.slots, self.max_len = slots, max_len
@@ -60,9 +68,12 @@ class SlotModel:
             for layer, (keys, values) in sorted(self._written(slot).items()):
                 cache.update(keys[None, :, :position].clone(), values[None, :, :position].clone(), layer)
         more = {"position_ids": torch.arange(position, end)[None]} if self._takes_positions else {}
+        mask = torch.ones(1, end, dtype=torch.long)
+        if self._sees_first_only:
+            mask[:, 1:] = 0
         out = self.model(
             input_ids=torch.tensor([list(tokens)]),
-            attention_mask=torch.ones(1, end, dtype=torch.long),
+            attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             **more,
@@ -108,11 +119,11 @@ def _layers(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def rounded(tensor: torch.Tensor, to: str | None) -> torch.Tensor:
-    """Cast directly to int8 or fp8 and back, as the KV caches of both packages are."""
+    """Cast directly to int8 or fp8 and back, without a scale, as the KV caches of both packages are."""
     if to is None:
         return tensor
     if to == "int8":
-        return tensor.round().clamp(-128, 127)
+        return tensor.clamp(-128, 127).trunc()  # as XLA converts
     return tensor.to(FP8).to(tensor.dtype)
 
 

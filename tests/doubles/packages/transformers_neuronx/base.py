@@ -14,6 +14,7 @@ from neuron_double.runtime import runtime
 from safetensors.torch import save_file
 
 from transformers_neuronx import bucket, graphs, utils
+from transformers_neuronx.as_computed import as_computed
 from transformers_neuronx.config import GenerationConfig, NeuronConfig
 from transformers_neuronx.constants import GQA
 from transformers_neuronx.module import PretrainedModel, open_weights
@@ -26,8 +27,11 @@ QUANT = {"s8": "int8", "f8e4m3fn": "fp8"}
 class NeuronModelBase(PretrainedModel):
     """Static batches, padded on the left; ``slots.Slotted`` adds continuous batching."""
 
-    quantizes = True  # weights and KV cache
+    quantizes = True  # weights
+    quantizes_kv = False  # the graphs of the others scatter whole numbers into a KV cache of one byte
     pads_heads = True
+    sees_first_only = False
+    on_host = False
     nan_with_padding = False
 
     def _setup(
@@ -133,6 +137,7 @@ class NeuronModelBase(PretrainedModel):
     @bound(NAME + "cpu_compile")
     def cpu_compile(self) -> None:
         """Compile without any device."""
+        self.on_host = True
         graphs.compile_all(self._graphs(), self.tp_degree)
 
     @bound(NAME + "is_compiled")
@@ -145,10 +150,13 @@ class NeuronModelBase(PretrainedModel):
         self._to_device()
 
     def _to_device(self) -> None:
+        self.on_host = False
         runtime().claim()
         self._check_sharding()
         runtime().load_collectives(self.tp_degree)
-        weights = open_weights(self._checkpoint_path, self.batch, self.longest, dtype=self.amp, **self._quantization())
+        computed = as_computed(self.config, self._checkpoint_path)
+        how = {"config": computed, "sees_first_only": self.sees_first_only, **self._quantization()}
+        weights = open_weights(self._checkpoint_path, self.batch, self.longest, dtype=self.amp, **how)
         found = self._graphs()
         if self._directory is not None:
             graphs.read_neffs(found, Path(self._directory))
@@ -176,11 +184,23 @@ class NeuronModelBase(PretrainedModel):
 
     def _graphs(self) -> list[graphs.Kernel]:
         if self._kernels is None:
+            self._check_graphs()
             kinds = [("decode", size, batch) for size in self.token_buckets for batch in self.batch_sizes]
             kinds += [("context", size, batch) for size in self.context_buckets for batch in self._context_batches()]
             kinds += [("speculation", length, batch) for length, batch in self._speculation]
             self._kernels = graphs.kernels(self, kinds)
         return self._kernels
+
+    def _check_graphs(self) -> None:
+        """What fails while graphs are built: with the weights, once ``to_neuron`` has claimed the cores."""
+        config = self.neuron_config
+        assert self.quantizes_kv or config.kv_cache_quant is None, "inconsistent dtype between operands and updates"
+        if config.log_softmax_scores and not hasattr(self, "post_layer"):
+            raise AttributeError("'DecoderLmHead' object has no attribute 'post_layer_builder'")
+        chosen = config.on_device_generation
+        if chosen is not None and chosen.global_top_k is not None:
+            size = utils.round_up_to_divisor(self.config.vocab_size, self.tp_degree)
+            assert chosen.global_top_k <= size, f"topk of {chosen.global_top_k} of {size} logits"
 
     def _context_batches(self) -> list[int]:
         return self.batch_sizes
@@ -189,7 +209,7 @@ class NeuronModelBase(PretrainedModel):
 
     @bound(NAME + "reset")
     def reset(self) -> None:
-        """Positions are always given here, so there is nothing to go back to; it is counted, for tests."""
+        """Writes zeros from the host into the whole KV cache; it is counted, for tests."""
         self.resets = getattr(self, "resets", 0) + 1
 
     @bound(NAME + "update_generation_config")
@@ -206,10 +226,9 @@ class NeuronModelBase(PretrainedModel):
         return self._device
 
     def _run(self, slot: int, tokens: list[int], position: int) -> torch.Tensor:
-        """Logits ``[len(tokens), vocab]``. Beyond the end the last positions are overwritten, silently."""
+        """Logits ``[len(tokens), vocab]``. Raises StopIteration where no token bucket holds the last position."""
         device = self._ready()
-        if position + len(tokens) > self.longest:
-            position = max(0, self.longest - len(tokens))
+        next(size for size in self.token_buckets if size >= position + len(tokens))
         logits: torch.Tensor = device.run(slot, tokens, position)
         return logits
 
@@ -230,7 +249,10 @@ class NeuronModelBase(PretrainedModel):
         positions = torch.arange(width) if cache_ids is None else cache_ids
         if positions.dim() != 1 or len(positions) != width:
             raise RuntimeError(f"cache_ids {list(positions.shape)} do not fit input_ids {list(input_ids.shape)}")
-        starts = [0] * rows if start_ids is None else [int(start) for start in start_ids.flatten()]
+        if start_ids is None or self.sees_first_only:
+            start_ids = torch.zeros(rows, dtype=torch.int32)
+        starts = [int(start) for start in start_ids.flatten()]
+        next(size for size in self.token_buckets if size > int(positions[-1]))  # shared, and so is the bucket
         self._execute_static(width, int(positions[0]))
         found = []
         for row, start in enumerate(starts):

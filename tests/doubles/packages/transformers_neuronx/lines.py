@@ -14,6 +14,7 @@ class LinesModel(NeuronModelBase):
     """The three classes that have ``context_batch_sizes``."""
 
     context_batch_sizes = (1,)
+    quantizes_kv = True
 
     @property
     def _batches_continuously(self) -> bool:
@@ -58,6 +59,8 @@ class LinesModel(NeuronModelBase):
         """All lines run: those without a row with token 0 at position 0."""
         # The package documents no order but serves only sorted callers; this stand-in holds them to it.
         assert lines == sorted(set(lines)), f"rows are not sorted by line: {lines}"
+        if cache_ids.dtype != input_ids.dtype:
+            raise RuntimeError("scatter(): Expected self.dtype to be equal to src.dtype")
         runtime().execute()
         for line in range(self.batch):
             if line not in lines:
@@ -74,6 +77,11 @@ class LinesModel(NeuronModelBase):
         assert rows in compiled, f"invalid batch size for speculative forward ({rows} not in {compiled})"
         if (length, rows) not in self._speculation:
             raise KeyError((length, rows))
+        if self.neuron_config.continuous_batching is not None:
+            largest = self.context_buckets[-1]
+            assert length <= largest, f"invalid input prompt length ({length} <= {largest})"
+            # One number for each row is cut as if there were one for each token.
+            assert length >= rows, f"buffer ([{rows}]) and tensor ([{length}]) have different shapes!"
         runtime().execute()
         found = []
         for row, line in enumerate(lines):

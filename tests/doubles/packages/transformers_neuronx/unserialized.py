@@ -14,16 +14,20 @@ class _Life(base.NeuronModelBase):
     """Their insides: no context graph, no quantization, no padding of heads."""
 
     quantizes = False
+    quantizes_kv = True  # it is not even read
     pads_heads = False
 
 
 class UnserializedModel(PretrainedModel):
     """No ``save`` and ``load``; prompts go token by token."""
 
+    sees_first_only = False
+
     def _setup(self, config: Any, n_positions: Any, **how: Any) -> None:
         assert isinstance(n_positions, int), "n_positions must be an int"
         assert "context_length_estimate" not in how, "there is no context graph"
         self._life = _Life()
+        self._life.sees_first_only = self.sees_first_only
         self._life._setup(config, n_positions=n_positions, context_length_estimate=0, **how)
         self.config, self.neuron_config = config, self._life.neuron_config
         self.tp_degree, self.batch_sizes = self._life.tp_degree, self._life.batch_sizes

@@ -8,7 +8,7 @@ import torch
 from neuron_double.bound import bound
 from neuron_double.runtime import runtime
 
-from transformers_neuronx import sampling
+from transformers_neuronx import graphs, sampling
 from transformers_neuronx.base import NeuronModelBase
 from transformers_neuronx.config import NeuronConfig
 
@@ -66,11 +66,32 @@ class GPT2ForSamplingWithContextBroadcasting(NeuronModelBase):
 
     @bound(NAME + "GPT2ForSamplingWithContextBroadcasting.reset")
     def reset(self, context_length_estimate: Any) -> None:
-        """See ``NeuronModelBase.reset``; this class wants to know the bucket."""
+        """See ``NeuronModelBase.reset``; this class wants to know the bucket, and is reset with its weights for each.
+
+        While it compiles on the host the cache of a layer is a list with a part for each core: a reset joins them and
+        lists the whole for each core again, once for the token graphs and once for the context graphs.
+        """
+        self.resets = getattr(self, "resets", 0) + 1
+        if self.on_host:
+            self.host_caches = getattr(self, "host_caches", 1) * self.tp_degree
+
+    def _graphs(self) -> list[graphs.Kernel]:
+        if self._kernels is None:
+            for length in self.context_buckets:
+                self.reset(context_length_estimate=length)
+        return super()._graphs()
 
     @bound(NAME + "GPT2ForSamplingWithContextBroadcasting.forward")
     def forward(self, input_ids: torch.Tensor, cache_ids: Any = None, start_ids: Any = None) -> torch.Tensor:
         return self._step(input_ids, cache_ids, start_ids)
+
+    def post_layer(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scores beside the logits, with log_softmax_scores."""
+        return logits.log_softmax(dim=-1)
+
+    def _output(self, logits: torch.Tensor, lines: list[int]) -> Any:
+        found = super()._output(logits, lines)
+        return (found, self.post_layer(found)) if self.neuron_config.log_softmax_scores else found
 
     def _step(self, input_ids: torch.Tensor, cache_ids: Any, start_ids: Any) -> torch.Tensor:
         rows, width = input_ids.shape

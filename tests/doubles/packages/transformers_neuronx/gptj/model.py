@@ -13,7 +13,10 @@ NAME = "transformers_neuronx.gptj.model.GPTJForSampling."
 
 
 class GPTJForSampling(UnserializedModel):
+    """Its mask lets a step attend to position 0 alone, and ``start_ids`` are not read."""
+
     model_types = ("gptj",)
+    sees_first_only = True
 
     @bound(NAME + "__init__")
     def __init__(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from neuron_double.bound import bound
 
+from transformers_neuronx.as_computed import check_rotary
 from transformers_neuronx.unserialized import UnserializedModel
 
 NAME = "transformers_neuronx.gptneox.model.GPTNeoXForSampling."
@@ -30,6 +31,7 @@ class GPTNeoXForSampling(UnserializedModel):
         super().__init__()
         if "context_length_estimate" in kwargs:
             raise KeyError("context_length_estimate")
+        check_rotary(config)
         assert config.use_parallel_residual, "only models with use_parallel_residual are supported"
         assert unroll is None, "unroll must be None"
         self._setup(
