@@ -11,6 +11,7 @@ import msgspec
 from placements.cores import runs
 from placements.engines import AUTO_ENGINES, runs_on
 from placements.problems import Problem, in_order
+from placements.tnx_families import MISREAD_HINT, hides_rope
 from placements.topology import TOPOLOGIES
 from workers.contract import Drift
 from workers.facts.machine import HostFacts, Owner, owners
@@ -209,6 +210,13 @@ def interpreter_problems(
             if refused is not None:
                 problems.append(Problem(refused.id, "error", one.where, refused.what, refused.hint))
                 break  # what is wrong with an interpreter is wrong for all of its engines
+        if {"auto", "transformers-neuronx"} & set(one.needed_for) and hides_rope(one.found.packages):
+            beside = one.found.packages["transformers"]
+            what = (
+                f"{one.found.python} has transformers {beside} beside transformers-neuronx, which reads no rope_theta"
+            )
+            what += " there: no gpt_neox starts, and no model with another rope_theta than the package's own"
+            problems.append(Problem("rotary-misread", "warning", one.where, what, MISREAD_HINT))
         if "auto" in one.needed_for and not any(other.found.engines for other in interpreters):
             what = f"engine auto: there is neither {' nor '.join(AUTO_ENGINES)} on this machine"
             hint = "use an image of the Neuron SDK that holds one, or name its interpreter under engines"

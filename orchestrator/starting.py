@@ -12,6 +12,7 @@ import msgspec.structs
 from orchestrator.generation import Generation
 from orchestrator.version import corewright_version
 from placements.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
+from placements.tnx_families import MISREAD_HINT
 from workers.config import ReplicaConfig
 from workers.interpreter import Interpreter, refusal
 from workers.status import Failure
@@ -29,12 +30,14 @@ async def prepared(config: ReplicaConfig, generation: Generation, hosts: Hosts) 
 
     1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
     2. An interpreter that the spec names, and the host's own where an engine needs a package of AWS's, is looked at.
+       Beside its transformers, transformers-neuronx reads the model's rotary positions as they are.
     Raises HostLost, as ``Hosts.interpreter``.
     """
     if config.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
     if config.python is not None or any(engine == config.engine and needs_neuron(engine) for engine in AUTO_ENGINES):
-        refused = _refusal(await hosts.interpreter(config.python, config.host), config.engine)  # 2
+        found = await hosts.interpreter(config.python, config.host)
+        refused = _refusal(found, config.engine) or _misread(found, config.engine, config.model, generation)  # 2
         if refused is not None:
             return refused
     return config
@@ -44,14 +47,14 @@ async def _chosen(config: ReplicaConfig, generation: Generation, hosts: Hosts) -
     spec = generation.spec
     model = spec.model(config.model)
     assert model is not None
-    found: dict[Engine, str] = {}
+    found: dict[Engine, Interpreter] = {}
     refusals: list[Failure] = []
     for engine in AUTO_ENGINES:
         python = spec.python_for(engine)
         asked = await hosts.interpreter(python, config.host)
         refused = _refusal(asked, engine)
         if refused is None:
-            found[engine] = asked.engines[engine]
+            found[engine] = asked
         elif python is not None:  # somebody meant it to be there
             refusals.append(refused)
     host = next(host for host in generation.hosts if host.name == config.host)
@@ -59,16 +62,27 @@ async def _chosen(config: ReplicaConfig, generation: Generation, hosts: Hosts) -
     chosen = choose_engine(
         None if checkpoint is None else checkpoint.model_type,
         None if host.topology is None else host.topology.instance,
-        found,
+        {engine: asked.engines[engine] for engine, asked in found.items()},
     )
     if isinstance(chosen, NoEngine):
         also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
         return Failure(chosen.id, chosen.what + also, chosen.hint)
+    if chosen in found and (misread := _misread(found[chosen], chosen, config.model, generation)):
+        return misread
     return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=spec.python_for(chosen))
 
 
 def _refusal(found: Interpreter, engine: str) -> Failure | None:
     return refusal(found, engine, ray=_ray_version(), python_minor=_minor(), corewright=corewright_version())
+
+
+def _misread(found: Interpreter, engine: str, model: str, generation: Generation) -> Failure | None:
+    checkpoint = generation.checkpoints.get(model)
+    if engine != "transformers-neuronx" or checkpoint is None:
+        return None
+    how = checkpoint.on_tnx.misread(found.packages.get("transformers"))
+    what = f"transformers-neuronx misreads the rotary positions of {model} in {found.python}: {how}"
+    return Failure("rotary-misread", what, MISREAD_HINT) if how else None
 
 
 def _minor() -> str:

@@ -149,6 +149,12 @@ def misreads(config: Mapping[str, Any], major: int) -> str:
     return f"{alone} stands in rope_parameters alone, which transformers {major} ignores" if alone else ""
 
 
+def hides_rope(packages: Mapping[str, str]) -> bool:
+    """Whether transformers keeps ``rope_theta`` from transformers-neuronx, by the versions that are installed."""
+    first = packages.get("transformers", "").split(".")[0]
+    return "transformers-neuronx" in packages and first.isdecimal() and int(first) >= _HIDES_ROPE
+
+
 @dataclass(frozen=True)
 class Reading:
     """What the package makes of a checkpoint's config.json; all empty where it computes just that."""

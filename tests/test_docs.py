@@ -195,6 +195,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gpt2-xl": {**gpt2_xl, "n_positions": 1024},
         "mixtral": {**llama, "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8},
         "mistral-v0.1": {**llama, "model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 2048},
+        "llama-3": {**llama, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+        "pythia": {**llama, "model_type": "gpt_neox", "hidden_act": "gelu"},
         "bert": {"model_type": "bert"},
         "compiled": {**llama, "neuron": {"task": "text-generation"}},
         "own-code": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},

@@ -103,6 +103,14 @@ def test_a_package_of_the_same_name_elsewhere_is_found() -> None:
     assert found(interpreters=(own,)) == [("package-elsewhere", "error", "")]
 
 
+@pytest.mark.parametrize(("beside", "told"), [("4.47.1", []), ("5.0.0", ["rotary-misread"])])
+def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, told: list[str]) -> None:
+    """Beside transformers-neuronx, where a model needs that engine."""
+    tnx = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380", "transformers": beside})
+    seen = (WELL.interpreters[0], InterpreterSeen(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
+    assert found(interpreters=seen) == [(id, "warning", "fleet.yaml:4:27") for id in told]
+
+
 @pytest.mark.parametrize(("dev", "listed"), [(range(5), 5), (range(6), 5)], ids=["instance", "neuron-ls"])
 def test_missing_devices_are_found(dev: range, listed: int) -> None:
     """Fewer in /dev than the instance type has, or than neuron-ls lists."""

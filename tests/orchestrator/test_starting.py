@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ def test_a_wrong_interpreter_is_refused_before_any_process(found: Interpreter, i
     assert replica["reason"].startswith(f"{id}: ")
     assert (replica["state"], replica["stopped"]) == ("failed", False)
     assert replica["failures"] == len(cluster.asked) == 3  # at 0, 1 and 3 s
+
+
+@pytest.mark.parametrize(("beside", "state"), [("4.47.1", "ready"), ("5.0.0", "failed")])
+@pytest.mark.parametrize("engine", ["auto", "transformers-neuronx"])
+def test_a_rotary_base_that_transformers_hides_is_refused_before_any_process(
+    engine: str, beside: str, state: str, tmp_path: Path
+) -> None:
+    """By the transformers of the engine's interpreter and by config.json."""
+    source = tmp_path / "llama"
+    source.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 1, "vocab_size": 100, "max_position_embeddings": 512, "rope_theta": 500_000.0}
+    (source / "config.json").write_text(json.dumps(config))
+    spec = f"hosts: {{instance: inf2.48xlarge}}\nmodels: {{a: {{source: {source}, engine: {engine}, tp_degree: 2}}}}\n"
+    found = msgspec.structs.replace(TNX, packages={**TNX.packages, "transformers": beside})
+    cluster, replica = play(tmp_path, spec, {None: found})
+    assert (replica["state"], len(cluster.started)) == (state, int(state == "ready"))
+    if state == "failed":
+        assert replica["reason"].startswith("rotary-misread: ")
 
 
 def test_an_interpreter_that_has_been_mended_is_taken(tmp_path: Path) -> None:
