@@ -162,6 +162,10 @@ class Controller:
         rollback = state.follow_rollout()
         self._tally.rollout(state.current.number, state.rollout_state()[0])
         if rollback is not None:
+            current = state.current
+            rollback = await self.in_thread(state.narrowed, rollback)
+            if state.current is not current:
+                return  # somebody has applied another revision meanwhile
             state.roll_back(rollback)
             self.renew_deadlines()
             goal = state.aim()

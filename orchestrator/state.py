@@ -35,6 +35,7 @@ from orchestrator.journal import (
 )
 from orchestrator.lifecycle import STARTING, State
 from orchestrator.reach import Reach
+from orchestrator.reverting import reverted
 from orchestrator.rollout import Former, Goal, Situation, Step, Wish, aim, deferred
 from orchestrator.rollout import Target as ReplicaTarget
 from orchestrator.room import Room, room_for
@@ -57,10 +58,12 @@ HELD_RECORDS = 1000  # decisions and events that wait for room on the disk
 
 @dataclass(frozen=True)
 class Rollback:
-    """A rollout has failed."""
+    """A rollout has failed: what it goes back to, the failed model, and why."""
 
     to: Generation
+    model: str
     cause: str
+    undone: tuple[int, ...] = ()  # the revisions that alone are taken back; else all since ``to``
 
 
 class FleetState:
@@ -631,7 +634,9 @@ class FleetState:
             self._end("complete", "every model is as the spec says")
             self.stable = None
             return None
-        back = None if self.current.revision.cause == "rollback" else self.stable
+        back = self.stable
+        if self.current.revision.cause == "rollback" and not any(map(self._changes, self.current.spec.models)):
+            back = None  # it is all that is known to work
         under_way = [model for model in unsettled if back is None or self._changes(model)]
         self._watch_progress(under_way)
         if back is None:  # it is tried on, ever more seldom
@@ -642,7 +647,7 @@ class FleetState:
             return None
         model, cause = failed
         if model.update.rollback:
-            return Rollback(back, cause)
+            return Rollback(back, model.name, cause)
         self._end("failed", cause)
         return None
 
@@ -705,9 +710,22 @@ class FleetState:
         name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
         self.tell(level, name, f"revision {self.current.number}: {reason}")
 
+    def narrowed(self, rollback: Rollback) -> Rollback:
+        """The rollback that spares the changes of revisions which the failed model has no part in, where there is one.
+
+        Blocks, and changes nothing.
+        """
+        known = self.journal.state().revisions
+        numbers = range(rollback.to.number, self.current.number + 1)
+        if len(numbers) < 3 or any(number not in known for number in numbers):
+            return rollback
+        found = reverted([known[number] for number in numbers], rollback.model, self.machine)
+        return rollback if found is None else dataclasses.replace(rollback, to=found[0], undone=tuple(found[1]))
+
     def roll_back(self, rollback: Rollback) -> None:
         """Make the earlier generation current again. The revision comes first: one record is all it takes."""
         failed, before = self.current.number, rollback.to.revision
+        canary = self.current.revision.canary if rollback.undone and self.in_canary else None
         revision = msgspec.structs.replace(
             before,
             seq=0,
@@ -716,13 +734,15 @@ class FleetState:
             fleet=self.settings.fleet,
             cause="rollback",
             by="controller",
-            of=before.number,
+            of=None if rollback.undone else before.number,
             plan={},
-            canary=None,
+            canary=canary,
         )
         self.note(revision)
         self._end("rolled_back", rollback.cause)
-        self.tell("warning", "RolledBack", f"revision {revision.number} is revision {before.number} again")
+        undone = " and ".join(map(str, rollback.undone))
+        what = f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
+        self.tell("warning", "RolledBack", f"revision {revision.number} is {what}")
         self.install(dataclasses.replace(rollback.to, revision=revision))
 
     def install(self, generation: Generation) -> None:

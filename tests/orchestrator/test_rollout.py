@@ -15,6 +15,7 @@ from orchestrator.lifecycle import ModelState, State
 from orchestrator.operations import Refused
 from orchestrator.rollout import Former, Wish, step
 from orchestrator.snapshot import ReplicaView
+from placements.parse import parse
 from placements.spec import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from workers.status import Failure
@@ -558,6 +559,50 @@ def test_undo_never_goes_back_to_a_revision_that_failed(tmp_path: Path) -> None:
         await played.settled()
         await played.operator.undo(None, "tester")
         assert played.controller.state.current.revision.text == spec()
+
+    play(tmp_path, spec(), story, load_s=2.0)
+
+
+def test_a_rollback_spares_what_others_have_applied_since(tmp_path: Path) -> None:
+    """Another model's update, and what was scaled by hand; the update that failed is taken back alone."""
+
+    async def story(played: Played) -> None:
+        before = played.replica("a/0")
+        played.cluster.broken[await version_of(played, spec(a_batch=8), "a")] = Failure("x", "broken")
+        await played.apply(spec(a_batch=8))
+        await played.apply(spec(a_batch=8, b_batch=8))
+        await played.operator.scale("b", 1, "tester")
+        new = played.controller.state.current.versions["b"]
+        await played.until(lambda: "RolledBack" in played.happened(), "rolled back", 600)
+        await played.settled()
+        assert {key: played.replica("a/0")[key] for key in ("pid", "version")} == {
+            key: before[key] for key in ("pid", "version")
+        }
+        assert [replica["version"] for replica in played.ready("b")] == [new]
+        rows = [(row["revision"], row["cause"], row["of"], row["state"]) for row in played.operator.revisions()]
+        assert rows[:2] == [(4, "rollback", None, "complete"), (3, "apply", None, "rolled_back")]
+        told = [event.message for event in played.journal.events() if event.reason == "RolledBack"]
+        assert told == ["revision 4 is revision 3 without the changes of 2"]
+
+    play(tmp_path, spec(), story, load_s=5.0)
+
+
+def test_a_spared_update_that_fails_too_is_rolled_back_in_its_turn(tmp_path: Path) -> None:
+    """Then nothing is left but the revision that was complete, and nothing loops."""
+
+    async def story(played: Played) -> None:
+        text = spec(a_batch=8, b_batch=8)
+        for model in ("a", "b"):
+            played.cluster.broken[await version_of(played, text, model)] = Failure("x", "broken")
+        await played.apply(spec(a_batch=8))
+        await played.apply(text)
+        await played.until(lambda: played.happened().count("RolledBack") == 2, "both", 3600)
+        await played.settled()
+        assert played.controller.state.current.revision.number == 5
+        assert played.controller.state.current.spec == parse(spec(), "spec.yaml", str(tmp_path)).spec
+        for _ in range(20):
+            await played.controller.change(10**9, 60.0)
+        assert played.happened().count("RolledBack") == 2
 
     play(tmp_path, spec(), story, load_s=2.0)
 

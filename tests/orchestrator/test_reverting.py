@@ -1,0 +1,125 @@
+"""What a rollback leaves: the changes of the failed update go, later ones of other models stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.journal import Revision
+from orchestrator.reverting import culprits, reverted, without
+from placements.hosts import Machine
+from placements.parse import parse
+from placements.spec import Spec
+
+HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
+
+
+def spec(models: str) -> Spec:
+    found = parse(HEAD + models, "f.yaml", "/").spec
+    assert found is not None
+    return found
+
+
+def revision(number: int, models: str, head: str = HEAD) -> Revision:
+    return Revision(
+        number=number, cause="apply", by="x", text=head + models, file="f.yaml", base_dir="/", of=None, plan={}
+    )
+
+
+leaves = st.integers(0, 2)
+trees: Any = st.recursive(
+    leaves, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8
+)
+mappings: Any = st.dictionaries(st.sampled_from("abc"), trees, max_size=3)
+
+
+@given(mappings, mappings)
+def test_a_change_that_nobody_has_touched_since_is_taken_back_whole(before: Any, after: Any) -> None:
+    """And without a change nothing is taken back."""
+    assert without(after, after, before) == before
+    assert without(before, after, after) == before
+
+
+@given(mappings, mappings, mappings)
+def test_keys_that_the_change_did_not_touch_stay(before: Any, after: Any, now: Any) -> None:
+    """Whatever they are by now; so do those that have changed again."""
+    left = without({**now, "kept": 1}, {**after, "kept": 2}, {**before, "kept": 3})
+    assert left["kept"] == 1
+    untouched = {key for key in "abc" if after.get(key) == before.get(key)}
+    assert {key: left[key] for key in untouched & left.keys()} == {key: now[key] for key in untouched & now.keys()}
+
+
+@pytest.mark.parametrize(
+    ("models", "found"),
+    [
+        (["  a: {}\n", "  a: {max_batch: 2}\n"], [1]),
+        (["  a: {}\n  b: {}\n", "  a: {max_batch: 2}\n  b: {}\n", "  a: {max_batch: 2}\n  b: {max_len: 64}\n"], [1]),
+        (["  a: {}\n", "  a: {max_batch: 2}\n", "  a: {max_batch: 2, priority: 1}\n", "  a: {max_batch: 3}\n"], [3, 1]),
+        (["  a: {}\n", "  a: {max_batch: 2}\n", "  a: {}\n", "  a: {max_batch: 2}\n"], [3]),
+        (["  b: {}\n", "  b: {}\n  a: {}\n", "  b: {priority: 1}\n  a: {}\n"], [1]),
+        (["  a: {}\n", "  a: {priority: 1}\n"], []),
+    ],
+)
+def test_the_culprits_are_the_revisions_that_changed_the_process_of_the_failed_model(
+    models: list[str], found: list[int]
+) -> None:
+    """Since it was last as in the complete revision; what only the planner or the gateway reads is no cause."""
+    assert culprits([spec(one) for one in models], "a") == found
+
+
+MACHINE = Machine((0, 1))
+A1, A2 = "  a: {tp_degree: 8}\n", "  a: {tp_degree: 8, max_batch: 2}\n"
+
+
+def test_later_changes_of_other_models_stay() -> None:
+    """Fields, new models and removed ones; the text says what it is."""
+    found = reverted(
+        [
+            revision(4, A1 + "  b: {}\n  gone: {}\n"),
+            revision(5, A2 + "  b: {}\n  gone: {}\n  with_a: {}\n"),
+            revision(6, A2 + "  b: {max_len: 64}\n  with_a: {}\n  new: {priority: 2}\n"),
+        ],
+        "a",
+        MACHINE,
+    )
+    assert found is not None
+    generation, numbers = found
+    assert numbers == [5]
+    assert generation.spec == parse(HEAD + A1 + "  b: {max_len: 64}\n  new: {priority: 2}\n", "f.yaml", "/").spec
+    assert generation.revision.text.startswith("# revision 6 without the changes of 5\n")
+
+
+@pytest.mark.parametrize(
+    "revisions",
+    [
+        [revision(1, A1), revision(2, A2)],  # nothing else has changed
+        [revision(1, A1), revision(2, A2), revision(3, A2.replace("2}", "3}"))],  # each has changed it
+        [
+            revision(1, A1 + "  b: {}\n"),
+            revision(2, "  a: {}\n  b: {}\n"),
+            revision(3, "  a: {}\n  b: {tp_degree: 24}\n"),
+        ],
+    ],
+)
+def test_where_nothing_else_can_stay_the_complete_revision_is_applied_again(revisions: list[Revision]) -> None:
+    """Also where what is left would not fit beside the old version."""
+    assert reverted(revisions, "a", MACHINE) is None
+
+
+def test_a_shared_default_is_taken_back_with_the_update_that_changed_it() -> None:
+    """The old process needs the old default."""
+    head = HEAD.replace("echo}", "echo, max_len: 64}")
+    found = reverted(
+        [
+            revision(1, "  a: {}\n  b: {}\n"),
+            revision(2, "  a: {}\n  b: {}\n", head),
+            revision(3, "  a: {}\n  b: {priority: 1}\n", head),
+        ],
+        "a",
+        MACHINE,
+    )
+    assert found is not None
+    assert found[0].spec == spec("  a: {}\n  b: {priority: 1}\n")
