@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ class Operator:
 
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
         state = self._state
-        found = await self._controller.in_thread(examine, text, file, base_dir, state.machine, self._allowed)
+        found = await self._controller.in_thread(
+            partial(examine, folders="ignore"), text, file, base_dir, state.machine, self._allowed
+        )
         barred = [problem for problem in found.problems if problem.id in BARRED]
         if found.spec is None or barred:
             what = f"{file} names what it may not read" if barred else f"{file} is no spec"

@@ -71,12 +71,20 @@ def parts(spec: Spec) -> Iterator[Part]:
                 yield Part(model, True)
 
 
-def read_facts(spec: Spec, *, fresh: bool = True, pinned: Mapping[tuple[str, bool], Head] | None = None) -> Facts:
+def read_facts(
+    spec: Spec,
+    *,
+    fresh: bool = True,
+    pinned: Mapping[tuple[str, bool], Head] | None = None,
+    here: bool | None = None,
+) -> Facts:
     """The config.json of each model and draft. Blocks.
 
     A source elsewhere (the hub, S3) is asked for it; not ``fresh``: only where nothing is known of it; never where it
     is ``pinned``. What cannot be read gives a warning, and the rules that need it are skipped; a checkpoint that no
-    engine here can serve gives an error.
+    engine here can serve gives an error. ``here``: this machine will load the folders, so that one that cannot be
+    loaded is an error; False: another machine will, and it is a warning; None: their weights and tokenizers are not
+    looked at.
     """
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
@@ -89,10 +97,13 @@ def read_facts(spec: Spec, *, fresh: bool = True, pinned: Mapping[tuple[str, boo
         if folder is None:
             continue  # told already
         read = _read(part, folder, head, part.where(spec))
-        if isinstance(read, Problem):
-            problems.append(read)
-        else:
+        if isinstance(read, Checkpoint):
             (drafts if part.is_draft else checkpoints)[part.model.name] = read
+        problem = None if isinstance(read, Checkpoint) else read
+        if here is not None and head is None and (problem is None or problem.severity == "warning"):
+            problem = _unloadable(part, folder, part.where(spec), here, isinstance(read, Checkpoint)) or problem
+        if problem is not None:
+            problems.append(problem)
     return Facts(checkpoints, drafts, tuple(problems), heads)
 
 
@@ -118,14 +129,37 @@ def _read(part: Part, folder: str, head: Head | None, where: str) -> Checkpoint 
         return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
     except OSError as error:
         what = f"{model}: {shown} cannot be read: {error.strerror or error}"
-        begins = "a relative path begins at the spec file; " if source.startswith(".") else ""
-        hint = f"{begins}config.json alone is enough to plan with; until it is there {_SKIPPED}"
+        begins = f"{_BEGINS}; " if source.startswith(".") else ""
+        hint = f"{begins}{_ENOUGH} {_SKIPPED}"
         return Problem("checkpoint-unreadable", "warning", where, what, hint)
     except ValueError as error:
         what = f"{model}: {shown} is not JSON: {error}"
         return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
 
 
+def _unloadable(part: Part, folder: str, where: str, here: bool, known: bool) -> Problem | None:
+    """Why a start would not load that folder; None: nothing is found. ``known``: its config.json was read."""
+    from workers.engine import EngineLoadError
+    from workers.engines.checkpoint_files import check_checkpoint
+    from workers.tokenizer import check_tokenizer_files
+
+    try:
+        check_checkpoint(Path(folder), allow_pickle=part.model.allow_pickle)
+        if not part.is_draft:
+            check_tokenizer_files(Path(folder))
+    except EngineLoadError as error:
+        what = f"{part.model.name}: {error.what}"
+        begins = f"{_BEGINS}; " if error.id == "model-not-found" and part.source.startswith(".") else ""
+        if here:
+            return Problem(error.id, "error", where, what, begins + error.hint)
+        what += "; the machine that will load it was not checked"
+        hint = error.hint if known else f"{begins}{_ENOUGH} {_SKIPPED}"
+        return Problem("checkpoint-unreadable", "warning", where, what, hint)
+    return None
+
+
+_BEGINS = "a relative path begins at the spec file"
+_ENOUGH = "config.json alone is enough to plan with; until it is there"
 _CONVERT = "take the model's original checkpoint: corewright compiles it, and keeps what was compiled"
 _LAID_OUT = ("checkpoint", "compiled", "weights", "pytorch_model.bin", "neuron_config.json", "model.pt")
 

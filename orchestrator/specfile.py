@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from orchestrator.allowed import Allowed
 from orchestrator.given import given_problems
@@ -25,6 +26,10 @@ ANYTHING = Allowed()
 STANDARD_INPUT = "-"
 MAX_BYTES = 4 * 2**20
 MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes some 150 MB
+Folders = Literal["load", "plan", "ignore"]
+"""How sources that are folders are judged: as what will be loaded, so that one that cannot be is an error if this
+machine is to do it, else a warning; as what is planned with, so that it is a warning; or by config.json alone."""
+
 SERVED_ENGINES: tuple[Engine, ...] = ("cpu", "echo", "transformers-neuronx", "nxd-inference")
 """What `up` of this version can start."""
 
@@ -49,8 +54,10 @@ def this_machine() -> Machine:
     return Machine(this_host.usable_cpus(), this_host.instance_type())
 
 
-def load(path: str, allowed: Allowed = ANYTHING) -> SpecFile:
-    """Read a spec (`-` is standard input) and find all its problems; that it cannot be read at all is one of them."""
+def load(path: str, allowed: Allowed = ANYTHING, *, folders: Folders = "load") -> SpecFile:
+    """Read a spec (`-` is standard input) and find all its problems; that it cannot be read at all is one of them.
+
+    ``folders``: as for ``examine``."""
     if path == STANDARD_INPUT:
         data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
     else:
@@ -67,7 +74,7 @@ def load(path: str, allowed: Allowed = ANYTHING) -> SpecFile:
     except UnicodeDecodeError as error:
         what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
         return _unreadable(name, base_dir, what, "save it as UTF-8")
-    return examine(text, name, base_dir, this_machine(), allowed)
+    return examine(text, name, base_dir, this_machine(), allowed, folders=folders)
 
 
 def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
@@ -75,9 +82,11 @@ def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
     return SpecFile("", name, base_dir, None, this_machine(), (), {}, (problem,))
 
 
-def examine(text: str, name: str, base_dir: str, machine: Machine, allowed: Allowed = ANYTHING) -> SpecFile:
+def examine(
+    text: str, name: str, base_dir: str, machine: Machine, allowed: Allowed = ANYTHING, *, folders: Folders = "load"
+) -> SpecFile:
     """All that `validate` says of a text: what the parser finds, then every rule. Of a spec that names what is not
-    ``allowed``, nothing is read."""
+    ``allowed``, nothing is read. ``folders`` says how sources that are folders are judged."""
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
@@ -86,7 +95,7 @@ def examine(text: str, name: str, base_dir: str, machine: Machine, allowed: Allo
         problems = in_order((*parsed.problems, *refused))
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     hosts = hosts_for(parsed.spec, machine)
-    facts = read_facts(parsed.spec)
+    facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
     given = given_problems(parsed.spec, facts)
     problems = in_order((*parsed.problems, *facts.problems, *found, *given))
@@ -122,6 +131,11 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
             what = f"{model.name}: `up` of this version starts no engine {engine}"
             problems.append(Problem("engine-not-served", "error", where, what, f"one of: {', '.join(SERVED_ENGINES)}"))
     return tuple(problems)
+
+
+def _loads(machine: Machine, hosts: tuple[Host, ...]) -> bool:
+    """Whether the replicas of these hosts run on that machine: emulated ones do."""
+    return all(host.emulated for host in hosts) or [_instance(host) for host in hosts] == [machine.instance]
 
 
 def _instance(host: Host) -> str | None:

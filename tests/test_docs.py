@@ -72,6 +72,7 @@ from tests.orchestrator.fakefleet import SPEC as SHOWN_SPEC
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
+from tests.stubs import stub_checkpoint
 from workers.artifacts.heads import Asked, Heads
 from workers.artifacts.listing import Listing, RemoteFile
 from workers.artifacts.progress import Progress
@@ -204,8 +205,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tiny": json.loads((EXAMPLES / "models" / "tiny" / "config.json").read_text()),
     }
     for name, config in configs.items():
-        (path / "models" / name).mkdir(parents=True)
-        (path / "models" / name / "config.json").write_text(json.dumps(config))
+        stub_checkpoint(path / "models" / name, config)
     for block in blocks(CLI):
         if block.language == "yaml":
             (path / named(block)).write_text(block.text.partition("\n")[2])
@@ -220,7 +220,7 @@ def named(block: Block) -> str:
 
 
 def loaded(block: Block, folder: Path) -> SpecFile:
-    return examine(block.text, "spec.yaml", str(folder), LARGE)
+    return examine(block.text, "spec.yaml", str(folder), LARGE, folders="plan")
 
 
 def all_problems(file: SpecFile) -> list[Problem]:

@@ -105,12 +105,18 @@ def up(
 
 
 @app.command()
-def validate(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
+def validate(
+    spec: SpecArgument,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Report a folder that cannot be loaded as a warning only.")
+    ] = False,
+    output: FormatOption = Format.TABLE,
+) -> None:
     """Say everything that is wrong with a spec. Needs no device, no weights and no fleet."""
     from orchestrator.specfile import load
     from placements.problems import has_errors
 
-    file = load(spec)
+    file = load(spec, folders="plan" if offline else "load")
     count = len([problem for problem in file.problems if problem.severity == "error"])
     if output is Format.TABLE:
         complain(file.problems)
@@ -138,7 +144,7 @@ def plan(
 
     if spec is None and (defrag is None or offline):
         raise typer.BadParameter("is missing; only --defrag of a running fleet goes without", param_hint="SPEC")
-    file = None if spec is None else load(spec)
+    file = None if spec is None else load(spec, folders="plan" if offline else "load")
 
     def planned(fleet: AdminClient | None) -> PlanResult:
         if defrag is not None:
@@ -169,7 +175,7 @@ def explain(
 
     if spec is None and offline:
         raise typer.BadParameter("is missing: without a fleet there is no other spec", param_hint="SPEC")
-    file = None if spec is None else load(spec)
+    file = None if spec is None else load(spec, folders="ignore")
     data = unless_for_other_hosts(spec or "", offline, lambda fleet: explanation(file, fleet, model))
     show(data, output, explanation_text(data, color=use_color(stdout())))
     raise typer.Exit(0 if data["fits"] else FAILED)

@@ -81,7 +81,7 @@ def simulate(
     found = next((known for known in POLICIES if known == policy), None)
     if found is None:
         raise typer.BadParameter(f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy")
-    files = tuple(load(name) for name in ([spec] if against is None else [spec, against]))
+    files = tuple(load(name, folders="ignore") for name in ([spec] if against is None else [spec, against]))
     made = None if generate is None else _made_up(generate, rate, duration, lengths, cv, _shares(share, files[0]))
     wanted = made or trace
     assert wanted is not None

@@ -19,6 +19,7 @@ from orchestrator.telling import fetch_text
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakefleet import STATUS
 from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
+from tests.stubs import stub_checkpoint
 from tests.workers.test_bringing import CONFIG
 from workers.config import ReplicaConfig
 from workers.status import Failure, Reaction
@@ -636,7 +637,7 @@ UNLOADABLE = Failure("weights-broken", "model.safetensors is cut off")
 def test_an_update_that_cannot_be_loaded_is_rolled_back_and_nothing_old_goes(tmp_path: Path, strategy: str) -> None:
     """A local source, on a full host: what shows without cores fails the update while the old replica serves."""
     cluster = FakeCluster()
-    folder = str(tmp_path)
+    folder = str(stub_checkpoint(tmp_path))
 
     async def story(played: Played) -> None:
         await played.settled()
@@ -657,7 +658,7 @@ def test_an_update_that_cannot_be_loaded_is_rolled_back_and_nothing_old_goes(tmp
 def test_a_check_that_ends_in_time_lets_the_update_go_on(tmp_path: Path) -> None:
     """The status says what it waits for; the old replica serves until then."""
     cluster = FakeCluster()
-    folder = str(tmp_path)
+    folder = str(stub_checkpoint(tmp_path))
 
     async def story(played: Played) -> None:
         await played.settled()
@@ -687,6 +688,7 @@ models:
 def test_no_replica_of_another_model_is_lent_to_an_update_that_cannot_be_loaded(tmp_path: Path) -> None:
     """Borrow ends the lender first: it stays, and serves."""
     cluster = FakeCluster()
+    stub_checkpoint(tmp_path)
 
     async def story(played: Played) -> None:
         await played.settled()

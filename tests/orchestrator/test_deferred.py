@@ -11,6 +11,7 @@ import pytest
 
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.stubs import stub_checkpoint
 from workers.status import Failure
 
 LOW = """\
@@ -69,7 +70,7 @@ def test_a_replica_serves_on_while_what_would_take_its_cores_cannot_be_loaded(tm
 
     async def story(played: Played, cluster: FakeCluster) -> None:
         cluster.fetch_s = 0.0
-        text = HIGH.replace("s3://models/high", source.replace("FOLDER", str(tmp_path)))
+        text = HIGH.replace("s3://models/high", source.replace("FOLDER", str(stub_checkpoint(tmp_path))))
         _, generation = await played.operator._read(text, "spec.yaml", str(tmp_path), by="x", cause="apply")
         cluster.unloadable[generation.versions["high"]] = Failure("bad-tokenizer", "it is cut off")
         await played.apply(text)

@@ -18,6 +18,7 @@ from orchestrator.snapshot import ReplicaView
 from placements.parse import parse
 from placements.spec import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from tests.stubs import stub_checkpoint
 from workers.status import Failure
 
 BASE = """\
@@ -800,8 +801,7 @@ models:
 def tokenizers(folder: Path, **texts: str) -> None:
     """Model folders of which only the tokenizer matters here."""
     for name, text in texts.items():
-        (folder / name).mkdir()
-        (folder / name / "tokenizer.json").write_text(text)
+        stub_checkpoint(folder / name, tokenizer=f'{{"version": {text}}}')
 
 
 async def routed_together(played: Played, settled: Callable[[], bool]) -> list[tuple[str, set[str]]]:

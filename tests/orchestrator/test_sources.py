@@ -18,6 +18,7 @@ from placements.hosts import Machine
 from placements.plan import plan
 from tests.hub import HubServer, Repo
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, S3Server
+from tests.stubs import stub_checkpoint
 
 TINY = Path(__file__).parent.parent.parent / "placements" / "examples" / "models" / "tiny"
 MODEL = {file.name: file.read_bytes() for file in TINY.iterdir() if file.is_file()}
@@ -195,7 +196,7 @@ def test_code_of_a_checkpoint_is_refused_unless_it_is_trusted(
 ) -> None:
     """Only where there is no class of transformers; and no plan runs any."""
     known = json.loads(MODEL["config.json"])
-    (tmp_path / "config.json").write_text(json.dumps({**known, **config}))
+    stub_checkpoint(tmp_path, {**known, **config})
     (tmp_path / "m.py").write_text("raise SystemExit('it runs')")
     assert told(read(f"a: {{source: {tmp_path}, trust_remote_code: {str(trusts).lower()}}}")) == expected
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from orchestrator.specfile import examine, load, start_problems
+from orchestrator.specfile import Folders, examine, load, start_problems
 from placements.hosts import Machine
 from placements.problems import Problem
+from tests.stubs import stub_checkpoint
 
 LAPTOP = Machine(cpus=(0, 1))
 MODELS = "models: {a: {engine: echo}}\n"
@@ -90,7 +94,7 @@ def test_a_huge_file_is_refused_without_being_read(megabytes: int, tmp_path: Pat
 
 def unread(source: str, folder: Path) -> Problem:
     text = f"hosts: {{emulate: inf2.xlarge}}\nmodels: {{a: {{source: {source}}}}}\n"
-    (problem,) = [one for one in examine(text, "f.yaml", str(folder), LAPTOP).problems if one.severity == "warning"]
+    (problem,) = examine(text, "f.yaml", str(folder), LAPTOP, folders="plan").problems
     return problem
 
 
@@ -103,3 +107,57 @@ def test_where_a_path_begins_is_told_for_relative_ones_only(source: str, begins:
     assert problem.id == "checkpoint-unreadable"
     assert ("a relative path begins at the spec file" in problem.hint) == begins
     assert "config.json alone is enough" in problem.hint
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "model-not-found": shutil.rmtree,
+    "config-missing": lambda m: (m / "config.json").unlink(),
+    "config-unreadable": lambda m: (m / "config.json").write_text("{"),
+    "weights-missing": lambda m: (m / "model.safetensors").unlink(),
+    "weights-broken": lambda m: (m / "model.safetensors").write_bytes(b"cut off"),
+    "no-tokenizer": lambda m: (m / "tokenizer.json").unlink(),
+    "bad-tokenizer": lambda m: (m / "tokenizer.json").write_text("{"),
+}
+HOST = Machine((0, 1), "inf2.48xlarge")
+
+
+def judged(
+    folder: Path, hosts: str, machine: Machine = LAPTOP, folders: Folders = "load"
+) -> list[tuple[str, str, str]]:
+    text = f"hosts: {hosts}\nmodels:\n  a: {{source: ./m, engine: cpu}}\n"
+    problems = examine(text, "f.yaml", str(folder), machine, folders=folders).problems
+    return [(problem.id, problem.severity, problem.where) for problem in problems]
+
+
+@pytest.mark.parametrize("id", BROKEN)
+def test_a_folder_that_cannot_be_loaded_is_an_error_where_it_will_be_loaded(tmp_path: Path, id: str) -> None:
+    """On emulated hosts, which are this machine, and on the very type of the spec: with the id of a failed start."""
+    stub_checkpoint(tmp_path / "m")
+    assert judged(tmp_path, "{emulate: inf2.48xlarge, count: 2}") == judged(tmp_path, "{instance: inf2.48xlarge}") == []
+    BROKEN[id](tmp_path / "m")
+    expected = [(id, "error", "f.yaml:3:7")]
+    assert judged(tmp_path, "{emulate: inf2.48xlarge, count: 2}") == expected
+    assert judged(tmp_path, "{instance: inf2.48xlarge}", HOST) == expected
+
+
+@pytest.mark.parametrize("id", BROKEN)
+def test_elsewhere_and_offline_such_a_folder_is_a_warning(tmp_path: Path, id: str) -> None:
+    """Another machine will load it, and was not checked."""
+    BROKEN[id](stub_checkpoint(tmp_path / "m"))
+    expected = [("checkpoint-unreadable", "warning", "f.yaml:3:7")]
+    assert judged(tmp_path, "{instance: inf2.48xlarge}") == expected
+    assert judged(tmp_path, "{instance: inf2.8xlarge}", HOST) == expected
+    assert judged(tmp_path, "{emulate: inf2.48xlarge}", folders="plan") == expected
+    (problem,) = examine("models: {a: {source: ./m}}", "f.yaml", str(tmp_path), LAPTOP, folders="plan").problems
+    assert problem.what.endswith("; the machine that will load it was not checked")
+
+
+def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path: Path) -> None:
+    """It reads the tokens of its model; its weights it needs."""
+    stub_checkpoint(tmp_path / "m")
+    (stub_checkpoint(tmp_path / "d") / "tokenizer.json").unlink()
+    text = "hosts: {emulate: inf2.48xlarge}\nmodels: {a: {source: ./m, engine: cpu, draft: {source: ./d}}}\n"
+    assert examine(text, "f.yaml", str(tmp_path), LAPTOP).problems == ()
+    (tmp_path / "d" / "model.safetensors").unlink()
+    (problem,) = examine(text, "f.yaml", str(tmp_path), LAPTOP).problems
+    assert (problem.id, problem.severity, problem.where) == ("weights-missing", "error", "f.yaml:2:40")
