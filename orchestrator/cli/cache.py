@@ -343,7 +343,7 @@ def _loaded(spec: str) -> SpecFile:
     from orchestrator.specfile import load
     from placements.problems import has_errors
 
-    file = load(spec)
+    file = load(spec, folders="plan")
     complain(file.problems)
     if file.spec is None or has_errors(file.problems):
         raise typer.Exit(FAILED)

@@ -49,7 +49,7 @@ def compile_spec(
     from orchestrator.specfile import load
     from placements.problems import has_errors
 
-    file = load(spec)
+    file = load(spec, folders="plan")
     if file.spec is None or has_errors(file.problems):
         complain(file.problems)
         say(f"{file.name} has errors: nothing was compiled")

@@ -15,6 +15,7 @@ import pytest
 from orchestrator.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Streamed, complete, echo_text
+from tests.stubs import stub_checkpoint
 from workers.claims import held_cores
 
 SPEC = """\
@@ -69,13 +70,13 @@ def test_after_kill_9_of_the_daemon_the_next_up_removes_what_is_left(home: Path)
 
 
 @pytest.mark.live
-def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) -> None:
-    """A checkpoint that is missing is named in `status` with the last log lines."""
+def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path, tmp_path: Path) -> None:
+    """Weights that are not those of their config.json are named in `status` with the last log lines."""
     live = LiveFleet(
         "hosts: {emulate: inf2.xlarge}\n"
         "models:\n"
         "  good: {engine: echo}\n"
-        "  bad: {source: ./no-such-folder, engine: cpu}\n",
+        f"  bad: {{source: {stub_checkpoint(tmp_path / 'weightless')}, engine: cpu}}\n",
         home=home,
     )
 
@@ -91,9 +92,9 @@ def test_a_replica_that_cannot_start_shows_why_while_others_serve(home: Path) ->
             return False
 
     replica = until(failed, 60, "the cause is told")
-    assert "model-not-found" in replica["reason"]
-    assert "no-such-folder" in replica["reason"]
-    assert any("model-not-found" in line for line in replica["log"])
+    assert "weights-mismatch" in replica["reason"]
+    assert "weightless" in replica["reason"]
+    assert any("weights-mismatch" in line for line in replica["log"])
     until(serves, 30, "the other model serves")
     refused = complete(live, "bad", max_tokens=2)
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable")
@@ -122,12 +123,13 @@ def test_a_second_signal_ends_at_once(home: Path) -> None:
 
 
 @pytest.mark.live
-def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path) -> None:
+def test_a_signal_while_the_fleet_starts_ends_it_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
     """Ctrl-C before ready: exit code 1, no process, no record.
 
     It never gets ready, for one of its models does not come up.
     """
-    live = LiveFleet(SPEC + "  gone: {source: ./no-such-folder, engine: cpu, engine_options: {}}\n", home=home)
+    gone = f"  gone: {{source: {stub_checkpoint(tmp_path / 'weightless')}, engine: cpu, engine_options: {{}}}}\n"
+    live = LiveFleet(SPEC + gone, home=home)
     until(lambda: "starting the controller" in live.output(), 60, "it starts")
 
     assert live.stop(signal.SIGINT) == 1

@@ -68,13 +68,14 @@ def remove_tokenizer(path: Path) -> None:
 
 
 def make_vast(path: Path) -> None:
-    """A model of a few megabytes whose KV cache is vast. Without config.json, which would show that to the planner."""
+    """A model of a few megabytes whose KV cache is vast, but for its config.json, which would show that to the
+    planner."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": VAST_LEN}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, **VAST)).save_pretrained(path)
     save_tokenizer(path)
-    (path / "config.json").rename(path / "config.hidden")
+    edit(path / "config.json", num_attention_heads=1, num_key_value_heads=1, head_dim=1)
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,28 @@ class Fault:
 
 
 FAULTS = {
-    "no-weights": Fault("weights-missing", ("lacks model.safetensors",), lambda p: (p / "model.safetensors").unlink()),
+    "no-weights": Fault(
+        "weights-missing",
+        ("lacks model.safetensors",),
+        lambda p: None,
+        later=lambda p: (p / "model.safetensors").unlink(),
+    ),
     "cut-off": Fault(
-        "weights-broken", ("model.safetensors cannot be read",), lambda p: truncate(p / "model.safetensors")
+        "weights-broken",
+        ("model.safetensors cannot be read",),
+        lambda p: None,
+        later=lambda p: truncate(p / "model.safetensors"),
     ),
     "shapes": Fault("weights-mismatch", ("model.norm.weight is [7], not [64]",), cut_a_weight),
-    "pickle": Fault("pickle-refused", ("pytorch_model.bin", "allow_pickle: true", "save_pretrained"), pickle_weights),
-    "no-tokenizer": Fault("no-tokenizer", ("has no tokenizer", "save_pretrained"), remove_tokenizer),
+    "pickle": Fault(
+        "pickle-refused",
+        ("pytorch_model.bin", "allow_pickle: true", "save_pretrained"),
+        lambda p: None,
+        later=pickle_weights,
+    ),
+    "no-tokenizer": Fault(
+        "no-tokenizer", ("has no tokenizer", "save_pretrained"), lambda p: None, later=remove_tokenizer
+    ),
     "family": Fault(
         "unknown-family",
         ("model_type 't5'", "config.json"),
@@ -108,7 +124,7 @@ FAULTS = {
         ("128.00 TiB were asked for", f"{VAST_SLOTS} slots of {VAST_LEN} tokens", "available", "max_batch"),
         lambda p: None,
         fields=f", max_len: {VAST_LEN}, max_batch: {VAST_SLOTS}",
-        later=lambda p: (p / "config.hidden").rename(p / "config.json"),
+        later=lambda p: edit(p / "config.json", **VAST),
     ),
 }
 WOKEN = [name for name, fault in FAULTS.items() if fault.later is not None]
@@ -220,6 +236,8 @@ def follow(live: LiveFleet, course: Course) -> None:
     for name in WOKEN:
         later = FAULTS[name].later
         assert later is not None
+        asked = {"model": name, "prompt": "x"}  # so that the gateway has its tokenizer
+        httpx.post(f"{live.url}/tokenize", json=asked, timeout=REQUEST_S).raise_for_status()
         later(live.spec.parent / name)
         clients.append(threading.Thread(target=wake, args=(name,), daemon=True))
     for client in clients:
@@ -303,12 +321,11 @@ def test_a_pickle_that_the_spec_allows_is_served(course: Course) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_request_gets_503_with_the_cause(course: Course) -> None:
-    """The one that started the model, and each later one; without a tokenizer it is the gateway that misses it."""
-    codes = dict.fromkeys(FAULTS, "model_unavailable") | {"no-tokenizer": "tokenizer_unavailable"}
+    """The one that started the model, and each later one."""
     assert sorted(course.woken) == sorted(WOKEN)
     for name, response in [*course.woken.items(), *course.refused.items()]:
         error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (503, codes[name])
+        assert (response.status_code, error["code"]) == (503, "model_unavailable")
         assert FAULTS[name].id in error["message"]
         assert "retry-after" in response.headers
 
