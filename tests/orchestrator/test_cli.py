@@ -96,6 +96,20 @@ def test_a_valid_spec_with_warnings_exits_0(good: str, capsys: pytest.CaptureFix
     assert problems[0]["where"] == f"{good}:5:9"
 
 
+@pytest.mark.parametrize(("command", "code"), [(["validate"], 0), (["plan"], 2)])
+def test_a_missing_folder_is_an_error_but_offline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], code: int
+) -> None:
+    """On emulated hosts, which are this machine; with `--offline` it is a warning that nothing was checked."""
+    (tmp_path / "spec.yaml").write_text("hosts: {emulate: inf2.xlarge}\nmodels: {a: {source: ./nowhere}}\n")
+    told = {}
+    for options in ([], ["--offline"]):
+        told[len(options)] = run([*command, str(tmp_path / "spec.yaml"), "-o", "json", *options])
+        told[len(options), "ids"] = [(one["id"], one["severity"]) for one in data(capsys)["problems"]]
+    assert (told[0], told[0, "ids"]) == (1, [("model-not-found", "error")])
+    assert (told[1], told[1, "ids"]) == (code, [("checkpoint-unreadable", "warning")])
+
+
 def test_a_bad_spec_exits_1_with_every_problem_at_its_place(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All errors come at once, each with file, line and column."""
     assert run(["validate", bad, "-o", "json"]) == 1
