@@ -702,7 +702,8 @@ class ModelSpec(_Frozen):
         None, description="Weights of one byte on the cores. On the Neuron engines. Unset: weights of the `dtype`."
     )
     quantize_kv: Shape[Quantization | None] = Field(
-        None, description="A KV cache of one byte a number. On the Neuron engines. Unset: of the `dtype`."
+        None,
+        description="A KV cache of one byte a number, on the Neuron engines: `fp8`. Unset: of the `dtype`.",
     )
     buckets: Shape[Buckets] = Field(Buckets(), description="Compiled lengths. On the Neuron engines. See Buckets.")
     sampling: Shape[Sampling] = Field(

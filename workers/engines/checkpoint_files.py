@@ -66,6 +66,25 @@ def positions_of(settings: Mapping[str, Any]) -> int | None:
     return None if limit is None else int(limit)
 
 
+def check_rotary(settings: Mapping[str, Any], config: Any) -> None:
+    """Raises ``EngineLoadError`` where transformers has read another rotary base or scaling than config.json describes.
+
+    ``settings`` is what ``read_config`` returned, ``config`` what transformers made of the same file. Transformers 5
+    writes ``rope_parameters``, which the releases before it ignore silently.
+    """
+    written = settings.get("rope_parameters")
+    if not isinstance(written, Mapping) or not hasattr(config, "rope_theta"):  # transformers 5 has none
+        return
+    theta, kind = written.get("rope_theta", config.rope_theta), written.get("rope_type", "default")
+    ignored = f"rope_theta: {theta}" if config.rope_theta != theta else ""
+    if kind != "default" and not getattr(config, "rope_scaling", None):
+        ignored = ignored or f"rope_type: {kind}"
+    if ignored:
+        what = f"the installed transformers ignores rope_parameters of config.json, which says {ignored}"
+        hint = "install transformers 5, or write rope_theta and rope_scaling at the top of config.json"
+        raise EngineLoadError("rotary-misread", what, hint)
+
+
 def check_length(max_len: int, limit: int | None, positions: str = "positions of the model") -> None:
     """Raises ``EngineLoadError`` where a slot would be longer than ``limit``, if there is one."""
     if limit is not None and max_len > limit:

@@ -30,7 +30,7 @@ from workers.buildable import Buildable, Tell
 from workers.compiled import Entry, compiling, entry
 from workers.engine import EngineLoadError, EngineSpec, GenerateEngine
 from workers.engines import CPU_PACKAGES, cpu_artifacts
-from workers.engines.checkpoint_files import check_length, eos_token_ids, read_config, read_json
+from workers.engines.checkpoint_files import check_length, check_rotary, eos_token_ids, read_config, read_json
 from workers.engines.cpu_graphs import Graphs, Traced, code_kept_in, code_taken_from, misses
 from workers.memory import is_out_of_memory, out_of_memory
 
@@ -281,6 +281,7 @@ class CpuEngine:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
+        check_rotary(settings, model.config)
         _check_positions(model.config, self._max_len)
 
         self._model = model

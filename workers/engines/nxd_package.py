@@ -13,7 +13,7 @@ from typing import Any
 from placements.checkpoints import CheckpointError, sliding_window
 from placements.engines import NXD_VERSIONS, PACKAGES, Release, distribution, nxd_release, reaches
 from workers.engine import EngineLoadError
-from workers.engines.checkpoint_files import eos_token_ids, read_config
+from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
 from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
 from workers.engines.nxd_options import MOE_OPTIONS
 
@@ -167,8 +167,10 @@ def _inference_config(package: Package, kind: Any, source: Path, options: Mappin
         load_config=package.modules["hf_adapter"].load_pretrained_config(str(source)),
         **more,
     )
+    settings = read_config(source)
+    check_rotary(settings, made)
     if getattr(made, "pad_token_id", None) is None:
         # The package pads prompts to their bucket with it.
-        eos = eos_token_ids(source, read_config(source))
+        eos = eos_token_ids(source, settings)
         made.pad_token_id = min(eos) if eos else 0
     return made
