@@ -51,8 +51,8 @@ def routes_of(model: dict[str, Any]) -> ModelRoutes:
         name=model["name"],
         state=ModelState.READY,
         reason=None,
-        engine="echo",
-        source=None,
+        engine=model.get("engine", "echo"),
+        source=model.get("source"),
         max_len=model["max_len"],
         max_queue=4096,
         replicas=[Route(f"{model['name']}/0", EPOCH, model["socket"])],
@@ -61,7 +61,8 @@ def routes_of(model: dict[str, Any]) -> ModelRoutes:
 
 
 def main() -> None:
-    """Argument: ``home``, and of each of the ``models`` its ``name``, ``socket`` and ``max_len``. Says ``port`` and
+    """Argument: ``home``, and of each of the ``models`` its ``name``, ``socket`` and ``max_len``, and where it is not
+    an echo model ``engine`` and ``source``. Says ``port`` and
     ``key``. Each line of input is answered with a line, after a garbage collection: then memory can be read."""
     told = argument()
     home = Path(told["home"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,8 +15,15 @@ from orchestrator.gateway.errors import ApiError, invalid
 from orchestrator.gateway.schemas import schema_text
 
 R = TypeVar("R")
+if TYPE_CHECKING:
+    Ignored = Any
+else:
+    Ignored = msgspec.Raw  # checked as JSON, and not made into objects, which of 8 MB of brackets takes 0.2 s
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids; OpenAI's limit is 300
 MAX_STOP_CHARACTERS = 2**14
+LARGE_BYTES = 2**20  # a body above this is looked through before it is decoded
+MAX_FIELD_BYTES = 2**20  # of a field of such a body that is neither a prompt nor messages
+MAX_IDS = 2**20  # in such a body
 LONGEST_ID = 10  # digits
 MAX_STOPS = 16
 MAX_CHOICES = 128  # of `n`, as OpenAI's
@@ -216,12 +223,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None  # vLLM's: the ids beside the text
     priority: int | None = None  # vLLM's: lower goes first; default 0
     # Ignored: they say nothing about the answer's tokens.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
 
     def stops(self) -> list[str]:
         if self.stop is None:
@@ -259,8 +266,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     functions: list[Any] | None = None  # refused
     function_call: Any = None  # refused
     # Ignored, as above.
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
 
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -497,8 +504,26 @@ def read_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+_BOUNDED = ("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids", "functions")
+_Large = msgspec.defstruct("_Large", [(name, msgspec.Raw, msgspec.Raw()) for name in (*_BOUNDED, "prompt", "tokens")])
+_large_decoder = msgspec.json.Decoder(_Large)
+
+
+def _check_large(body: bytes) -> None:
+    """Raises ApiError for what would hold up the event loop while it is decoded. A long text does not."""
+    found = _large_decoder.decode(body)
+    for name in _BOUNDED:
+        _at_most(f"the bytes of {name}", len(bytes(getattr(found, name))), MAX_FIELD_BYTES, name)
+    for name in ("prompt", "tokens"):
+        value = bytes(getattr(found, name))
+        if b'"' not in value:
+            _at_most(f"the token ids of {name}", value.count(b",") + 1, MAX_IDS, name)
+
+
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     try:
+        if len(body) > LARGE_BYTES:
+            _check_large(body)
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None

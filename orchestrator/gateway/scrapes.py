@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 PAUSES = 9  # times as long as the last page took, no page is made: at most a tenth of the time is spent on them
-LONGEST_PAUSE_S = 1.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 Page = tuple[bytes, str]  # and its content type
 
 
@@ -38,4 +38,5 @@ class Scrapes:
                 return await self._make(openmetrics)
             finally:
                 ended = time.monotonic()
-                self._not_before = ended + min(PAUSES * (ended - began), LONGEST_PAUSE_S)
+                pause = max(SHORTEST_PAUSE_S, min(PAUSES * (ended - began), LONGEST_PAUSE_S))
+                self._not_before = ended + pause

@@ -124,3 +124,36 @@ def test_a_huge_number_is_out_of_range(name: str, number: int) -> None:
     with pytest.raises(ApiError) as refused:
         read(**{name: number})
     assert (refused.value.status, refused.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"model":"m","prompt":[%b1]}' % (b"1," * protocol.MAX_IDS), "prompt"),
+        (b'{"model":"m","prompt":[%b[1]]}' % (b"[1]," * protocol.MAX_IDS), "prompt"),
+        (b'{"model":"m","prompt":"x","logit_bias":{"1":0%b}}' % (b" " * protocol.MAX_FIELD_BYTES), "logit_bias"),
+        (
+            b'{"model":"m","prompt":"x","response_format":[%b[]]}' % (b"[]," * protocol.MAX_FIELD_BYTES),
+            "response_format",
+        ),
+    ],
+)
+def test_a_large_body_is_refused_before_it_is_decoded(body: bytes, param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes of small values take the event loop up to a second."""
+    monkeypatch.setattr(protocol, "_completion_decoder", None)
+    with pytest.raises(ApiError, match="are more than") as refused:
+        protocol.read_completion(body)
+    assert refused.value.param == param
+
+
+def test_a_long_text_is_not_taken_for_many_values() -> None:
+    text = "[1], " * protocol.MAX_IDS
+    assert protocol.read_completion(json.dumps({"model": "m", "prompt": text}).encode()).prompt == text
+
+
+def test_what_is_ignored_is_not_made_into_objects() -> None:
+    """It must be JSON all the same."""
+    asked = protocol.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1]},"user":"ada"}')
+    assert bytes(asked.metadata) == b'{"a":[1]}'
+    with pytest.raises(ApiError, match="not JSON"):
+        protocol.read_chat(b'{"model":"m","messages":[{"role":"user"}],"metadata":{"a":[1}}')

@@ -62,7 +62,9 @@ def test_who_asks_while_a_page_is_made_gets_the_next_one() -> None:
     virtually(story)
 
 
-@pytest.mark.parametrize(("takes_s", "apart_s"), [(0.02, 0.2), (3.0, 3.0 + module.LONGEST_PAUSE_S)])
+@pytest.mark.parametrize(
+    ("takes_s", "apart_s"), [(0.001, 0.001 + module.SHORTEST_PAUSE_S), (0.02, 0.2), (3.0, 3.0 + module.LONGEST_PAUSE_S)]
+)
 def test_a_tenth_of_the_time_is_for_pages(takes_s: float, apart_s: float) -> None:
     async def story() -> None:
         pages = Pages(takes_s)

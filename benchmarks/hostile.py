@@ -1,0 +1,253 @@
+"""What a client with a valid key can do to the streams of others.
+
+    .venv/bin/python -m benchmarks.hostile
+    .venv/bin/python -m benchmarks.hostile --only prompts
+
+One gateway process, as a fleet has it, serves two models, each with a replica of its own: *calm*, an echo engine that
+gives a token every 20 ms, and *attacked*, a small model on the cpu engine. A process of its own reads a stream of each,
+and remembers the longest time between two events. Before each attack the streams are read for as long undisturbed.
+What counts is how much longer the longest gap of the calm model's stream becomes (``NAME_gap_growth_ms``), and
+whether any stream is cut, of either model (``NAME_cut``). The gap of the attacked model's own stream is information:
+its replica works for the attacker too.
+
+- ``prompts``: 4 clients send, one after the other, prompts of 1 and 7.9 MB to ``/v1/completions``,
+  ``/v1/chat/completions``, ``/tokenize`` and ``/detokenize``: words, one word without spaces, spaces, special tokens,
+  letters with several accents each, token ids; and JSON of as many bytes that is brackets, or objects in a field that
+  is ignored.
+- ``logprobs``: answers with ``n: 16, max_tokens: 2800, logprobs: 20``, not streamed, one after the other; each must
+  be whole.
+- ``schemas``: 4 clients ask for answers in JSON, 8 choices each: by a schema with 8,000 properties, by schemas as large
+  as they are allowed, each one new, and by one that refers to itself without end.
+- ``scrapes``: 32 clients scrape ``/metrics``.
+
+All run on the same cores, but the attackers with less priority than what they attack: elsewhere they are on machines of
+their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gateway_parts.child import Child
+from benchmarks.report import Target, finish
+
+PARTS = "benchmarks."
+SECONDS = 30.0
+ATTACKERS_NICE = 10
+STEP_MS = 20.0
+MAX_LEN = 4096
+ATTACKED_SLOTS = 24
+CHOICES, TOKENS, TOP = 16, 2800, 20
+MB = 2**20
+GROWTH_MS = 250.0
+ANSWER_S = 240.0
+ATTACKS = ("prompts", "logprobs", "schemas", "scrapes")
+TARGETS = {
+    **{f"{name}_gap_growth_ms": Target(GROWTH_MS, at_least=False) for name in ATTACKS},
+    **{f"{name}_cut": Target(0, at_least=False) for name in ATTACKS},
+    **{f"{name}_answers": Target(1) for name in ATTACKS},
+}
+Body = tuple[str, bytes]  # the path, and what is sent there; GET without a body
+
+
+class Attack:
+    """Clients that send bodies in turn until they are stopped. ``answers`` counts what came, by status."""
+
+    def __init__(self, port: int, key: str, clients: int, bodies: Iterator[Body]) -> None:
+        self._port = port
+        self._headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        self._bodies = bodies
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.answers: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Returns when the last answers have come."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                path, body = next(self._bodies)
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
+            try:
+                connection.request("POST" if body else "GET", path, body or None, self._headers)
+                answer = connection.getresponse()
+                data = answer.read()
+                outcome = str(answer.status)
+                if b'"n":16' in body:
+                    self._check_whole(answer.status, data)
+            except OSError as error:  # such as the end of the connection before all is sent
+                outcome = type(error).__name__
+            finally:
+                connection.close()
+            with self._lock:
+                self.answers[f"{path} {outcome}"] += 1
+
+    def _check_whole(self, status: int, data: bytes) -> None:
+        found = [] if status != 200 else [len(one["logprobs"]["tokens"]) for one in json.loads(data)["choices"]]
+        if found != [TOKENS] * CHOICES:
+            self.wrong.append(f"{status} {data[:200]!r} with {found} tokens")
+
+
+def _packed(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def long_prompts() -> Iterator[Body]:
+    bodies: list[Body] = []
+    for size in (MB, int(7.9 * MB)):
+        texts = {
+            "words": "The quick brown fox jumps over the lazy dog. " * (size // 45),
+            "one word": "a" * size,
+            "spaces": " " * size,
+            "special tokens": "<|bos|>" * (size // 7),
+            "accents": "a\u0301\u0316" * (size // 14),  # JSON of ASCII alone
+        }
+        for text in texts.values():
+            bodies.append(("/v1/completions", _packed({"model": "attacked", "prompt": text})))
+            chat = {"model": "attacked", "messages": [{"role": "user", "content": text}]}
+            bodies.append(("/v1/chat/completions", _packed(chat)))
+            bodies.append(("/tokenize", _packed({"model": "attacked", "prompt": text})))
+        ids = [5] * (size // 2 - 50)
+        bodies.append(("/v1/completions", _packed({"model": "attacked", "prompt": ids})))
+        bodies.append(("/detokenize", _packed({"model": "attacked", "tokens": ids})))
+        begin = b'{"model":"attacked","prompt":"x","metadata":'
+        bodies.append(("/v1/completions", begin + b"[" * size + b"}"))
+        bodies.append(("/v1/completions", begin + b"[" + b"{}," * (size // 3 - 50) + b"{}]}"))
+    return itertools.cycle(bodies)
+
+
+def large_answers() -> Iterator[Body]:
+    asked = {"model": "attacked", "prompt": "x", "max_tokens": TOKENS, "n": CHOICES, "logprobs": TOP}
+    return itertools.repeat(("/v1/completions", _packed({**asked, "ignore_eos": True})))
+
+
+def large_schemas() -> Iterator[Body]:
+    def body(schema: Any) -> Body:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        asked = {"model": "attacked", "prompt": "x", "max_tokens": 16, "n": 8, "response_format": wanted}
+        return "/v1/completions", _packed(asked)
+
+    for number in itertools.count():
+        for count in (8000, 1000):
+            properties = {f"p{number}_{i}": {"type": "string"} for i in range(count)}
+            yield body({"type": "object", "properties": properties, "required": list(properties)})
+        yield body({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})
+
+
+def scrapes() -> Iterator[Body]:
+    return itertools.repeat(("/metrics", b""))
+
+
+CLIENTS: dict[str, tuple[int, Callable[[], Iterator[Body]]]] = {
+    "prompts": (4, long_prompts),
+    "logprobs": (1, large_answers),
+    "schemas": (4, large_schemas),
+    "scrapes": (32, scrapes),
+}
+
+
+class Streams:
+    """One stream of each model, each read by a process of its own."""
+
+    def __init__(self, watches: dict[str, Child]) -> None:
+        self._watches = watches
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """What was seen of each model's stream, once it is over."""
+        seen: dict[str, dict[str, Any]] = {}
+        for watch in self._watches.values():
+            watch.ask({})
+        yield seen
+        for model, watch in self._watches.items():
+            seen[model] = watch.ask({})
+
+
+def run(attacks: list[str]) -> dict[str, float]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cwh-", dir="/tmp")))
+
+        def start(part: str, argument: Any) -> Child:
+            return stack.enter_context(Child(PARTS + part, argument, log=folder / "log"))
+
+        source = str(folder / "model")
+        calm = {"socket": str(folder / "calm"), "slots": 4, "max_len": MB, "step_ms": STEP_MS}
+        start("gateway_parts.engine", calm)
+        attacked = {"socket": str(folder / "attacked"), "source": source, "slots": ATTACKED_SLOTS, "max_len": MAX_LEN}
+        start("hostile_parts.replica", attacked)
+        models = [
+            {"name": "calm", "socket": calm["socket"], "max_len": MB},
+            {**attacked, "name": "attacked", "engine": "cpu"},
+        ]
+        gateway = start("gateway_parts.ours", {"home": str(folder / "home"), "models": models})
+        port, key = gateway.ready["port"], gateway.ready["key"]
+        streams = Streams(
+            {
+                model: start("hostile_parts.watch", {"port": port, "key": key, "model": model, "tokens": tokens})
+                for model, tokens in (("calm", MB // 2), ("attacked", MAX_LEN - 100))
+            }
+        )
+        measured: dict[str, float] = {}
+        os.nice(ATTACKERS_NICE)
+        for name in attacks:
+            measured |= attacked_by(name, streams, port, key)
+        return measured
+
+
+def attacked_by(name: str, streams: Streams, port: int, key: str) -> dict[str, float]:
+    clients, bodies = CLIENTS[name]
+    with streams.watched() as before:
+        time.sleep(SECONDS)
+    with streams.watched() as during:
+        attack = Attack(port, key, clients, bodies())
+        time.sleep(SECONDS)
+        attack.stop()
+    counts = ", ".join(f"{count} x {outcome}" for outcome, count in sorted(attack.answers.items()))
+    for model in before:
+        cut = during[model]["cut"] or before[model]["cut"]
+        print(
+            f"{name:<9} {model:<9} largest gap {before[model]['gap_ms']:.0f} ms undisturbed, "
+            f"{during[model]['gap_ms']:.0f} ms attacked, of {during[model]['events']} events"
+            + (f"; CUT: {cut}" if cut else ""),
+            flush=True,
+        )
+    print(f"{name:<9} answers: {counts}", flush=True)
+    for wrong in attack.wrong[:1]:
+        raise RuntimeError(f"{name}: an answer was wrong: {wrong}")
+    return {
+        f"{name}_gap_growth_ms": during["calm"]["gap_ms"] - before["calm"]["gap_ms"],
+        f"{name}_cut": sum(bool(seen[model]["cut"]) for seen in (before, during) for model in seen),
+        f"{name}_answers": attack.answers.total(),
+        f"{name}_gap_undisturbed_ms": before["calm"]["gap_ms"],
+        f"{name}_gap_of_attacked_model_ms": during["attacked"]["gap_ms"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=ATTACKS, action="append")
+    finish("hostile", run(parser.parse_args().only or list(ATTACKS)), TARGETS)
+
+
+if __name__ == "__main__":
+    main()
