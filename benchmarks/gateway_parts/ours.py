@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.gateway_parts.child import argument, say
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN
 from orchestrator.demand import DemandReport
-from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.keys import KeyFile
@@ -23,6 +23,7 @@ from orchestrator.routes import ModelRoutes, Route, RouteTable
 from workers.metric_family import MetricFamily
 
 CONNECT_DEADLINE_S = 10.0
+BEAT_S = 0.01
 
 
 class Controller:
@@ -46,6 +47,23 @@ class Controller:
         return []
 
 
+class Turns:
+    """How long the turns of an event loop are, of which one is taken each 10 ms."""
+
+    def __init__(self) -> None:
+        self.longest_turn_ms = 0.0
+        self.busy_ms = 0.0
+
+    async def beat(self) -> None:
+        at, used = time.monotonic(), time.thread_time()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now, now_used = time.monotonic(), time.thread_time()
+            self.longest_turn_ms = max(self.longest_turn_ms, (now - at - BEAT_S) * 1000)
+            self.busy_ms = max(self.busy_ms, (now_used - used) * 1000)
+            at, used = now, now_used
+
+
 def routes_of(model: dict[str, Any]) -> ModelRoutes:
     return ModelRoutes(
         name=model["name"],
@@ -62,8 +80,9 @@ def routes_of(model: dict[str, Any]) -> ModelRoutes:
 
 def main() -> None:
     """Argument: ``home``, and of each of the ``models`` its ``name``, ``socket`` and ``max_len``, and where it is not
-    an echo model ``engine`` and ``source``. Says ``port`` and
-    ``key``. Each line of input is answered with a line, after a garbage collection: then memory can be read."""
+    an echo model ``engine`` and ``source``. Says ``port`` and ``key``. Each line of input is answered with a line,
+    after a garbage collection: then memory can be read. With ``beats`` the line has the ``longest_turn_ms`` of the
+    event loop since the last line, and ``busy_ms``, the most CPU time of its thread in one turn."""
     told = argument()
     home = Path(told["home"])
     made = KeyFile(Home(home).keys).create("benchmark", now=time.time(), scopes=("inference",))
@@ -76,10 +95,18 @@ def main() -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("the replicas are not connected")
         time.sleep(0.01)
+    turns = Turns()
+    if told.get("beats"):
+        loop = server._loop
+        assert loop is not None
+        settle_collector()  # as in the process of a gateway
+        asyncio.run_coroutine_threadsafe(turns.beat(), loop)
     say({"port": port, "key": made[1]})
     for _ in sys.stdin:
+        seen = vars(turns).copy()
         gc.collect()
-        say({})
+        turns.longest_turn_ms = turns.busy_ms = 0.0
+        say(seen)
     server.stop()
 
 
