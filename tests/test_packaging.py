@@ -1,7 +1,8 @@
-"""What the wheel holds: the three packages and nothing else."""
+"""What the wheel holds, and how the environment is made."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -30,3 +31,32 @@ def test_the_wheel_holds_the_three_packages_and_no_tests_or_models(tmp_path: Pat
     assert not [name for name in names if "examples" in name or "test" in name]
     assert {"placements/py.typed", "workers/engines/cpu.py", "orchestrator/cli/main.py"} <= set(names)
     assert {"workers/surfaces/transformers_neuronx.json", "orchestrator/bench/chat.json"} <= set(names)
+
+
+@pytest.mark.parametrize(("index", "cuda"), [("", None), ("file:///wheels", "13.0")])
+def test_make_venv_installs_torch_first_and_warns_of_a_cuda_build(index: str, cuda: str | None, tmp_path: Path) -> None:
+    """From the index that is set, with pip's progress, and with the size said before."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "torch.py").write_text(f"class version: cuda = {cuda!r}\n")
+    made, python = tmp_path / "made", tmp_path / "python3"
+    made.mkdir()
+    (made / "pip").write_text('#!/bin/sh\necho "pip $*"\n')
+    (made / "python").write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.write_text(f"#!/bin/sh\nmkdir -p .venv && cp -r {made} .venv/bin\n")
+    for script in (python, made / "pip", made / "python"):
+        script.chmod(0o755)
+    ran = subprocess.run(
+        ["make", "-C", str(tmp_path), "-s", "venv", f"PYTHON={python}", f"TORCH_INDEX_URL={index}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = ran.stdout.splitlines()
+    torch, rest = (position for position, line in enumerate(lines) if line.startswith("pip install"))
+    assert "0.2 GB" in lines[0]
+    assert ("TORCH_INDEX_URL" in lines[1]) is (not index)
+    assert lines[torch].endswith("torch==2.13.0")
+    assert ("--index-url file:///wheels" in lines[torch], "--index-url" in lines[rest]) == (bool(index), False)
+    assert "--quiet" not in ran.stdout
+    assert ("CUDA build (13.0)" in lines[-1]) is (cuda is not None)
