@@ -36,6 +36,11 @@ CALL_DEADLINE_S = 10.0  # silence for longer is a hung process: a call takes a m
 ADOPT_S = 3.0  # for a living replica to say what it is, while nobody is served anew
 CONFIRM_DEATH_S = 10.0
 LONG_S = 2.0  # one question about what goes on for long
+UNKNOWN_ENDS = (
+    "its process ended without a word: killed by a signal (for want of memory?), or crashed",
+    "the connection to its process has ended",
+)
+BY_SIGKILL = "was killed by SIGKILL"
 SOON_S = 0.5  # the same, where what goes on is told meanwhile
 
 
@@ -55,6 +60,8 @@ class RayCluster:
         self._host_actors: dict[str, Any] = {}  # by node id
         self._answered: set[str] = set()  # replicas that have answered: from then on silence is a hang
         self._actors: dict[str, Any] = {}
+        self._configs: dict[str, ReplicaConfig] = {}
+        self._processes: dict[str, tuple[int, float]] = {}  # pid and start of those that their hosts attend to
         for node in self._nodes:
             if node.alive:
                 self._host_actor(node)  # before the first question comes
@@ -146,6 +153,7 @@ class RayCluster:
             raise HostLost(f"the Ray node of {config.host} is gone")
         config = self._reachable(config, node)
         name = actor_name(config.model, config.replica, config.epoch)
+        self._configs[name] = config
         named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class's name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
         self._actors[name] = shown.options(
@@ -189,8 +197,25 @@ class RayCluster:
         except RayTaskError as error:
             raise ReplicaDied(f"the actor failed: {error.cause}") from None
         except RayError as error:
-            raise ReplicaDied(_death(error)) from None
+            death = _death(error)
+            ending = await self._ending(name) if death in UNKNOWN_ENDS else None
+            raise ReplicaDied(death if ending is None else f"its process {ending}") from None
+        if name not in self._processes and (config := self._configs.get(name)) is not None:
+            self._processes[name] = status.pid, status.started
+            if (node := self._node_of(config.host)) is not None and node.alive:
+                self._host_actor(node).attend.remote(status.pid, status.started)
         return status
+
+    async def _ending(self, name: str) -> str | None:
+        """How the process of that replica ended, as its host tells it."""
+        if name not in self._processes:
+            return None
+        config, process = self._configs[name], self._processes[name]
+        try:
+            ending: str | None = await self._ask(config.host, "ending", *process, config.log)
+        except (HostLost, RayError):
+            return None
+        return f"{ending}: by hand, or by the kernel for want of memory" if ending == BY_SIGKILL else ending
 
     async def drain(self, name: str, timeout_s: float) -> bool:
         try:
@@ -208,7 +233,8 @@ class RayCluster:
         else:
             dead = await self._confirm_death(pid, started, host)
         if dead:
-            self._actors.pop(name, None)
+            for known in (self._actors, self._configs, self._processes):
+                known.pop(name, None)
             self._answered.discard(name)
         return dead
 
@@ -337,7 +363,7 @@ class RayCluster:
             log.warning("%s does not answer and is ended: %s", name, error)
             ray.kill(actor, no_restart=True)
             return None
-        self._actors[name] = actor
+        self._actors[name], self._configs[name] = actor, config
         self._answered.add(name)
         return Survivor(config, status)
 
@@ -361,11 +387,11 @@ def _death(error: RayError) -> str:
     if "killed by `ray.kill`" in text:
         return "it was ended"
     if "SYSTEM_ERROR" in text:  # Ray saw only the end of its connection
-        return "its process ended without a word: killed by a signal (for want of memory?), or crashed"
+        return UNKNOWN_ENDS[0]
     if "is not schedulable" in text:
         return "its host is lost"
     if "temporarily unavailable" in text:  # the connection has ended before Ray knows why
-        return "the connection to its process has ended"
+        return UNKNOWN_ENDS[1]
     if "creation task" in text:
         return text.strip().splitlines()[-1]
     return text.splitlines()[0] if text else type(error).__name__

@@ -68,6 +68,7 @@ class HostActor:
         self._asking = threading.Lock()
         self._interpreters = Interpreters()
         self._devices = DeviceMonitor()
+        self._endings = this_host.Endings()
 
     @_long
     def fetch(self, waiter: str, wanted: Wanted, wait_s: float) -> Landed | Arriving | Failure | None:
@@ -111,7 +112,17 @@ class HostActor:
         return held_among(sources, self._store.artifacts())
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
-        return this_host.confirm_death(pid, started, deadline_s)
+        dead = this_host.confirm_death(pid, started, deadline_s)
+        if dead:
+            self._endings.forget(pid, started)
+        return dead
+
+    def attend(self, pid: int, started: float) -> None:
+        self._endings.attend(pid, started)
+
+    def ending(self, pid: int, started: float, log: str) -> str | None:
+        """How that process ended; see `Endings.of`."""
+        return self._endings.of(pid, started, Path(log))
 
     def log_tail(self, path: str, lines: int) -> list[str]:
         return this_host.log_tail(Path(path), lines)

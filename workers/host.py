@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import re
 import shutil
+import signal
+import struct
 import time
 from pathlib import Path
 
@@ -26,6 +30,10 @@ HIDDEN = (*MARKS, START_MARK)
 LAST_WORDS = 400  # lines
 CGROUP = Path("/sys/fs/cgroup")  # of version 2
 LOOK_S = 0.01  # between two looks at processes that were killed
+ENDING_S = 1.0  # for a process whose connection has ended to be dead
+_SIGNAL = re.compile(r"\*\*\* (SIG[A-Z]+) received at ", re.ASCII)
+_PIDFD_INFO_EXIT = 1 << 3  # linux/pidfd.h
+_PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 
 
 def host_root() -> Path:
@@ -144,6 +152,64 @@ def cut_log(path: Path, most: int = MAX_LOG_BYTES) -> None:
     with path.open("rb") as log, os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
         shutil.copyfileobj(log, copy)
     os.truncate(path, 0)
+
+
+class Endings:
+    """How processes of this host ended, also those that are no children of this process.
+
+    The kernel tells it who has held a pidfd of the process since before (Linux 6.15 and later). Else the log may: Ray's
+    handler writes the name of a signal that the process itself has caused.
+    """
+
+    def __init__(self) -> None:
+        self._pidfds: dict[tuple[int, float], int] = {}
+
+    def attend(self, pid: int, started: float) -> None:
+        """Begin with a process that lives."""
+        if (pid, started) not in self._pidfds:
+            with contextlib.suppress(OSError):
+                self._pidfds[pid, started] = pidfd = os.pidfd_open(pid)
+                if not is_alive(pid, started):  # the pid is another's by now
+                    os.close(pidfd)
+                    del self._pidfds[pid, started]
+
+    def forget(self, pid: int, started: float) -> None:
+        """It is dead, and nobody asks how it ended."""
+        if (pidfd := self._pidfds.pop((pid, started), None)) is not None:
+            os.close(pidfd)
+
+    def of(self, pid: int, started: float, log: Path) -> str | None:
+        """Such as "was killed by SIGKILL" or "exited with code 1"; None where nothing tells. Waits for a second."""
+        status = None
+        if (pidfd := self._pidfds.get((pid, started))) is not None:
+            deadline = time.monotonic() + ENDING_S
+            while (status := _exit_status(pidfd)) is None and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+        if status is not None and os.WIFEXITED(status):
+            return f"exited with code {os.WEXITSTATUS(status)}"
+        if status is not None:
+            return f"was killed by {_signal_name(os.WTERMSIG(status))}"
+        named = [match[1] for line in last_words(log) if (match := _SIGNAL.match(line))]
+        return f"was killed by {named[-1]}" if named else None
+
+
+def _exit_status(pidfd: int) -> int | None:
+    """As of ``os.waitpid``; None while the process lives, and where the kernel does not tell."""
+    told = bytearray(64)  # struct pidfd_info: the mask first, the exit status last
+    struct.pack_into("=Q", told, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, told)
+    except OSError:
+        return None
+    mask, status = struct.unpack_from("=Q", told, 0)[0], struct.unpack_from("=i", told, 60)[0]
+    return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time one
 
 
 def mark_log(descriptor: int) -> None:

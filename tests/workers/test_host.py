@@ -31,6 +31,52 @@ def test_a_pid_that_was_used_again_is_another_process() -> None:
     assert host.confirm_death(os.getpid(), time.time() - 10**6, 1.0)
 
 
+def ended(code: str, folder: Path, *, attended: bool = True) -> str | None:
+    """How a process ended that ran ``code``, in the words of its host."""
+    log = folder / "model-0.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen([sys.executable, "-c", f"input(); {code}"], stdin=subprocess.PIPE, stderr=stream)
+    started = host.process_start(process.pid)
+    assert started is not None
+    endings = host.Endings()
+    if attended:
+        endings.attend(process.pid, started)
+    process.communicate(b"\n")
+    try:
+        return endings.of(process.pid, started, log)
+    finally:
+        endings.forget(process.pid, started)
+
+
+KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
+
+
+@pytest.mark.skipif(KERNEL < (6, 15), reason="the kernel tells only the parent how a process ended")
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 1)", "was killed by SIGHUP"),
+        ("import os; os.kill(os.getpid(), 40)", "was killed by signal 40"),
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("", "exited with code 0"),
+    ],
+)
+def test_a_host_says_how_a_process_ended(code: str, says: str, tmp_path: Path) -> None:
+    """Also of one whose exit status somebody else has taken."""
+    assert ended(code, tmp_path) == says
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("*** SIGSEGV received at time=1 on cpu 1 ***", "was killed by SIGSEGV"), ("Ready.", None)]
+)
+def test_a_process_that_nobody_attended_says_in_its_log_how_it_ended(
+    text: str, says: str | None, tmp_path: Path
+) -> None:
+    """On older kernels, and after the host actor's own death."""
+    assert ended(f"import sys; sys.stderr.write({text!r})", tmp_path, attended=False) == says
+
+
 def test_log_tail_gives_the_last_lines_of_a_large_log(tmp_path: Path) -> None:
     """The end of a log is read without the rest of it."""
     log = tmp_path / "model-0.log"
