@@ -24,6 +24,7 @@ from orchestrator.failure import Failed
 from orchestrator.fleet import DRAIN_S, FleetSettings
 from orchestrator.gateway.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.heartbeat import Heartbeat
 from orchestrator.home import FLEET_VARIABLE, WILDCARDS, FleetRecord, Home, daemon_alive, end_leftovers
 from orchestrator.ports import free_port
 from orchestrator.telling import fetch_text, tenths
@@ -48,6 +49,7 @@ CONTROLLER_RETRY_S = 0.2
 CONTROLLER_THERE_S = 5.0  # whoever has kept a call for so long was there: without a controller it fails at once
 WATCH_POLL_S = 0.5  # a change is applied once two readings agree
 READY, TOLD, GONE = b"r", b"t", b"g"  # marks of the child: it was ready, has reported its end, has left nothing
+MOST_NAMED = 4  # replicas in a line that says what is waited for
 READY_POLL_S = 0.5  # between looks at whether a signal has come
 
 
@@ -113,7 +115,7 @@ class Daemon:
         self._name = name
         self._hosts = hosts
         self._instance = instance
-        self._tell = tell
+        self._tell = Heartbeat(tell)
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
         self._mark: Callable[[bytes], None] = lambda mark: None
@@ -121,6 +123,8 @@ class Daemon:
         self._threads: list[threading.Thread] = []
         self._seen = 0  # version of the status that was told last
         self._told: dict[str, str] = {}
+        self._unready: list[str] = []  # what the fleet waits for before it is ready, as the controller said last
+        self._ready = threading.Event()
         self._ending = False
         self._controller: Any = None
         self._asking = False
@@ -156,9 +160,10 @@ class Daemon:
             ended = apart(functools.partial(self._live, written, on_ready), SIGNALS)
             if TOLD not in ended.marks:
                 self._tell_of_death(ended, None if READY in ended.marks else written)
-            if GONE not in ended.marks:
-                self._end_everything()
-            return ended.code if TOLD in ended.marks and ended.code >= 0 else 1
+            left = None if GONE in ended.marks else self._end_everything()
+            if left is not None:
+                self._tell(f"stopped, but {left}")
+            return ended.code if TOLD in ended.marks and ended.code >= 0 and left is None else 1
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -178,15 +183,15 @@ class Daemon:
     ) -> int:
         """The fleet, from its start to its end, in the child. Gives the exit code."""
         self._mark = mark
-        outcome = "failed"
+        outcome, code = "failed", 1
         try:
             record = self._start()
-            self._wait_ready()
+            with self._tell.waiting(self._waited_for):
+                self._wait_ready()
             self._audit_end(written, "ready")
             written = None
             mark(READY)
             on_ready(record)
-            self._in_background(self._narrate)
             if self._options.watch:
                 self._in_background(self._watch_spec)
             asked = self._asked.get()
@@ -195,26 +200,27 @@ class Daemon:
             outcome = asked
             self._asking = True
             self._tell(f"{asked}: draining for at most {self._options.drain_s:.0f} s (a signal more ends at once)")
-            return 0
+            code = 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
             self._tell(f"{reason}: ended before the fleet was ready")
-            return 1
         except Exception as error:
             if not isinstance(error, Failed):
                 log.exception("`up` has failed")
             failed = error if isinstance(error, Failed) else _unforeseen(error)
             outcome = failed.problem.id
             self._tell(render([failed.problem]).rstrip("\n"))
-            return 1
         finally:
             self._audit_end(written, outcome)  # before Ray is shut down, which may end this process
             mark(TOLD)
             try:
-                self._take_down()
+                with self._tell.waiting(lambda: "running requests, replicas and Ray to end"):
+                    self._take_down()
             finally:
-                self._end_everything()
-                mark(GONE)
-                self._tell("stopped")
+                left = self._end_everything()
+                if left is None:
+                    mark(GONE)
+                    self._tell("stopped")
+        return code
 
     def _told_to_audit(self) -> dict[str, Any]:
         text, file, base_dir = self._spec
@@ -254,7 +260,8 @@ class Daemon:
         record = self._new_record(admin_port)
         self._home.write_record(record)  # before any process is started, so that the next `up` finds what is left
         self._tell("starting Ray")
-        addresses = self._start_ray(len(cpus))
+        with self._tell.waiting(lambda: "Ray"):
+            addresses = self._start_ray(len(cpus))
         dashboard = addresses.get("webui_url")
         record = record_with(
             record, ray_address=addresses["gcs_address"], dashboard_url=f"http://{dashboard}" if dashboard else None
@@ -262,10 +269,13 @@ class Daemon:
         self._home.write_record(record)
         self._raise_if_asked()
         self._tell("starting the controller and the replicas")
-        self._start_controller(record.token, admin_port, cpus)
+        with self._tell.waiting(lambda: "the controller"):
+            self._start_controller(record.token, admin_port, cpus)
+        self._in_background(self._narrate)
         self._raise_if_asked()
         self._tell("starting the gateway")
-        self._start_gateway()
+        with self._tell.waiting(lambda: ", ".join(("the gateway", *self._unready[:MOST_NAMED]))):
+            self._start_gateway()
         return record
 
     def _new_record(self, admin_port: int) -> FleetRecord:
@@ -383,13 +393,18 @@ class Daemon:
         return None
 
     def _wait_ready(self) -> None:
-        while not self._narrate_once(READY_POLL_S):
+        while not self._ready.wait(READY_POLL_S):
             self._raise_if_asked()
 
+    def _waited_for(self) -> str:
+        named, more = self._unready[:MOST_NAMED], len(self._unready) - MOST_NAMED
+        return ", ".join(named) + (f" and {more} more" if more > 0 else "") or "the controller to find the fleet ready"
+
     def _narrate(self) -> None:
-        """Go on telling what becomes of the replicas."""
+        """Say what becomes of the replicas, from their start to the end of the fleet."""
         while not self._ending:
-            self._narrate_once(STATUS_WAIT_S)
+            if self._narrate_once(STATUS_WAIT_S):
+                self._ready.set()
 
     def _narrate_once(self, wait_s: float) -> bool:
         """Tell what has changed, waiting for at most ``wait_s``. Gives whether the fleet has become ready."""
@@ -397,6 +412,7 @@ class Daemon:
         if answer is None:
             return False
         self._seen, status = answer
+        self._unready = [text for model in status["models"] for text in _unready(model)]
         for model in status["models"]:
             lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
             if not lines and model["reason"]:
@@ -503,10 +519,16 @@ class Daemon:
         if not any(thread.is_alive() for thread in self._threads):
             ray_nodes.stop_ray(self._further)
 
-    def _end_everything(self) -> None:
-        left = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)
-        if not left:
+    def _end_everything(self) -> str | None:
+        """Kill what still lives, and remove the record. Returns what is left, in words; None: nothing."""
+        pids = end_leftovers(self._home, self._fleet, LAST_DEADLINE_S)
+        if pids:
+            return f"processes do not die: {', '.join(map(str, pids))}"
+        try:
             self._home.forget_fleet()
+        except OSError as error:
+            return f"{self._home.record_file} cannot be removed: {error.strerror}"
+        return None
 
 
 def _text_of(file: str) -> str | None:
@@ -514,6 +536,12 @@ def _text_of(file: str) -> str | None:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
+
+
+def _unready(model: dict[str, Any]) -> list[str]:
+    """What a model waits for before it is ready, such as "chat/0 (loading)"."""
+    replicas = [f"{one['id']} ({one['state']})" for one in model["replicas"] if one["state"] != "ready"]
+    return replicas or ([f"{model['name']} ({model['state']})"] if model["wanted"] and not model["replicas"] else [])
 
 
 def record_with(record: FleetRecord, **changes: str | None) -> FleetRecord:

@@ -236,6 +236,16 @@ def end_leftovers(home: Home, fleet: str, deadline_s: float) -> list[int]:
     return [process.pid for process in left]
 
 
+def left_behind(home: Home, record: FleetRecord) -> str | None:
+    """What is left of a fleet whose daemon has ended, in words; None: nothing."""
+    now = home.read_record()
+    pids = ", ".join(str(process.pid) for process in fleet_processes(home, record.fleet))
+    parts = [f"processes are left ({pids})"] if pids else []
+    if now is not None and now.fleet == record.fleet:
+        parts.append(f"{home.record_file} is left")
+    return " and ".join(parts) or None
+
+
 def daemon_alive(record: FleetRecord) -> bool:
     """Whether the daemon that wrote the record still runs."""
     return host.is_alive(record.pid, record.started)

@@ -9,6 +9,7 @@ Nothing here imports Ray or torch before `up` really starts a fleet, so that eve
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,11 +98,14 @@ def up(
     if settings["watch"] and spec == "-":
         raise Failed("watch-needs-file", "standard input cannot be watched", "give the spec as a file, or --no-watch")
     from orchestrator.cli.up import check_listening, run_up
+    from orchestrator.heartbeat import Heartbeat
     from orchestrator.specfile import load
 
     check_listening(settings)
     allowed = Allowed(settings["allowed_sources"])  # the operator's own file says which interpreters there are
-    raise typer.Exit(run_up(load(spec, allowed), settings))
+    with Heartbeat(say).waiting(lambda: "the sources of the spec"):
+        file = load(spec, allowed)
+    raise typer.Exit(run_up(file, settings))
 
 
 @app.command()
@@ -241,9 +245,15 @@ def status(output: FormatOption = Format.TABLE) -> None:
 
 @app.command()
 def down() -> None:
-    """End the running fleet: drain, then stop what corewright has started."""
-    from orchestrator.home import daemon_alive
+    """End the running fleet: drain, then stop what corewright has started. Fails where something is left."""
+    from orchestrator.home import Home, daemon_alive, left_behind
 
+    home = Home.from_environment()
+    record = home.read_record()
+    if record is not None and not os.environ.get("COREWRIGHT_URL") and not daemon_alive(record):
+        left = left_behind(home, record)
+        hint = f"corewright up removes what is left; without a further fleet: end the processes, rm {home.record_file}"
+        raise Failed("down-incomplete", f"`up` (pid {record.pid}) has ended without cleaning up: {left}", hint)
     client = the_fleet()
     within_s = _drain_s(client) + DOWN_SPARE_S
     client.post("down")
@@ -255,6 +265,10 @@ def down() -> None:
         if time.monotonic() > deadline:
             raise Failed("down-late", f"pid {client.record.pid} still runs after {within_s:.0f} s", "see its terminal")
         time.sleep(0.1)
+    left = left_behind(home, client.record)
+    if left is not None:
+        hint = "the terminal of `up` says why; corewright up removes what is left"
+        raise Failed("down-incomplete", f"the fleet has ended, and {left}", hint)
     say("stopped")
 
 

@@ -10,6 +10,7 @@ from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
 from orchestrator.daemon import Daemon, UpOptions
 from orchestrator.failure import Failed
+from orchestrator.heartbeat import Heartbeat
 from orchestrator.home import FleetRecord, Home
 from orchestrator.keys import KeyFile
 from orchestrator.settings import Settings, gateway_settings, is_loopback, store_settings
@@ -53,7 +54,8 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     """Gives the exit code. Raises Failed when the fleet cannot start."""
     problems = (*file.problems, *start_problems(file))
     if not has_errors(problems):
-        problems = (*problems, *engine_problems(file))
+        with Heartbeat(say).waiting(lambda: "the interpreters of the engines"):
+            problems = (*problems, *engine_problems(file))
     complain(problems)
     if file.spec is None or has_errors(problems):
         say(f"{file.name} has errors: nothing was started")

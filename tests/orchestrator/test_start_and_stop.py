@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,15 @@ import pytest
 
 from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli.main import run
+from orchestrator.daemon import Daemon, UpOptions
+from orchestrator.gateway.settings import GatewaySettings
+from orchestrator.heartbeat import Heartbeat
+from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home
+from orchestrator.ports import free_port
 from orchestrator.settings import SETTINGS
+from tests.fleet import until
+from tests.orchestrator.fakefleet import LiveAdmin
+from workers import host as this_host
 from workers.interpreter import Interpreter, probe
 
 SPEC = """\
@@ -84,3 +96,137 @@ def test_the_doctor_finds_an_engine_that_is_not_installed(
     """The same finding as that of `up`."""
     assert run(["doctor", spec(tmp_path, "cpu")]) == 1
     assert "error: engine-not-installed: " in capsys.readouterr().err
+
+
+# What `up` says
+
+
+def test_a_silence_is_broken_by_what_is_waited_for() -> None:
+    """As it is at that time; with the seconds since the wait began."""
+    told: list[str] = []
+    state = ["a/0 (loading)"]
+    with Heartbeat(told.append, silence_s=0.01).waiting(lambda: state[0]):
+        until(lambda: told, 5, "the first line")
+        state[0] = "a/0 (compiling)"
+        until(lambda: "waiting for a/0 (compiling) (0 s)" in told, 5, "the second state")
+    assert told[0] == "waiting for a/0 (loading) (0 s)"
+
+
+def test_lines_of_its_own_keep_a_command_from_saying_what_it_waits_for() -> None:
+    """Nothing is added to a command that speaks."""
+    told: list[str] = []
+    beat = Heartbeat(told.append, silence_s=60.0)
+    with beat.waiting(lambda: "nothing"):
+        beat("fetching")
+    assert told == ["fetching"]
+
+
+class Started(Daemon):
+    """A daemon that starts no process; its controller's status is ``status``."""
+
+    status: dict[str, Any]
+    told: list[str]
+
+    def _start_ray(self, cpus: int) -> dict[str, Any]:
+        return {"gcs_address": "", "webui_url": None}
+
+    def _start_controller(self, token: str, admin_port: int, cpus: tuple[int, ...]) -> None:
+        pass
+
+    def _start_gateway(self) -> None:
+        until(lambda: "a/0 loading on cores 0-1" in self.told, 10, "the replica's progress")
+        until(lambda: self._unready == ["a/0 (loading)", "b (failed)"], 10, "what is waited for")
+        self.status = {"models": [], "ready": True}
+
+    def _ask_controller(self, call: Any) -> Any:
+        threading.Event().wait(0.01)
+        return None if self._ending else (1, self.status)
+
+
+@pytest.fixture
+def daemon(home: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    monkeypatch.setenv(FLEET_VARIABLE, "")  # which the daemon sets for its children
+    gateway = GatewaySettings(host="127.0.0.1", port=free_port(), home=str(home))
+    told: list[str] = []
+    made = Started(Home(home), UpOptions(gateway), ("", "f", "/"), "demo", (), None, told.append)
+    made.told = told
+    replica = {"id": "a/0", "state": "loading", "cores": "0-1", "fetch": None, "reason": None}
+    waiting = {"name": "b", "state": "failed", "wanted": 1, "reason": "no room", "preparing": [], "replicas": []}
+    first = {**waiting, "name": "a", "replicas": [replica]}
+    made.status = {"models": [first, waiting], "ready": False}
+    return made
+
+
+def test_up_says_what_becomes_of_replicas_while_the_gateway_starts(daemon: Started, home: Path) -> None:
+    """They start side by side; its end leaves nothing and is a success."""
+    assert daemon.run(lambda record: daemon._asked.put("down")) == 0
+    assert daemon.told[-1] == "stopped"
+    assert not Home(home).record_file.exists()
+
+
+@pytest.mark.parametrize("left", ["processes", "the record"])
+def test_an_end_that_leaves_something_fails_and_says_so(
+    left: str, daemon: Started, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record stays for the next `up`."""
+
+    def unremovable(_: Home) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    if left == "processes":
+        monkeypatch.setattr("orchestrator.daemon.end_leftovers", lambda *_: [4711])
+    else:
+        monkeypatch.setattr(Home, "forget_fleet", unremovable)
+    assert daemon.run(lambda record: daemon._asked.put("down")) == 1
+    assert daemon.told[-1].startswith("stopped, but ")
+    assert ("4711" if left == "processes" else "fleet.json") in daemon.told[-1]
+
+
+# `down`
+
+
+def record(home: Path, admin_url: str, pid: int, started: float) -> None:
+    Home(home).prepare()
+    names = dict.fromkeys(("name", "url", "token", "ray_address", "version"), "")
+    made = FleetRecord(
+        fleet="f", admin_url=admin_url, dashboard_url=None, pid=pid, started=started, **{**names, "token": "secret"}
+    )
+    Home(home).write_record(made)
+
+
+@pytest.fixture
+def leftover() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the fleet `f`."""
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, FLEET_VARIABLE: "f"})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_down_fails_where_the_fleet_leaves_something(
+    leftover: subprocess.Popen[bytes], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the processes and the record."""
+    admin = LiveAdmin()
+    started = this_host.process_start(os.getpid())
+    assert started is not None
+    record(home, admin.url, os.getpid(), started)
+    monkeypatch.setattr("orchestrator.home.daemon_alive", lambda record: not admin.downs)
+    try:
+        assert run(["down"]) == 1
+    finally:
+        admin.close()
+    told = capsys.readouterr().err
+    assert f"error: down-incomplete: the fleet has ended, and processes are left ({leftover.pid})" in told
+    assert str(Home(home).record_file) in told
+
+
+def test_down_of_a_fleet_whose_daemon_was_killed_names_what_is_left(
+    leftover: subprocess.Popen[bytes], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the way to end it."""
+    record(home, "http://127.0.0.1:1", os.getpid(), 1.0)
+    assert run(["down"]) == 1
+    told = capsys.readouterr().err
+    assert "error: down-incomplete" in told
+    assert str(leftover.pid) in told
