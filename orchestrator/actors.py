@@ -23,6 +23,7 @@ from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.home import Home
 from orchestrator.journal import Journal
+from orchestrator.metrics import CORE_STATES
 from orchestrator.operations import Refused
 from orchestrator.operator import Operator
 from orchestrator.ray_nodes import NAMESPACE, here
@@ -34,7 +35,6 @@ from workers.metrics import REFRESH_S
 
 CONTROLLER = "controller"
 GATEWAY = "gateway"
-CORE_STATES = ("leased", "free", "quarantined", "reserved")
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class ControllerActor:
         await self._controller.settled()
         while True:
             for host in self._controller.status()["hosts"]:
-                for state in CORE_STATES:
-                    gauge.set(host[state], {"host": host["name"], "state": state})
+                for state, key in CORE_STATES.items():
+                    gauge.set(host[key], {"host": host["name"], "state": state})
             await asyncio.sleep(REFRESH_S)
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:

@@ -15,7 +15,13 @@ from workers.status import ReplicaStatus
 
 LOAD_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
 ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-CORE_STATES = ("leased", "free", "quarantined", "reserved")
+CORE_STATES = {  # each with the key of the status that counts it
+    "leased": "leased",
+    "free": "free",
+    "cordoned": "free_cordoned",
+    "quarantined": "quarantined",
+    "reserved": "reserved",
+}
 DECISIONS = ("place", "retry", "drain", "stop", "fail", "release", "forget")
 ROLLOUT_STATES = ("progressing", "paused", "canary", "complete", "failed", "rolled_back")
 ENDED = ("complete", "failed", "rolled_back")
@@ -142,7 +148,7 @@ def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], 
 
 def _hosts(hosts: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     hosts = list(hosts)
-    cores = {(host["name"], state): host[state] for host in hosts for state in CORE_STATES}
+    cores = {(host["name"], state): host[key] for host in hosts for state, key in CORE_STATES.items()}
     labels = ("host", "state")
     yield by_label("corewright_cores", "gauge", "NeuronCores by state; together all of the host.", labels, cores)
     yield by_label(

@@ -510,10 +510,10 @@ class Operator:
         blocked = {**situation.blocked, host: every}
         goal = aim(dataclasses.replace(situation, views=staying, blocked=blocked))
         there = {view.model for view in situation.views if view.host == host and view.state is State.READY}
-        missing = [problem for one in goal.plan.unplaced if one.model in there for problem in one.problems]
+        missing = [problem.what for one in goal.plan.unplaced if one.model in there for problem in one.problems]
         if missing:
-            what = f"{host} cannot be emptied: {'; '.join(problem.what for problem in missing)}"
-            raise Refused("drain-no-room", what, "scale something down or unload it first", problems=missing)
+            what = f"{host} cannot be emptied: {'; '.join(dict.fromkeys(missing))}"
+            raise Refused("drain-no-room", what, "scale something down or unload it first")
 
     def _replace(self, view: ReplicaView, by: str) -> None:
         self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))

@@ -290,6 +290,7 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
     if not balanced:
         log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
     cordoned = state.journal.state().cordons.get(host.name, frozenset())
+    kept = free if cordoned == "whole" else free & cordoned
     return {
         "name": host.name,
         "instance": None if host.topology is None else host.topology.instance,
@@ -297,7 +298,8 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "lost": host.name in state.lost,
         "cores": host.cores,
         "leased": leased,
-        "free": len(free),
+        "free": len(free - kept),
+        "free_cordoned": len(kept),
         "quarantined": len(quarantined),
         "reserved": len(reserved),
         "balanced": balanced,

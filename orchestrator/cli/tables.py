@@ -38,7 +38,8 @@ def _replica_row(replica: Mapping[str, Any]) -> Row:
 
 
 def _host_row(host: Mapping[str, Any]) -> Row:
-    counts = tuple(host[key] for key in ("cores", "leased", "free", "quarantined", "reserved"))
+    kept = host.get("free_cordoned")  # None: a fleet of an earlier version, which counts them as free
+    counts = (*(host[key] for key in ("cores", "leased", "free")), kept, host["quarantined"], host["reserved"])
     state = "lost" if host.get("lost") else "ready"
     return (host["name"], state, *counts, cores_text(host.get("cordoned")))
 
@@ -57,12 +58,13 @@ def _event_row(event: Mapping[str, Any]) -> Row:
 
 
 REPLICA = ("REPLICA", "STATE", "CORES", "HOST", "PID", "RESTARTS", "VERSION", "LIVE", "WAITING")
+HOST = ("HOST", "STATE", "CORES", "LEASED", "FREE", "CORDONED", "QUARANTINED", "RESERVED", "CORDON")
 NUMBERS = ("MODEL", "READY", "WANTED", "ARRIVALS/S", "WAITING", "LIVE", "WHY")
 EVENT = ("SEQ", "AT", "LEVEL", "REASON", "ABOUT", "MESSAGE")
 KINDS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any]], Row]]] = {
     "models": (("MODEL", "STATE", "READY", "VERSION", "REASON"), _model_row),
     "replicas": (REPLICA, _replica_row),
-    "hosts": (("HOST", "STATE", "CORES", "LEASED", "FREE", "QUARANTINED", "RESERVED", "CORDONED"), _host_row),
+    "hosts": (HOST, _host_row),
     "revisions": (("REVISION", "AT", "BY", "CAUSE", "STATE", "CHANGES"), _revision_row),
     "events": (EVENT, _event_row),
 }
@@ -99,11 +101,11 @@ def status_text(data: Mapping[str, Any]) -> str:
             rows.append((model["name"], model["state"], None, None, None, None))
             if model["reason"]:
                 notes.append(f"{model['name']}: {model['reason']}")
-    hosts = [(host["name"], host["cores"], host["leased"], host["free"], host["quarantined"]) for host in data["hosts"]]
+    hosts = [(row[0], *row[2:7]) for row in map(_host_row, data["hosts"])]
     parts = [
         columns(REPLICA[:6], rows),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
-        columns(("HOST", "CORES", "LEASED", "FREE", "QUARANTINED"), hosts),
+        columns((HOST[0], *HOST[2:7]), hosts),
         "\n".join([*notes, *(note for host in data["hosts"] for note in _host_notes(host))]),
     ]
     rollout = data.get("rollout")

@@ -312,7 +312,7 @@ class Chaos:
                 leased.update(CoreRange.parse(lease["cores"]))
             assert host["balanced"], f"the cores do not add up: {host}"
             assert leased == Counter(set(leased)), f"two leases share a core: {host}"
-            total = host["leased"] + host["free"] + host["quarantined"] + host["reserved"]
+            total = host["leased"] + host["free"] + host["free_cordoned"] + host["quarantined"] + host["reserved"]
             assert total == host["cores"], host
         until(lambda: not self._strange_claims(), CHECK_S, f"claims of nobody known: {self._strange_claims()}")
 

@@ -223,7 +223,7 @@ def test_prometheus_finds_the_cores_of_each_host_by_state(fleet: LiveFleet) -> N
         return {key[2]: value for key, value in exported(fleet).items() if key[0] == "ray_corewright_cores"}
 
     found = until(lambda: len(told := cores()) == 4 and told, EXPORTED_S, "the cores are exported")
-    assert found == {"leased": 13, "free": 11, "quarantined": 0, "reserved": 0}
+    assert found == {"leased": 13, "free": 11, "cordoned": 0, "quarantined": 0, "reserved": 0}
 
 
 def ray_command(fleet: LiveFleet, *arguments: str) -> subprocess.CompletedProcess[str]:

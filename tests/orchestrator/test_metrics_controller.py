@@ -28,18 +28,20 @@ async def scraped(fleet: Played) -> Page:
 
 
 async def test_the_cores_by_state_are_all_cores(tmp_path: Path) -> None:
-    """Leased, free, quarantined and reserved together are what the host has, and a strange one is counted."""
+    """Those of all states together are what the host has; a strange one is counted, and a cordoned one apart."""
     cluster = FakeCluster()
     cluster.held = {23: 4711}
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
+        await fleet.operator.cordon("inf2.48xlarge/0", "20-21", on=True, by="tester")
+        await fleet.operator.cordon("inf2.48xlarge/0", "0", on=True, by="tester")  # leased: its replica stays
         await fleet.settled()
         found = await scraped(fleet)
 
         host = "inf2.48xlarge/0"
-        states = ("leased", "free", "quarantined", "reserved")
+        states = ("leased", "free", "cordoned", "quarantined", "reserved")
         cores = [found.value("corewright_cores", host=host, state=state) for state in states]
-        assert cores == [12, 11, 1, 0]
+        assert cores == [12, 9, 2, 1, 0]
         assert sum(cores) == found.value("corewright_host_cores", host=host)
         assert found.value("corewright_host_up", host=host) == 1
         assert found.value("corewright_quarantines_total", host=host, cause="held") == 1

@@ -333,7 +333,7 @@ def test_a_drained_host_loses_nothing_under_forty_streams(fleet: LiveFleet, admi
         assert [stream.text for stream in streams] == [echo_text(f"drained {i}", 400) for i in range(40)]
         status = settle(fleet, admin)
         told = next(host for host in status["hosts"] if host["name"] == busy)
-        assert (told["draining"], told["cordoned"], told["free"]) == (True, "all", 24)
+        assert (told["draining"], told["cordoned"], told["free_cordoned"]) == (True, "all", 24)
     finally:
         assert fleet.corewright("uncordon", busy).returncode == 0
 

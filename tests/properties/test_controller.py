@@ -120,7 +120,8 @@ class World:
         """What holds at every moment."""
         assert self.cluster.violations == []
         for host in self.played.controller.status()["hosts"]:
-            assert host["leased"] + host["free"] + host["quarantined"] + host["reserved"] == host["cores"], host
+            states = ("leased", "free", "free_cordoned", "quarantined", "reserved")
+            assert sum(host[state] for state in states) == host["cores"], host
         noted = {(one.host, one.core): one.at for one in failed_cores(self.journal.state())}
         for view in self.played.controller.state.views.values():
             since = [noted[view.host, core] for core in view.cores or () if (view.host, core) in noted]
