@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SILENCE_S = 4.0
+SILENCE_S = 3.0  # a busy interpreter is late by a second or two, and five are the promise
 
 
 class Heartbeat:

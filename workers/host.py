@@ -12,6 +12,7 @@ import signal
 import struct
 import time
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -185,12 +186,12 @@ class Endings:
             deadline = time.monotonic() + ENDING_S
             while (status := _exit_status(pidfd)) is None and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
-        if status is not None and os.WIFEXITED(status):
-            return f"exited with code {os.WEXITSTATUS(status)}"
-        if status is not None:
+        if status is not None and os.WIFSIGNALED(status):
             return f"was killed by {_signal_name(os.WTERMSIG(status))}"
         named = [match[1] for line in last_words(log) if (match := _SIGNAL.match(line))]
-        return f"was killed by {named[-1]}" if named else None
+        if named:
+            return f"was killed by {named[-1]}"
+        return None if status is None else f"exited with code {os.WEXITSTATUS(status)}"
 
 
 def _exit_status(pidfd: int) -> int | None:
@@ -210,6 +211,20 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"  # a real-time one
+
+
+def log_sigterm() -> None:
+    """Have this process name SIGTERM on stderr, as Ray's handler does with other signals, before what it does already
+    at that signal: under Ray it exits, which from outside looks like any other exit. Call it on the main thread."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"*** SIGTERM received at time={time.time():.0f} ***\n".encode())
+        if callable(before):
+            before(number, frame)
+
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, note)
 
 
 def mark_log(descriptor: int) -> None:

@@ -80,6 +80,7 @@ class Replica:
         self._config = config
         _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log")
         _redirect_output(Path(config.log))
+        host.log_sigterm()
         self._began = time.monotonic()
         self._changed = threading.Condition()
         started = host.process_start(os.getpid())

@@ -67,6 +67,15 @@ def test_a_host_says_how_a_process_ended(code: str, says: str, tmp_path: Path) -
     assert ended(code, tmp_path) == says
 
 
+def test_a_process_that_exits_at_sigterm_is_known_by_its_log(tmp_path: Path) -> None:
+    """As Ray's workers do."""
+    code = (
+        "import os, signal, sys; from workers import host; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); "
+        "host.log_sigterm(); os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
+    )
+    assert ended(code, tmp_path) == "was killed by SIGTERM"
+
+
 @pytest.mark.parametrize(
     ("text", "says"), [("*** SIGSEGV received at time=1 on cpu 1 ***", "was killed by SIGSEGV"), ("Ready.", None)]
 )
