@@ -125,7 +125,11 @@ class Started(Daemon):
     """A daemon that starts no process; its controller's status is ``status``."""
 
     status: dict[str, Any]
-    told: list[str]
+    progress: Path  # a file, since the fleet lives in a child
+
+    @property
+    def told(self) -> list[str]:
+        return self.progress.read_text().splitlines()
 
     def _start_ray(self, cpus: int) -> dict[str, Any]:
         return {"gcs_address": "", "webui_url": None}
@@ -144,12 +148,17 @@ class Started(Daemon):
 
 
 @pytest.fixture
-def daemon(home: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+def daemon(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     monkeypatch.setenv(FLEET_VARIABLE, "")  # which the daemon sets for its children
     gateway = GatewaySettings(host="127.0.0.1", port=free_port(), home=str(home))
-    told: list[str] = []
-    made = Started(Home(home), UpOptions(gateway), ("", "f", "/"), "demo", (), None, told.append)
-    made.told = told
+    progress = tmp_path / "progress"
+
+    def write(line: str) -> None:
+        with progress.open("a") as file:
+            file.write(line + "\n")
+
+    made = Started(Home(home), UpOptions(gateway), ("", "f", "/"), "demo", (), None, write)
+    made.progress = progress
     replica = {"id": "a/0", "state": "loading", "cores": "0-1", "fetch": None, "reason": None}
     waiting = {"name": "b", "state": "failed", "wanted": 1, "reason": "no room", "preparing": [], "replicas": []}
     first = {**waiting, "name": "a", "replicas": [replica]}
