@@ -41,7 +41,7 @@ from placements.spec import (
     Spread,
     Update,
 )
-from placements.topology import LNC_CHOICES, TOPOLOGIES
+from placements.topology import DEGREES, LNC_CHOICES, TOPOLOGIES
 from placements.yamltree import BROKEN, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -316,6 +316,7 @@ class _Reader:
         self._tree = tree
         self._base_dir = base_dir
         self._defaults_places: dict[str, list[tuple[Path, Place]]] = {}
+        self._hosts_read: tuple[HostsSpec, ...] = ()
 
     def spec(self) -> Spec | None:
         if not isinstance(self._tree.value, dict):
@@ -325,7 +326,7 @@ class _Reader:
         broken = {key for key, value in top.items() if value is BROKEN}
         plain: dict[str, Any] = {key: top[key] for key in ("version", "name") if key in top}
         head = self._validated(Spec, plain, (), broken)
-        hosts = self._hosts(top, broken)
+        hosts = self._hosts_read = self._hosts(top, broken)
         engines = self._engines(top, broken)
         models = self._models(top, broken)
         return Spec(
@@ -529,7 +530,7 @@ class _Reader:
             meant = None if not path and key in _MODEL else _meant(key, allowed)  # `engine` is not `engines`
             where = (*path, key)
             hint = _did_you_mean([meant] if meant else []) or _belongs(key, path)
-            hint = hint or f"known here are {', '.join(allowed)}"
+            hint = hint or _nearest_keys(key, allowed)
             self._report("unknown-key", where, f'"{_short(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
                 result[meant] = _as_meant(key, meant, value)
@@ -617,9 +618,8 @@ class _Reader:
         elif kind in _BOUNDS:
             word = _BOUNDS[kind]
             bound = next(iter(context.values()), "")
-            self._report(
-                "out-of-range", where, f"{label} is {shown}; it must be {word} {bound}", _BOUND_HINTS.get(field, "")
-            )
+            hint = _degrees(self._hosts_read) if field == "tp_degree" else _BOUND_HINTS.get(field, "")
+            self._report("out-of-range", where, f"{label} is {shown}; it must be {word} {bound}", hint)
         elif (
             kind == "literal_error"
             and field in _CHOICES
@@ -705,6 +705,14 @@ _VALUE_HINTS = {
 }
 
 
+def _degrees(hosts: tuple[HostsSpec, ...]) -> str:
+    """The degrees of these hosts, or of every family where there are none."""
+    named = {name: TOPOLOGIES[name].at_lnc(one.lnc) for one in hosts if (name := one.instance or one.emulate)}
+    types = named or {topology.family: topology for topology in sorted(TOPOLOGIES.values(), key=lambda t: t.cores)}
+    legal = [(name, [tp for tp in DEGREES[type_.family] if tp <= type_.cores]) for name, type_ in types.items()]
+    return "tp_degree can be " + "; ".join(f"{', '.join(map(str, degrees))} on {name}" for name, degrees in legal)
+
+
 def _label(path: Path) -> str:
     """ "tp_degree", "cores[1]", "replicas.max": the path as people say it, without the model's name."""
     inner = len(path) > 1 and not isinstance(path[1], int)  # the items of a list keep the list's name
@@ -758,6 +766,19 @@ def _as_meant(key: str, meant: str, value: Any) -> Any:
     if meant == "spread" and isinstance(value, int):
         return {"host": value}
     return value
+
+
+def _nearest_keys(key: str, allowed: tuple[str, ...]) -> str:
+    """The three known keys that share most pairs of letters with an unknown one: difflib takes too long for many."""
+    if len(allowed) <= 3:
+        return f"known here are {', '.join(allowed)}"
+    pairs = _pairs(_plain(key)[:60])
+    nearest = sorted(allowed, key=lambda known: -len(pairs & _pairs(known)) / (len(pairs) + len(known)))
+    return f"the nearest known keys are {', '.join(nearest[:3])}"
+
+
+def _pairs(word: str) -> set[str]:
+    return {word[i : i + 2] for i in range(len(word) - 1)}
 
 
 def _did_you_mean(names: list[str]) -> str:

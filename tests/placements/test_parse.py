@@ -337,7 +337,6 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         (model("quantize: s8"), 'did you mean "int8"?'),
         (model("group_query_attention: shard_over_batch"), 'did you mean "shard-over-batch"?'),
         (model("name: x"), "the name of a model is the key that its fields stand under"),
-        (model("zzz: 8"), "known here are source, revision, engine, dtype"),
         ("tp_degree: 8\n" + MODELS, "tp_degree belongs to a model, or to defaults"),
         ("instance: inf2.xlarge\n" + MODELS, "instance belongs under hosts"),
         ("defaults: {cores: []}\n" + MODELS, "cores belongs to each model"),
@@ -351,11 +350,26 @@ def test_each_mistake_is_told_once_at_its_place(text: str | bytes, id: str, wher
         ("models:\n\ta: 1", "indent with spaces, not with tabs"),
         ("a: b: c", "needs quotes"),
         ("models: [{source: ./a}]", "write each model as NAME: {source: ...} instead of a list item"),
+        (model("tp_degree: 999"), "tp_degree can be 1, 2, 4, 8, 12, 24 on inf2; 1, 2, 8, 16, 32 on trn1; "),
+        ("hosts: {emulate: inf2.xlarge}\n" + model("tp_degree: 0"), "tp_degree can be 1, 2 on inf2.xlarge"),
     ],
 )
 def test_the_hint_says_what_to_write(text: str, hint: str) -> None:
     """Suggestions come from common names of other tools, then from likeness."""
     assert any(hint in problem.hint for problem in problems(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (model("pending_queue: 8"), "the nearest known keys are max_queue, engine, max_queue_bytes"),
+        (model("scaling: {hold_time: 8}"), "the nearest known keys are hold_s, auto, idle_s"),
+        ("hosts: {emulate: inf2.xlarge, reserve: {disk: 8}}\n" + MODELS, "known here are vcpus, memory_gib, cores"),
+    ],
+)
+def test_an_unknown_key_lists_the_three_nearest_keys(text: str, hint: str) -> None:
+    """A model has some forty keys, too many to read."""
+    assert only(text).hint == hint
 
 
 def test_all_problems_are_told_at_once_in_the_order_of_the_file() -> None:
