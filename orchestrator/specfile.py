@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -98,7 +98,7 @@ def examine(
     facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
     given = given_problems(parsed.spec, facts)
-    problems = in_order((*parsed.problems, *facts.problems, *found, *given))
+    problems = in_order((*parsed.problems, *facts.problems, *found, *given, *_unserved_engines(parsed.spec, hosts)))
     return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 
@@ -124,13 +124,17 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
         if len(spec.hosts) > 1:
             hint = "emulate in place of instance, in each entry of hosts, runs the same spec on emulated cores"
         problems.append(Problem("host-differs", "error", spec.where("hosts"), what, hint))
+    return tuple(problems)
+
+
+def _unserved_engines(spec: Spec, hosts: tuple[Host, ...]) -> Iterator[Problem]:
+    """An error for each model whose engine `up` cannot start on any host."""
     for model in spec.models:
-        engine = resolve(model.engine, file.hosts[0]) if file.hosts else model.engine
+        engine = resolve(model.engine, hosts[0]) if hosts else model.engine
         if engine not in (*SERVED_ENGINES, "auto"):  # what auto is on Neuron is known on the host, at the start
             where = spec.where("models", model.name, "engine")
-            what = f"{model.name}: `up` of this version starts no engine {engine}"
-            problems.append(Problem("engine-not-served", "error", where, what, f"one of: {', '.join(SERVED_ENGINES)}"))
-    return tuple(problems)
+            what = f"{model.name}: `up` of this version cannot start the engine {engine}"
+            yield Problem("engine-not-served", "error", where, what, f"use one of: {', '.join(SERVED_ENGINES)}")
 
 
 def _loads(machine: Machine, hosts: tuple[Host, ...]) -> bool:

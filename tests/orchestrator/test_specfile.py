@@ -73,11 +73,13 @@ def test_hosts_of_several_emulated_types_can_be_started() -> None:
     ],
 )
 @pytest.mark.parametrize("hosts", ["instance", "emulate"])
-def test_up_starts_every_engine_that_this_version_has(engine: str, found: list[str], hosts: str) -> None:
+def test_a_spec_with_an_engine_that_up_cannot_start_is_invalid(engine: str, found: list[str], hosts: str) -> None:
     """On the machine that the spec means, or emulated."""
-    text = f"hosts: {{{hosts}: inf2.xlarge}}\nmodels: {{a: {{source: /m, engine: {engine}}}}}\n"
+    text = f"hosts: {{{hosts}: inf2.xlarge}}\nmodels: {{a: {{source: s3://models/m, engine: {engine}}}}}\n"
     file = examine(text, "f.yaml", ".", Machine((0, 1), "inf2.xlarge"))
-    assert [problem.id for problem in start_problems(file)] == found
+    assert start_problems(file) == ()
+    assert [problem.id for problem in file.problems if problem.id == "engine-not-served"] == found
+    assert all(problem.severity == "error" for problem in file.problems if problem.id == "engine-not-served")
 
 
 @pytest.mark.parametrize("megabytes", [5, 50, 5000])
