@@ -1,4 +1,4 @@
-"""docs/from-vllm-and-lmi.md: what it says of a flag, a property or a request field is what corewright says of it."""
+"""docs/from-vllm-and-lmi.md agrees with the code: its flags, properties, request fields and routes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from orchestrator.cli import main as cli
 from orchestrator.gateway import protocol
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.openapi import ROUTES
+from orchestrator.home import Home
+from placements.engines import ENGINE_OPTIONS
 from placements.parse import parse
+from placements.spec import ModelSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "from-vllm-and-lmi.md"
 
@@ -65,3 +71,68 @@ def test_a_request_field_of_theirs_is_refused_with_ours(name: str, here: str) ->
 def test_every_field_with_an_answer_is_on_the_page() -> None:
     """And no other."""
     assert {name for name, _ in FIELDS} == set(protocol._INSTEAD)
+
+
+COMMANDS = get_command(cli.app).commands  # type: ignore[attr-defined]
+UP_OPTIONS = {option for parameter in COMMANDS["up"].params for option in parameter.opts}
+HERE = table("here")
+
+
+def is_accepted(fields: str) -> bool:
+    """Whether a model on the engine `cpu` may have these fields."""
+    read = parse(f"models: {{m: {{source: ./m, engine: cpu, {fields}}}}}\n".encode(), "spec.yaml", "/")
+    if read.spec is None or read.problems:
+        return False
+    return read.spec.models[0].engine_options.keys() <= ENGINE_OPTIONS["cpu"].keys()
+
+
+@pytest.mark.parametrize("row", HERE, ids=lambda row: (words(row[0]) + words(row[1]))[0])
+def test_what_stands_for_a_flag_exists(row: list[str], tmp_path: Path) -> None:
+    """As an option of `up`, a field of a model with a value that it takes, a folder of the home, or a command. Those
+    that begin with `corewright` are checked for all pages in test_docs.py."""
+    for code in words(row[2]):
+        if code.startswith("corewright "):
+            continue
+        if code.startswith("--"):
+            assert code in UP_OPTIONS
+        elif code.endswith("/"):
+            assert code.rstrip("/") == getattr(Home(tmp_path), code.rstrip("/")).name
+        elif ":" in code:
+            assert is_accepted(code)
+        else:
+            assert code in {*ModelSpec.model_fields, *COMMANDS, "cpu"}
+
+
+NONE = [name for row in HERE if row[2].startswith("none") for name in words(row[0])]
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_a_flag_that_has_nothing_here_has_no_field_and_no_option(name: str) -> None:
+    """By its own name; a row that says "none" fails once there is one."""
+    assert name not in UP_OPTIONS
+    assert name.removeprefix("--").replace("-", "_") not in ModelSpec.model_fields
+
+
+def test_the_request_fields_of_vllm_are_fields() -> None:
+    """Also those that are refused unless empty."""
+    text = PAGE.read_text().partition("## Requests")[2].partition("<!-- refused -->")[0]
+    kinds = (protocol.ChatRequest, protocol.CompletionRequest)
+    assert len(words(text)) > 10
+    assert set(words(text)) <= {name for kind in kinds for name in kind.__struct_fields__}
+
+
+def test_the_routes_that_are_the_same_are_the_gateways() -> None:
+    """All of them, and no other; a route that answers "none" is not there."""
+    there: set[str] = set()
+    missing: set[str] = set()
+    for vllm, lmi, here in table("routes"):
+        theirs = {*words(vllm), *words(lmi)}
+        if here.startswith("none"):
+            missing |= theirs
+        else:
+            assert here.startswith("the same")
+            there |= theirs
+        there |= {word for word in words(here) if word.startswith("/")}
+    assert there == {route.path for route in ROUTES}
+    assert len(missing) > 5
+    assert not missing & there
