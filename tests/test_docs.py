@@ -32,6 +32,7 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.demand import Demand, DemandReport
 from orchestrator.fleet import ADMIN_PATH
+from orchestrator.gateway.app import OPEN
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.openapi import ROUTES as GATEWAY_ROUTES
 from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
@@ -100,11 +101,14 @@ PAGES += [
         "runbooks",
         "simulate",
         "neff-cache",
+        "architecture",
+        "benchmarks",
     )
 ]
 README, CLI, ERRORS, SPEC = ROOT / "README.md", PAGES[2], PAGES[3], PAGES[5]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 API = ROOT / "docs" / "api.md"
+SECURITY = ROOT / "docs" / "security.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
 LAPTOP = Machine(cpus=(0, 1))
 LARGE = Machine(cpus=tuple(range(192)))  # enough CPUs that emulation oversubscribes none of them
@@ -687,7 +691,15 @@ def test_a_command_in_a_page_is_one_that_can_be_given(page: Path) -> None:
             rest = told[len(name.split()) :] if name else told[1:]
             if name and rest:
                 COMMANDS[name].make_context(name, rest)
-            assert name or told[0] in {name.split()[0] for name in COMMANDS}
+            assert name or (told[0] in {name.split()[0] for name in COMMANDS} and told[1:2] in ([], ["--help"])), line
+
+
+@pytest.mark.parametrize("name", ["architecture", "glossary", "metrics", "runbooks", "security"])
+def test_an_option_in_a_page_is_one_of_a_command(name: str) -> None:
+    """Each `--option` that stands in backticks without a command before it."""
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    named = {option for code in words(page) for option in re.findall(r"^--[a-z][a-z-]*", code)}
+    assert named <= set().union(*map(options, COMMANDS.values()))
 
 
 def first_line(value: object) -> str:
@@ -994,6 +1006,14 @@ def test_every_route_is_described() -> None:
     assert {(route.method, f"{ADMIN_PATH}{route.path}") for route in ROUTES} == routes_of(section(CLI, "The admin API"))
 
 
+def test_the_routes_that_need_no_key_are_those_that_security_names() -> None:
+    """In each row about somebody without a key that names routes; api.md has them in its last two rows."""
+    table = [row for row in rows(section(SECURITY, "Who can do what")) if "/livez" in row[1]]
+    assert [{word for word in words(row[1]) if word.startswith("/")} for row in table] == [OPEN, OPEN]
+    last_rows = rows(section(API, "Routes"))[-2:]
+    assert {path for row in last_rows for word in words(row[0]) for path in word.split()[1:]} == OPEN
+
+
 def test_every_field_of_an_admin_route_is_described() -> None:
     """Those that may be left out with a question mark; the answer as the OpenAPI document has it."""
     for row, route in zip([row for row in rows(section(CLI, "The admin API")) if words(row[0])], ROUTES, strict=True):
@@ -1066,6 +1086,14 @@ def test_the_drawn_life_cycle_is_the_transition_table() -> None:
     assert drawn == wanted
 
 
+def test_every_module_of_the_architecture_exists() -> None:
+    """Each `name.py` that the page names, in the folder that it is named with if there is one."""
+    named = set(re.findall(r"[a-z_0-9/]+\.py\b", ARCHITECTURE.read_text()))
+    paths = [f"/{path.relative_to(ROOT)}" for path in SOURCES]
+    assert len(named) > 100
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in paths)} == set()
+
+
 # Links
 
 
@@ -1087,9 +1115,10 @@ def test_every_relative_link_resolves(page: Path) -> None:
 
 
 def test_the_glossary_is_in_alphabetical_order() -> None:
-    """Each word once."""
-    terms = re.findall(r"^\*\*(.+?)\*?\*\* ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    """Each word once, and none is marked as a part that is not built."""
+    terms = re.findall(r"^\*\*(.+?)\*\* ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert len(terms) > 40
+    assert not [term for term in terms if "*" in term]
     assert terms == sorted(set(terms), key=lambda term: term.lower().replace("_", " "))
 
 
