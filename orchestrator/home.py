@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shlex
 import shutil
+import stat
 import time
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -56,7 +58,10 @@ class Home:
 
     @classmethod
     def from_environment(cls) -> Home:
-        return cls(Path(os.environ.get("COREWRIGHT_HOME") or Path.home() / ".corewright").absolute())
+        """The home of this process. Raises Failed where others can write to it: nothing in it can be trusted then."""
+        path = Path(os.environ.get("COREWRIGHT_HOME") or Path.home() / ".corewright").absolute()
+        refuse_shared(path)
+        return cls(path)
 
     @property
     def record_file(self) -> Path:
@@ -141,8 +146,7 @@ class Home:
             return
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-            descriptor = os.open(self.ray_token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
+            with os.fdopen(create_anew(self.ray_token_file), "w") as file:
                 file.write(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.ray_token_file)
 
@@ -153,20 +157,20 @@ class Home:
         return self.logs / f"{model}-{replica}.log"
 
     def prepare(self) -> None:
-        """Make the folders, for this user only. Raises Failed naming the one that cannot be made."""
+        """Make the folders, for this user only. Raises Failed naming the one that cannot be made or that others can
+        write to."""
         short = (self.temporary.parent, self.temporary, self.sockets.parent, self.sockets)
         for folder in (self.path, self.logs, *short):
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                owner = folder.lstat().st_uid
             except OSError as error:
                 raise Failed("home-unusable", f"{folder} cannot be made: {error.strerror}", "COREWRIGHT_HOME") from None
-            if owner != os.getuid():
-                raise Failed("home-unusable", f"{folder} belongs to user {owner}", "remove it, or use your own home")
+            refuse_shared(folder)
 
     def lock(self) -> int | None:
         """Become the one daemon of this home until the process ends; None when another one is. Keep the descriptor."""
-        descriptor = os.open(self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self.path / "daemon.lock", flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -184,8 +188,7 @@ class Home:
     def write_record(self, record: FleetRecord) -> None:
         """Publish the record whole, for this user only (it holds the token)."""
         draft = self.record_file.with_suffix(".new")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with os.fdopen(create_anew(draft), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
         draft.rename(self.record_file)
 
@@ -194,6 +197,27 @@ class Home:
         self.record_file.unlink(missing_ok=True)
         for folder in (self.sockets, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_shared(folder: Path) -> None:
+    """Raises Failed for a folder, or a link to one, that is another user's or that others can write to. A folder that
+    does not exist, or that this process cannot see, passes: its use fails then."""
+    try:
+        there = folder.stat()
+        owners = {folder.lstat().st_uid, there.st_uid} - {os.getuid()}
+    except OSError:
+        return
+    if owners:
+        raise Failed("home-unusable", f"{folder} belongs to user {owners.pop()}", "remove it, or use your own home")
+    if stat.S_ISDIR(there.st_mode) and there.st_mode & 0o022:
+        what = f"{folder} can be written by other users (mode {stat.S_IMODE(there.st_mode):04o})"
+        raise Failed("home-unusable", what, f"check what is in it; then chmod go-w {shlex.quote(str(folder))}")
+
+
+def create_anew(path: Path) -> int:
+    """A descriptor of a new file that only this user can read, in place of what had that name. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:

@@ -473,7 +473,7 @@ class Journal:
     def _open(self, path: Path) -> int:
         _draft(path).unlink(missing_ok=True)
         is_new = not path.exists()
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.fchmod(file, 0o600)
             if is_new:
@@ -542,7 +542,8 @@ class Journal:
     def _rewrite(self, path: Path) -> None:
         """Replace the file by one that holds the state and the newest events. Raises OSError; until the new file has
         taken the old one's name, that one stays in use."""
-        new = os.open(_draft(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        _draft(path).unlink(missing_ok=True)
+        new = os.open(_draft(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             # The state comes first: a cut through the events must not cost it.
             snapshot = Snapshot(seq=self._state.seq, at=self._clock(), state=self._state)
@@ -571,7 +572,8 @@ def _draft(path: Path) -> Path:
 
 def _lock(path: Path, wait_s: float) -> int:
     """A descriptor that holds the lock until it is closed. Raises JournalBusy, OSError."""
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
     deadline = time.monotonic() + wait_s
     try:
         while True:

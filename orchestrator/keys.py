@@ -327,7 +327,8 @@ class KeyFile:
     def _locked(self) -> Iterator[None]:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:

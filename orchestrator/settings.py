@@ -345,10 +345,13 @@ def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, only: Collection[str] | None = None
 ) -> Settings:
     """``flags`` are those of the command line, None where not given. An empty variable counts as unset. ``only``: the
-    settings that are read, by name; None: all."""
+    settings that are read, by name; None: all. Raises Failed for a home that others can write to."""
+    from orchestrator.home import refuse_shared
+
     environ = os.environ if environ is None else environ
     problems: list[Problem] = []
     home = environ.get("COREWRIGHT_HOME") or str(Path.home() / ".corewright")
+    refuse_shared(Path(home).absolute())
     written = _file(Path(home).absolute() / FILE, problems)
     values = []
     for setting in SETTINGS:

@@ -30,7 +30,7 @@ def start(
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):  # there is none yet
         host.cut_log(Path(log_file))
-    words = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    words = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         return subprocess.Popen(
             [python or sys.executable, "-m", *arguments],

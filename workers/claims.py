@@ -49,7 +49,7 @@ class CoreClaim:
         taken: dict[int, int | None] = {}
         deadline = time.monotonic() + LOOK_S
         for core in self.cores:
-            descriptor = os.open(_lock_file(folder, core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(_lock_file(folder, core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if _lock(descriptor, deadline):
                 self._files.append(descriptor)
             else:

@@ -108,7 +108,7 @@ def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bo
     name = found.path.name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         if not found.complete:
             raise _unwritable(root, error) from error

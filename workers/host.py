@@ -150,9 +150,10 @@ def cut_log(path: Path, most: int = MAX_LOG_BYTES) -> None:
         return
     aside = path.with_name(f"{path.name}.1")
     aside.unlink(missing_ok=True)
-    with path.open("rb") as log, os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
-        shutil.copyfileobj(log, copy)
-    os.truncate(path, 0)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as log:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as copy:
+            shutil.copyfileobj(log, copy)
+        os.ftruncate(log.fileno(), 0)
 
 
 class Endings:

@@ -321,7 +321,7 @@ def _show_log(path: Path, name: str) -> None:
 def _redirect_output(path: Path) -> None:
     """Send file descriptors 1 and 2, hence also what C libraries print, to the replica's log."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)

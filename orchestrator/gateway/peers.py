@@ -152,7 +152,7 @@ async def _ask(path: Path) -> list[MetricFamily] | None:
 
 def _locked(path: Path) -> int | None:
     """The descriptor of a lock that ends with this process; None when another holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -204,7 +204,7 @@ class Assembly:
     def _opened(self) -> int:
         with self._lock:
             if self._data < 0:
-                self._data = os.open(self._work, os.O_RDWR | os.O_CREAT, 0o644)
+                self._data = os.open(self._work, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 os.ftruncate(self._data, self.file.size)
             return self._data
 

@@ -72,7 +72,7 @@ class Ledger:
 
     def _opened(self) -> int:
         """To go on with what is there, if it is of this object."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         file = os.open(self._path, flags, 0o644)
         there = os.pread(file, len(self._title), 0)
         if there.decode(errors="replace") != self._title:

@@ -86,7 +86,7 @@ def _held(path: Path, kind: int, stop: threading.Event | None, waiting: Callable
 def _opened(path: Path) -> int:
     """A descriptor of its own: locks belong to it, and not to the process."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         if error.errno not in READ_ONLY or not path.exists():
             raise

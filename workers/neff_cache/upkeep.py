@@ -169,7 +169,7 @@ def _removed_alone(root: Path, name: str, older_than_s: float) -> Removed | None
     The manifest goes first, so that a death in between leaves nothing complete.
     """
     try:
-        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
         return None
     try:

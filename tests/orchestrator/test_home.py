@@ -1,0 +1,196 @@
+"""The home of a fleet: only its user can write to it, and its files are never written through a link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.main import run
+from orchestrator.cli.output import libraries_to_log
+from orchestrator.failure import Failed
+from orchestrator.gateway import peers, recorder
+from orchestrator.home import FleetRecord, Home
+from orchestrator.journal import Journal, JournalUnwritable, Scale
+from orchestrator.keys import KeyFile
+from orchestrator.settings import resolve
+from workers.child import start as start_child
+from workers.host import cut_log
+from workers.replica import _redirect_output
+
+RECORD = FleetRecord(
+    fleet="f",
+    name="n",
+    url="http://a",
+    admin_url="http://b",
+    token="t",
+    dashboard_url=None,
+    ray_address="r",
+    pid=1,
+    started=0.0,
+    version="0",
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    path = tmp_path / "home"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(path))
+    return Home(path)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o702, 0o777, 0o1777])
+def test_a_home_that_others_can_write_to_is_refused_with_a_remedy(mode: int, home: Home) -> None:
+    """Also with the sticky bit, which stops nobody from adding files."""
+    home.path.chmod(mode)
+    with pytest.raises(Failed) as failed:
+        Home.from_environment()
+    problem = failed.value.problem
+    assert (problem.id, problem.hint) == ("home-unusable", f"check what is in it; then chmod go-w {home.path}")
+    assert f"{mode:04o}" in problem.what
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_a_home_that_others_can_only_read_is_used(mode: int, home: Home) -> None:
+    """Reading is a matter of each file's mode."""
+    home.path.chmod(mode)
+    assert Home.from_environment() == home
+
+
+def test_a_home_of_another_user_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner can change everything in it at any time."""
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(Failed, match=f"home-unusable: .* belongs to user {home.path.stat().st_uid}"):
+        Home.from_environment()
+
+
+def test_a_link_to_a_home_that_others_can_write_to_is_refused(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder counts, whatever leads to it."""
+    home.path.chmod(0o777)
+    (tmp_path / "link").symlink_to(home.path)
+    monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "link"))
+    with pytest.raises(Failed, match="home-unusable"):
+        Home.from_environment()
+
+
+def test_settings_of_a_home_that_others_can_write_to_are_not_read(home: Home) -> None:
+    """They name the gateway's address and the folders that models may come from."""
+    (home.path / "config.yaml").write_text("port: 9999\n")
+    home.path.chmod(0o777)
+    with pytest.raises(Failed, match="home-unusable"):
+        resolve({})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["down"], ["keys", "list"], ["keys", "create", "ann"], ["audit"], ["config", "view"], ["cache", "ls"]],
+    ids=" ".join,
+)
+def test_every_command_refuses_a_home_that_others_can_write_to(
+    command: list[str], home: Home, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is read or written there."""
+    home.path.chmod(0o777)
+    assert run(command) != 0
+    assert "home-unusable" in capfd.readouterr().err
+    assert list(home.path.iterdir()) == []
+
+
+def test_a_folder_of_the_home_that_others_can_write_to_is_refused_by_up(home: Home) -> None:
+    """Logs are written there."""
+    home.logs.mkdir()
+    home.logs.chmod(0o777)
+    with pytest.raises(Failed, match=r"home-unusable: .*/logs can be written"):
+        home.prepare()
+
+
+def _secure_ray(home: Home) -> None:
+    home.secure_ray()
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("ray-token", _secure_ray), ("fleet.new", lambda home: home.write_record(RECORD))],
+)
+def test_a_planted_file_is_replaced_and_not_written_to(
+    name: str, write: Callable[[Home], None], home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the file that a link leads to gets the secret, nor the one whose planter still has it open."""
+    for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(variable, "")  # restored at the end, with what secure_ray sets
+        monkeypatch.delenv(variable)
+    theirs = tmp_path / "theirs"
+    theirs.write_text("mine")
+    (home.path / name).symlink_to(theirs)
+    write(home)
+    (home.path / name).unlink(missing_ok=True)
+    os.link(theirs, home.path / name)
+    write(home)
+    assert theirs.read_text() == "mine"
+
+
+def _append_to_journal(home: Home) -> None:
+    journal = Journal(home.journal)
+    journal.append(Scale(model="m", count=1, by="ann"))
+    journal.close()
+
+
+def _log(home: Home) -> None:
+    with libraries_to_log(home.logs / "x"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("journal", _append_to_journal),
+        ("journal.lock", _append_to_journal),
+        ("daemon.lock", Home.lock),
+        ("keys.lock", lambda home: KeyFile(home.keys).create("ann")),
+        ("logs/x", _log),
+        ("logs/x", lambda home: start_child(["json.tool"], python=None, env={}, log_file=str(home.logs / "x"))),
+        ("logs/x", lambda home: _redirect_output(home.logs / "x")),
+        ("logs/x", lambda home: recorder._opened(home.logs / "x")),
+        ("logs/x", lambda home: peers._locked(home.logs / "x")),
+    ],
+    ids=["journal", "journal.lock", "daemon.lock", "keys.lock", "cli log", "child", "replica", "trace", "seat"],
+)
+def test_a_planted_link_is_never_written_through(
+    name: str, write: Callable[[Home], object], home: Home, tmp_path: Path
+) -> None:
+    """The write fails instead."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("mine")
+    home.logs.mkdir()
+    (home.path / name).symlink_to(theirs)
+    with pytest.raises((OSError, JournalUnwritable, Failed)):
+        write(home)
+    assert theirs.read_text() == "mine"
+
+
+def test_a_log_is_not_cut_through_a_link(home: Home, tmp_path: Path) -> None:
+    """What a planted link leads to keeps its content, however long that is."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("mine" * 10)
+    (home.path / "x.log").symlink_to(theirs)
+    with pytest.raises(OSError, match="symbolic links"):
+        cut_log(home.path / "x.log", most=5)
+    assert theirs.read_text() == "mine" * 10
+
+
+def test_a_draft_left_behind_is_not_written_to(home: Home, tmp_path: Path) -> None:
+    """A compaction replaces a link that has its draft's name."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("mine")
+    journal = Journal(home.journal, most_bytes=100)
+    (home.path / "journal.new").symlink_to(theirs)
+    for count in range(5):
+        journal.append(Scale(model="m", count=count, by="ann"))
+    journal.close()
+    assert theirs.read_text() == "mine"
+    assert not home.journal.is_symlink()
