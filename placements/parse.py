@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ from placements.spec import (
     Update,
 )
 from placements.topology import DEGREES, LNC_CHOICES, TOPOLOGIES
-from placements.yamltree import BROKEN, Tree, read
+from placements.yamltree import BROKEN, MAX_CHARACTERS, Tree, read
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -305,8 +306,33 @@ def parse(text: str | bytes, filename: str = "<spec>", base_dir: str | None = No
     default the current one.
     """
     tree = read(text, filename)
+    other = _other_format(tree.value, text)
+    if other is not None:
+        what, hint = other
+        return Parsed(None, (Problem("not-a-spec", "error", f"{filename}:1:1", what, hint),))
     spec = None if tree.value is BROKEN else _Reader(tree, base_dir or ".").spec()
     return Parsed(spec, in_order(tree.problems))
+
+
+def _other_format(value: Any, text: str | bytes) -> tuple[str, str] | None:
+    """What the file is instead of a spec, and what to do; None: it may be a spec."""
+    if isinstance(value, dict):
+        if not ("apiVersion" in value and "kind" in value):
+            return None
+        kind = f" of kind {_short(value['kind'])}" if isinstance(value["kind"], str) else ""
+        return f"the file is a Kubernetes manifest{kind}, not a spec", f"corewright does not read manifests; {_BEGIN}"
+    start = text[:MAX_CHARACTERS]
+    lines = (start.decode(errors="replace") if isinstance(start, bytes) else start).splitlines()
+    first = next((line for line in lines if line.strip() and not line.lstrip().startswith(("#", "!"))), "")
+    if not _PROPERTY.match(first):
+        return None
+    return "the file has properties, like serving.properties of LMI; it is not a spec", (
+        f"docs/from-vllm-and-lmi.md lists the field for each property; {_BEGIN}"
+    )
+
+
+_BEGIN = "write a spec, which begins with models: {NAME: {source: ...}}"
+_PROPERTY = re.compile(r"\s*[A-Za-z][\w.-]*\s*=")
 
 
 class _Reader:

@@ -372,6 +372,28 @@ def test_an_unknown_key_lists_the_three_nearest_keys(text: str, hint: str) -> No
     assert only(text).hint == hint
 
 
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        (
+            "apiVersion: apps/v1\nkind: Deployment\nspec: {}\n",
+            "a Kubernetes manifest of kind Deployment",
+            "write a spec",
+        ),
+        ("kind: [1]\napiVersion: v1\n---\nkind: Service\n", "a Kubernetes manifest, not", "write a spec"),
+        ("engine=Python\noption.model_id=x\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
+        ("# LMI\n\noption.model_id = a: b\nx=1\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
+        (b"option.model_id=\xff\n", "like serving.properties of LMI", "docs/from-vllm-and-lmi.md"),
+    ],
+)
+def test_a_file_of_another_tool_gives_one_error_that_names_its_format(text: str | bytes, what: str, hint: str) -> None:
+    """Its keys are not listed one by one."""
+    problem = only(text)
+    assert (problem.id, problem.severity, problem.where) == ("not-a-spec", "error", "f.yaml:1:1")
+    assert what in problem.what
+    assert hint in problem.hint
+
+
 def test_all_problems_are_told_at_once_in_the_order_of_the_file() -> None:
     """None hides another."""
     text = """\
