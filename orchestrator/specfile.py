@@ -11,7 +11,7 @@ from typing import Literal
 
 from orchestrator.allowed import Allowed
 from orchestrator.given import given_problems
-from orchestrator.sources import read_facts
+from orchestrator.sources import is_of_the_hub, parts, read_facts
 from placements.checkpoints import Checkpoint
 from placements.checks import check
 from placements.engines import Engine, resolve
@@ -94,6 +94,10 @@ def examine(
     if refused:
         problems = in_order((*parsed.problems, *refused))
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
+    folders_meant = tuple(_folders_meant(parsed.spec, allowed))
+    if folders_meant:  # the hub is not asked
+        problems = in_order((*parsed.problems, *folders_meant))
+        return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     hosts = hosts_for(parsed.spec, machine)
     facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
@@ -125,6 +129,17 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
             hint = "emulate in place of instance, in each entry of hosts, runs the same spec on emulated cores"
         problems.append(Problem("host-differs", "error", spec.where("hosts"), what, hint))
     return tuple(problems)
+
+
+def _folders_meant(spec: Spec, allowed: Allowed) -> Iterator[Problem]:
+    """An error for each hub id that is also the relative path of a checkpoint's folder beside the spec. Blocks."""
+    for part in parts(spec):
+        folder = (Path(spec.base_dir) / part.source).resolve()
+        if is_of_the_hub(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
+            key = "draft.source" if part.is_draft else "source"
+            what = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
+            hint = f"write {key}: ./{part.source} to load the folder; to fetch from the hub, rename the folder"
+            yield Problem("source-ambiguous", "error", part.where(spec), what, hint)
 
 
 def _unserved_engines(spec: Spec, hosts: tuple[Host, ...]) -> Iterator[Problem]:

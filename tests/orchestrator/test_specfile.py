@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.allowed import Allowed
+from orchestrator.sources import Facts
 from orchestrator.specfile import Folders, examine, load, start_problems
 from placements.hosts import Machine
 from placements.problems import Problem
@@ -163,3 +165,39 @@ def test_a_draft_needs_no_tokenizer_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "d" / "model.safetensors").unlink()
     (problem,) = examine(text, "f.yaml", str(tmp_path), LAPTOP).problems
     assert (problem.id, problem.severity, problem.where) == ("weights-missing", "error", "f.yaml:2:40")
+
+
+@pytest.mark.parametrize(
+    ("model", "hint", "where"),
+    [
+        ("{source: models/tiny}", "write source: ./models/tiny ", "f.yaml:1:14"),
+        (
+            "{source: s3://models/m, draft: {source: models/tiny}}",
+            "write draft.source: ./models/tiny ",
+            "f.yaml:1:37",
+        ),
+    ],
+)
+def test_a_hub_id_that_is_also_a_folder_beside_the_spec_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, hint: str, where: str
+) -> None:
+    """The hub is not asked; the hint says how to write the folder."""
+    monkeypatch.setattr("orchestrator.specfile.read_facts", None)
+    (tmp_path / "models").mkdir()
+    stub_checkpoint(tmp_path / "models" / "tiny")
+    (problem,) = examine(f"models: {{a: {model}}}", "f.yaml", str(tmp_path), LAPTOP).problems
+    assert (problem.id, problem.severity, problem.where) == ("source-ambiguous", "error", where)
+    assert problem.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_folder_that_may_not_be_read_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    """Its existence is not revealed to a client of the admin API."""
+    monkeypatch.setattr("orchestrator.specfile.read_facts", lambda *_, **__: Facts({}, {}, ()))
+    (tmp_path / "models").mkdir()
+    stub_checkpoint(tmp_path / "models" / "tiny")
+    allowed = Allowed(prefixes=("hub:models", *([str(tmp_path)] if readable else [])))
+    problems = examine("models: {a: {source: models/tiny}}", "f.yaml", str(tmp_path), LAPTOP, allowed).problems
+    assert [problem.id for problem in problems] == (["source-ambiguous"] if readable else [])
