@@ -34,7 +34,6 @@ async def test_the_cores_by_state_are_all_cores(tmp_path: Path) -> None:
     async with Played(tmp_path, cluster, SPEC) as fleet:
         await fleet.until(lambda: fleet.host()["quarantined"] == 1, "the strange core is seen")
         await fleet.operator.cordon("inf2.48xlarge/0", "20-21", on=True, by="tester")
-        await fleet.operator.cordon("inf2.48xlarge/0", "0", on=True, by="tester")  # leased: its replica stays
         await fleet.settled()
         found = await scraped(fleet)
 
