@@ -55,6 +55,16 @@ def test_every_test_that_the_page_names_is_there() -> None:
     assert len(named) > 30
 
 
+def test_the_page_names_the_ports_where_ray_shows_metrics_to_all() -> None:
+    """They have no token, so that a firewall must close them: the numbers are those of the Ray that is installed."""
+    from ray.autoscaler._private.constants import AUTOSCALER_METRIC_PORT
+    from ray.dashboard.consts import DASHBOARD_METRIC_PORT
+
+    page = (Path(__file__).parent.parent.parent / "docs" / "security.md").read_text()
+    named = re.findall(r"port (\d+)", page.partition("## Ray")[2].partition("\n## ")[0])
+    assert {int(port) for port in named} == {AUTOSCALER_METRIC_PORT, DASHBOARD_METRIC_PORT}
+
+
 # Settings of the gateway
 
 
