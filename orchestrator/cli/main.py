@@ -213,7 +213,7 @@ def generate(
     from orchestrator.specfile import load
 
     how = {"raw": raw, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    raise typer.Exit(answer(load(spec), model, prompt, how))
+    raise typer.Exit(answer(load(spec, folders="plan"), model, prompt, how))
 
 
 @app.command()
