@@ -217,7 +217,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "lnc": tuple(map(str, LNC_CHOICES)),
 }
 
-_WHOLE, _TEXT, _MAPPING, _SECONDS = "a whole number", "text", "a mapping", "a number of seconds"
+_WHOLE, _TEXT, _MAPPING, _SECONDS = "a whole number", "text", "a mapping", "seconds, or a duration like 10m or 1h30m"
 _GIB = "a number of GiB"
 _LENGTHS = "a list of whole numbers, like [128, 512]"
 _WANTS: Mapping[str, str] = {

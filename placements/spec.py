@@ -229,8 +229,29 @@ def _words(type_: str, **more: Any) -> dict[str, Any]:
     return {TYPE_IN_WORDS: type_, **more}
 
 
+_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+_DURATION = "(?=[0-9])" + "".join(rf"([0-9]{{1,9}}(\.[0-9]{{1,3}})?{unit})?" for unit in _UNITS)
+_DURATION_TEXT = re.compile(_DURATION)
+
+
+def _seconds(value: object) -> object:
+    """ "1h30m" -> 5400.0. What is not a duration stays as it is, for the type of the field to reject."""
+    match = _DURATION_TEXT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    return sum(float(part[:-1]) * _UNITS[part[-1]] for part in match.groups()[::2] if part)
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _durations(cls, value: Any) -> Any:
+        """{"idle_s": "10m"} -> {"idle_s": 600.0}."""
+        if not isinstance(value, Mapping):
+            return value
+        return {key: _seconds(item) if str(key).endswith("_s") else item for key, item in value.items()}
 
 
 class Replicas(_Frozen):
@@ -871,6 +892,14 @@ OWN_FIELDS = ("source", "revision", "cores", "aliases", "draft")
 _INTERNAL = frozenset({"base_dir", "broken", "places"})
 
 
+def _with_units(field: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a number of seconds that may also be a duration."""
+    number = {key: field[key] for key in ("type", "minimum", "exclusiveMinimum", "maximum") if key in field}
+    rest = {key: value for key, value in field.items() if key not in number}
+    duration = {"type": "string", "pattern": f"^{_DURATION}$", **_words("a duration")}
+    return {**rest, "anyOf": [*(field.get("anyOf") or [number]), duration]}
+
+
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a spec file, for editors. Looser than `parse` and `checks`, never stricter."""
     model, hosts = ModelSpec.model_json_schema(), HostsSpec.model_json_schema()
@@ -880,6 +909,10 @@ def json_schema() -> dict[str, Any]:
     definitions["Spread"] = {"anyOf": [{"const": "host"}, definitions["Spread"]]}
     fields = {key: value for key, value in model["properties"].items() if key not in {*_INTERNAL, "name"}}
     fields["replicas"]["default"] = 1
+    for held in (fields, *(definition.get("properties", {}) for definition in definitions.values())):
+        for key in held:
+            if key.endswith("_s"):
+                held[key] = _with_units(held[key])
     defaults = {key: value for key, value in fields.items() if key not in OWN_FIELDS}
     one = {"$ref": "#/$defs/Hosts"}
     name = {"type": "string", "pattern": f"^{NAME.pattern}$"}

@@ -64,7 +64,7 @@ def test_every_field_says_what_it_means(kind: type[ModelSpec]) -> None:
         ("model", "allow_degrees", "list of whole numbers, 1 to 128", "`[]`"),
         ("model", "allow_pickle", "true or false", "`false`"),
         ("model", "draft.source", "text", "required"),
-        ("model", "deadlines.start_s", "number above 0, at most 86400", "`900`"),
+        ("model", "deadlines.start_s", "number above 0, at most 86400, or a duration", "`900`"),
         ("model", "objectives.ttft_ms", "number above 0, at most 86400000", "unset"),
         ("model", "scaling.schedules", "list of mappings", "`[]`"),
         ("model", "scaling.schedules.start", "text", "required"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from jsonschema import Draft202012Validator
 
 from placements.hosts import hosts_for, prices
@@ -101,3 +102,33 @@ def test_each_host_has_the_price_of_its_entry() -> None:
     bare = parse("models: {a: {source: ./a}}").spec
     assert bare is not None
     assert set(prices(bare, hosts_for(bare, LAPTOP)).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("10m", 600), ("30s", 30), ("1h30m", 5400), ("1d", 86400), ("1.5h", 5400), ("1m0.5s", 60.5), ("90", 90)],
+)
+def test_a_duration_has_units_or_is_in_seconds(text: str, seconds: float) -> None:
+    """In each field whose name ends in _s, in JSON Schema too."""
+    fields = "max_wait_s: X, scaling: {idle_s: X}, update: {progress_deadline_s: X}, deadlines: {fetch_s: X}"
+    document = f"models: {{a: {{engine: echo, {fields.replace('X', text)}}}}}"
+    parsed = parse(document)
+    assert parsed.problems == ()
+    assert parsed.spec is not None
+    (a,) = parsed.spec.models
+    assert {a.max_wait_s, a.scaling.idle_s, a.update.progress_deadline_s, a.deadlines.fetch_s} == {seconds}
+    assert list(Draft202012Validator(json_schema()).iter_errors(yaml.safe_load(document))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("10", []),
+        *[(text, ["wrong-type"]) for text in ("10 m", "30m1h", "10ms", "s", "'600'", "-1m")],
+        *[(text, ["out-of-range"]) for text in ("400d", "999999999d")],
+    ],
+)
+def test_a_wrong_duration_is_rejected(text: str, found: list[str]) -> None:
+    """Bounds are those of the seconds."""
+    problems = parse(f"models: {{a: {{engine: echo, scaling: {{idle_s: {text}}}}}}}").problems
+    assert [problem.id for problem in problems] == found
