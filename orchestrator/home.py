@@ -208,7 +208,11 @@ def refuse_shared(folder: Path) -> None:
     except OSError:
         return
     if owners:
-        raise Failed("home-unusable", f"{folder} belongs to user {owners.pop()}", "remove it, or use your own home")
+        raise Failed(
+            "home-unusable",
+            f"{folder} belongs to user {owners.pop()}",
+            "run the command as that user, or set COREWRIGHT_HOME",
+        )
     if stat.S_ISDIR(there.st_mode) and there.st_mode & 0o022:
         what = f"{folder} can be written by other users (mode {stat.S_IMODE(there.st_mode):04o})"
         raise Failed("home-unusable", what, f"check what is in it; then chmod go-w {shlex.quote(str(folder))}")
