@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
+import msgspec.structs
 
 from orchestrator.gateway.errors import ApiError, invalid
 from orchestrator.gateway.schemas import schema_text
@@ -95,7 +96,7 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of the assistant
     tool_call_id: str | None = None  # of a tool's answer
-    function_call: Any = None  # refused
+    function_call: Ignored = None  # refused
 
     def text(self) -> str:
         """Raises ApiError for a part that is not text."""
@@ -113,7 +114,8 @@ class ChatMessage(msgspec.Struct):
         Raises ApiError, which names the message by its ``place``.
         """
         where = f"messages[{place}]"
-        if self.function_call is not None or self.role == "function":
+        has_call = self.function_call is not None and bytes(self.function_call) != b"null"
+        if has_call or self.role == "function":
             what = f"{where}: function_call and the role 'function' are not served; send tool_calls and the role 'tool'"
             raise invalid(what, param="messages", code="unsupported_parameter")
         told: dict[str, Any] = {"role": self.role, "content": self.text()}
@@ -131,6 +133,7 @@ class ChatMessage(msgspec.Struct):
 
 
 def _call_for_template(call: ToolCall, where: str) -> dict[str, Any]:
+    _at_most(f"the characters of {where}.function.arguments", len(call.function.arguments), MAX_FIELD_BYTES, "messages")
     try:
         arguments = msgspec.json.decode(call.function.arguments.strip() or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -505,19 +508,39 @@ def read_completion(body: bytes) -> CompletionRequest:
 
 
 _BOUNDED = ("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids", "functions")
-_Large = msgspec.defstruct("_Large", [(name, msgspec.Raw, msgspec.Raw()) for name in (*_BOUNDED, "prompt", "tokens")])
+_BOUNDED += ("function_call",)
+_REQUESTS = (ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
+_Large = msgspec.defstruct(
+    "_Large",
+    [(name, msgspec.Raw, msgspec.Raw()) for name in {name: 0 for kind in _REQUESTS for name in kind.__struct_fields__}],
+)
 _large_decoder = msgspec.json.Decoder(_Large)
+_texts_decoder = msgspec.json.Decoder(list[str])
 
 
 def _check_large(body: bytes) -> None:
     """Raises ApiError for what would hold up the event loop while it is decoded. A long text does not."""
-    found = _large_decoder.decode(body)
+    fields = {name: bytes(raw) for name, raw in msgspec.structs.asdict(_large_decoder.decode(body)).items()}
     for name in _BOUNDED:
-        _at_most(f"the bytes of {name}", len(bytes(getattr(found, name))), MAX_FIELD_BYTES, name)
+        _at_most(f"the bytes of {name}", len(fields[name]), MAX_FIELD_BYTES, name)
     for name in ("prompt", "tokens"):
-        value = bytes(getattr(found, name))
-        if b'"' not in value:
-            _at_most(f"the token ids of {name}", value.count(b",") + 1, MAX_IDS, name)
+        if fields[name].startswith(b"["):
+            _check_list(name, fields[name])
+    rest = len(body) - sum(map(len, fields.values()))  # of a field that is given twice, only the last was seen
+    if rest > MAX_FIELD_BYTES:
+        raise invalid(f"the bytes of unknown and repeated fields: {rest} are more than {MAX_FIELD_BYTES}")
+
+
+def _check_list(name: str, data: bytes) -> None:
+    """Raises ApiError for a list of more token ids or prompts than may be decoded at once."""
+    if b'"' in data:
+        try:
+            _at_most(f"the prompts of {name}", len(_texts_decoder.decode(data)), MAX_PROMPTS, name)
+            return
+        except msgspec.ValidationError:  # not a list of texts alone
+            pass
+    _at_most(f"the token ids of {name}", data.count(b",") + 1, MAX_IDS, name)
+    _at_most(f"the lists of {name}", data.count(b"[") + data.count(b"{"), MAX_PROMPTS + 1, name)
 
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:

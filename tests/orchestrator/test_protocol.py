@@ -136,9 +136,14 @@ def test_a_huge_number_is_out_of_range(name: str, number: int) -> None:
             b'{"model":"m","prompt":"x","response_format":[%b[]]}' % (b"[]," * protocol.MAX_FIELD_BYTES),
             "response_format",
         ),
+        (b'{"model":"m","prompt":[%b""]}' % (b"[]," * protocol.MAX_IDS), "prompt"),
+        (b'{"model":"m","prompt":[%b""]}' % (b'"",' * protocol.MAX_IDS), "prompt"),
+        (b'{"model":"m","prompt":[%b[]]}' % (b"[]," * (protocol.MAX_IDS // 2)), "prompt"),
+        (b'{"model":"m","prompt":[%b[]],"prompt":"x"}' % (b"[]," * protocol.MAX_IDS), None),
+        (b'{"model":"m","function_call":[%b[]]}' % (b"[]," * protocol.MAX_IDS), "function_call"),
     ],
 )
-def test_a_large_body_is_refused_before_it_is_decoded(body: bytes, param: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_refused_before_it_is_decoded(body: bytes, param: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megabytes of small values take the event loop up to a second."""
     monkeypatch.setattr(protocol, "_completion_decoder", None)
     with pytest.raises(ApiError, match="are more than") as refused:
@@ -149,6 +154,27 @@ def test_a_large_body_is_refused_before_it_is_decoded(body: bytes, param: str, m
 def test_a_long_text_is_not_taken_for_many_values() -> None:
     text = "[1], " * protocol.MAX_IDS
     assert protocol.read_completion(json.dumps({"model": "m", "prompt": text}).encode()).prompt == text
+
+
+@pytest.mark.parametrize("prompt", [["[1], " * 2**20, "b"], [[1] * (2**20 - 2), [2]], [[1], "a" * 2**20]])
+def test_long_prompts_may_come_in_a_list(prompt: list[Any]) -> None:
+    assert protocol.read_completion(json.dumps({"model": "m", "prompt": prompt}).encode()).prompt == prompt
+
+
+def test_a_call_of_a_message_is_refused_without_being_decoded() -> None:
+    call = b"[" + b"[]," * protocol.MAX_IDS + b"[]]"
+    asked = protocol.read_chat(b'{"model":"m","messages":[{"role":"user","function_call":%b}]}' % call)
+    with pytest.raises(ApiError, match="function_call"):
+        asked.messages[0].for_template(0)
+    assert bytes(asked.messages[0].function_call) == call
+
+
+def test_the_arguments_of_a_call_have_a_limit() -> None:
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": " " * protocol.MAX_FIELD_BYTES})}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    asked = protocol.read_chat(json.dumps({"model": "m", "messages": messages}).encode())
+    with pytest.raises(ApiError, match="arguments: .* are more than"):
+        asked.messages[0].for_template(0)
 
 
 def test_what_is_ignored_is_not_made_into_objects() -> None:
