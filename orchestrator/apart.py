@@ -46,9 +46,11 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
         except BaseException:  # noqa: BLE001 - it must not become a second copy of the caller
             traceback.print_exc()
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(code)
+            try:
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+            finally:  # also where nobody reads them any more
+                os._exit(code)
     os.close(writing)
     process = os.pidfd_open(child)
     for number in signals:

@@ -56,6 +56,8 @@ def started(work: str) -> tuple[subprocess.Popen[str], int]:
         ("os._exit(1)", "Ended(marks=b'a', code=1)"),
         ("raise ValueError", "Ended(marks=b'a', code=1)"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "Ended(marks=b'a', code=-9)"),
+        # its output cannot be written any more, as with `up | head`
+        ("sys.stdout = open('/dev/full', 'w'); sys.stdout.write('x'); return 4", "Ended(marks=b'a', code=4)"),
         # somebody that the child has started lives on, and holds what it has inherited
         ("os.fork() or time.sleep(1); return 0", "Ended(marks=b'a', code=0)"),
     ],
