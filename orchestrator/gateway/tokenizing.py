@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from orchestrator.gateway import errors
 
@@ -57,6 +57,7 @@ class Tokenizing:
                 try:
                     return await asyncio.shield(running)
                 except asyncio.CancelledError:
+                    running.add_done_callback(_drop)
                     await asyncio.wait([running])
                     raise
         finally:
@@ -69,3 +70,9 @@ class Tokenizing:
     def close(self) -> None:
         """Start nothing more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _drop(abandoned: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for: asyncio would log it, one for each client that has left."""
+    if not abandoned.cancelled():
+        abandoned.exception()

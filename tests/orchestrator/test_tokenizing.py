@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -184,6 +185,30 @@ async def test_a_thread_stays_taken_until_its_work_has_ended() -> None:
     jobs.free.set()
     assert (await back, await other) == ("back", "other")
     assert gone.cancelled()
+    threads.close()
+
+
+async def test_an_error_that_nobody_waits_for_is_not_logged() -> None:
+    """asyncio would write a traceback for each client that sends a prompt that is too long, and leaves."""
+    logged: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    began, free, threads = threading.Event(), threading.Event(), Tokenizing(2)
+
+    def work() -> None:
+        began.set()
+        free.wait(10)
+        raise ValueError
+
+    gone = asyncio.create_task(threads.run("a", 1, work))
+    await asyncio.to_thread(began.wait, 10)
+    gone.cancel()
+    await asyncio.sleep(0)
+    free.set()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    gc.collect()
+    await asyncio.sleep(0)
+    assert logged == []
     threads.close()
 
 
