@@ -125,6 +125,7 @@ class Peers:
             self._server = None
         if self._lock is not None:
             (self._folder / self.name).unlink(missing_ok=True)
+            os.ftruncate(self._lock, 0)  # without a beat: this process may take its time to end
             os.close(self._lock)
             self._lock = None
 

@@ -148,3 +148,13 @@ async def test_the_gateways_find_each_other_after_their_sockets_were_removed(tmp
     await first.keep()
     assert await second.ask() == {"0": []}
     await first.leave()
+
+
+async def test_a_gateway_that_has_left_is_not_watched(tmp_path: Path) -> None:
+    """It may still flush its traces for longer than a gateway hangs."""
+    peers = Peers(tmp_path, list, 1)
+    assert await peers.join()
+    await peers.keep()
+    assert Beat.read(tmp_path / "0.lock") is not None
+    await peers.leave()
+    assert Beat.read(tmp_path / "0.lock") is None
