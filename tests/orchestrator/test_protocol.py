@@ -143,7 +143,9 @@ def test_a_huge_number_is_out_of_range(name: str, number: int) -> None:
         (b'{"model":"m","function_call":[%b[]]}' % (b"[]," * protocol.MAX_IDS), "function_call"),
     ],
 )
-def test_a_large_body_is_refused_before_it_is_decoded(body: bytes, param: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_refused_before_it_is_decoded(
+    body: bytes, param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Megabytes of small values take the event loop up to a second."""
     monkeypatch.setattr(protocol, "_completion_decoder", None)
     with pytest.raises(ApiError, match="are more than") as refused:
@@ -173,7 +175,7 @@ def test_the_arguments_of_a_call_have_a_limit() -> None:
     call = {"function": {"name": "f", "arguments": json.dumps({"a": " " * protocol.MAX_FIELD_BYTES})}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
     asked = protocol.read_chat(json.dumps({"model": "m", "messages": messages}).encode())
-    with pytest.raises(ApiError, match="arguments: .* are more than"):
+    with pytest.raises(ApiError, match=r"arguments: .* are more than"):
         asked.messages[0].for_template(0)
 
 
