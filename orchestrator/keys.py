@@ -210,7 +210,7 @@ class KeyFile:
 
     def current(self) -> KeyRing:
         """The keys as the file has them by now: one `stat` where nothing has changed. Never raises: when the file is
-        broken or gone, the last good keys stay, and that is logged once."""
+        broken or gone, the last good keys stay, and that is logged once; before any good ones, no request passes."""
         seen = self._stat()
         if seen == self._seen:
             return self._ring
@@ -225,6 +225,8 @@ class KeyFile:
             if not self._complained:
                 log.error("%s; the keys that were known before stay", failed)
             self._complained = True
+            if not self._there:  # none was known: a gateway that starts now must not be open to all
+                self._ring = KeyRing(keyless_until=CLOSED)
         self._seen = seen  # as it was before the reading: a change in the midst of it is seen the next time
         return self._ring
 

@@ -507,8 +507,10 @@ def read_completion(body: bytes) -> CompletionRequest:
     return request
 
 
-_BOUNDED = ("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids", "functions")
-_BOUNDED += ("function_call",)
+_BOUNDED = (
+    *("tools", "response_format", "chat_template_kwargs", "logit_bias", "stop", "stop_token_ids"),
+    *("functions", "function_call"),
+)
 _REQUESTS = (ChatRequest, CompletionRequest, TokenizeTextRequest, TokenizeChatRequest, DetokenizeRequest)
 _Large = msgspec.defstruct(
     "_Large",

@@ -185,6 +185,18 @@ def test_a_broken_file_is_told_and_the_last_good_keys_stay(text: str, file: KeyF
     assert file.path.read_text() == text
 
 
+def test_a_file_that_was_never_read_opens_nothing(file: KeyFile) -> None:
+    """A gateway that starts while the file is broken admits no one, until the file is repaired."""
+    key, secret = file.create("ci")
+    good = file.path.read_bytes()
+    file.path.write_bytes(b"[]")
+    watching = KeyFile(file.path)
+    assert watching.current().demands(NOW)
+    assert watching.current().authenticate(secret, NOW) is None
+    file.path.write_bytes(good)
+    assert watching.current().authenticate(secret, NOW) == key
+
+
 def test_a_file_that_others_may_write_is_not_trusted(file: KeyFile) -> None:
     """Whoever can write it can give himself a key."""
     file.create("ci")
