@@ -44,6 +44,7 @@ from placements.spec import Deadlines
 from workers.artifacts.bringing import wanted_by
 from workers.config import ReplicaConfig
 from workers.faults import after_serving
+from workers.lifetime import since_boot
 from workers.metric_family import MetricFamily, gauge, joined, labelled
 from workers.status import Failure, Phase, Reaction, ReplicaStatus
 
@@ -254,7 +255,7 @@ class Controller:
                 cores=cores,
                 state=phase,
                 since=self._clock(),
-                begun=self._clock() - max(0.0, self.state.wall() - seen.started),
+                begun=self._clock() - max(0.0, since_boot() - seen.started),
                 asked=True,
                 pid=seen.pid,
                 started=seen.started,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2s
 from pathlib import Path
@@ -18,7 +20,7 @@ import msgspec
 import psutil
 
 from orchestrator.failure import Failed
-from workers import host
+from workers import lifetime
 
 FLEET_VARIABLE = "COREWRIGHT_FLEET"  # in the environment of every process of a fleet, set before Ray starts
 
@@ -40,9 +42,10 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     dashboard_url: str | None
     ray_address: str
     pid: int
-    started: float  # the daemon's start, seconds since the epoch
+    started: float  # the daemon's start, by `lifetime.process_start`
     version: str
     listens: str = ""  # the address that the gateway listens on
+    boot: str = msgspec.field(default_factory=lifetime.boot)  # the run of the kernel that ``started`` is of
 
     @property
     def nearby(self) -> str | None:
@@ -146,7 +149,7 @@ class Home:
             return
         os.environ["RAY_AUTH_MODE"] = "token"
         if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-            with os.fdopen(create_anew(self.ray_token_file), "w") as file:
+            with written(self.ray_token_file), os.fdopen(create_anew(self.ray_token_file), "w") as file:
                 file.write(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.ray_token_file)
 
@@ -164,13 +167,15 @@ class Home:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise Failed("home-unusable", f"{folder} cannot be made: {error.strerror}", "COREWRIGHT_HOME") from None
+                raise Failed("home-unusable", f"{folder} cannot be made: {error.strerror}", remedy(error)) from None
             refuse_shared(folder)
 
     def lock(self) -> int | None:
-        """Become the one daemon of this home until the process ends; None when another one is. Keep the descriptor."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self.path / "daemon.lock", flags, 0o600)
+        """Become the one daemon of this home until the process ends; None when another one is. Keep the descriptor.
+        Raises Failed where the home cannot be written."""
+        flags, path = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self.path / "daemon.lock"
+        with written(path):
+            descriptor = os.open(path, flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -186,11 +191,17 @@ class Home:
             return None
 
     def write_record(self, record: FleetRecord) -> None:
-        """Publish the record whole, for this user only (it holds the token)."""
+        """Publish the record whole, for this user only (it holds the token). Raises Failed where it cannot be."""
         draft = self.record_file.with_suffix(".new")
-        with os.fdopen(create_anew(draft), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
-        draft.rename(self.record_file)
+        try:
+            with written(self.record_file):
+                with os.fdopen(create_anew(draft), "wb") as file:
+                    file.write(msgspec.json.format(msgspec.json.encode(record), indent=2))
+                draft.rename(self.record_file)
+        except Failed:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
 
     def forget_fleet(self) -> None:
         """Remove the record and the sockets of a fleet that has ended."""
@@ -216,6 +227,22 @@ def refuse_shared(folder: Path) -> None:
     if stat.S_ISDIR(there.st_mode) and there.st_mode & 0o022:
         what = f"{folder} can be written by other users (mode {stat.S_IMODE(there.st_mode):04o})"
         raise Failed("home-unusable", what, f"check what is in it; then chmod go-w {shlex.quote(str(folder))}")
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """What is done within it writes the file at ``path`` of a home. Raises Failed for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise Failed("home-unusable", f"{path} cannot be written: {error.strerror}", remedy(error)) from None
+
+
+def remedy(error: OSError) -> str:
+    """What helps where a home cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    first = "free some space, or inodes (df -h, df -i)" if full else "make it writable for this user"
+    return f"{first}; or set COREWRIGHT_HOME to another folder"
 
 
 def create_anew(path: Path) -> int:
@@ -276,4 +303,4 @@ def left_behind(home: Home, record: FleetRecord) -> str | None:
 
 def daemon_alive(record: FleetRecord) -> bool:
     """Whether the daemon that wrote the record still runs."""
-    return host.is_alive(record.pid, record.started)
+    return record.boot == lifetime.boot() and lifetime.is_alive(record.pid, record.started)

@@ -33,7 +33,7 @@ class ReplicaView:
     state: State
     since: float  # when it came into this state, on the snapshot's clock
     pid: int | None = None
-    started: float | None = None  # the process's start in seconds since the epoch; with the pid it names the process
+    started: float | None = None  # the process's start, by `lifetime.process_start`; with the pid it names the process
     version: str = ""  # of what its process was told
     gone: bool = False  # the host has seen that the process is dead; only then are the cores free
     reason: str | None = None

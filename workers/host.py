@@ -17,6 +17,8 @@ from types import FrameType
 import psutil
 
 from workers.facts.cpulist import parse_cpulist
+from workers.lifetime import is_alive as is_alive
+from workers.lifetime import process_start as process_start
 from workers.offspring import end_marked
 
 log = logging.getLogger(__name__)
@@ -99,22 +101,6 @@ def instance_type(dev: Path | None = None, product: Path | None = None) -> str |
         return product.read_text().strip() or None
     except OSError:
         return None
-
-
-def process_start(pid: int) -> float | None:
-    """When the process began (seconds since the epoch), or None when it is gone. With the pid it names a process for
-    good, since pids are used again. A zombie is gone: the kernel has released all that it held."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
-
-
-def is_alive(pid: int, started: float) -> bool:
-    """Whether that very process still lives."""
-    found = process_start(pid)
-    return found is not None and abs(found - started) < 1.0
 
 
 def confirm_death(pid: int, started: float, deadline_s: float) -> bool:
@@ -220,7 +206,7 @@ def log_sigterm() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def note(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"*** SIGTERM received at time={time.time():.0f} ***\n".encode())
+        _write(2, f"*** SIGTERM received at time={time.time():.0f} ***\n")
         if callable(before):
             before(number, frame)
 
@@ -230,7 +216,12 @@ def log_sigterm() -> None:
 
 def mark_log(descriptor: int) -> None:
     """Write the line from which ``last_words`` reads on."""
-    os.write(descriptor, f"{START_MARK}\n".encode())
+    _write(descriptor, f"{START_MARK}\n")
+
+
+def _write(descriptor: int, line: str) -> None:
+    with contextlib.suppress(OSError):  # a log on a full disk: without the line the process goes on, or ends
+        os.write(descriptor, line.encode())
 
 
 def last_words(path: Path) -> list[str]:

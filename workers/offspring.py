@@ -22,12 +22,13 @@ from collections.abc import Iterator
 
 import psutil
 
+from workers.lifetime import SLACK_S, process_start
+
 MARK = "COREWRIGHT_ROOT"  # "PID@START": the root, and when it began in seconds since the epoch
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 QUIET_S = 0.2  # so long no process of the tree may have been found, for one that was just being started
 LOOK_S = 0.02  # between two looks
 END_S = 2.0  # for killed processes to be gone
-SLACK_S = 1.0  # between two readings of when a process began
 
 
 def end_with(parent: int) -> None:
@@ -40,8 +41,10 @@ def end_with(parent: int) -> None:
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """What is started meanwhile ends with this process, however it ends; and with what is done here, if that fails."""
-    own = psutil.Process()
-    mark = f"{own.pid}@{own.create_time():.2f}"
+    pid = os.getpid()
+    started = process_start(pid)
+    assert started is not None
+    mark = f"{pid}@{started:.2f}"
     watcher = subprocess.Popen(
         [sys.executable, "-m", "workers.offspring", mark],
         stdin=subprocess.DEVNULL,
@@ -52,7 +55,7 @@ def watched() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        end_marked(own.pid, own.create_time(), END_S)
+        end_marked(pid, started, END_S)
         raise
     finally:
         del os.environ[MARK]

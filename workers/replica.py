@@ -84,7 +84,8 @@ class Replica:
         self._began = time.monotonic()
         self._changed = threading.Condition()
         started = host.process_start(os.getpid())
-        self._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=os.getpid(), started=started or time.time())
+        assert started is not None
+        self._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=os.getpid(), started=started)
         self._engine: GenerateEngine | None = None
         self._batcher: Batcher | None = None
         self._plane: DataPlane | None = None

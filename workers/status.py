@@ -51,7 +51,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     phase: Phase
     pid: int
-    started: float  # the process's start, seconds since the epoch
+    started: float  # the process's start, by `lifetime.process_start`
     failure: Failure | None = None
     live: int = 0  # requests in slots, as of this reading
     waiting: int = 0  # requests accepted and not in a slot yet

@@ -17,7 +17,7 @@ class Beat(NamedTuple):
     """What a gateway writes several times a second."""
 
     pid: int
-    started: float  # of its process, seconds since the epoch
+    started: float  # of its process, by `lifetime.process_start`
     turn: int
 
     def packed(self) -> bytes:

@@ -20,6 +20,7 @@ from tests.workers import nxdi_traffic, tnx_runs
 from workers import host, offspring
 from workers.compiled import compiling
 from workers.config import ReplicaConfig
+from workers.lifetime import process_start
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     def start(*arguments: str, **env: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(PROJECT), *([env.pop("PYTHONPATH")] if "PYTHONPATH" in env else [])])
         process = subprocess.Popen([sys.executable, "-c", *arguments], env={**os.environ, **env, "PYTHONPATH": path})
-        found.append((process, psutil.Process(process.pid).create_time()))
+        found.append((process, process_start(process.pid)))
         return process
 
     yield start
@@ -78,7 +79,7 @@ def told(file: Path, count: int) -> list[psutil.Process]:
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended by the deadline."""
     deadline = time.monotonic() + DEADLINE_S
-    while found := [one for one in processes if host.is_alive(one.pid, one.create_time())]:
+    while found := [one for one in processes if process_start(one.pid) is not None]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
@@ -104,7 +105,7 @@ def test_whoever_confirms_a_death_has_ended_the_compilers(
     """Without the process that watches, and when the root is dead already, as after `ray.kill`."""
     root = started(ROOT, COMPILER, str(tmp_path / "pids"))
     compilers = told(tmp_path / "pids", 2)
-    began = psutil.Process(root.pid).create_time()
+    began = process_start(root.pid)
     watchers = [one for one in psutil.Process(root.pid).children() if "workers.offspring" in one.cmdline()]
     assert len(watchers) == 1
     watchers[0].kill()
@@ -114,7 +115,7 @@ def test_whoever_confirms_a_death_has_ended_the_compilers(
 
     assert host.confirm_death(root.pid, began, DEADLINE_S)
 
-    assert [one for one in compilers if host.is_alive(one.pid, one.create_time())] == []
+    assert [one for one in compilers if process_start(one.pid) is not None] == []
 
 
 def test_a_living_root_is_ended_with_its_children(
@@ -129,7 +130,7 @@ def test_a_living_root_is_ended_with_its_children(
     )
     children = told(tmp_path / "pids", 2)
 
-    assert host.confirm_death(root.pid, psutil.Process(root.pid).create_time(), DEADLINE_S)
+    assert host.confirm_death(root.pid, process_start(root.pid), DEADLINE_S)
 
     assert left(children) == []
     assert root.wait(DEADLINE_S) == -signal.SIGKILL
@@ -141,7 +142,7 @@ def test_the_compilers_of_others_are_left_alone(
     """The mark names one root: by its pid, and by when it began."""
     root = started(ROOT, COMPILER, str(tmp_path / "pids"))
     told(tmp_path / "pids", 2)
-    began = psutil.Process(root.pid).create_time()
+    began = process_start(root.pid)
 
     assert len(offspring.marked(root.pid, began)) == 2
     assert offspring.marked(root.pid, began - 100) == []

@@ -20,6 +20,7 @@ import pytest
 from blake3 import blake3
 
 from tests.workers.fake_remote import DEADLINE_S, ROOT, FakeRemote, Fetcher
+from workers import lifetime
 from workers.artifacts import locks, manifest
 from workers.artifacts.blobs import digest_of
 from workers.artifacts.digests import Digests
@@ -391,7 +392,7 @@ def test_a_source_that_gives_less_than_it_lists_is_told(tmp_path: Path) -> None:
 
 def after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has started again."""
-    monkeypatch.setattr(manifest, "boot", lambda: "another boot")
+    monkeypatch.setattr(lifetime, "boot", lambda: "another boot")
 
 
 def test_after_a_crash_of_the_machine_contents_are_read_before_they_are_trusted(
@@ -866,7 +867,7 @@ def test_from_a_folder_that_can_only_be_read_what_it_has_is_loaded(tmp_path: Pat
             path.unlink()
     if "crash" in locks:
         path = Path(artifact.folder) / WHOLE
-        path.write_text(path.read_text().replace(manifest.boot(), "another boot"))
+        path.write_text(path.read_text().replace(lifetime.boot(), "another boot"))
     folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
     for path in [*root.rglob("*"), root]:
         path.chmod(0o555 if path.is_dir() else 0o444)

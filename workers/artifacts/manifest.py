@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from workers import lifetime
 from workers.artifacts.listing import Listing, RemoteFile
 
 WHOLE = "corewright-artifact.json"  # written last: a folder without it is a fetch that goes on, or that died
@@ -98,14 +97,6 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     seeds: Mapping[str, str] = {}  # name -> digest of files that were not fetched, but linked from what was here
 
 
-@cache
-def boot() -> str:
-    """This run of the kernel. What was written in an earlier one may have been lost with the power."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
 def whole(folder: Path) -> Manifest | None:
     """Of a folder that was published, and whose files are all there at their sizes."""
     found = _read(folder / WHOLE, Manifest)
@@ -127,7 +118,7 @@ def growing(folder: Path) -> Fetch | None:
 
 def begin(folder: Path, listing: Listing, seeds: Mapping[str, str]) -> None:
     """``listing`` is fetched into the folder from now on. What is there stays."""
-    _write(folder / GROWING, msgspec.json.encode(Fetch(listing=listing, boot=boot(), seeds=seeds)))
+    _write(folder / GROWING, msgspec.json.encode(Fetch(listing=listing, boot=lifetime.boot(), seeds=seeds)))
 
 
 def publish(folder: Path, manifest: Manifest) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from workers import lifetime
 from workers.artifacts import locks, manifest
 from workers.artifacts.blobs import is_of
 from workers.artifacts.digests import Digests
@@ -241,7 +242,7 @@ class Store:
             files=files,
             fetched_at=self._now(listing.source),
             fetch_s=_whole_fetch_s(listing.bytes, progress.moved - moved, time.monotonic() - began),
-            boot=manifest.boot(),
+            boot=lifetime.boot(),
         )
         manifest.publish(folder, made)
         return made.artifact(folder, time.time())
@@ -257,7 +258,7 @@ class Store:
         with locks.alone(self._uses.room, stop):
             manifest.regrow(folder)
             before = manifest.growing(folder)
-            if before is None or before.boot != manifest.boot():
+            if before is None or before.boot != lifetime.boot():
                 _empty(folder)  # the machine has crashed since, and nobody knows what had reached the disk
                 before = None
             self._forget_older(folder, listing)
@@ -342,7 +343,7 @@ class Store:
             return None
         with self._uses.hold(key):
             found = manifest.whole(folder)
-            return found.artifact(folder, time.time()) if found is not None and found.boot == manifest.boot() else None
+            return found.artifact(folder, time.time()) if found is not None and found.boot == lifetime.boot() else None
 
     def _proven(self, key: str, progress: Progress, stop: threading.Event) -> Artifact | None:
         """The artifact, where it is whole and its files have their digests still. Alone."""
@@ -354,7 +355,7 @@ class Store:
         if self._damaged(folder, found, stop):
             return None
         with contextlib.suppress(OSError):  # it can only be read: the next one compares again
-            manifest.publish(folder, msgspec.structs.replace(found, boot=manifest.boot()))
+            manifest.publish(folder, msgspec.structs.replace(found, boot=lifetime.boot()))
         return found.artifact(folder, time.time())
 
     def _damaged(self, folder: Path, found: Manifest, stop: threading.Event) -> list[str]:

@@ -1,0 +1,69 @@
+"""A process is named by its pid and its start, whatever becomes of the wall clock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from workers import host, lifetime
+
+DAY_S = 86400.0
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(params=[-DAY_S, DAY_S])
+def set_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Sets the wall clock: what the kernel tells of the time of the boot moves with it."""
+    boot_time, wall, by = psutil.boot_time(), time.time, float(request.param)
+
+    def jump() -> None:
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + by)
+        monkeypatch.setattr(time, "time", lambda: wall() + by)
+
+    return jump
+
+
+def test_a_process_stays_the_same_when_the_clock_is_set(
+    sleeper: subprocess.Popen[bytes], set_clock: Callable[[], None]
+) -> None:
+    started = lifetime.process_start(sleeper.pid)
+    assert started is not None
+    set_clock()
+    assert lifetime.is_alive(sleeper.pid, started)
+
+
+def test_a_death_is_confirmed_only_when_it_is_one_after_the_clock_was_set(
+    sleeper: subprocess.Popen[bytes], set_clock: Callable[[], None]
+) -> None:
+    """Cores are given to the next process only after the last one is gone."""
+    started = lifetime.process_start(sleeper.pid)
+    assert started is not None
+    set_clock()
+    assert host.confirm_death(sleeper.pid, started, 10.0)
+    assert sleeper.wait(0) != 0
+
+
+def test_a_zombie_has_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert lifetime.process_start(process.pid) is None
+    process.wait()
+
+
+def test_the_start_of_this_process_is_in_the_past_of_this_boot() -> None:
+    started = lifetime.process_start(os.getpid())
+    assert started is not None
+    assert 0 < started <= lifetime.since_boot()
