@@ -5,6 +5,7 @@ Ray's own code ends the process, by `_exit`, when its raylet is gone, and no `fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -32,8 +33,7 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
     reading, writing = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none is lost between two handlers
     parent = os.getpid()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush()
     child = os.fork()
     if child == 0:
         code = 1
@@ -44,12 +44,12 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = work(lambda mark: _write(writing, mark))
         except BaseException:  # noqa: BLE001 - it must not become a second copy of the caller
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
         finally:
             try:
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-            finally:  # also where nobody reads them any more
+                _flush()
+            finally:  # whatever else may be wrong with them
                 os._exit(code)
     os.close(writing)
     process = os.pidfd_open(child)
@@ -67,6 +67,12 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
     os.close(reading)
     os.close(process)
     return Ended(marks, os.waitstatus_to_exitcode(status))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # they may be files on a full disk
+            stream.flush()
 
 
 def _write(descriptor: int, mark: bytes) -> None:

@@ -60,6 +60,11 @@ def _quietly(stop: Callable[[], None]) -> None:
         log.exception("the gateway did not stop in order")
 
 
+def _tell_if_possible(tell: Callable[[str], None], line: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk, or a reader that has gone: the fleet goes on
+        tell(line)
+
+
 class _Interrupted(Exception):
     """A signal, or `down`, while the fleet was still starting."""
 
@@ -115,7 +120,7 @@ class Daemon:
         self._name = name
         self._hosts = hosts
         self._instance = instance
-        self._tell = Heartbeat(tell)
+        self._tell = Heartbeat(functools.partial(_tell_if_possible, tell))
         self._fleet = secrets.token_hex(8)
         self._pid = os.getpid()
         self._mark: Callable[[bytes], None] = lambda mark: None
@@ -191,7 +196,8 @@ class Daemon:
             self._audit_end(written, "ready")
             written = None
             mark(READY)
-            on_ready(record)
+            with contextlib.suppress(OSError):  # as of `_tell_if_possible`
+                on_ready(record)
             if self._options.watch:
                 self._in_background(self._watch_spec)
             asked = self._asked.get()

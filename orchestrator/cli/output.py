@@ -39,13 +39,16 @@ def stderr() -> TextIO:
 
 @contextlib.contextmanager
 def libraries_to_log(path: Path) -> Iterator[None]:
-    """Within it, all that is printed goes to the log at ``path``, except what ``say`` and ``show`` print."""
+    """Within it, all that is printed goes to the log at ``path``, except what ``say`` and ``show`` print. Raises Failed
+    where the log cannot be opened."""
+    from orchestrator.home import written
     from workers.host import cut_log
 
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.suppress(OSError):  # there is none yet
-        cut_log(path)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(OSError):  # there is none yet
+            cut_log(path)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
@@ -56,12 +59,14 @@ def libraries_to_log(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # files on a full disk
+                stream.flush()
         os.dup2(kept[0], 1)
         os.dup2(kept[1], 2)
-        _Terminal.out.close()
-        _Terminal.err.close()
+        for terminal in (_Terminal.out, _Terminal.err):
+            with contextlib.suppress(OSError):
+                terminal.close()
         _Terminal.out = _Terminal.err = None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
 
 import psutil
 import pytest
@@ -177,3 +180,42 @@ def test_a_raylet_may_stall_for_half_a_minute() -> None:
     least_ms = checks * timeout_ms + (checks - 1) * HEALTH_CHECKS["health_check_period_ms"]
     assert least_ms >= 30_000
     assert HEALTH_CHECKS["health_check_period_ms"] * checks <= 5_000  # a dead one refuses at once
+
+
+FULL_DISK = """
+import os, sys
+sys.stdout = open("/dev/full", "w")
+from orchestrator.apart import apart
+
+def work(mark):
+    print("lost")
+    raise ValueError
+
+print("lost too")
+caller = os.getpid()
+ended = apart(work, ())
+os._exit(10 + ended.code if os.getpid() == caller else 1)
+"""
+
+
+def test_a_full_disk_makes_no_second_copy_of_the_caller() -> None:
+    """The child ends where its output cannot be written, and the parent has its exit code."""
+    process = subprocess.run([sys.executable, "-c", FULL_DISK], check=False, capture_output=True)
+    assert process.returncode == 11
+
+
+def test_progress_that_cannot_be_written_ends_no_fleet() -> None:
+    """The output of `up` may be a file on a full disk."""
+    settings = GatewaySettings(host="127.0.0.1", port=free_port(), home="/h")
+    with Path("/dev/full").open("w", buffering=1) as output:
+        daemon = Daemon(Home(Path("/h")), UpOptions(settings), ("", "", ""), "n", (), None, _line_to(output))
+        daemon._tell("m/0 ready")
+        with contextlib.suppress(OSError):
+            output.close()
+
+
+def _line_to(output: TextIO) -> Callable[[str], None]:
+    def tell(line: str) -> None:
+        output.write(line + "\n")
+
+    return tell

@@ -181,3 +181,18 @@ def test_a_log_that_grew_large_is_begun_anew(tmp_path: Path) -> None:
     assert (tmp_path / "m-0.log.1").read_text() == "new" * 100
     host.cut_log(log, most=200)
     assert log.read_text() == "goes on"
+
+
+NO_ROOM = """
+import os, signal, sys, threading
+from workers import host
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+host.mark_log(2)
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+host.log_sigterm()
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_log_on_a_full_disk_keeps_no_process_from_its_start_and_its_end() -> None:
+    assert subprocess.run([sys.executable, "-c", NO_ROOM], check=False).returncode == 7
