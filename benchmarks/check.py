@@ -4,9 +4,9 @@
     make bench-check BASE=ac092cd
     .venv/bin/python -m benchmarks.check --base REV [--only gateway] [--rounds 3]
 
-The commit is checked out into a temporary git worktree. Each round runs `benchmarks.costs` once in each of the two, in
-turns of who goes first; a commit from before `benchmarks.costs` runs the working tree's copy of it. Ratios are the
-working tree's figure over the commit's, medians of the rounds. More than LIMIT is a miss, and the exit status is 1.
+The commit is checked out into a temporary git worktree. Each round runs `benchmarks.costs` once in each of the two,
+alternating which one runs first; a commit from before `benchmarks.costs` runs the working tree's copy of it. Ratios are
+the working tree's figure over the commit's, medians of the rounds. More than LIMIT is a miss, and the exit status is 1.
 About 10 minutes with three rounds and all parts.
 """
 

@@ -1,27 +1,27 @@
-"""What a client with a valid key can do to the streams of others.
+"""Measures how much a hostile client with a valid key disturbs the streams of other clients.
 
     .venv/bin/python -m benchmarks.hostile
     .venv/bin/python -m benchmarks.hostile --only prompts
 
-One gateway process, as a fleet has it, serves two models, each with a replica of its own: *calm*, an echo engine that
-gives a token every 20 ms, and *attacked*, a small model on the cpu engine. A process of its own reads a stream of each,
-and remembers the longest time between two events. Before each attack the streams are read for as long undisturbed.
-What counts is how much longer the longest gap of the calm model's stream becomes (``NAME_gap_growth_ms``), and
-whether any stream is cut, of either model (``NAME_cut``). The gap of the attacked model's own stream is information:
-its replica works for the attacker too.
+One gateway process, configured as in a fleet, serves two models with one replica each: *calm*, an echo engine that
+returns a token every 20 ms, and *attacked*, a small model on the cpu engine. For each model, a separate process reads a
+stream and records the longest time between two events. Before each attack the streams are read undisturbed for the same
+time. The result is the growth of the longest gap of the calm model's stream (``NAME_gap_growth_ms``), and the number of
+interrupted streams of both models (``NAME_cut``). The gap of the attacked model's own stream is only reported: its
+replica also works for the attacker.
 
-- ``prompts``: 4 clients send, one after the other, prompts of 1 and 7.9 MB to ``/v1/completions``,
-  ``/v1/chat/completions``, ``/tokenize`` and ``/detokenize``: words, one word without spaces, spaces, special tokens,
-  letters with several accents each, token ids; and JSON of as many bytes that is brackets, or objects in a field that
-  is ignored.
-- ``logprobs``: answers with ``n: 16, max_tokens: 2800, logprobs: 20``, not streamed, one after the other; each must
-  be whole.
-- ``schemas``: 4 clients ask for answers in JSON, 8 choices each: by a schema with 8,000 properties, by schemas as large
-  as they are allowed, each one new, and by one that refers to itself without end.
+- ``prompts``: 4 clients send, in turn, prompts of 1 and 7.9 MB to ``/v1/completions``, ``/v1/chat/completions``,
+  ``/tokenize`` and ``/detokenize``: words, one word without spaces, spaces, special tokens, letters with several
+  accents each, token ids, lists of empty prompts, and JSON of the same size that consists of brackets or of objects, in
+  an ignored field and in one that is given twice.
+- ``logprobs``: answers with ``n: 16, max_tokens: 2800, logprobs: 20``, not streamed, one after the other; each answer
+  must be complete.
+- ``schemas``: 4 clients request answers in JSON, 8 choices each, with a schema of 8,000 properties, with new schemas of
+  the largest allowed size, and with a schema that refers to itself endlessly.
 - ``scrapes``: 32 clients scrape ``/metrics``.
 
-All run on the same cores, but the attackers with less priority than what they attack: elsewhere they are on machines of
-their own.
+All processes share the same cores. The attackers have a lower priority than the gateway, as if they ran on other
+machines.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ TARGETS = {
     **{f"{name}_cut": Target(0, at_least=False) for name in ATTACKS},
     **{f"{name}_answers": Target(1) for name in ATTACKS},
 }
-Body = tuple[str, bytes]  # the path, and what is sent there; GET without a body
+Body = tuple[str, bytes]  # the path and the request body; GET where that is empty
 
 
 class Attack:
-    """Clients that send bodies in turn until they are stopped. ``answers`` counts what came, by status."""
+    """Clients that send bodies in turn until they are stopped. ``answers`` counts the responses by path and status."""
 
     def __init__(self, port: int, key: str, clients: int, bodies: Iterator[Body]) -> None:
         self._port = port
@@ -78,7 +78,7 @@ class Attack:
             thread.start()
 
     def stop(self) -> None:
-        """Returns when the last answers have come."""
+        """Returns when the last responses have arrived."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -94,18 +94,19 @@ class Attack:
                 data = answer.read()
                 outcome = str(answer.status)
                 if b'"n":16' in body:
-                    self._check_whole(answer.status, data)
-            except OSError as error:  # such as the end of the connection before all is sent
+                    self._check_complete(answer.status, data)
+            except OSError as error:  # such as a connection that closes before the request is sent
                 outcome = type(error).__name__
             finally:
                 connection.close()
             with self._lock:
                 self.answers[f"{path} {outcome}"] += 1
 
-    def _check_whole(self, status: int, data: bytes) -> None:
-        found = [] if status != 200 else [len(one["logprobs"]["tokens"]) for one in json.loads(data)["choices"]]
-        if found != [TOKENS] * CHOICES:
-            self.wrong.append(f"{status} {data[:200]!r} with {found} tokens")
+    def _check_complete(self, status: int, data: bytes) -> None:
+        choices = json.loads(data)["choices"] if status == 200 else []
+        lengths = [len(choice["logprobs"]["tokens"]) for choice in choices]
+        if lengths != [TOKENS] * CHOICES:
+            self.wrong.append(f"{status} {data[:200]!r} with {lengths} tokens")
 
 
 def _packed(value: Any) -> bytes:
@@ -130,22 +131,25 @@ def long_prompts() -> Iterator[Body]:
         ids = [5] * (size // 2 - 50)
         bodies.append(("/v1/completions", _packed({"model": "attacked", "prompt": ids})))
         bodies.append(("/detokenize", _packed({"model": "attacked", "tokens": ids})))
-        begin = b'{"model":"attacked","prompt":"x","metadata":'
-        bodies.append(("/v1/completions", begin + b"[" * size + b"}"))
-        bodies.append(("/v1/completions", begin + b"[" + b"{}," * (size // 3 - 50) + b"{}]}"))
+        start = b'{"model":"attacked","prompt":"x","metadata":'
+        bodies.append(("/v1/completions", start + b"[" * size + b"}"))
+        objects = b"[" + b"{}," * (size // 3 - 50) + b"{}]"
+        bodies.append(("/v1/completions", start + objects + b"}"))
+        bodies.append(("/v1/completions", b'{"model":"attacked","prompt":' + objects + b',"prompt":"x"}'))
+        bodies.append(("/v1/completions", b'{"model":"attacked","prompt":[' + b"[]," * (size // 3 - 50) + b'""]}'))
     return itertools.cycle(bodies)
 
 
 def large_answers() -> Iterator[Body]:
-    asked = {"model": "attacked", "prompt": "x", "max_tokens": TOKENS, "n": CHOICES, "logprobs": TOP}
-    return itertools.repeat(("/v1/completions", _packed({**asked, "ignore_eos": True})))
+    fields = {"model": "attacked", "prompt": "x", "max_tokens": TOKENS, "n": CHOICES, "logprobs": TOP}
+    return itertools.repeat(("/v1/completions", _packed({**fields, "ignore_eos": True})))
 
 
 def large_schemas() -> Iterator[Body]:
     def body(schema: Any) -> Body:
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        asked = {"model": "attacked", "prompt": "x", "max_tokens": 16, "n": 8, "response_format": wanted}
-        return "/v1/completions", _packed(asked)
+        response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        fields = {"model": "attacked", "prompt": "x", "max_tokens": 16, "n": 8, "response_format": response_format}
+        return "/v1/completions", _packed(fields)
 
     for number in itertools.count():
         for count in (8000, 1000):
@@ -167,20 +171,20 @@ CLIENTS: dict[str, tuple[int, Callable[[], Iterator[Body]]]] = {
 
 
 class Streams:
-    """One stream of each model, each read by a process of its own."""
+    """One stream of each model, each read by a separate process."""
 
     def __init__(self, watches: dict[str, Child]) -> None:
         self._watches = watches
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """What was seen of each model's stream, once it is over."""
-        seen: dict[str, dict[str, Any]] = {}
+        """Reads the streams while the body runs. The result is filled at its end, by model."""
+        results: dict[str, dict[str, Any]] = {}
         for watch in self._watches.values():
             watch.ask({})
-        yield seen
+        yield results
         for model, watch in self._watches.items():
-            seen[model] = watch.ask({})
+            results[model] = watch.ask({})
 
 
 def run(attacks: list[str]) -> dict[str, float]:
@@ -215,8 +219,8 @@ def run(attacks: list[str]) -> dict[str, float]:
             gateway.ask({})
             measured |= attacked_by(name, streams, port, key)
             turns = gateway.ask({})
-            for what, ms in turns.items():
-                measured[f"{name}_{what}"] = ms
+            for figure, ms in turns.items():
+                measured[f"{name}_{figure}"] = ms
             print(
                 f"{name:<9} the gateway's longest turn {turns['longest_turn_ms']:.0f} ms, the one with the most CPU "
                 f"time {turns['busy_ms']:.0f} ms",
@@ -247,7 +251,7 @@ def attacked_by(name: str, streams: Streams, port: int, key: str) -> dict[str, f
         raise RuntimeError(f"{name}: an answer was wrong: {wrong}")
     return {
         f"{name}_gap_growth_ms": during["calm"]["gap_ms"] - before["calm"]["gap_ms"],
-        f"{name}_cut": sum(bool(seen[model]["cut"]) for seen in (before, during) for model in seen),
+        f"{name}_cut": sum(bool(stream["cut"]) for streams in (before, during) for stream in streams.values()),
         f"{name}_answers": attack.answers.total(),
         f"{name}_gap_undisturbed_ms": before["calm"]["gap_ms"],
         f"{name}_gap_of_attacked_model_ms": during["attacked"]["gap_ms"],

@@ -430,8 +430,8 @@ class _Error(ApiError):
         allow: str | None = None,
     ) -> None:
         super().__init__(status, message, code=code, allow=allow)
-        told = [SpecProblem(**item.as_dict()) for item in problems]
-        self.refusal = Refusal(error=Reason(code=code, message=message, hint=hint), problems=told)
+        reported = [SpecProblem(**item.as_dict()) for item in problems]
+        self.refusal = Refusal(error=Reason(code=code, message=message, hint=hint), problems=reported)
 
 
 def _refusal(error: ApiError) -> Refusal:
@@ -454,7 +454,7 @@ class AdminApi:
         self._changing: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> Awaitable[None]:
-        """Raises ApiError for who may not ask, and for what is no route. A change goes on when its client is gone."""
+        """Raises ApiError for an unauthorized client and for an unknown route. A change goes on without its client."""
         request = exchange.request
         key = self._caller(request.headers, request.path)
         exchange.connection.known = True
@@ -467,7 +467,7 @@ class AdminApi:
         return asyncio.shield(task)
 
     def early(self, headers: Mapping[bytes, bytes]) -> ApiError | None:
-        """What is wrong with whoever sends these, before a long body is read."""
+        """Returns why a client with these headers is refused, before its long body is read."""
         try:
             self._caller(headers, "the admin API")
         except ApiError as error:
@@ -475,13 +475,13 @@ class AdminApi:
         return None
 
     async def close(self) -> None:
-        """The server ends: changes that still go on are cut off."""
+        """Cancel the changes that are still under way: the server ends."""
         for task in self._changing:
             task.cancel()
         await asyncio.gather(*self._changing, return_exceptions=True)
 
     def _caller(self, headers: Mapping[bytes, bytes], path: str) -> ApiKey | None:
-        """The key of scope admin that came; None for the fleet's token. Raises ApiError for anybody else."""
+        """The admin key of the request; None for the fleet's token. Raises ApiError for anything else."""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         bearer = scheme.lower() == b"bearer"
         if bearer and hmac.compare_digest(given, self._fleet.settings.token.encode()):
@@ -515,10 +515,10 @@ class AdminApi:
             if not route.changes:
                 asked = await _checked(asked, key)
                 return _json(await _called(route, asked))
-            who = "fleet token" if key is None else f"key {key.id} {key.name}"
+            caller = "fleet token" if key is None else f"key {key.id} {key.name}"
             action = f"{route.method} {route.path}"
-            written = await asyncio.to_thread(audit.asked, who, action, msgspec.to_builtins(what), by=asked.by)
-        except Exception as error:  # noqa: BLE001  # nothing has been asked of the fleet
+            written = await asyncio.to_thread(audit.asked, caller, action, msgspec.to_builtins(what), by=asked.by)
+        except Exception as error:  # noqa: BLE001  # the fleet is unchanged
             return _of_error(route, error)
         revision, status = None, route.status
         outcome: bytes | ApiError
@@ -628,15 +628,15 @@ _PATTERNS = [(re.compile(ADMIN_PATH + re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route
 
 def _route(request: Request) -> tuple[AdminRoute, dict[str, str]]:
     """The route, and what the path has for its fields. Raises ApiError."""
-    found = [(route, match.groupdict()) for pattern, route in _PATTERNS if (match := pattern.fullmatch(request.path))]
+    matches = [(route, match.groupdict()) for pattern, route in _PATTERNS if (match := pattern.fullmatch(request.path))]
     method = "GET" if request.method == "HEAD" else request.method
-    for route, values in found:
+    for route, values in matches:
         if route.method == method:
             return route, values
-    if found:
+    if matches:
         message = f"{request.path} does not take {request.method}."
         raise _Error(
-            405, code="method_not_allowed", message=message, allow=", ".join(route.method for route, _ in found)
+            405, code="method_not_allowed", message=message, allow=", ".join(route.method for route, _ in matches)
         )
     message = f"There is no {request.path}; see {ADMIN_PATH}/openapi.json."
     raise _Error(404, code="route_not_found", message=message)
@@ -707,8 +707,8 @@ def _parameters(route: AdminRoute, schema: dict[str, Any]) -> list[dict[str, Any
 
 
 async def serve_admin(api: AdminApi, port: int) -> None:
-    """Serve the API on loopback until the task is cancelled. Whoever reaches the port can open connections: how many,
-    for how long without a request, and how much they send is bounded before they prove who they are."""
+    """Serve the API on loopback until the task is cancelled. Any local user can connect: before authentication, the
+    number of connections, their time without a request and the bytes that they send are bounded."""
     limits = GatewaySettings(
         host="127.0.0.1",
         port=port,

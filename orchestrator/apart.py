@@ -1,4 +1,4 @@
-"""Work in a child process that may end at any time without a word, as a process that uses Ray may.
+"""Work in a child process that may end at any time without a message, as a process that uses Ray may.
 
 Ray's own code ends the process, by `_exit`, when its raylet is gone, and no `finally` runs. The parent reports it.
 """
@@ -57,7 +57,7 @@ def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[in
         signal.signal(number, lambda number, _: signal.pidfd_send_signal(process, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _, status = os.waitpid(child, 0)
-    for number in signals:  # there is nobody any more to hand them to
+    for number in signals:  # the child that they were passed to is gone
         signal.signal(number, signal.SIG_IGN)
     os.set_blocking(reading, False)  # a process that the child has started may hold the other end
     try:

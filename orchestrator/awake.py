@@ -1,6 +1,6 @@
 """A clock that stops while its event loop is not scheduled: a frozen VM, `docker pause`, SIGSTOP, a starved machine.
 
-After such a pause every deadline of a plain clock has passed, although nobody had the time to meet it.
+After such a pause every deadline of an ordinary clock has passed, although no process had the time to meet it.
 """
 
 from __future__ import annotations

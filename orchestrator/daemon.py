@@ -141,7 +141,7 @@ class Daemon:
         """Start the fleet, call ``on_ready`` once, and stay until a signal or `down`. Must run on the main thread.
 
         The fleet runs in a child process (`apart`), and so does ``on_ready``. Gives the exit code; what ends the fleet
-        is told there and in the audit log, by this process if the child could not. Raises Failed when nothing was
+        is reported there and in the audit log, by this process if the child could not. Raises Failed when nothing was
         started.
         """
         _check_host_root()
@@ -386,7 +386,7 @@ class Daemon:
                 raise Failed("controller-failed", cause, f"see {self._home.logs / 'controller.log'}") from None
             except ray.exceptions.RayError as error:
                 now = time.monotonic()
-                # a longer gap is a pause of this process, in which nobody could come back
+                # a longer gap is a pause of this process, in which the controller had no time either
                 away_s += min(max(0.0, now - failed_at), LATE_S)
                 if now - asked > CONTROLLER_THERE_S:
                     away_s = 0.0

@@ -1,4 +1,4 @@
-"""What a command waits for, said whenever it has said nothing for a while."""
+"""Progress lines of a command that waits, after each silence."""
 
 from __future__ import annotations
 

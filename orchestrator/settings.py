@@ -212,7 +212,7 @@ SETTINGS = (
         "COREWRIGHT_INSECURE",
         False,
         "true or false",
-        "Demand no key of anybody, on whatever address.",
+        "Disable API-key authentication on every address.",
         _switch,
     ),
     Setting(

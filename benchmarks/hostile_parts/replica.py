@@ -1,4 +1,4 @@
-"""The replica that is attacked: a small model with random weights on the cpu engine, which gives logprobs and keeps
+"""The attacked replica: a small model with random weights on the cpu engine, which returns logprobs and follows JSON
 schemas, behind the real batcher and the real data plane."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from workers.wire import Welcome
 
 
 def main() -> None:
-    """Argument: ``socket``, ``source`` (a folder that is made), ``slots``, ``max_len``. Says when it listens."""
-    told = argument()
-    source = Path(told["source"])
+    """Argument: ``socket``, ``source`` (a folder to create), ``slots``, ``max_len``. Reports when it listens."""
+    settings = argument()
+    source = Path(settings["source"])
     source.mkdir()
     make_checkpoint(source, "llama", hidden=32, layers=1, heads=2)
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": told["max_len"]}))
-    engine = CpuEngine(source, slots=told["slots"], max_len=told["max_len"], threads=1)
+    (source / "config.json").write_text(json.dumps({**config, "max_position_embeddings": settings["max_len"]}))
+    engine = CpuEngine(source, slots=settings["slots"], max_len=settings["max_len"], threads=1)
     engine.load()
     tokenizer = load_tokenizer("cpu", str(source))
     batcher = Batcher(engine, tokenizer, lambda events: plane.emit(events))
@@ -37,7 +37,7 @@ def main() -> None:
     package = str(Path(workers.__file__).parent)
     longest = spec.prefill_buckets[-1]
     welcome = Welcome(corewright_version(), package, spec.slots, spec.max_len, longest, spec.vocab_size)
-    plane = DataPlane(Path(told["socket"]), welcome=welcome, token=TOKEN, epoch=EPOCH, batcher=batcher)
+    plane = DataPlane(Path(settings["socket"]), welcome=welcome, token=TOKEN, epoch=EPOCH, batcher=batcher)
     plane.start()
     threading.Thread(target=batcher.run, daemon=True).start()
     say({})

@@ -1,4 +1,4 @@
-"""A client that reads a stream, one after the other, and remembers the longest time between two of its events."""
+"""A client that reads one stream after the other and records the longest time between two events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from benchmarks.gateway_parts.child import argument, say
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class Watch:
     """Streams from ``start`` to ``stop``."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._told = told
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
         self._stop = threading.Event()
         self._gap_s = 0.0
         self._events = 0
@@ -38,18 +38,18 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.is_set() and not self._cut:
-            self._read_one()
+            self._read_stream()
 
-    def _read_one(self) -> None:
-        """One answer; the next one begins where it has all its tokens."""
-        told = self._told
-        fields = {"model": told["model"], "prompt": "watch", "max_tokens": told["tokens"], "stream": True}
+    def _read_stream(self) -> None:
+        """Reads one stream to its last token."""
+        settings = self._settings
+        fields = {"model": settings["model"], "prompt": "watch", "max_tokens": settings["tokens"], "stream": True}
         body = json.dumps({**fields, "ignore_eos": True, "temperature": 0}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {told['key']}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {settings['key']}\r\n"
         last: float | None = None
-        with socket.create_connection(("127.0.0.1", told["port"])) as wire:
+        with socket.create_connection(("127.0.0.1", settings["port"])) as wire:
             wire.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            wire.settimeout(LOOK_S)
+            wire.settimeout(POLL_S)
             read = b""
             while not self._stop.is_set():
                 try:
@@ -73,11 +73,12 @@ class Watch:
 
 
 def main() -> None:
-    """Argument: ``port``, ``key``, ``model`` and the ``tokens`` of a stream. A line starts one, the next ends it."""
-    told = argument()
+    """Argument: ``port``, ``key``, ``model`` and the ``tokens`` of a stream. A line of input starts a stream, the next
+    one ends it."""
+    settings = argument()
     say({})
     while sys.stdin.readline():
-        watch = Watch(told)
+        watch = Watch(settings)
         watch.start()
         say({})
         sys.stdin.readline()

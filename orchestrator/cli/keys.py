@@ -1,5 +1,4 @@
-"""Commands about who may do what, and who did: keys create, set, list, revoke, open and close, audit. They need no
-fleet."""
+"""Commands for API keys and the audit log: `keys` and `audit`. They need no fleet."""
 
 from __future__ import annotations
 
@@ -147,7 +146,7 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
     from orchestrator.keys import KeyFile
 
     ring = KeyFile(Home.from_environment().keys).read()
-    found, now = ring.keys, time.time()
+    now = time.time()
     rows = [
         (
             key.id,
@@ -162,10 +161,11 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
             _time(key.created),
             "never" if key.expires is None else _time(key.expires) + (" (expired)" if key.expired(now) else ""),
         )
-        for key in found
+        for key in ring.keys
     ]
     table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
-    shown = {"demanded": ring.demands(now), "keyless_until": ring.keyless_until, "keys": [_as_dict(k) for k in found]}
+    shown = {"demanded": ring.demands(now), "keyless_until": ring.keyless_until}
+    shown["keys"] = [_as_dict(key) for key in ring.keys]
     show(shown, output, table)
     if output is Format.TABLE and not ring.demands(now):
         say(access(ring, now))
@@ -253,8 +253,8 @@ def _listening(home: Home) -> tuple[str | None, bool]:
 
 
 def _confirm_closing(home: Home, ring: KeyRing, now: float, yes: bool, hint: str) -> None:
-    """Say, before it is done, that clients without a key will be refused, and ask while a fleet runs. Nothing happens
-    where every request needs a key already. Aborts without a yes."""
+    """Report that clients without a key will be refused, and prompt while a fleet runs. Returns at once where every
+    request needs a key already. Aborts without a yes."""
     listens, on_network = _listening(home)
     if ring.demands(now) or on_network:
         return

@@ -54,7 +54,7 @@ def up(
         int | None, typer.Option(min=1, max=64, help="Gateway processes that share the port.", show_default="1")
     ] = None,
     insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Demand no key of anybody, on whatever address.")
+        bool | None, typer.Option("--insecure", help="Disable API-key authentication on every address.")
     ] = None,
     tls_cert: Annotated[
         str | None, typer.Option(metavar="FILE", help="The gateway's certificate and its chain, PEM.")

@@ -82,12 +82,12 @@ def say(line: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether a person can be asked: both what is typed and what is said are on a terminal."""
+    """Whether a person can confirm: standard input and standard error are a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and stderr().isatty()
 
 
 def confirmed(question: str, yes: bool) -> bool:
-    """Returns whether to go on. Asks on a terminal unless ``yes``; a program is never asked."""
+    """Returns whether to continue. Prompts on a terminal unless ``yes``; without a terminal it never prompts."""
     if yes or not on_terminal():
         return True
     stderr().write(f"{question} [y/N] ")

@@ -238,17 +238,17 @@ def _action(model: dict[str, Any]) -> str:
 
 
 def risks(models: Sequence[dict[str, Any]]) -> list[str]:
-    """What a person should confirm: models that are deleted, and those that nobody is predicted to serve meanwhile."""
-    found = []
+    """What a person should confirm: models that are deleted, and models with a predicted outage."""
+    warnings = []
     for model in models:
         name, before, outage_s = model["model"], model["replicas"]["before"], model["outage_s"]
         if _action(model) == "delete":
-            found.append(f"{name} is deleted, with {before} replica{'' if before == 1 else 's'}")
+            warnings.append(f"{name} is deleted, with {before} replica{'' if before == 1 else 's'}")
         elif model["strategy"] and model["possible"] and outage_s != 0.0:
             seconds_told = "an unknown time" if outage_s is None else f"about {seconds(outage_s)}"
             waits = ", and requests wait" if model["strategy"] == "hold" else ""
-            found.append(f"{name} has no ready replica for {seconds_told}{waits}")
-    return found
+            warnings.append(f"{name} has no ready replica for {seconds_told}{waits}")
+    return warnings
 
 
 def model_lines(model: dict[str, Any]) -> list[str]:

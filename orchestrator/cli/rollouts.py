@@ -80,17 +80,18 @@ def apply(
 
 
 def _previewed(client: AdminClient, spec: tuple[str, str, str], output: Format, yes: bool) -> int | None:
-    """Print what applying a spec would do. Where it deletes or interrupts a model, ask, and abort without a yes; gives
-    the index for which that holds, None where nothing was asked."""
+    """Print what applying a spec would do. Where it deletes or interrupts a model, prompt, and abort without a yes.
+
+    Returns the index of that preview, None where there was no prompt."""
     from orchestrator.cli.plan import model_lines, risks
 
     data = client.post_spec("plan", spec)
     if output is Format.TABLE:
         show(None, output, "\n".join(line for model in data["models"] for line in model_lines(model)))
-    found = risks(data["models"])
-    if yes or not found or not on_terminal():
+    warnings = risks(data["models"])
+    if yes or not warnings or not on_terminal():
         return None
-    say("\n".join(found))
+    say("\n".join(warnings))
     if not confirmed("Go on?", yes):
         raise typer.Abort
     return int(data["index"])
