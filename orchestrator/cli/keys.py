@@ -164,8 +164,8 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
         for key in ring.keys
     ]
     table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
-    shown = {"demanded": ring.demands(now), "keyless_until": ring.keyless_until}
-    shown["keys"] = [_as_dict(key) for key in ring.keys]
+    listed = [_as_dict(key) for key in ring.keys]
+    shown = {"demanded": ring.demands(now), "keyless_until": ring.keyless_until, "keys": listed}
     show(shown, output, table)
     if output is Format.TABLE and not ring.demands(now):
         say(access(ring, now))
