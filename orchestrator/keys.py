@@ -227,6 +227,8 @@ class KeyFile:
             self._complained = True
             if not self._there:  # none was known: a gateway that starts now must not be open to all
                 self._ring = KeyRing(keyless_until=CLOSED)
+            if failed.problem.id == "keys-unreadable":  # as without free descriptors: read again, changed or not
+                return self._ring
         self._seen = seen  # as it was before the reading: a change in the midst of it is seen the next time
         return self._ring
 

@@ -39,12 +39,22 @@ class Gate:
         self._limit = settings.max_connections_per_key
         file.read()
         self._ring = file.current()
-        self._used: dict[str, float] = {}  # when a key was last presented, by id; seconds since the epoch
+        self._passed: float | None = None  # the end of a time without keys that has been reached
+        self._used: dict[str, float] = {}  # when a key was last presented, by id; monotonic seconds
 
     @property
     def demands_keys(self) -> bool:
         """On the network always; on loopback once the home has a key, but for a grace period or `keys open`."""
-        return not self._insecure and (not self._on_loopback or self._ring.demands(time.time()))
+        return not self._insecure and (not self._on_loopback or self._closed())
+
+    def _closed(self) -> bool:
+        """Whether the time without keys is over. It stays so when the machine's clock is set back."""
+        until = self._ring.keyless_until
+        if until is None:
+            return False
+        if until != self._passed and self._ring.demands(time.time()):
+            self._passed = until
+        return until == self._passed
 
     @property
     def keys(self) -> KeyRing:
@@ -52,7 +62,7 @@ class Gate:
 
     def in_use(self, within_s: float) -> int:
         """How many keys have been presented within so many seconds."""
-        since = time.time() - within_s
+        since = time.monotonic() - within_s
         self._used = {id: at for id, at in self._used.items() if at >= since}
         return len(self._used)
 
@@ -76,7 +86,7 @@ class Gate:
             and not known.key.expired(now)
         ):
             exchange.key = known.key
-            self._used[known.key.id] = now
+            self._used[known.key.id] = time.monotonic()
             return
         given = headers.get(b"authorization", b"")
         try:
@@ -87,7 +97,7 @@ class Gate:
             connection.known = None
             return
         exchange.key = key
-        self._used[key.id] = now
+        self._used[key.id] = time.monotonic()
         if exchange.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)

@@ -33,6 +33,9 @@ LARGE_BYTES = 2**16  # a body above this is not read before it is known who send
 MAX_UNREAD_BYTES = 2**30  # of bodies that are not whole, of all connections
 MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before a further piece: only who has stopped reading gets there
 LEAST_READ_BYTES = 2**18  # of an answer that is larger, before each deadline
+MOST_REFUSED = (
+    32  # connections too many that are told so at a time; each is a file descriptor for as long as it lingers
+)
 LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
 LONGEST_ID = 128
 _NEVER = math.inf
@@ -60,6 +63,7 @@ class HttpServer:
         that is without a request and that ``handle`` has not marked as ``known``. ``body_of`` gives the JSON of a
         refusal."""
         self.settings = settings
+        self.max_connections = settings.max_connections
         self.handle = handle
         self.ended = ended
         self.early = early
@@ -160,11 +164,14 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._parser = httptools.HttpRequestParser(self)
         self.deadline = time.monotonic() + self.server.settings.read_s
-        full = len(self.server.connections) >= self.server.settings.max_connections
+        full = len(self.server.connections) >= self.server.max_connections
         full = full and not (self.server.evicts and self.server.evict())
         self.server.connections.add(self)
-        if full:
-            self._refuse(errors.too_many_connections(self.server.settings.max_connections))
+        if full and len(self.server.connections) > self.server.max_connections + MOST_REFUSED:
+            self._broken = True
+            self._transport.abort()
+        elif full:
+            self._refuse(errors.too_many_connections(self.server.max_connections))
 
     def data_received(self, data: bytes) -> None:
         if self._broken:

@@ -11,6 +11,7 @@ import resource
 import ssl
 import threading
 import time
+from pathlib import Path
 
 import uvloop
 
@@ -28,6 +29,7 @@ CHECK_DEADLINE_S = 2.0
 STOP_GRACE_S = 2.0  # for answers that are under way
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
+SPARE_FILES = 64  # for what a gateway opens beside connections: refused ones, links to replicas, logs, keys
 SEAT_POLL_S = 0.05  # how long a dead gateway is missed where there is a spare one
 KEEP_EACH = 5  # of these, once the other gateways are watched
 FIRST_ROUTES_S = 5.0
@@ -87,7 +89,7 @@ class GatewayServer:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        _raise_file_limit()
+        self._http.max_connections = _affordable(self._settings.max_connections)
         self._stopping = asyncio.Event()
         works = (self.gateway.follow(), self.gateway.report(), self._listen_and_sweep())
         tasks = [loop.create_task(work) for work in works]
@@ -174,9 +176,20 @@ def _certificates(settings: GatewaySettings) -> CertificateFiles | None:
     return CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-def _raise_file_limit() -> None:
-    """Every connection is a file descriptor, and many systems begin at 1024."""
+def _affordable(connections: int) -> int:
+    """How many of so many connections the limit of open files leaves room for, once it is raised as far as it can be.
+
+    Each is a file descriptor, and many systems begin at 1024. Without any left the gateway could not reach a replica
+    again or read a changed file of keys, so a client too many is refused before that.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and (hard == resource.RLIM_INFINITY or soft < hard):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return connections
+    left = max(1, limit - sum(1 for _ in Path("/proc/self/fd").iterdir()) - SPARE_FILES)
+    if left < connections:
+        log.warning("open files are limited to %d (ulimit -Hn): at most %d connections are accepted", limit, left)
+    return min(connections, left)

@@ -77,6 +77,34 @@ def test_until_the_grace_period_ends_a_key_counts_and_is_not_demanded_on_loopbac
             assert without.key is None
 
 
+def test_a_grace_period_that_is_over_stays_over_when_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until an operator opens the gateway anew."""
+    now = 1_800_000_000.0
+    file = KeyFile(tmp_path / "keys.json")
+    file.create("alice", activate_at=now + 60, now=now)
+    made = gate(tmp_path)
+    seen = []
+    for at in (now, now + 61, now - 86400):
+        monkeypatch.setattr(time, "time", lambda at=at: at)
+        made.refresh()
+        seen.append(made.demands_keys)
+    assert seen == [False, True, True]
+    file.open_keyless(now + 30)
+    made.refresh()
+    assert not made.demands_keys
+
+
+def test_keys_in_use_are_counted_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wall = time.time()
+    _, text = KeyFile(tmp_path / "keys.json").create("alice")
+    made = gate(tmp_path)
+    made.admit(exchange(authorization=f"Bearer {text}"))
+    monkeypatch.setattr(time, "time", lambda: wall + 86400)
+    assert made.in_use(60) == 1
+
+
 def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock, without a change of the file."""
     now = time.time()

@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -205,6 +206,23 @@ def test_a_file_that_others_may_write_is_not_trusted(file: KeyFile) -> None:
     file.path.unlink()
     file.path.mkdir()
     assert failed(file.read).problem.id == "keys-unreadable"
+
+
+def test_a_key_that_is_revoked_while_no_file_can_be_opened_ends_soon_after(file: KeyFile) -> None:
+    """The file is read again once there are descriptors, though it has not changed since."""
+    key, text = file.create("alice")
+    reader = KeyFile(file.path)
+    assert reader.current().authenticate(text, NOW)
+    file.revoke(key.name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        assert reader.current().authenticate(text, NOW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert reader.current().authenticate(text, NOW) is None
 
 
 def test_a_file_that_vanishes_opens_nothing(file: KeyFile) -> None:
