@@ -177,7 +177,7 @@ class Daemon:
     def _tell_of_death(self, ended: Ended, written: AuditLine | None) -> None:
         """Report for a child that ended without a word."""
         how = f"exit code {ended.code}" if ended.code >= 0 else signal.Signals(-ended.code).name
-        what = f"the process that owns Ray ended without a word ({how}): Ray ends it when its raylet is gone"
+        what = f"the process that owns Ray ended without a word ({how}): Ray ends it when its raylet or its GCS is gone"
         failed = Failed("up-died", what, f"see {self._home.logs / 'daemon.log'}, and Ray's logs under {self._home.ray}")
         self._audit_end(written, failed.problem.id)
         log.error("%s", failed)
