@@ -6,18 +6,20 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from orchestrator.cli.main import run
 from orchestrator.cli.output import libraries_to_log
 from orchestrator.failure import Failed
 from orchestrator.gateway import peers, recorder
-from orchestrator.home import FleetRecord, Home
+from orchestrator.home import FleetRecord, Home, daemon_alive
 from orchestrator.journal import Journal, JournalUnwritable, Scale
 from orchestrator.keys import KeyFile
 from orchestrator.settings import resolve
 from workers.child import start as start_child
 from workers.host import cut_log
+from workers.lifetime import process_start
 from workers.replica import _redirect_output
 
 RECORD = FleetRecord(
@@ -194,3 +196,12 @@ def test_a_draft_left_behind_is_not_written_to(home: Home, tmp_path: Path) -> No
     journal.close()
     assert theirs.read_text() == "mine"
     assert not home.journal.is_symlink()
+
+
+def test_a_fleet_of_an_earlier_boot_is_gone_whatever_process_has_its_pid() -> None:
+    """A process counts its start from the boot, so that another boot may have one with the same pid and start."""
+    started = process_start(os.getpid())
+    assert started is not None
+    here = msgspec.structs.replace(RECORD, pid=os.getpid(), started=started)
+    assert daemon_alive(here)
+    assert not daemon_alive(msgspec.structs.replace(here, boot="another"))
