@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 
 from orchestrator import logs
+from orchestrator.gateway import app
+from orchestrator.gateway.app import Gateway
 from orchestrator.home import Home
 from orchestrator.keys import KeyFile
 from tests.fleet import until
@@ -238,7 +242,39 @@ def test_a_long_answer_is_whole(opened: Open) -> None:
     assert answer.status == 200
 
 
+def test_requests_without_a_key_are_counted_and_not_logged_one_by_one(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any client could fill the disk with them."""
+    monkeypatch.setattr(app, "STRANGERS_S", 0.0)
+    KeyFile(Home(tmp_path).keys).create("k")
+    log = tmp_path / "gateway.log"
+    logs.set_up(log, "text")
+    try:
+        gateway = opened(home=str(tmp_path))
+        for _ in range(20):
+            assert ask(gateway.port, request("GET", "/v1/models")).status == 401
+        until(lambda: sum(map(int, re.findall(r"(\d+) with status 401", log.read_text()))) == 20, 20, "all are counted")
+    finally:
+        logs.tear_down()
+    assert "GET /v1/models" not in log.read_text()
+
+
 # Connections
+
+
+def test_no_client_is_late_before_the_gateway_has_read_what_came_during_a_pause(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled, swept = threading.Event(), threading.Event()
+    monkeypatch.setattr(Gateway, "settled", property(lambda _: settled.is_set()))
+    gateway = opened(read_s=0.1)
+    sweep = gateway.http_server.sweep
+    monkeypatch.setattr(gateway.http_server, "sweep", lambda now: (swept.set(), sweep(now)))
+    with Wire(gateway.port) as wire:
+        assert not swept.wait(1.0)
+        settled.set()
+        assert wire.at_end()
 
 
 def test_a_connection_too_many_is_503(opened: Open) -> None:

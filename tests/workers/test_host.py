@@ -183,6 +183,29 @@ def test_a_log_that_grew_large_is_begun_anew(tmp_path: Path) -> None:
     assert log.read_text() == "goes on"
 
 
+OWN_LOG = """
+import os, sys, time
+from pathlib import Path
+from workers import host, replica
+cut = host.cut_log
+host.cut_log = lambda path: cut(path, 1000)
+replica.LOG_CHECK_S = 0.01
+log = Path(sys.argv[1])
+replica._redirect_output(log)
+deadline = time.monotonic() + 20
+while not log.with_name("m-0.log.1").exists() and time.monotonic() < deadline:
+    os.write(2, b"x" * 100)
+    time.sleep(0.005)
+"""
+
+
+def test_a_replica_bounds_its_own_log_while_it_runs(tmp_path: Path) -> None:
+    log = tmp_path / "m-0.log"
+    subprocess.run([sys.executable, "-c", OWN_LOG, str(log)], check=True, timeout=60)
+    assert (tmp_path / "m-0.log.1").exists()
+    assert log.stat().st_size < 1000
+
+
 NO_ROOM = """
 import os, signal, sys, threading
 from workers import host
