@@ -48,7 +48,14 @@ class ControllerActor:
         home = Home(Path(settings.home))
         clock = AwakeClock()
         cluster = RayCluster(settings.store or StoreSettings(root=str(home.store)), clock=clock)
-        self._controller = Controller(settings, cluster, Journal(home.journal), clock=clock, resumed=clock.resumed_at)
+        self._controller = Controller(
+            settings,
+            cluster,
+            Journal(home.journal),
+            clock=clock,
+            resumed=clock.resumed_at,
+            restarted=bool(ray.get_runtime_context().was_current_actor_reconstructed),
+        )
         cluster.know_hosts(host.name for host in self._controller.state.hosts)
         self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop

@@ -72,13 +72,15 @@ class Controller:
         wall: Callable[[], float] = time.time,
         tick_s: float = TICK_S,
         in_thread: Callable[..., Coroutine[Any, Any, Any]] = asyncio.to_thread,
+        restarted: bool = False,
     ) -> None:
         """``clock`` is monotonic and may leave pauses out (`AwakeClock`); then ``resumed`` returns when the last one
-        ended. ``in_thread`` runs a function that blocks. Raises ValueError for a spec with errors: `up` has checked it.
+        ended. ``in_thread`` runs a function that blocks; ``restarted`` is the state's. Raises ValueError for a spec
+        with errors: `up` has checked it.
         """
         self.in_thread = in_thread
         self.settings = settings
-        self.state = FleetState(settings, journal, clock, wall)
+        self.state = FleetState(settings, journal, clock, wall, restarted)
         self.scaler = Scaler(self.state)
         self._cluster = cluster
         self._clock = clock
@@ -141,7 +143,7 @@ class Controller:
                 log.exception("a round failed")
                 self._tally.failed_rounds += 1
             self._tally.rounds.observe(self._clock() - began)
-            soon = self.scaler.due_in()
+            soon = self.scaler.due_in() if self.state.hold is None else None
             rest = self._tick_s if soon is None else max(SOONEST_S, min(soon, self._tick_s))
             tick = asyncio.get_running_loop().call_later(rest, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
@@ -158,6 +160,15 @@ class Controller:
         state.try_to_write()
         self._report_reach()
         self._listen_to_all()
+        if state.hold is None:
+            await self._decide()
+        else:
+            state.aim()
+        await self.publish()
+
+    async def _decide(self) -> None:
+        """Say what should be now, and begin to do it."""
+        state = self.state
         self._scale()
         goal = state.aim()
         rollback = state.follow_rollout()
@@ -179,7 +190,6 @@ class Controller:
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
         self._preparing.round()
-        await self.publish()
 
     def _report_reach(self) -> None:
         """An event for each replica that gateways cannot reach any more, or again."""
@@ -220,7 +230,7 @@ class Controller:
         if spec is None:
             raise KeyError(model)
         state = self.state
-        if state.wanted(spec) or state.sleeps(model) or state.bounds(spec).max == 0:
+        if state.hold is not None or state.wanted(spec) or state.sleeps(model) or state.bounds(spec).max == 0:
             return
         if spec.scaling.auto and self.scaler.active:  # it may need cores of others
             self.scaler.wake(model)
@@ -278,7 +288,7 @@ class Controller:
             if asleep and not state.sleeps(config.model):
                 state.woken.add(config.model)
             state.tell("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
-            if phase is State.DRAINING:
+            if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
             if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
                 self._readying.go_on_fetching(id, config)
@@ -624,11 +634,12 @@ class Controller:
 
     async def publish(self) -> None:
         """Tell those who wait when the routes or the status have changed."""
-        self._was_ready = self._was_ready or all(
-            self.state.ready(model.name) >= min(model.replicas.min, self.state.wanted(model))
-            for model in self.state.current.spec.models
-        )
         state = self.state
+        serves = any(view.state is State.READY for view in state.views.values())
+        self._was_ready |= (state.hold is not None and serves) or all(
+            state.ready(model.name) >= min(model.replicas.min, state.wanted(model))
+            for model in state.current.spec.models
+        )
         # All that routes and status are made of: making them each time would cost more than deciding.
         told = (
             list(state.views.values()),

@@ -27,7 +27,7 @@ from orchestrator.gateway.settings import GatewaySettings
 from orchestrator.heartbeat import Heartbeat
 from orchestrator.home import FLEET_VARIABLE, WILDCARDS, FleetRecord, Home, daemon_alive, end_leftovers
 from orchestrator.ports import free_port
-from orchestrator.telling import fetch_text, tenths
+from orchestrator.telling import fetch_text, hold_text, tenths
 from orchestrator.tls import certified_name
 from orchestrator.version import corewright_version
 from placements.problems import render
@@ -128,6 +128,7 @@ class Daemon:
         self._threads: list[threading.Thread] = []
         self._seen = 0  # version of the status that was told last
         self._told: dict[str, str] = {}
+        self._told_hold = ""  # why the fleet does nothing, as the controller said last
         self._unready: list[str] = []  # what the fleet waits for before it is ready, as the controller said last
         self._ready = threading.Event()
         self._ending = False
@@ -419,6 +420,10 @@ class Daemon:
             return False
         self._seen, status = answer
         self._unready = [text for model in status["models"] for text in _unready(model)]
+        hold = hold_text(status)
+        if hold and hold != self._told_hold and not self._ending:
+            self._tell(f"error: {hold}")
+        self._told_hold = hold
         for model in status["models"]:
             lines = {replica["id"]: _progress(replica) for replica in model["replicas"]}
             if not lines and model["reason"]:

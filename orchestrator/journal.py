@@ -1,9 +1,12 @@
 """What the controller must not forget: one append-only file, one record a line, `<crc32, 8 hex digits> <json>`.
 
 A record is in the file whole or not at all: its line ends with a newline and its checksum fits. So the file may be cut
-at any byte, and only the record that the cut goes through is lost. What the records amount to is ``JournalState``, a
-pure fold; when the file grows too long it is replaced by that state and the newest events. Until then it also keeps
-records of kinds that this version does not know.
+at any byte, and only the record that the cut goes through is lost. That record was not answered for: what is decided is
+on the disk before it is done. Any other damage may hide a decision: it stays in the file, and a ``Damage`` record after
+it holds the fleet's actions until somebody applies a spec.
+
+What the records amount to is ``JournalState``, a pure fold; when the file grows too long it is replaced by that state
+and the newest events. Until then it also keeps records of kinds that this version does not know.
 """
 
 from __future__ import annotations
@@ -139,6 +142,13 @@ class Decision(Record, frozen=True, kw_only=True):
     reason: str
 
 
+class Damage(Record, frozen=True, kw_only=True):
+    """The file before this record is damaged: what is missing may be a newer revision than the last one that can be
+    read, so nothing is done on that one until somebody applies a spec."""
+
+    what: str
+
+
 class Event(Record, frozen=True, kw_only=True):
     """What happened, for people: `corewright events` tells it. Nothing is decided from it."""
 
@@ -173,6 +183,12 @@ class JournalState(msgspec.Struct, frozen=True, kw_only=True):
     epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest of each replica, by `model/n`
     pins: Mapping[str, Pin] = msgspec.field(default_factory=dict)  # by `Pin.key`, since this `up`
     starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # of each since this `up`, or it was forgotten
+    held: str | None = None  # the damage for which actions are withheld; None: nobody need confirm anything
+
+    @property
+    def next_revision(self) -> int:
+        """A number that no revision has had: of one that was lost an outcome may be left."""
+        return max(self.revision or 0, self.completed or 0, self.promoted or 0, *self.outcomes) + 1
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="snapshot"):
@@ -183,7 +199,20 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     state: JournalState
 
 
-AnyRecord = Revision | RolloutState | Scale | Target | Cordon | Replace | Pin | Quarantine | Decision | Event | Snapshot
+AnyRecord = (
+    Revision
+    | RolloutState
+    | Scale
+    | Target
+    | Cordon
+    | Replace
+    | Pin
+    | Quarantine
+    | Decision
+    | Damage
+    | Event
+    | Snapshot
+)
 R = TypeVar("R", bound=Record)
 
 
@@ -238,8 +267,11 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     if isinstance(record, Revision):
         revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
         begins = record.cause == "up"
-        state = replace(state, seq=seq, index=index, revision=record.number, revisions=revisions)
+        held = state.held if record.cause == "rollback" else None  # all others are somebody's word
+        state = replace(state, seq=seq, index=index, revision=record.number, revisions=revisions, held=held)
         return replace(state, starts={}, pins={}) if begins else state
+    if isinstance(record, Damage):
+        return replace(state, seq=seq, index=index, held=record.what)
     if isinstance(record, Scale):
         as_the_spec_says = record.count is None and not record.sleep
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))
@@ -310,8 +342,9 @@ class Contents:
 
     state: JournalState
     events: deque[Event]  # the newest KEEP_EVENTS
-    whole: int  # the bytes up to the end of the last whole record; what follows is torn
-    damage: list[str] = field(default_factory=list)
+    whole: int  # the bytes up to the end of the last whole record; what follows is torn or damaged
+    kept: int  # the bytes that stay in the file: a torn end is cut off, a damaged one stays
+    damage: list[str] = field(default_factory=list)  # since the last `Damage` record
 
 
 def read(data: bytes) -> Contents:
@@ -320,8 +353,9 @@ def read(data: bytes) -> Contents:
     1. A line whose checksum fits, of a kind known here -> folded
     2. A line whose checksum fits, of another kind      -> skipped and reported: a newer version wrote it
     3. Bytes that are no such line, a whole one follows -> skipped and reported
-    4. The same at the end of the file                  -> torn: not reported when it is a part of one line
+    4. The same at the end of the file                  -> torn, and not reported, when it is the beginning of a line
     5. A seq that leaves some out, nothing skipped there -> reported
+    6. A `Damage` record                                -> what was reported so far is known
     """
     state = JournalState()
     events: deque[Event] = deque(maxlen=KEEP_EVENTS)
@@ -346,9 +380,14 @@ def read(data: bytes) -> Contents:
         state = fold(state, record)  # 1
         if isinstance(record, Event):
             events.append(record)
-    if lines := data.count(b"\n", whole):  # 4
-        damage.append(f"bytes {whole} to {len(data) - 1}, the last ones, are damaged: at least {_records(lines)} lost")
-    return Contents(state, events, whole, damage)
+        elif isinstance(record, Damage):  # 6
+            damage.clear()
+    lines = data.count(b"\n", whole)  # 4
+    if lines or _sound(data[whole:-1]):  # a whole record with another byte for its newline was on the disk once, too
+        what = f"at least {_records(max(lines, 1))} lost"
+        damage.append(f"bytes {whole} to {len(data) - 1}, the last ones, are damaged: {what}")
+        return Contents(state, events, whole, len(data), damage)
+    return Contents(state, events, whole, whole, damage)
 
 
 def _line(payload: bytes) -> bytes:
@@ -379,8 +418,8 @@ def _records(count: int) -> str:
 class Journal:
     """The journal of one controller: the one who writes it. Not for several threads.
 
-    ``damage`` tells what of the file could not be read, one sentence each. Without a path nothing is kept but in
-    memory, for controllers on a fake clock.
+    ``damage`` tells what of the file could not be read, one sentence each, until a `Damage` record is appended. Without
+    a path nothing is kept but in memory, for controllers on a fake clock.
     """
 
     def __init__(
@@ -404,6 +443,7 @@ class Journal:
         self._state = JournalState()
         self._events: deque[Event] = deque(maxlen=KEEP_EVENTS)
         self._size = 0
+        self._joint = b""  # what the next line begins with: a newline after a damaged end that has none
         self._suspect = False  # the disk may hold other bytes than we wrote: write all anew before the next record
         self._closed = False
         self._lock: int | None = None
@@ -444,6 +484,8 @@ class Journal:
         self._state = fold(self._state, kept)
         if isinstance(kept, Event):
             self._events.append(kept)
+        elif isinstance(kept, Damage):
+            self.damage = []
         if self._path is not None and self._size > self._compact_at:
             self._compact(self._path)
         return cast(R, kept)
@@ -480,12 +522,13 @@ class Journal:
                 _sync_folder(path)
             data = path.read_bytes()
             contents = read(data)
-            self._state, self._events, self._size = contents.state, contents.events, contents.whole
+            self._state, self._events, self._size = contents.state, contents.events, contents.kept
             self.damage = contents.damage
-            if torn := data[contents.whole :]:
+            self._joint = b"" if data[contents.kept - 1 : contents.kept] in (b"", b"\n") else b"\n"
+            if torn := data[contents.kept :]:
                 log.warning("%s: %d bytes after the last whole record are cut off", path, len(torn))
-                self._keep(path.with_name(path.name + ".torn"), torn)
-                os.ftruncate(file, contents.whole)  # not synced: should it come back, it is cut off again
+                _keep(path.with_name(path.name + ".torn"), torn)
+                os.ftruncate(file, contents.kept)  # not synced: should it come back, it is cut off again
         except BaseException:
             os.close(file)
             raise
@@ -493,20 +536,12 @@ class Journal:
             log.error("%s: %s", path, damage)
         return file
 
-    def _keep(self, path: Path, torn: bytes) -> None:
-        try:
-            path.unlink(missing_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(torn)
-        except OSError as error:  # on a full disk the controller must start nevertheless
-            self.damage.append(f"the {len(torn)} bytes cut off at the end could not be kept: {error.strerror}")
-
     def _write(self, path: Path, line: bytes, sync: bool) -> None:
         """Add one line, whole or not at all. Raises JournalUnwritable."""
         try:
             if self._suspect:
                 self._rewrite(path)
-            file = self._descriptor()
+            file, line = self._descriptor(), self._joint + line
             _write_all(file, [line])
         except OSError as error:
             self._cut_back()
@@ -519,6 +554,7 @@ class Journal:
                 self._suspect = True  # the kernel forgets pages that it could not write, and the next fsync succeeds
                 raise _unwritable(path, error) from error
         self._size += len(line)
+        self._joint = b""
 
     def _cut_back(self) -> None:
         try:
@@ -559,10 +595,21 @@ class Journal:
         os.close(self._descriptor())
         self._file = new
         self._size = sum(map(len, lines))
+        self._joint = b""
         self._compact_at = max(self._most_bytes, 2 * self._size)
         self._suspect = True  # until its name is on the disk, a power failure could bring the old file back
         _sync_folder(path)
         self._suspect = False
+
+
+def _keep(path: Path, torn: bytes) -> None:
+    """Keep what is cut off, for people."""
+    try:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(torn)
+    except OSError as error:  # on a full disk the controller must start nevertheless
+        log.error("the %d bytes cut off at the end could not be kept: %s", len(torn), error.strerror)
 
 
 def _draft(path: Path) -> Path:

@@ -172,12 +172,12 @@ class Operator:
         proposal = self._proposal(found, generation)
         revision = generation.revision
         same = (revision.text, revision.base_dir) == (state.current.revision.text, state.current.revision.base_dir)
-        going = state.rollout_state()[0] in ("complete", "progressing") and not state.in_canary
+        going = state.hold is None and state.rollout_state()[0] in ("complete", "progressing") and not state.in_canary
         if same and revision.canary is None and going:
             return {"changed": False, "revision": state.current.number, "index": index, "plan": proposal}
         self._refuse_impossible(proposal, generation)
         summary = {"models": proposal["models"], "changes": proposal["changes"]}
-        revision = msgspec.structs.replace(revision, number=state.current.number + 1, plan=summary)
+        revision = msgspec.structs.replace(revision, number=state.next_number, plan=summary)
         self._write(revision)
         revision = state.journal.state().revisions[revision.number]
         state.install(dataclasses.replace(generation, revision=revision))
@@ -214,7 +214,7 @@ class Operator:
             hint = "fewer replicas, a smaller tp_degree, or more hosts"
             raise Refused("never-fits", what, hint, status=422, problems=missing)
         revision = Revision(
-            number=state.current.number + 1,
+            number=state.next_number,
             fleet=self.settings.fleet,
             cause=cause,
             by=by,
@@ -401,12 +401,14 @@ class Operator:
     # The rollout
 
     async def pause(self, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
         now, _ = self._state.rollout_state()
         if now not in ("progressing", "canary"):
             raise Refused("rollout-not-running", f"the rollout is {now}: there is nothing to pause", "rollout status")
         return self._set_rollout("paused", f"by {by}", "RolloutPaused")
 
     async def resume(self, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
         now, _ = self._state.rollout_state()
         if now not in ("paused", "failed"):
             raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", "rollout status")
@@ -414,6 +416,7 @@ class Operator:
         return self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
 
     async def promote(self, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
         if not self._state.in_canary:
             raise Refused("no-canary", "no canary is under way", "corewright apply --canary SHARE SPEC")
         return self._set_rollout("progressing", f"promoted by {by}", "CanaryPromoted", promoted=True)
@@ -438,6 +441,7 @@ class Operator:
     # Models, hosts and replicas
 
     async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
         spec = self._model(model)
         if count is not None and count > spec.replicas.max:
             what = f"{model}: {count} replicas are asked for, and the spec's max is {spec.replicas.max}"
@@ -453,12 +457,14 @@ class Operator:
         return {"model": model, "scaled": count, "wanted": wanted}
 
     async def load(self, model: str, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
         spec = self._model(model)
         if wanted := self._state.wanted(spec):
             return {"model": model, "scaled": None, "wanted": wanted}
         return await self.scale(model, None if spec.replicas.min else 1, by)
 
     async def unload(self, model: str, by: str) -> dict[str, Any]:
+        self._refuse_on_hold()
         spec = self._model(model)
         self._write(Scale(model=model, count=None, by=by, sleep=True))
         self._state.woken.discard(model)
@@ -496,7 +502,14 @@ class Operator:
         self._set_rollout("progressing", f"{view.id} is replaced, by {by}", "RolloutRestarted")
         return {"replica": view.id, "epoch": view.epoch}
 
+    def _refuse_on_hold(self) -> None:
+        """A wish about models or replicas is about a revision, and nobody knows the newest."""
+        hold = self._state.hold
+        if hold is not None:
+            raise Refused(hold.id, hold.what, hold.hint)
+
     def _refuse_frozen(self, verb: str) -> None:
+        self._refuse_on_hold()
         if self._state.frozen:
             now = self._state.rollout_state()[0]
             what = f"the rollout is {now}, and a {verb} would replace nothing"

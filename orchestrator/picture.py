@@ -14,6 +14,7 @@ from orchestrator.rollout import Step
 from orchestrator.routes import ModelRoutes, Route, RouteTable
 from orchestrator.snapshot import ReplicaView
 from orchestrator.state import FleetState
+from orchestrator.telling import problem_text
 from orchestrator.unloaded import reason_for_clients, why_unloaded
 from placements.cores import ranges
 from placements.spec import ModelSpec
@@ -66,8 +67,37 @@ def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
         stopping=closing,
         token=state.settings.token,
         credentials=state.settings.gateway,
-        models=[_model_routes(state, model, closing) for model in state.current.spec.models],
+        models=[_model_routes(state, model, closing) for model in state.current.spec.models]
+        + [_routes_unknown(state, name, closing) for name in _unknown(state)],
     )
+
+
+def _unknown(state: FleetState) -> list[str]:
+    """While the fleet is held, the models that serve and that only a lost revision has."""
+    serving = dict.fromkeys(view.model for view in state.views.values() if view.state is State.READY)
+    return [name for name in serving if state.hold is not None and state.current.spec.model(name) is None]
+
+
+def _routes_unknown(state: FleetState, name: str, closing: bool) -> ModelRoutes:
+    """As its replicas were started; what only the spec says is as by default, and without aliases."""
+    views = [view for view in state.replicas_of(name) if view.state is State.READY]
+    first = state.configs[views[0].id]
+    return ModelRoutes(
+        name=name,
+        state=ModelState.READY,
+        reason=None,
+        engine=first.engine,
+        source=first.source,
+        tokenizer=first.tokenizer,
+        max_len=min(state.configs[view.id].max_len for view in views),
+        max_queue=ModelSpec.model_fields["max_queue"].default,
+        loads_on_request=False,
+        replicas=_routes((view for view in views if state.configs[view.id].tokenizer == first.tokenizer), closing),
+    )
+
+
+def _routes(views: Iterable[ReplicaView], closing: bool) -> list[Route]:
+    return [Route(view.id, view.epoch, view.socket) for view in views if view.socket is not None and not closing]
 
 
 def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRoutes:
@@ -80,7 +110,10 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     engine: str = current.engines[model.name]
     source, max_len = current.folder(model), current.length(model)
     own = current.tokenizers[model.name]
-    if step is not None and step.serves_old and configs:
+    serves_old = step is not None and step.serves_old
+    if state.hold is not None:  # those of a lost revision go on, where there are no others
+        serves_old = not any(view.version == version for view in views)
+    if serves_old and configs:
         views = [view for view in views if view.version != version]
         source, engine, max_len = configs[0].source, configs[0].engine, configs[0].max_len
         own = configs[0].tokenizer
@@ -110,7 +143,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         tool_parser=model.tool_parser,
         canary=canary,
         canaries=[view.id for view in views if view.version == version] if canary is not None else [],
-        replicas=[Route(view.id, view.epoch, view.socket) for view in views if view.socket is not None and not closing],
+        replicas=_routes(views, closing),
     )
 
 
@@ -194,6 +227,9 @@ def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]])
         "Written" if writable else "DiskFull",
         "" if writable else "nothing can be applied until the journal can be written; repairs go on",
     )
+    hold = state.hold
+    intact, why = hold is None, "" if hold is None else problem_text(hold)
+    yield Finding("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
     wrong = [host["name"] for host in hosts if not host["balanced"]]
     yield Finding("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
     lost = sorted(state.lost)

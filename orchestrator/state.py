@@ -19,6 +19,7 @@ from orchestrator.effects import Owner, Suspect
 from orchestrator.fleet import FleetSettings
 from orchestrator.generation import Generation, read_generation
 from orchestrator.journal import (
+    Damage,
     Decision,
     Event,
     Journal,
@@ -41,8 +42,10 @@ from orchestrator.rollout import Target as ReplicaTarget
 from orchestrator.room import Room, room_for
 from orchestrator.schedules import Bounds, bounds
 from orchestrator.snapshot import ReplicaView
+from orchestrator.telling import problem_text
 from orchestrator.ways import Way, choose
 from placements.hosts import Machine
+from placements.problems import Problem
 from placements.spec import ModelSpec
 from placements.topology import Host
 from workers.artifacts.progress import FetchStatus
@@ -53,6 +56,7 @@ log = logging.getLogger(__name__)
 Level = Literal["info", "warning", "error"]
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
 ROOM_S = 60.0  # between two attempts to make room; and how long one may take beside the starts
+MOST_DAMAGE = 3  # sentences in one record
 HELD_RECORDS = 1000  # decisions and events that wait for room on the disk
 
 
@@ -75,8 +79,12 @@ class FleetState:
         journal: Journal,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        restarted: bool = False,
     ) -> None:
         """Take up the journal's last revision, or make the `up`'s own the first of this fleet.
+
+        ``restarted``: another controller of this fleet came before. Then a journal that is damaged may have had a newer
+        revision, and holds the fleet; at the first start the spec of `up` is the operator's word.
 
         Raises ValueError when that spec has errors: `up` has checked it before.
         """
@@ -89,20 +97,30 @@ class FleetState:
         self.suspects: dict[str, dict[int, Suspect]] = {}  # by host and core: what a failure has told of them
         known = journal.state()
         last = known.revisions.get(known.revision or 0)
-        if last is None or last.fleet != settings.fleet:
-            self.current = read_generation(self._first_revision(known), self.machine)
+        begins = last is None or last.fleet != settings.fleet
+        if last is None or begins:
+            last = self._first_revision(known)
+        self.current = read_generation(last, self.machine)
+        confirmed = begins and not restarted
+        if confirmed:
+            self._report_damage()  # before the revision, which ends the hold
+        if begins and not (restarted and journal.damage):
             for model in known.scales:  # said of an earlier fleet; cordons are about the machine, and stay
                 self.note(Scale(model=model, count=None, by="up"))
             for model in known.targets:
                 self.note(Target(model=model, count=None))
             for record in failed_cores(known):  # somebody may have mended them: they are tried again
                 self.note(msgspec.structs.replace(record, on=False))
-            self.note(self.current.revision)
-            self.tell("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
         else:
-            self.current = read_generation(last, self.machine)
             for record in failed_cores(known):
                 self.suspects.setdefault(record.host, {})[record.core] = Suspect(record.cause)
+        if begins:
+            self.note(self.current.revision)
+            self.tell("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
+        if not confirmed:
+            self._report_damage()
+        if self.hold is not None:
+            self.tell("error", "ActionsHeld", problem_text(self.hold))
         self.stable: Generation | None = None  # what a failed rollout goes back to; None while there is nothing
         self._find_stable()
         self.views: dict[str, ReplicaView] = {}
@@ -140,7 +158,7 @@ class FleetState:
     def _first_revision(self, known: JournalState) -> Revision:
         settings = self.settings
         return Revision(
-            number=(known.revision or 0) + 1,
+            number=known.next_revision,
             fleet=settings.fleet,
             cause="up",
             by=f"up, pid {settings.daemon_pid}" if settings.daemon_pid else "up",
@@ -158,7 +176,35 @@ class FleetState:
         if last is not None and last.fleet == self.settings.fleet and last.number != self.current.number:
             self.stable = read_generation(last, self.machine)
 
+    def _report_damage(self) -> None:
+        """An event for each damage of the journal, and the record that holds the fleet until the next revision."""
+        damage = self.journal.damage
+        if not damage:
+            return
+        more = len(damage) - MOST_DAMAGE
+        self.note(Damage(what="; ".join(damage[:MOST_DAMAGE]) + (f"; and {more} more" if more > 0 else "")))
+        for what in damage:
+            self.tell("error", "JournalDamaged", f"journal-damaged: {what}")
+
     # The journal
+
+    @property
+    def hold(self) -> Problem | None:
+        """Why nothing is started, stopped or moved until an operator has applied a spec; None: nothing is held."""
+        damage = self.journal.state().held
+        for record in self._unwritten:
+            damage = record.what if isinstance(record, Damage) else None if isinstance(record, Revision) else damage
+        if damage is None:
+            return None
+        number = self.current.number
+        what = f"{damage}: a revision newer than {number} may be lost, so no replica is started, stopped or moved"
+        hint = f"corewright apply SPEC; or corewright rollout undo --to {number}, to accept revision {number}"
+        return Problem("journal-damaged", "error", "", what, hint)
+
+    @property
+    def next_number(self) -> int:
+        """Of the next revision."""
+        return max(self.current.number + 1, self.journal.state().next_revision)
 
     def record(self, record: Record) -> None:
         """Write what someone has asked for. Raises JournalUnwritable: then it is not to be done."""
@@ -476,6 +522,9 @@ class FleetState:
         """What should be now. A model whose replicas must be replaced gets its way here, and keeps it to the end."""
         situation = self.situation()
         goal = aim(situation)
+        if self.hold is not None:  # nothing is done for it: it says what there is, for the routes and the status
+            self.goal = goal
+            return goal
         undecided = [name for name, step in goal.steps.items() if step.old and self._needs_way(name, step, goal)]
         for name in undecided:
             way = choose(situation, name)
@@ -730,7 +779,7 @@ class FleetState:
             before,
             seq=0,
             at=self.wall(),
-            number=failed + 1,
+            number=self.next_number,
             fleet=self.settings.fleet,
             cause="rollback",
             by="controller",

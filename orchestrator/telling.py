@@ -1,11 +1,23 @@
-"""How far a fetch is, in words."""
+"""How far a fetch is, and what holds a fleet, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from placements.problems import Problem
 from workers.artifacts.progress import size_text as size_text
+
+
+def problem_text(problem: Problem) -> str:
+    """In one line, as replicas tell their failures."""
+    return f"{problem.id}: {problem.what} ({problem.hint})"
+
+
+def hold_text(status: Mapping[str, Any]) -> str:
+    """Why the fleet does nothing until an operator confirms its revision; empty: nothing holds it."""
+    conditions = status.get("conditions") or ()
+    return next((one["message"] for one in conditions if one["type"] == "JournalIntact" and not one["status"]), "")
 
 
 def fetch_text(fetch: Mapping[str, Any]) -> str:

@@ -923,7 +923,7 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     lock = home.lock()
     home.secure_ray()
     home.write_record(msgspec.convert(example(CLI, "Files"), FleetRecord))
-    home.journal.write_text("{}\n{")
+    home.journal.write_text("{")
     Journal(home.journal).close()
     KeyFile(home.keys).create("ci")
     Audit(home.audit).asked("command", "keys create")

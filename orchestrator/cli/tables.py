@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.columns import columns
-from orchestrator.telling import fetch_text
+from orchestrator.telling import fetch_text, hold_text
 
 Row = tuple[object, ...]
 TIMES = ("at", "since")
@@ -103,6 +103,7 @@ def status_text(data: Mapping[str, Any]) -> str:
                 notes.append(f"{model['name']}: {model['reason']}")
     hosts = [(row[0], *row[2:7]) for row in map(_host_row, data["hosts"])]
     parts = [
+        hold_text(data),
         columns(REPLICA[:6], rows),
         columns(NUMBERS, [_numbers_row(model) for model in data["models"]]),
         columns((HOST[0], *HOST[2:7]), hosts),

@@ -383,8 +383,9 @@ class Played:
         tick_s: float = 1.0,
         instance: str | None = None,
         awake: bool = False,
+        restarted: bool = False,
     ) -> None:
-        """``awake``: the clock leaves pauses of the loop out, as in production."""
+        """``awake``: the clock leaves pauses of the loop out, as in production; ``restarted`` as the controller's."""
         loop = asyncio.get_running_loop()
         self.clock = AwakeClock(loop.time) if awake else None
         settings = FleetSettings(
@@ -410,6 +411,7 @@ class Played:
             wall=loop.time,
             tick_s=tick_s,
             in_thread=_at_once,
+            restarted=restarted,
         )
         self.operator = Operator(self.controller, cluster)
         self._running: asyncio.Task[None] | None = None

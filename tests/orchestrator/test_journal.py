@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 import zlib
@@ -22,6 +23,7 @@ from orchestrator.journal import (
     KEEP_EVENTS,
     KEEP_REVISIONS,
     Cordon,
+    Damage,
     Decision,
     Event,
     Journal,
@@ -473,6 +475,12 @@ def written(path: Path, *records: Record) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
+def folded_lines(*records: Record) -> list[bytes]:
+    """The lines of a journal of these records."""
+    with tempfile.TemporaryDirectory() as folder:
+        return written(Path(folder) / "journal", *records)
+
+
 def test_a_torn_record_is_cut_off_and_kept_beside_the_journal(tmp_path: Path) -> None:
     """The last record may be lost; its bytes are kept for whoever wants to know, the newest only."""
     path = tmp_path / "journal"
@@ -533,8 +541,90 @@ def test_a_whole_last_line_that_is_damaged_is_told(tmp_path: Path) -> None:
     assert list(journal.state().scales) == ["a"]
     assert len(journal.damage) == 1
     assert "the last ones, are damaged: at least 1 record lost" in journal.damage[0]
-    assert (tmp_path / "journal.torn").read_bytes() == b"x" + lines[1][1:]
+    assert path.read_bytes() == lines[0] + b"x" + lines[1][1:]
     journal.close()
+
+
+@pytest.mark.parametrize("followed", [False, True], ids=["last", "with its event"])
+def test_every_flipped_byte_of_the_newest_revision_is_damage(followed: bool) -> None:
+    """Also its newline, and bytes that become one: none looks like a write that was torn."""
+    lines = folded_lines(revision(1), revision(2), *[event("applied")] * followed)
+    begin = len(lines[0])
+
+    for place in range(begin, begin + len(lines[1])):
+        for mask in (0x01, 0x20, 0x80, b"".join(lines)[place] ^ 0x0A):
+            data = bytearray(b"".join(lines))
+            data[place] ^= mask
+            contents = read(bytes(data))
+            assert bool(contents.damage) is (mask != 0), (place, mask)
+            assert contents.kept == len(data)
+            assert contents.state.revision == (1 if mask else 2)
+
+
+def test_a_cut_through_the_newest_revision_is_a_torn_write() -> None:
+    """It was never answered for, so nothing is held for it."""
+    lines = folded_lines(revision(1), revision(2))
+
+    for cut in range(len(lines[1])):
+        contents = read(lines[0] + lines[1][:cut])
+        assert (contents.damage, contents.kept, contents.state.held) == ([], len(lines[0]), None)
+
+
+def test_damage_at_the_end_is_seen_until_it_is_recorded(tmp_path: Path) -> None:
+    """A controller that dies in between leaves it for the next; after the record it is known, whatever its end was."""
+    path = tmp_path / "journal"
+    lines = written(path, revision(1), revision(2))
+    path.write_bytes(lines[0] + lines[1][:-1] + b"x")  # another byte for the newline
+    for _ in range(2):
+        journal = Journal(path)
+        damage = journal.damage
+        assert len(damage) == 1
+        journal.close()
+
+    journal = Journal(path)
+    journal.append(Damage(what=damage[0]))
+    assert journal.damage == []
+    journal.close()
+
+    again = Journal(path)
+    assert (again.damage, again.state().held, again.state().revision) == ([], damage[0], 1)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "held"), [("apply", False), ("undo", False), ("watch", False), ("up", False), ("rollback", True)]
+)
+def test_a_hold_ends_with_somebodys_revision(cause: str, held: bool) -> None:
+    """The controller's own rollback is nobody's word."""
+    state = folded(revision(1), Damage(what="bytes"), msgspec.structs.replace(revision(2), cause=cause))
+
+    assert (state.held is not None) is held
+
+
+def test_a_hold_and_its_end_survive_compaction(tmp_path: Path) -> None:
+    """Where the damage itself is gone from the file, too."""
+    path = tmp_path / "journal"
+    lines = written(path, *(scale(name, 1) for name in "abc"))
+    path.write_bytes(lines[0] + b"x" + lines[1][1:] + lines[2])
+    journal = Journal(path, most_bytes=100)
+    journal.append(Damage(what="bytes"))
+    journal.close()
+    assert read(path.read_bytes()).state.held == "bytes"
+
+    journal = Journal(path, most_bytes=100)
+    journal.append(revision(1))
+    journal.close()
+
+    contents = read(path.read_bytes())
+    assert (contents.damage, contents.state.held) == ([], None)
+
+
+def test_the_number_of_a_lost_revision_is_not_given_again() -> None:
+    """Else the new one would have its outcome."""
+    complete = RolloutState(revision=3, state="complete", reason="all ready")
+
+    assert folded(revision(2), complete).next_revision == 4
+    assert JournalState().next_revision == 1
 
 
 def test_missing_records_are_told(tmp_path: Path) -> None:
@@ -592,7 +682,7 @@ def test_a_file_of_something_else_is_not_taken_for_a_journal(tmp_path: Path) -> 
 
     assert journal.state() == JournalState()
     assert len(journal.damage) == 1
-    assert (tmp_path / "journal.torn").stat().st_size == 1900
+    assert path.stat().st_size == 1900
     journal.close()
 
 

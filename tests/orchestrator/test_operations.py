@@ -272,6 +272,36 @@ def test_the_controller_dies_in_a_rollout_which_goes_on_and_breaks_no_stream(fle
     assert [stream.text for stream in streams] == [echo_text(f"open {i}", 1200) for i in range(6)]
 
 
+def test_a_lost_revision_is_held_until_an_operator_applies_a_spec(fleet: LiveFleet, admin: Admin) -> None:
+    """One bit of its record flips, and the controller is started again: it says so, and no replica goes or comes."""
+    newest = SPEC.replace("4096", "3600")
+    status, answer = admin.apply(newest, str(fleet.home))
+    assert status == 200, answer
+    settle(fleet, admin)
+    before, journal, old = pids(admin.status()), Home(fleet.home).journal, fleet.controller_pid()
+    with journal.open("r+b") as file:
+        data = file.read()
+        place = data.rindex(b'"number":%d,' % answer["revision"])
+        file.seek(place)
+        file.write(bytes([data[place] ^ 1]))
+
+    with Load(fleet, echo_questions(MODELS, 2)) as load:
+        os.kill(old, signal.SIGKILL)
+        until(lambda: "journal-damaged: " in fleet.corewright("status").stdout, 45, "the fleet is held")
+        until(lambda: "error: journal-damaged: " in fleet.output(), 15, "`up` says so")
+        load.wait_answered(10)
+        reasons = [event["reason"] for event in admin.get("/events", limit=1000)["events"] if event["level"] == "error"]
+        assert reasons[-2:] == ["JournalDamaged", "ActionsHeld"]
+        assert pids(admin.status()) == before
+        assert fleet.http.get("/readyz").status_code == 200
+        status, answer = admin.apply(newest, str(fleet.home))
+        assert (status, answer["changed"]) == (200, True)
+        settle(fleet, admin)
+        assert pids(admin.status()) == before
+
+    assert (load.wrong, load.failed) == ([], {})
+
+
 def test_a_frozen_replica_of_a_dead_controller_is_ended_by_the_next(fleet: LiveFleet, admin: Admin) -> None:
     """It cannot say what it is, so it is not adopted: its process ends, its cores are not lost, and the next epoch
     serves. A caller who still means the old epoch is refused by the new process."""
