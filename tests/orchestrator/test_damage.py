@@ -13,6 +13,7 @@ from orchestrator.lifecycle import State
 from orchestrator.operations import Refused
 from orchestrator.telling import hold_text
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
+from workers.status import Phase
 
 ONE = """\
 version: 1
@@ -91,6 +92,8 @@ def test_nothing_is_done_on_an_older_revision(tmp_path: Path, lost: int) -> None
         await played.cluster.find(victim).die("killed")
         await passes(played, HOUR_S)
         assert idle(played.cluster)
+        reasons = [event.reason for event in played.journal.events()]
+        assert not {"Woken", "UpdateStrategy", "MakingRoom"} & set(reasons[reasons.index("ActionsHeld") :])
         assert played.replica(victim)["state"] == State.FAILED.value
 
     play(tmp_path, story, lost=lost)
@@ -216,8 +219,8 @@ def test_a_replica_that_drained_drains_on_only_after_the_hold(tmp_path: Path) ->
         journal.close()
         damaged(path, 2)
         for replica in cluster.living():
-            if f"{replica.config.model}-{replica.config.replica}" in cluster.drained[0]:
-                await replica.tell(phase="draining")
+            if cluster.drained[0].startswith(f"{replica.config.model}/{replica.config.replica}."):
+                await replica.tell(phase=Phase.DRAINING)
         cluster.drained.clear()
         cluster.started.clear()
         journal = Journal(path)

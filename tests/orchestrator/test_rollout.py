@@ -836,6 +836,34 @@ def test_versions_whose_tokenizers_differ_are_never_routed_together(tmp_path: Pa
     play(tmp_path, first, story, load_s=400.0, drain_s=3.0)
 
 
+def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path: Path) -> None:
+    """The journal has only the revision before, which wants none: what serves goes on, and is sent what it can read."""
+    tokenizers(tmp_path, one="1", two="2")
+    none, some = (
+        TOKENIZED.format(source=source, tp=2, replicas=replicas, more="")
+        for source, replicas in (("one", "{min: 0, max: 1}"), ("two", "1"))
+    )
+
+    async def main() -> None:
+        cluster, path = FakeCluster(), tmp_path / "journal"
+        journal = Journal(path)
+        async with Played(tmp_path, cluster, none, journal=journal) as played:
+            await played.settled()
+            await played.apply(some)
+            await played.settled()
+        journal.close()
+        path.write_bytes(path.read_bytes().replace(b'"number":2,', b'"number":3,'))
+        journal = Journal(path)
+        async with Played(tmp_path, cluster, none, journal=journal, restarted=True) as played:
+            await played.controller.settled()
+            (model,) = played.controller.routes().models
+            (route,) = model.replicas
+            assert model.tokenizer == played.controller.state.configs[route.id].tokenizer
+        journal.close()
+
+    virtually(main)
+
+
 def test_a_canary_whose_tokenizer_differs_is_refused(tmp_path: Path) -> None:
     """The two versions could not share requests. One with the same tokenizer in another folder can."""
     tokenizers(tmp_path, one="1", two="2", same="1")
