@@ -841,7 +841,7 @@ def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path:
     tokenizers(tmp_path, one="1", two="2")
     none, some = (
         TOKENIZED.format(source=source, tp=2, replicas=replicas, more="")
-        for source, replicas in (("one", "{min: 0, max: 1}"), ("two", "1"))
+        for source, replicas in (("one", "{min: 0, max: 0}"), ("two", "1"))
     )
 
     async def main() -> None:
