@@ -837,24 +837,26 @@ def test_versions_whose_tokenizers_differ_are_never_routed_together(tmp_path: Pa
 
 
 def test_replicas_of_a_lost_revision_are_routed_by_their_own_tokenizer(tmp_path: Path) -> None:
-    """The journal has only the revision before, which wants none: what serves goes on, and is sent what it can read."""
+    """Nor is it known that the model was loaded again: what serves goes on, and is sent what it can read."""
     tokenizers(tmp_path, one="1", two="2")
-    none, some = (
-        TOKENIZED.format(source=source, tp=2, replicas=replicas, more="")
-        for source, replicas in (("one", "{min: 0, max: 0}"), ("two", "1"))
-    )
+    before, after = (TOKENIZED.format(source=source, tp=2, replicas=1, more="") for source in ("one", "two"))
 
     async def main() -> None:
         cluster, path = FakeCluster(), tmp_path / "journal"
         journal = Journal(path)
-        async with Played(tmp_path, cluster, none, journal=journal) as played:
+        async with Played(tmp_path, cluster, before, journal=journal) as played:
             await played.settled()
-            await played.apply(some)
+            await played.operator.unload("m", "tester")
+            known = path.stat().st_size
+            await played.apply(after)
+            await played.operator.load("m", "tester")
             await played.settled()
         journal.close()
-        path.write_bytes(path.read_bytes().replace(b'"number":2,', b'"number":3,'))
+        data = path.read_bytes()
+        path.write_bytes(data[:known] + data[known:].replace(b'"by":', b'"bx":'))
         journal = Journal(path)
-        async with Played(tmp_path, cluster, none, journal=journal, restarted=True) as played:
+        async with Played(tmp_path, cluster, before, journal=journal, restarted=True) as played:
+            assert played.controller.state.sleeps("m")
             await played.controller.settled()
             (model,) = played.controller.routes().models
             (route,) = model.replicas
