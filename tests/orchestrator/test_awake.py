@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.awake import AGAIN_S, BEAT_S, LATE_S, AwakeClock
+from orchestrator.controller import _with
 from orchestrator.lifecycle import STARTING, State
 from orchestrator.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
 from orchestrator.rollout import Target
@@ -20,7 +21,7 @@ from orchestrator.snapshot import Observed, ReplicaView
 from placements.cores import CoreRange
 from placements.plan import Placement
 from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtually
-from workers.status import Phase
+from workers.status import Phase, ReplicaStatus
 
 SPEC = """\
 version: 1
@@ -204,3 +205,11 @@ def test_a_call_is_late_by_the_time_that_the_loop_ran(paused: float) -> None:
         beating.cancel()
 
     virtually(live)
+
+
+def test_a_replica_measures_no_longer_than_the_controller_was_awake() -> None:
+    """Its own clock counts the pause, which must count against neither of its deadlines."""
+    view = ReplicaView("m", 0, 1, "h", None, State.LOADING, 0.0, heard=100.0, step_s=1.0, compile_s=2.0)
+    status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=1, started=0.0, step_s=61.0, compile_s=62.0)
+    heard = _with(view, status, 103.0)
+    assert (heard.step_s, heard.compile_s, heard.heard) == (4.0, 5.0, 103.0)

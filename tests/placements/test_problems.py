@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from placements.problems import Problem, has_errors, in_order, render
+from placements.problems import MAX_TEXT, Problem, has_errors, in_order, render
 
 ERROR = Problem("pin-length", "error", "a.yaml:3:5", "has 4 cores", "pin to 0-7")
 WARNING = Problem("note", "warning", "", "something", "")
@@ -45,3 +45,10 @@ def test_as_dict_holds_the_five_fields() -> None:
         "what": "has 4 cores",
         "hint": "pin to 0-7",
     }
+
+
+def test_a_long_text_is_cut() -> None:
+    """A client or a checkpoint may have chosen it."""
+    problem = Problem("bad-value", "error", "", "a" * 5000, "b" * 5000)
+    assert problem.what == "a" * MAX_TEXT + "... (5000 characters)"
+    assert problem.hint == "b" * MAX_TEXT + "... (5000 characters)"
