@@ -21,6 +21,7 @@ HEAVY_ALLOWED = {
     "workers/penalties.py",
     "workers/sampling.py",
     "workers/tokenizer.py",
+    "workers/tokenizer_process.py",
 }
 
 

@@ -58,8 +58,8 @@ class NoToolsInTemplate(ChatTemplateError):
     """The chat template does not tell the model of tools, so it could not call one."""
 
 
-class Tokenizer(Protocol):
-    """What gateway and replica need of a tokenizer. All methods may be called from several threads at once."""
+class PromptTokenizer(Protocol):
+    """What a gateway needs of a tokenizer. All methods may be called from several threads at once."""
 
     @property
     def vocab_size(self) -> int:
@@ -103,6 +103,14 @@ class Tokenizer(Protocol):
         """Each id as the vocabulary writes it, such as "Ġhello"; empty for an id that stands for nothing."""
         ...
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids as an answer of them would have it, without special tokens."""
+        ...
+
+
+class Tokenizer(PromptTokenizer, Protocol):
+    """What a replica needs beside that."""
+
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         """An incremental decoder of what follows ``prompt_ids``. The stream itself belongs to one thread at a time."""
         ...
@@ -138,13 +146,14 @@ def check_tokenizer_files(directory: Path) -> None:
         raise EngineLoadError(
             "no-tokenizer", f"{directory} has no tokenizer", "save it there with tokenizer.save_pretrained(...)"
         )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         file = directory / name
         try:
             foreign.check_folder(directory)
             if file.is_file():
                 data = foreign.read_bytes(file, foreign.MAX_TOKENIZER_BYTES)
-                msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+                if file.suffix == ".json":
+                    msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         except (OSError, ValueError, RecursionError) as error:
             what = f"the tokenizer in {directory} cannot be read: {name}: {error}"
             raise EngineLoadError("bad-tokenizer", what, "copy the file again") from error
@@ -160,7 +169,7 @@ class ByteTokenizer:
         return 257
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
-        data = _unicode(text).encode()
+        data = unicode(text).encode()
         if most is not None and len(data) > most:
             raise TooManyTokens(len(data), exact=True)
         return list(data)
@@ -197,6 +206,9 @@ class ByteTokenizer:
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         return [bytes([id]).decode("latin-1") if id < 256 else "" for id in ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return _streamed(self.stream([]), ids)
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return ByteTextStream(prompt_ids)
@@ -247,7 +259,7 @@ class HubTokenizer:
         return self._vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
-        text = _unicode(text)
+        text = unicode(text)
         if len(text) <= SHORT_CHARACTERS:
             encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -331,6 +343,9 @@ class HubTokenizer:
     def tokens(self, ids: Sequence[int]) -> list[str]:
         return [self._fast.id_to_token(id) or "" for id in ids]
 
+    def text(self, ids: Sequence[int]) -> str:
+        return _streamed(self.stream([]), ids)
+
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
         return FastTextStream(self._fast, prompt_ids, skip_special_tokens)
 
@@ -410,7 +425,12 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in itself} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-def _unicode(text: str) -> str:
+def _streamed(stream: TextStream, ids: Sequence[int]) -> str:
+    return "".join([*(stream.push(id) for id in ids), stream.flush()])
+
+
+def unicode(text: str) -> str:
+    """Returns the text. Raises ValueError where it is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

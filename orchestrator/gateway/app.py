@@ -49,7 +49,8 @@ from orchestrator.routes import RouteTable
 from orchestrator.version import corewright_version
 from workers.metric_family import MetricFamily
 from workers.requests import GenerateRequest
-from workers.tokenizer import Tokenizer
+from workers.tokenizer import ByteTokenizer, PromptTokenizer
+from workers.tokenizer_process import TokenizerFault
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ REPORT_S = 1.0  # between two reports of demand
 QUIET_REPORTS = 5  # of these, so often one is sent while nothing happens
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
-INLINE_BYTES = 2048  # a body up to this is tokenized at once, within half a millisecond: a thread costs no less
+INLINE_BYTES = 2048  # a body up to this is turned into bytes at once: a thread costs no less
 BYTES_OF_TOKEN = 4  # by which a key is charged for what is not tokenized yet
 STRANGERS_S = 10.0  # between two lines about requests without a key
 OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
@@ -381,7 +382,7 @@ class Gateway:
             self._check_messages(asked)
         queue = self._queue(exchange, asked.model)
 
-        def work(tokenizer: Tokenizer) -> tuple[bytes, int]:
+        def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
             answer = tokenized(asked, tokenizer, queue.routes.max_len)
             return _encode(answer), answer.count
 
@@ -391,24 +392,24 @@ class Gateway:
         asked = protocol.read_detokenize(_json_of(exchange))
         queue = self._queue(exchange, asked.model)
 
-        def work(tokenizer: Tokenizer) -> tuple[bytes, int]:
+        def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
             return _encode(detokenized(asked, tokenizer, queue.routes.max_len)), len(asked.tokens)
 
         return self._by_tokenizer(exchange, queue, work)
 
     async def _by_tokenizer(
-        self, exchange: Exchange, queue: ModelQueue, work: Callable[[Tokenizer], tuple[bytes, int]]
+        self, exchange: Exchange, queue: ModelQueue, work: Callable[[PromptTokenizer], tuple[bytes, int]]
     ) -> None:
         """Answer with the body that ``work`` gives, and charge its tokens to the key."""
         routes = queue.routes
         tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
-        body, tokens = await self._on_thread(exchange, lambda: work(tokenizer))
+        body, tokens = await self._on_thread(exchange, queue, lambda: work(tokenizer))
         if exchange.grant is not None:
             exchange.grant.least = tokens
             exchange.add_headers(self._limits.headers(exchange.key, time.monotonic()))
         exchange.respond(200, body)
 
-    async def _on_thread(self, exchange: Exchange, work: Callable[[], T]) -> T:
+    async def _on_thread(self, exchange: Exchange, queue: ModelQueue, work: Callable[[], T]) -> T:
         """What ``work`` gives, which tokenizes the exchange's body. A key with limits is charged before, by the length
         of the body, and that stays where ``work`` refuses it. Raises ApiError."""
         key, size = exchange.key, len(exchange.request.body)
@@ -417,7 +418,10 @@ class Gateway:
             if charges:
                 exchange.grant = self._limits.take(key, size // BYTES_OF_TOKEN, time.monotonic(), least=0)
                 exchange.grant.least = exchange.grant.reserved
-            return await self._tokenizing.run("" if key is None else key.id, size, work)
+            return await self._tokenizing.run("" if key is None else key.id, size, work, queue.name)
+        except TokenizerFault as fault:
+            log.warning("the tokenizer of %s failed, request %s: %s", queue.name, exchange.id, fault)
+            raise errors.tokenizer_failed(queue.name, fault) from None
         except ApiError:
             if charges:
                 exchange.add_headers(self._limits.headers(key, time.monotonic()))
@@ -548,7 +552,7 @@ class Gateway:
         if count > 1 and count > (room := routes.max_queue + queue.slots):  # before so many requests are made
             raise errors.too_many_choices(count, room)
         tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
-        if tokenizer is None or len(exchange.request.body) > INLINE_BYTES:
+        if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
             return self._start_later(exchange, asked, queue)
         self._start(exchange, asked, queue, prompts_of(asked, tokenizer, routes.tool_parser))
         return None
@@ -570,7 +574,7 @@ class Gateway:
                 continue
             limits = queue.limits.within(self._settings.max_prompt_tokens)
             work = functools.partial(prompts_of, asked, tokenizer, routes.tool_parser, limits)
-            prompts = await self._on_thread(exchange, work)
+            prompts = await self._on_thread(exchange, queue, work)
             if queue.routes.tokenizer == routes.tokenizer:
                 return prompts
 

@@ -8,10 +8,10 @@ from orchestrator.gateway import errors
 from orchestrator.gateway.protocol import Chat, ChatRequest, NamedTool, TokenizeChatRequest
 from orchestrator.gateway.toolcalls import Format, ToolParser, make_parser, recognised
 from orchestrator.gateway.toolcalls.formats import FORMATS
-from workers.tokenizer import ChatTemplateError, NoChatTemplate, NoToolsInTemplate, Tokenizer
+from workers.tokenizer import ChatTemplateError, NoChatTemplate, NoToolsInTemplate, PromptTokenizer
 
 
-def chat_prompt(asked: Chat, tokenizer: Tokenizer, most: int | None = None) -> list[int]:
+def chat_prompt(asked: Chat, tokenizer: PromptTokenizer, most: int | None = None) -> list[int]:
     """The ids of the chat as the model's template writes it. A request that forbids calls (`tool_choice: none`) tells
     the model of no tools. Raises ApiError 400, and TooManyTokens for more than ``most`` ids.
     """
@@ -36,7 +36,7 @@ def chat_prompt(asked: Chat, tokenizer: Tokenizer, most: int | None = None) -> l
         raise errors.invalid(f"messages: {error}", param="messages", code="chat_template_failed") from None
 
 
-def tool_parser_for(asked: ChatRequest, setting: str, tokenizer: Tokenizer) -> Callable[[], ToolParser] | None:
+def tool_parser_for(asked: ChatRequest, setting: str, tokenizer: PromptTokenizer) -> Callable[[], ToolParser] | None:
     """What makes a parser for each choice of the answer; None where the answer is text and nothing else.
 
     ``setting`` is the model's `tool_parser`. Called after ``chat_prompt``, which refuses tools that the template does
@@ -60,7 +60,7 @@ def tool_parser_for(asked: ChatRequest, setting: str, tokenizer: Tokenizer) -> C
     return lambda: make_parser(format, calling, streamed=streamed, only_one=only_one)
 
 
-def format_of(setting: str, tokenizer: Tokenizer) -> Format | None:
+def format_of(setting: str, tokenizer: PromptTokenizer) -> Format | None:
     """How the model writes its calls, by its `tool_parser`; `auto` asks the chat template."""
     if setting == "auto":
         return recognised(tokenizer.chat_template(tools=True))

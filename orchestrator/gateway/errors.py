@@ -215,6 +215,11 @@ def tokenizer_unavailable(cause: object) -> ApiError:
     return _unavailable(message, code="tokenizer_unavailable", retry_after_s=10)
 
 
+def tokenizer_failed(model: str, cause: object) -> ApiError:
+    message = f"The tokenizer or chat template of {model!r} failed: {cause}"
+    return ApiError(500, message, type="internal_error", code="tokenizer_failed")
+
+
 def engine_failed(model: str, what: str) -> ApiError:
     return ApiError(500, f"The engine of {model!r} failed: {what}", type="internal_error", code="engine_failed")
 

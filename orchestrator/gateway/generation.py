@@ -13,7 +13,7 @@ from orchestrator.gateway.chat import chat_prompt, tool_parser_for
 from orchestrator.gateway.protocol import MOST, ChatRequest, CompletionRequest
 from orchestrator.gateway.toolcalls import ToolParser
 from workers.requests import GenerateRequest
-from workers.tokenizer import Tokenizer, TooManyTokens
+from workers.tokenizer import PromptTokenizer, TooManyTokens
 
 # Token ids of each prompt, what of it is echoed, and what reads the calls in an answer to it.
 Prompts = tuple[list[list[int]], list[str], Callable[[], ToolParser] | None]
@@ -38,7 +38,7 @@ class Limits:
 
 
 def prompts_of(
-    asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, tool_parser: str, limits: Limits | None = None
+    asked: ChatRequest | CompletionRequest, tokenizer: PromptTokenizer, tool_parser: str, limits: Limits | None = None
 ) -> Prompts:
     """What was asked, rendered and tokenized; ``tool_parser`` is the model's. Raises ApiError 400; with ``limits`` also
     for a prompt that is too long, which is then not tokenized to its end."""
@@ -51,7 +51,7 @@ def prompts_of(
 
 
 def _prompts_within(
-    most: int | None, asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, tool_parser: str
+    most: int | None, asked: ChatRequest | CompletionRequest, tokenizer: PromptTokenizer, tool_parser: str
 ) -> Prompts:
     """Raises TooManyTokens for a prompt of more than ``most``."""
     if isinstance(asked, ChatRequest):
@@ -73,11 +73,8 @@ def _ids_within(most: int | None, ids: list[int]) -> list[int]:
     return ids
 
 
-def _echo(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    stream = tokenizer.stream([])
-    return "".join([*(stream.push(id) for id in prompt), stream.flush()])
+def _echo(tokenizer: PromptTokenizer, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.text(prompt)
 
 
 def requests_for(

@@ -7,7 +7,7 @@ import msgspec
 from orchestrator.gateway.chat import chat_prompt
 from orchestrator.gateway.errors import invalid, too_many_tokens
 from orchestrator.gateway.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from workers.tokenizer import Tokenizer, TooManyTokens
+from workers.tokenizer import PromptTokenizer, TooManyTokens
 
 MOST_TOKENS = 2**18  # of one answer; as many as the model takes, where that is more
 
@@ -27,7 +27,7 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
-def tokenized(asked: TokenizeTextRequest | TokenizeChatRequest, tokenizer: Tokenizer, max_len: int) -> Tokenized:
+def tokenized(asked: TokenizeTextRequest | TokenizeChatRequest, tokenizer: PromptTokenizer, max_len: int) -> Tokenized:
     """Raises ApiError 400."""
     most = max(max_len, MOST_TOKENS)
     try:
@@ -43,7 +43,7 @@ def tokenized(asked: TokenizeTextRequest | TokenizeChatRequest, tokenizer: Token
     return Tokenized(len(ids), max_len, ids, tokenizer.tokens(ids) if asked.return_token_strs else None)
 
 
-def detokenized(asked: DetokenizeRequest, tokenizer: Tokenizer, max_len: int) -> Detokenized:
+def detokenized(asked: DetokenizeRequest, tokenizer: PromptTokenizer, max_len: int) -> Detokenized:
     """Raises ApiError 400 for too many ids, and for one that the tokenizer does not have."""
     if len(asked.tokens) > (most := max(max_len, MOST_TOKENS)):
         raise too_many_tokens("tokens", len(asked.tokens), most)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator.gateway import errors
 from workers.engine import EngineLoadError
-from workers.tokenizer import Tokenizer, load_tokenizer
+from workers.tokenizer import PromptTokenizer
+from workers.tokenizer_process import load_apart
+
+MOST_LOADS = 64  # at a time; one that never ends costs the others nothing
 
 
 class TokenizerShelf:
     """By folder and by what is in it, since several models may share one. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._loading: dict[tuple[bool, str | None, str], asyncio.Task[Tokenizer]] = {}
-        self._loaded: dict[tuple[bool, str | None, str], Tokenizer] = {}  # of these, those that have been used
+        self._executor = ThreadPoolExecutor(MOST_LOADS, thread_name_prefix="tokenizers")
+        self._loading: dict[tuple[bool, str | None, str], asyncio.Future[PromptTokenizer]] = {}
+        self._loaded: dict[tuple[bool, str | None, str], PromptTokenizer] = {}  # of these, those that have been used
 
     def keep(self, wanted: set[tuple[bool, str | None, str]]) -> None:
         """Forget the others."""
@@ -22,17 +27,18 @@ class TokenizerShelf:
             del self._loading[key]
             self._loaded.pop(key, None)
 
-    def fetch(self, engine: str, source: str | None, key: str = "") -> asyncio.Task[Tokenizer]:
+    def fetch(self, engine: str, source: str | None, key: str = "") -> asyncio.Future[PromptTokenizer]:
         """Begin to load it, unless that has begun; a load that failed is begun again. ``key`` is another one when the
         files in the folder are."""
         shelf = (engine == "echo", source, key)
         task = self._loading.get(shelf)
         if task is None or (task.done() and task.exception() is not None):
-            task = asyncio.get_running_loop().create_task(asyncio.to_thread(load_tokenizer, engine, source))
+            task = asyncio.get_running_loop().run_in_executor(self._executor, load_apart, engine, source)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asks hears of it
             self._loading[shelf] = task
         return task
 
-    def loaded(self, engine: str, source: str | None, key: str = "") -> Tokenizer | None:
+    def loaded(self, engine: str, source: str | None, key: str = "") -> PromptTokenizer | None:
         """The tokenizer, if it is there."""
         shelf = (engine == "echo", source, key)
         tokenizer = self._loaded.get(shelf)
@@ -43,7 +49,7 @@ class TokenizerShelf:
             tokenizer = self._loaded[shelf] = task.result()
         return tokenizer
 
-    async def get(self, engine: str, source: str | None, key: str = "") -> Tokenizer:
+    async def get(self, engine: str, source: str | None, key: str = "") -> PromptTokenizer:
         """The tokenizer, once it is loaded. Raises ApiError 503 with the cause when it cannot be."""
         try:
             return await asyncio.shield(self.fetch(engine, source, key))

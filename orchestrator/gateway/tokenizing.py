@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 from orchestrator.gateway import errors
 
 T = TypeVar("T")
-MOST_THREADS = 8
+MOST_THREADS = 8  # of one model
+MOST_THREADS_OF_ALL = 256  # they mostly wait for the processes that tokenize
 MAX_BYTES_OF_KEY = 2**26  # of bodies whose texts wait to be tokenized, and are
 MAX_BYTES = 2**28  # of all keys
 
@@ -21,24 +23,24 @@ MAX_BYTES = 2**28  # of all keys
 class _Share:
     """What one key has of the threads."""
 
-    turns: asyncio.Semaphore
+    turns: defaultdict[str, asyncio.Semaphore]  # by model
     jobs: int = field(default=0)
     bytes: int = field(default=0)
 
 
 class Tokenizing:
-    """Runs what tokenizes on threads of its own. One key never has all of them, so the long prompts of one client do
-    not keep the others waiting. Used from one event loop."""
+    """Runs what tokenizes on threads of its own. Each model has some, and one key never has all of those, so neither a
+    model whose tokenizer hangs nor the long prompts of one client keep the others waiting. Used from one event loop."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """``threads`` None: half of the machine's, at least 2 and at most ``MOST_THREADS``."""
+        """``threads`` of one model; None: half of the machine's, at least 2 and at most ``MOST_THREADS``."""
         self._threads = threads or min(MOST_THREADS, max(2, (os.cpu_count() or 1) // 2))
-        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="tokenizing")
-        self._turns = asyncio.Semaphore(self._threads)
+        self._executor = ThreadPoolExecutor(MOST_THREADS_OF_ALL, thread_name_prefix="tokenizing")
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(self._threads))
         self._shares: dict[str, _Share] = {}
         self._bytes = 0
 
-    async def run(self, key: str, size: int, work: Callable[[], T]) -> T:
+    async def run(self, key: str, size: int, work: Callable[[], T], model: str = "") -> T:
         """What ``work`` returns or raises, for a body of ``size`` bytes. Raises ApiError 429 and 503 where too many
         bytes wait already. A thread is freed when its work has ended, also where nobody waits for it any more."""
         share = self._shares.get(key)
@@ -47,12 +49,12 @@ class Tokenizing:
         if self._bytes + size > max(size, MAX_BYTES):
             raise errors.too_much_at_once()
         if share is None:
-            share = self._shares[key] = _Share(asyncio.Semaphore(max(1, self._threads - 1)))
+            share = self._shares[key] = _Share(defaultdict(lambda: asyncio.Semaphore(max(1, self._threads - 1))))
         share.jobs += 1
         share.bytes += size
         self._bytes += size
         try:
-            async with share.turns, self._turns:
+            async with share.turns[model], self._turns[model]:
                 running = asyncio.get_running_loop().run_in_executor(self._executor, work)
                 try:
                     return await asyncio.shield(running)

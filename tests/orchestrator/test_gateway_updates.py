@@ -44,7 +44,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
             raise EngineLoadError("bad-tokenizer", "it cannot be read")
         return Marked(source or "")
 
-    monkeypatch.setattr(tokenizers, "load_tokenizer", load)
+    monkeypatch.setattr(tokenizers, "load_apart", load)
 
 
 def version(source: str, *replicas: Served, **fields: Any) -> ModelRoutes:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from workers.engine import EngineLoadError
-from workers.engines.checkpoint_files import check_rotary
+from workers.engines import checkpoint_files
+from workers.engines.checkpoint_files import check_checkpoint, check_rotary
 
 BASE = {"rope_type": "default", "rope_theta": 500_000.0}
 
@@ -34,3 +37,67 @@ def test_rotary_parameters_that_transformers_ignores_are_refused(
     with pytest.raises(EngineLoadError) as caught:
         check_rotary(settings, SimpleNamespace(**read))
     assert (caught.value.id, ignored in caught.value.what) == ("rotary-misread", True)
+
+
+def tensor(begin: int = 0, end: int = 4, shape: Any = (1,), dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def save(folder: Path, header: Any, data: int, length: int | None = None) -> Path:
+    """A checkpoint whose weights have that header, and ``data`` bytes behind it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "config.json").write_text("{}")
+    prefix = (len(text) if length is None else length).to_bytes(8, "little")
+    (folder / "model.safetensors").write_bytes(prefix + text + bytes(data))
+    return folder
+
+
+BRACKETS = b"[" * 100_000 + b"]" * 100_000
+BAD_HEADERS: dict[str, tuple[Any, int, int | None, str]] = {
+    "length 2^63": ({"a": tensor()}, 4, 2**63, "no header"),
+    "length 2^64 - 1": ({"a": tensor()}, 4, 2**64 - 1, "no header"),
+    "length 0": (b"", 4, 0, "no header"),
+    "length of the rest": ({"a": tensor()}, 4, 10**6, "no header"),
+    "brackets": (b'{"a":' + BRACKETS + b"}", 4, None, "recursion"),
+    "brackets in the metadata": (b'{"__metadata__":' + BRACKETS + b"}", 0, None, "recursion"),
+    "an array": (b"[]", 0, None, "object"),
+    "negative offset": ({"a": tensor(-4, 4)}, 4, None, "where 0 should begin"),
+    "reversed offsets": ({"a": tensor(4, 0), "b": tensor()}, 4, None, "'a' is at 4 to 0"),
+    "overlap": ({"a": tensor(), "b": tensor(2, 6)}, 6, None, "'b' is at 2 to 6"),
+    "the same bytes": ({"a": tensor(), "b": tensor()}, 4, None, "where 4 should begin"),
+    "a hole": ({"a": tensor(), "b": tensor(8, 12)}, 12, None, "where 4 should begin"),
+    "offset 2^70": ({"a": tensor(0, 2**70)}, 4, None, "contradict"),
+    "a product beyond 2^64": ({"a": tensor(shape=[2**32, 2**32, 4])}, 4, None, "contradict"),
+    "a product that wraps to 1": ({"a": tensor(shape=[2**32 + 1, 2**32 - 1])}, 4, None, "contradict"),
+    "negative shape": ({"a": tensor(shape=[-1])}, 4, None, ">= 0"),
+    "another shape": ({"a": tensor(shape=[5])}, 4, None, "contradict"),
+    "a long name": ({"x" * 10**6: tensor(1, 2)}, 4, None, "should begin it"),
+    "no dtype": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4, None, "dtype"),
+    "text behind it": ({"a": tensor()}, 5, None, "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_a_header_that_no_library_accepts_is_refused(name: str, tmp_path: Path) -> None:
+    header, data, length, message = BAD_HEADERS[name]
+    with pytest.raises(EngineLoadError, match=message) as caught:
+        check_checkpoint(save(tmp_path, header, data, length))
+    assert caught.value.id == "weights-broken"
+    assert len(caught.value.what) < 1000
+
+
+def test_the_headers_of_a_checkpoint_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many links to one file, or one header of 100 MB, do not hold up `validate` for minutes."""
+    save(tmp_path, {"a": tensor()}, 4)
+    for number in range(20):
+        (tmp_path / f"{number}.safetensors").symlink_to("model.safetensors")
+    names = {f"tensor{number}": f"{number}.safetensors" for number in range(20)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    check_checkpoint(tmp_path)
+    monkeypatch.setattr(checkpoint_files, "MAX_HEADERS", 1000)
+    with pytest.raises(EngineLoadError, match="more than 1000 bytes"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_header_with_a_dtype_of_a_later_release_is_left_to_its_library(tmp_path: Path) -> None:
+    check_checkpoint(save(tmp_path, {"a": tensor(0, 3, dtype="Q7"), "b": tensor(3, 7), "e": tensor(7, 7, [0])}, 7))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,7 +13,7 @@ from workers import foreign
 from workers.artifacts.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT
 from workers.engine import EngineLoadError
 
-MAX_HEADER = 100_000_000  # bytes; what safetensors allows
+MAX_HEADERS = 64 * 2**20  # bytes of the headers of a checkpoint's files, 8 s of reading; the largest known has 15 MB
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -113,8 +114,9 @@ def check_checkpoint(path: Path, *, allow_pickle: bool = False) -> None:
         safe = sorted((path / "weights").glob("tp*_sharded_checkpoint.safetensors"))
         if not safe and not ((path / COMPILED).is_file() and (path / NEURON_CONFIG).is_file()):
             safe = _check_pickles(root, allow_pickle)  # 4
+    most = MAX_HEADERS
     for file in safe:
-        _check_header(file)
+        most -= _check_header(file, most)
 
 
 def _listed(index: Path) -> list[Path]:
@@ -158,22 +160,55 @@ def _check_pickles(root: Path, allow_pickle: bool) -> list[Path]:
 
 
 class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
     data_offsets: tuple[int, int]
 
 
-def _check_header(file: Path) -> None:
-    """Find a file of safetensors that is cut off or garbled, by its header and its size."""
+def _check_header(file: Path, most: int) -> int:
+    """Find a file of safetensors that is cut off or garbled, by its header and its size. Returns the header's length,
+    which may be ``most`` bytes."""
     try:
         foreign.check_regular(file)
         with file.open("rb") as stream:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(MAX_HEADER, size - 8):
+            if not 0 < length <= size - 8:
                 raise ValueError("it has no header of safetensors")
+            if length > most:
+                raise ValueError(f"the headers of the checkpoint have more than {MAX_HEADERS} bytes")
             parts = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
-        tensors = [msgspec.json.decode(part, type=_Tensor) for name, part in parts.items() if name != "__metadata__"]
-        wanted = 8 + length + max((tensor.data_offsets[1] for tensor in tensors), default=0)
-        if size != wanted:
-            raise ValueError(f"it has {size} bytes, and its header tells of {wanted}")
+        parts.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(part, type=_Tensor) for name, part in parts.items()}
+        end = _end_of_data(tensors)
+        if size != 8 + length + end:
+            raise ValueError(f"it has {size} bytes, and its header tells of {8 + length + end}")
+        return length
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
+
+
+def _end_of_data(tensors: Mapping[str, _Tensor]) -> int:
+    """Where the last tensor ends. Raises ValueError unless they lie one behind another, as safetensors demands, each as
+    long as its shape and dtype say; of a dtype that is unknown here, the length is not checked."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        start, stop = tensor.data_offsets
+        bits = _BITS.get(tensor.dtype)
+        if start != end or stop < start:
+            raise ValueError(f"the tensor {name[:80]!r} is at {start} to {stop}, where {end} should begin it")
+        if bits is not None and math.prod(tensor.shape) * bits != (stop - start) * 8:
+            raise ValueError(f"the tensor {name[:80]!r} has {stop - start} bytes, which its shape and dtype contradict")
+        end = stop
+    return end
+
+
+_BITS = {
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+"""Of one element, by safetensors' name of its dtype."""

@@ -1,0 +1,89 @@
+"""A model whose folder is hostile harms its own requests, and no other model's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.lifecycle import ModelState
+from tests.checkpoints import save_tokenizer
+from tests.orchestrator.gateways import LiveGateway, routes
+from workers import tokenizer_process
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+MEMORY = "{{ 'a' * 10 ** 10 }}"
+CALL_S = 2.0  # of a call to a tokenizer here
+AT_ONCE = 4  # requests to each bad model, more than its threads
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveGateway]:
+    """One with a good model, and bad ones."""
+    monkeypatch.setattr(tokenizer_process, "CALL_S", CALL_S)
+    templates = {"good": None, "endless": ENDLESS, "memory": MEMORY, "regex": None, "broken": None}
+    for name, template in templates.items():
+        save_tokenizer(tmp_path / name, *([] if template is None else [template]))
+    (tmp_path / "broken" / "tokenizer.json").write_text("[" * 100_000)
+    file = tmp_path / "regex" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    pattern = {"Regex": "(a+)+[bc]"}
+    content["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps(content))
+    models = [
+        routes(name, state=ModelState.LOADING, engine="cpu", source=str(tmp_path / name), max_len=4096, holds=True)
+        for name in templates
+    ]
+    found = LiveGateway(models=models)
+    yield found
+    found.close()
+
+
+def chat(gateway: LiveGateway, model: str) -> httpx.Response:
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "a" * 40}]}
+    return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
+
+
+def outcome(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_bad_folders_cost_other_models_nothing(gateway: LiveGateway, caplog: pytest.LogCaptureFixture) -> None:
+    """While the chats of four bad models fail by their deadline, each with a status of its own and without a traceback,
+    a good one tokenizes."""
+    bad = {
+        "endless": (500, "tokenizer_failed"),
+        "memory": (400, "chat_template_failed"),
+        "regex": (500, "tokenizer_failed"),
+        "broken": (503, "tokenizer_unavailable"),
+    }
+
+    def tokenize() -> httpx.Response:
+        return gateway.http.post("/tokenize", json={"model": "good", "prompt": "hello"})
+
+    assert tokenize().status_code == 200
+    outcomes: list[tuple[str, tuple[int, str]]] = []
+    threads = [
+        threading.Thread(target=lambda model=model: outcomes.append((model, outcome(chat(gateway, model)))))
+        for model in bad
+        for _ in range(AT_ONCE)
+    ]
+    with caplog.at_level(logging.WARNING):
+        for thread in threads:
+            thread.start()
+        slowest, answered = 0.0, 0
+        while any(thread.is_alive() for thread in threads):
+            began = time.monotonic()
+            assert tokenize().status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+            answered += 1
+    assert sorted(outcomes) == sorted([*bad.items()] * AT_ONCE)
+    assert slowest < CALL_S, f"of {answered}"
+    assert [record for record in caplog.records if record.exc_info] == []

@@ -1,0 +1,293 @@
+"""Tokenizers and chat templates that would hang or exhaust whoever runs them: only their own process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.checkpoints import save_tokenizer
+from workers import tokenizer_process
+from workers.engine import EngineLoadError
+from workers.tokenizer import ChatTemplateError, PromptTokenizer, TooManyTokens, load_tokenizer
+from workers.tokenizer_process import TokenizerFault, load_apart
+
+CHAT = [{"role": "user", "content": "hello there"}]
+SURE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is not done within half a second is late."""
+    monkeypatch.setattr(tokenizer_process, "CALL_S", 0.5)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_process, "CALL_S", SURE_S)
+
+
+def processes() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def of_template(folder: Path, template: str) -> PromptTokenizer:
+    save_tokenizer(folder, template)
+    return load_apart("cpu", str(folder))
+
+
+def of_json(folder: Path, change: Callable[[dict[str, Any]], None]) -> PromptTokenizer:
+    """The tokenizer of the tests, with another tokenizer.json."""
+    save_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    return load_apart("cpu", str(folder))
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LATE = {
+    "loops": ENDLESS,
+    "doubled text": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
+    "{% endfor %}{{ ns.x }}",
+    "doubled lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "{{ ns.x | tojson }}",
+    "a wide field": "{{ '%3000000000d' % 1 }}",
+    "a large power": "{{ 3 ** (10 ** 9) }}",
+    "filler text": "{{ lipsum(n=10 ** 7) }}",
+    "an output of a gigabyte": "{% for i in range(1000) %}{{ 'a' * 1000000 }}{% endfor %}",
+}
+REFUSED = {
+    "a long range": ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+    "much memory": ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+    "endless macros": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    "nested brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
+    "a class": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "globals": ("{{ cycler.__init__.__globals__.os.system('id') }}", "unsafe"),
+    "a subclass": ("{{ ().__class__.__base__.__subclasses__() }}", "unsafe"),
+    "attr": ("{{ ''|attr('__class__') }}{{ (''|attr('__class__')).mro() }}", "unsafe|undefined"),
+    "a list that is changed": ("{{ messages.append(1) }}", "unsafe|not safely"),
+    "a file": ("{% include '/etc/passwd' %}", "no loader"),
+    "a long complaint": ("{{ raise_exception('x' * 10 ** 6) }}", "^x{2000}$"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_template_without_end_is_ended(name: str, tmp_path: Path) -> None:
+    """By its deadline or the limit of its memory; and the process that it ran in is no more."""
+    tokenizer = of_template(tmp_path, LATE[name])
+    before = processes()
+    began = time.monotonic()
+    with pytest.raises((TokenizerFault, ChatTemplateError, TooManyTokens)):
+        tokenizer.apply_chat_template(CHAT, most=1000)
+    assert time.monotonic() - began < SURE_S
+    _, alive = psutil.wait_procs([process for process in processes() if process not in before], timeout=SURE_S)
+    assert alive == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.usefixtures("patient")
+def test_a_template_that_asks_for_too_much_is_refused(name: str, tmp_path: Path) -> None:
+    template, message = REFUSED[name]
+    with pytest.raises(ChatTemplateError, match=message):
+        of_template(tmp_path, template).apply_chat_template(CHAT)
+
+
+def split(pattern: str) -> Callable[[dict[str, Any]], None]:
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return lambda content: content.update(pre_tokenizer=step)
+
+
+def normalizers(count: int, text: str) -> Callable[[dict[str, Any]], None]:
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": text}
+    return lambda content: content.update(normalizer={"type": "Sequence", "normalizers": [step] * count})
+
+
+FAULTS = {
+    "exponential backtracking": split("(a+)+b"),
+    "alternatives": split("(a|aa)+[bc]"),
+    "backtracking below the limit": split("a*a*[bc]|a"),
+    "a text that doubles": normalizers(60, "aa"),
+    "many normalizers": normalizers(100_000, "a"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_tokenizer_without_end_is_ended(name: str, tmp_path: Path) -> None:
+    """Also where its library panics, which Python has no usual exception for."""
+    tokenizer = of_json(tmp_path, FAULTS[name])
+    began = time.monotonic()
+    with pytest.raises(TokenizerFault):
+        tokenizer.encode("a" * 2000)
+    assert time.monotonic() - began < SURE_S
+
+
+def nested(content: dict[str, Any]) -> None:
+    step: dict[str, Any] = {"type": "Lowercase"}
+    for _ in range(100):
+        step = {"type": "Sequence", "normalizers": [step]}
+    content["normalizer"] = step
+
+
+UNREADABLE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "nested sequences": nested,
+    "half a pattern": split("(((("),
+    "unknown merges": lambda content: content["model"].update(merges=[["nope", "nada"]]),
+    "dropout 5": lambda content: content["model"].update(dropout=5.0),
+    "no model": lambda content: content.pop("model"),
+    "a number for a model": lambda content: content.update(model=7),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_is_no_tokenizer_is_a_load_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineLoadError) as caught:
+        of_json(tmp_path, UNREADABLE[name])
+    assert caught.value.id == "bad-tokenizer"
+
+
+BRACKETS = "[" * 100_000 + "]" * 100_000
+
+
+def large(file: Path) -> None:
+    with file.open("wb") as stream:
+        stream.truncate(2**37)
+
+
+FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    f"{kind} in {name}": (name, make)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    for kind, make in {
+        "brackets": lambda file: file.write_text(BRACKETS),
+        "deep brackets": lambda file: file.write_text(f'{{"model": {BRACKETS}, "x": {BRACKETS}}}'),
+    }.items()
+}
+FILES |= {f"128 GiB of {name}": (name, large) for name in ("tokenizer.json", "chat_template.jinja")}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_no_reader_survives_is_a_load_error(name: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    file, make = FILES[name]
+    make(tmp_path / file)
+    with pytest.raises(EngineLoadError) as caught:
+        load_apart("cpu", str(tmp_path))
+    assert caught.value.id == "bad-tokenizer"
+
+
+def test_a_load_that_needs_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300,000 added tokens take 10 s."""
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    added = [{"id": 600 + i, "content": f"tok{i}", **token} for i in range(300_000)]
+    load_apart("cpu", str(_good(tmp_path)))  # the nursery is there
+    monkeypatch.setattr(tokenizer_process, "LOAD_S", 0.5)
+    with pytest.raises(EngineLoadError, match="not loaded within"):
+        of_json(tmp_path / "slow", lambda content: content["added_tokens"].extend(added))
+
+
+def _good(folder: Path) -> Path:
+    save_tokenizer(folder / "good")
+    return folder / "good"
+
+
+@pytest.mark.usefixtures("patient")
+def test_it_answers_as_the_tokenizer_itself(tmp_path: Path) -> None:
+    """All methods, and their errors."""
+    save_tokenizer(tmp_path)
+    apart, here = load_apart("cpu", str(tmp_path)), load_tokenizer("cpu", str(tmp_path))
+
+    def outcomes(tokenizer: PromptTokenizer) -> list[object]:
+        calls: list[Callable[[], object]] = [
+            lambda: tokenizer.vocab_size,
+            lambda: tokenizer.encode("Zwölf 🙂"),
+            lambda: tokenizer.encode("Zwölf 🙂", add_special_tokens=False),
+            lambda: tokenizer.encode("hello " * 1000, most=5),
+            lambda: tokenizer.encode("\ud800"),
+            lambda: tokenizer.apply_chat_template(CHAT),
+            lambda: tokenizer.apply_chat_template(CHAT, template_kwargs={"huge": 10**30}),
+            lambda: tokenizer.apply_chat_template(CHAT, add_generation_prompt=False, most=2),
+            lambda: tokenizer.apply_chat_template(CHAT, continue_final_message=True, add_special_tokens=True),
+            lambda: tokenizer.apply_chat_template([]),
+            lambda: tokenizer.apply_chat_template([{"role": "nobody", "content": ""}]),
+            lambda: tokenizer.apply_chat_template(CHAT, [{"type": "function", "function": {"name": "f"}}]),
+            lambda: tokenizer.chat_template(False),
+            lambda: tokenizer.decode([1, 70, 80, 10**6]),
+            lambda: tokenizer.tokens([1, 70, 80, 10**6]),
+            lambda: tokenizer.text([1, 70, 80]),
+        ]
+        found: list[object] = []
+        for call in calls:
+            try:
+                found.append(call())
+            except (TooManyTokens, ChatTemplateError, ValueError, OverflowError) as error:
+                found.append((type(error), str(error)))
+        return found
+
+    assert outcomes(apart) == outcomes(here)
+
+
+@pytest.mark.usefixtures("patient")
+def test_whatever_process_is_killed_the_next_call_has_another(tmp_path: Path) -> None:
+    """A worker, a loader with its workers, and the nursery with all of them."""
+    tokenizer = load_apart("cpu", str(_good(tmp_path)))
+    ids = tokenizer.encode("hello")
+    for depth in (3, 2, 1):
+        victims = [process for process in processes() if _depth(process) == depth]
+        ended = [*victims, *(below for victim in victims for below in victim.children(recursive=True))]
+        for victim in victims:
+            victim.kill()
+        assert psutil.wait_procs(ended, timeout=SURE_S)[1] == []
+        assert tokenizer.encode("hello") == ids
+
+
+def _depth(process: psutil.Process) -> int:
+    """1 for a child of this process, 2 for its child."""
+    return [parent.pid for parent in process.parents()].index(os.getpid()) + 1
+
+
+@pytest.mark.usefixtures("patient")
+def test_calls_at_once_have_a_process_each(tmp_path: Path) -> None:
+    """A text that takes its time does not keep a short one waiting."""
+    tokenizer = of_json(tmp_path, split("a*a*[bc]|a"))
+    tokenizer.encode("b")
+
+    def tokenize_slowly() -> None:
+        with contextlib.suppress(TokenizerFault):
+            tokenizer.encode("a" * 4000)
+
+    slow = threading.Thread(target=tokenize_slowly, daemon=True)
+    slow.start()
+    began = time.monotonic()
+    tokenizer.encode("b")
+    assert slow.is_alive()
+    assert time.monotonic() - began < SURE_S / 2
+
+
+def test_a_tokenizer_that_is_forgotten_leaves_no_process(tmp_path: Path) -> None:
+    tokenizer = load_apart("cpu", str(_good(tmp_path)))
+    before = processes()
+    other = load_apart("cpu", str(_good(tmp_path)))
+    other.encode("hello")
+    new = [one for one in processes() if one not in before]
+    assert len(new) == 2
+    del other
+    gc.collect()
+    gone, alive = psutil.wait_procs(new, timeout=SURE_S)
+    assert (len(gone), alive) == (2, [])
+    assert tokenizer.encode("hello")
+
+
+def test_the_tokens_that_no_answer_shows_are_not_in_a_text(tmp_path: Path) -> None:
+    tokenizer = load_apart("cpu", str(_good(tmp_path)))
+    ids = tokenizer.encode("hello")
+    assert tokenizer.text([*ids, 2]) == "hello"
