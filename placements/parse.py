@@ -532,7 +532,8 @@ class _Reader:
     def _inherit(self, path: Path, key: str) -> None:
         """Where a model takes a default, the default's place stands for it."""
         for rest, place in self._defaults_places.get(key, ()):
-            self._tree.places[(*path, key, *rest)] = place
+            where = (*path, key, *rest)
+            self._tree.places[where] = place
 
     def _nested_keys(self, values: dict[str, Any], path: Path) -> None:
         for key, allowed in _NESTED.items():
@@ -600,7 +601,8 @@ class _Reader:
         for new, old in enumerate(kept):
             place = self._tree.places.get((*path, field, old))
             if place:
-                self._tree.places[(*path, field, new)] = place
+                where = (*path, field, new)
+                self._tree.places[where] = place
 
     def _explain(self, errors: list[ErrorDetails], path: Path) -> None:
         seen: set[Path] = set()

@@ -227,19 +227,21 @@ class _Walk:
             key = self._characters(key_node, place)
             if key is BROKEN:
                 continue
+            where = (*path, key)
             if key in result:
-                first = self._tree.places[(*path, key)]
+                first = self._tree.places[where]
                 what = f'"{key}" is given twice; the first is at line {first.line}'
                 self._tree.report("duplicate-key", place, what, "keep one of the two")
                 continue
             self._check_key(key_node, place)
-            self._tree.places[(*path, key)] = place
-            result[key] = self.value(value_node, (*path, key), depth + 1)
+            self._tree.places[where] = place
+            result[key] = self.value(value_node, where, depth + 1)
         for key_node, value_node in merged:  # what a mapping says itself outweighs what it merges
             key = key_node.value
             if isinstance(key_node, yaml.ScalarNode) and key not in result:
-                self._tree.places[(*path, key)] = _place(key_node.start_mark)
-                result[key] = self.value(value_node, (*path, key), depth + 1)
+                where = (*path, key)
+                self._tree.places[where] = _place(key_node.start_mark)
+                result[key] = self.value(value_node, where, depth + 1)
         return result
 
     def _merged(self, node: yaml.Node, depth: int) -> list[tuple[yaml.Node, yaml.Node]]:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Never, cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 
@@ -189,7 +189,7 @@ def load_apart(engine: str, path: str | None) -> PromptTokenizer:
     return TokenizerProcess(path)
 
 
-def _raise(reply: _Reply) -> Never:
+def _raise(reply: _Reply) -> NoReturn:
     if reply.error == "many":
         count, exact = reply.value
         raise TooManyTokens(count, exact=exact)
