@@ -29,12 +29,12 @@ import uvloop
 
 from benchmarks.report import Target, finish
 from orchestrator.bench.arrivals import Load
-from orchestrator.bench.http import Client
 from orchestrator.bench.lengths import Lengths
 from orchestrator.bench.report import figures, serving_data
 from orchestrator.bench.serving import Serving, serve
 from orchestrator.bench.target import Target as Server
 from orchestrator.bench.target import origin
+from orchestrator.bench.timed_http import Client
 from tests.fleet import LiveFleet
 
 PACKAGES = ("torch==2.13.0", "guidellm==0.8.1")  # torch first: a looser pin may take several GB

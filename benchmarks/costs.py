@@ -67,10 +67,10 @@ def least(run: Callable[[], float]) -> float:
 
 
 def batcher() -> dict[str, float]:
-    from workers.batcher import Batcher
+    from workers.batching.batcher import Batcher
     from workers.engines.echo import EchoEngine
-    from workers.requests import GenerateRequest
-    from workers.tokenizer import load_tokenizer
+    from workers.messages.requests import GenerateRequest
+    from workers.text.tokenizer import load_tokenizer
 
     engine = EchoEngine(slots=SLOTS, max_len=2 * STEPS, step_ms=0.0)
     engine.load()
@@ -93,10 +93,10 @@ def engine() -> dict[str, float]:
     import torch
 
     from tests.checkpoints import make_checkpoint
-    from workers.batcher import Batcher
-    from workers.engines.cpu import CpuEngine
-    from workers.requests import GenerateRequest
-    from workers.tokenizer import load_tokenizer
+    from workers.batching.batcher import Batcher
+    from workers.engines.cpu.engine import CpuEngine
+    from workers.messages.requests import GenerateRequest
+    from workers.text.tokenizer import load_tokenizer
 
     torch.set_num_threads(1)
     tokens = 64

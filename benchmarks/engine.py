@@ -27,10 +27,10 @@ from typing import Any
 from benchmarks import prefixes
 from benchmarks.report import Target, finish
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from workers.batcher import Batcher
-from workers.engines.cpu import CpuEngine
-from workers.requests import GenerateRequest, TokenEvent
-from workers.tokenizer import load_tokenizer
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.text.tokenizer import load_tokenizer
 
 MODELS = {"64x2": {"hidden": 64, "layers": 2, "heads": 4}, "512x8": {"hidden": 512, "layers": 8, "heads": 8}}
 REQUESTS = (1, 4, 16)

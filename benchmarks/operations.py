@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Target, finish
-from orchestrator.home import Home
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Streamed, complete, echo_text
 
@@ -44,10 +44,10 @@ models:
 """
 BARE = """\
 import sys
-from workers.batcher import Batcher
-from workers.engines.cpu import CpuEngine
-from workers.requests import GenerateRequest
-from workers.tokenizer import load_tokenizer
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import load_tokenizer
 engine = CpuEngine(sys.argv[1], slots=4, max_len=512, threads=1)
 engine.load()
 batcher = Batcher(engine, load_tokenizer("cpu", sys.argv[1]), lambda events: None)

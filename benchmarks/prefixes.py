@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from tests.checkpoints import VOCAB_SIZE
-from workers.batcher import Batcher
-from workers.engines.cpu import CpuEngine
-from workers.requests import GenerateRequest, TokenEvent
-from workers.tokenizer import Tokenizer, load_tokenizer
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.text.tokenizer import Tokenizer, load_tokenizer
 
 TALKS = 6
 TURNS = 5

@@ -2,10 +2,11 @@
 
     .venv/bin/python -m benchmarks.routing
 
-Production's is `orchestrator.waiting.Line`, from which a request leaves for the slot that `orchestrator.routing.choose`
-names; with two gateways each has half of the requests and a line of its own, and a replica refuses (BUSY) what it has
-no slot for and promises the next one, as the data plane does. The others are in routing_parts/rivals.py, written from
-their definitions. Replicas are static slots whose prefill stops their decodes (`orchestrator.simulate.replica`).
+Production's is `orchestrator.dispatch.fair_queue.FairQueue`, from which a request leaves for the slot that
+`orchestrator.dispatch.replica_choice.choose` names; with two gateways each has half of the requests and a line of its
+own, and a replica refuses (BUSY) what it has no slot for and promises the next one, as the data plane does. The others
+are in routing_parts/rivals.py, written from their definitions. Replicas are static slots whose prefill stops their
+decodes (`orchestrator.simulate.simulated_replica`).
 
 Requests come as a Poisson process, at LOAD of what the same replicas do when a queue always waits. The first tenth of
 them is not measured. The fleets:
@@ -29,8 +30,8 @@ from benchmarks.report import Target, finish
 from benchmarks.routing_parts import rivals
 from benchmarks.routing_parts.traffic import FAST, MODEL, arrivals, capacity, lengths, slower
 from orchestrator.simulate.loop import serve_fixed
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.replica import SimReplica
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_replica import SimReplica
 
 LOAD = 0.85
 SLOWER, LESS = 4.0, 2.0

@@ -16,10 +16,10 @@ import time
 from benchmarks.report import Target, finish
 from orchestrator.bench.statistics import Summary
 from orchestrator.simulate.loop import serve_fixed
-from orchestrator.simulate.model import SimModel
 from orchestrator.simulate.run import simulate
-from orchestrator.simulate.scaling import Joint
+from orchestrator.simulate.scaling_policy import Joint
 from orchestrator.simulate.scenario import Scenario
+from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.workload import DAY_S, Workload
 
 RATE = 50.0

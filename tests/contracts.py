@@ -1,6 +1,7 @@
 """The recorded signatures of the foreign packages (tests/contracts/*.json), for any version that was recorded.
 
-``python -m tests.contracts --distil`` writes what workers/contract.py compares an installed package with.
+``python -m tests.contracts --distil`` writes what workers/engines/package_contract.py compares an installed package
+with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "contracts"
-SURFACES = Path(__file__).parent.parent / "workers" / "surfaces"
+SURFACES = Path(__file__).parent.parent / "workers" / "engines" / "surfaces"
 PACKAGES = {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}
 
 
@@ -208,11 +209,13 @@ def _default(node: ast.expr | None) -> Any:
 
 
 def distilled(engine: str) -> dict[str, Any]:
-    """Just the adapter's surface in every version, as workers/surfaces holds it.
+    """Just the adapter's surface in every version, as workers/engines/surfaces holds it.
 
     A signature is the texts of its parameters, without annotations; null is what a version does not have.
     """
-    from workers.contract import parameters  # not above: the stand-ins load this file where that may be missing
+    from workers.engines.package_contract import (
+        parameters,  # not above: the stand-ins load this file where that may be missing
+    )
 
     recorded = contract(engine)
     functions = [name for name in recorded.surface if recorded.role(name) != "class"]
@@ -237,7 +240,7 @@ def distilled(engine: str) -> dict[str, Any]:
 
 
 def surfaces() -> Iterator[tuple[Path, str]]:
-    """Each file of workers/surfaces, and what must stand in it."""
+    """Each file of workers/engines/surfaces, and what must stand in it."""
     for engine, package in PACKAGES.items():
         yield SURFACES / f"{package}.json", json.dumps(distilled(engine), indent=1) + "\n"
 

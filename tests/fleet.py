@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from orchestrator.ports import free_port
+from orchestrator.process.addresses import free_port
 
 READY_DEADLINE_S = 120.0
 COREWRIGHT = Path(sys.executable).with_name("corewright")
@@ -113,7 +113,7 @@ class LiveFleet:
 
     def processes(self) -> list[int]:
         """Every living process of this home's fleets but the daemon, from the outside: by what they write to."""
-        from orchestrator.home import Home, fleet_processes
+        from orchestrator.process.home import Home, fleet_processes
 
         record = Home(self.home).read_record()
         fleet = record.fleet if record is not None else "none"
@@ -163,7 +163,7 @@ class LiveFleet:
 
     def clean(self) -> None:
         """Whatever happened: nothing of it is left."""
-        from orchestrator.home import Home, end_leftovers
+        from orchestrator.process.home import Home, end_leftovers
 
         record = Home(self.home).read_record()
         if self.process.poll() is None:

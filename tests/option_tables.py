@@ -1,4 +1,5 @@
-"""placements/options/tables.py, made from the recorded contracts: ``python -m tests.option_tables`` writes it anew.
+"""placements/rules/options/tables.py, made from the recorded contracts: ``python -m tests.option_tables`` writes it
+anew.
 
 What a contract cannot tell, the kind of an option whose default is None or an expression, stands in ``KINDS``.
 """
@@ -202,7 +203,7 @@ def text() -> str:
         "from collections.abc import Mapping",
         "from types import MappingProxyType",
         "",
-        "from placements.options.option import Option",
+        "from placements.rules.options.option import Option",
         "",
         "TABLES: Mapping[str, Mapping[str, Option]] = MappingProxyType(",
         "    {",

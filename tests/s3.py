@@ -42,7 +42,7 @@ import os, sys
 os.environ["S3_IGNORE_SUBDOMAIN_BUCKETNAME"] = "true"
 os.environ["S3_UPLOAD_PART_MIN_SIZE"] = "256"  # S3's is 5 MiB
 os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = "8000000"
-from workers.offspring import end_with
+from workers.host.process_tree import end_with
 end_with(int(sys.argv[1]))
 import logging
 logging.disable(logging.CRITICAL)

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import workers
-from orchestrator.version import corewright_version
-from workers.batcher import Batcher
-from workers.credentials import Credentials
-from workers.dataplane import DataPlane
+from orchestrator.process.version import corewright_version
+from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
-from workers.tokenizer import load_tokenizer
-from workers.wire import Welcome
+from workers.messages.credentials import Credentials
+from workers.messages.wire import Welcome
+from workers.serving.dataplane import DataPlane
+from workers.text.tokenizer import load_tokenizer
 
 TOKEN = "secret"
 EPOCH = 3

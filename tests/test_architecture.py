@@ -5,23 +5,25 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("placements", "workers", "orchestrator")  # each may import those before it
 HEAVY = {"torch", "transformers", "numpy", "safetensors"}
 CLIENTS = {"awscrt", "boto3", "botocore", "huggingface_hub", "obstore"}  # of sources elsewhere
 NEURON = {"torch_neuronx", "transformers_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "optimum"}
 LIGHT = HEAVY | CLIENTS | {"ray"}  # not loaded by a command that answers at once
 # Where the heavy libraries may be named, and then only inside functions.
 HEAVY_ALLOWED = {
-    "workers/guidance.py",
-    "workers/logprobs.py",
-    "workers/penalties.py",
-    "workers/sampling.py",
-    "workers/tokenizer.py",
-    "workers/tokenizer_process.py",
+    "workers/batching/guidance.py",
+    "workers/batching/logprobs.py",
+    "workers/batching/penalties.py",
+    "workers/batching/sampling.py",
+    "workers/text/tokenizer.py",
+    "workers/text/tokenizer_process.py",
 }
 
 
@@ -49,43 +51,219 @@ def imports(path: Path, *, anywhere: bool = True) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [("placements", {"workers", "orchestrator", "ray"} | HEAVY | NEURON), ("workers", {"orchestrator"})],
-)
-def test_imports_go_one_way(package: str, forbidden: set[str]) -> None:
-    """placements <- workers <- orchestrator, never back; placements knows neither Ray nor torch."""
-    assert {path.name: imports(path) & forbidden for path in sources(package) if imports(path) & forbidden} == {}
+# Which rooms a room may import, beside those of the packages below its own: placements <- workers <- orchestrator.
+LAYERS: dict[str, set[str]] = {
+    "placements.facts": set(),
+    "placements.spec": {"placements.facts"},
+    "placements.resources": {"placements.facts", "placements.spec"},
+    "placements.planner": {"placements.facts", "placements.resources", "placements.spec"},
+    "placements.rules": {"placements.facts", "placements.planner", "placements.resources", "placements.spec"},
+    "placements.explain": {
+        "placements.facts",
+        "placements.planner",
+        "placements.resources",
+        "placements.rules",
+        "placements.spec",
+    },
+    "workers.messages": set(),
+    "workers.host": {"workers.messages"},
+    "workers.text": {"workers.host", "workers.messages"},
+    "workers.artifacts": {"workers.host", "workers.messages"},
+    "workers.batching": {"workers.messages", "workers.text"},
+    "workers.neff_cache": {"workers.artifacts", "workers.host", "workers.messages"},
+    "workers.engines": {
+        "workers.artifacts",
+        "workers.batching",
+        "workers.host",
+        "workers.messages",
+        "workers.neff_cache",
+    },
+    "workers.compiling": {
+        "workers.artifacts",
+        "workers.engines",
+        "workers.host",
+        "workers.messages",
+        "workers.neff_cache",
+        "workers.text",
+    },
+    "workers.serving": {
+        "workers.artifacts",
+        "workers.batching",
+        "workers.engines",
+        "workers.host",
+        "workers.messages",
+        "workers.neff_cache",
+        "workers.text",
+    },
+    "orchestrator.records": set(),
+    "orchestrator.process": set(),
+    "orchestrator.dispatch": set(),
+    "orchestrator.fleet": {"orchestrator.process"},
+    "orchestrator.bench": {"orchestrator.process"},
+    "orchestrator.rollout": {"orchestrator.fleet"},
+    "orchestrator.access": {"orchestrator.fleet", "orchestrator.process"},
+    "orchestrator.scaling": {"orchestrator.fleet"},
+    "orchestrator.revisions": {
+        "orchestrator.access",
+        "orchestrator.fleet",
+        "orchestrator.process",
+        "orchestrator.records",
+        "orchestrator.rollout",
+    },
+    "orchestrator.gateway": {
+        "orchestrator.access",
+        "orchestrator.dispatch",
+        "orchestrator.fleet",
+        "orchestrator.process",
+        "orchestrator.records",
+        "orchestrator.scaling",
+    },
+    "orchestrator.simulate": {
+        "orchestrator.bench",
+        "orchestrator.dispatch",
+        "orchestrator.fleet",
+        "orchestrator.process",
+        "orchestrator.revisions",
+        "orchestrator.scaling",
+    },
+    "orchestrator.state": {
+        "orchestrator.fleet",
+        "orchestrator.records",
+        "orchestrator.revisions",
+        "orchestrator.rollout",
+        "orchestrator.scaling",
+    },
+    "orchestrator.starts": {
+        "orchestrator.fleet",
+        "orchestrator.process",
+        "orchestrator.records",
+        "orchestrator.revisions",
+        "orchestrator.rollout",
+        "orchestrator.state",
+    },
+    "orchestrator.compiling": {"orchestrator.process", "orchestrator.revisions", "orchestrator.starts"},
+    "orchestrator.control": {
+        "orchestrator.fleet",
+        "orchestrator.process",
+        "orchestrator.records",
+        "orchestrator.revisions",
+        "orchestrator.rollout",
+        "orchestrator.scaling",
+        "orchestrator.starts",
+        "orchestrator.state",
+    },
+    "orchestrator.api": {
+        "orchestrator.access",
+        "orchestrator.control",
+        "orchestrator.fleet",
+        "orchestrator.gateway",
+        "orchestrator.process",
+        "orchestrator.records",
+        "orchestrator.revisions",
+        "orchestrator.rollout",
+        "orchestrator.state",
+    },
+    "orchestrator.on_ray": {
+        "orchestrator.api",
+        "orchestrator.control",
+        "orchestrator.fleet",
+        "orchestrator.gateway",
+        "orchestrator.process",
+        "orchestrator.records",
+        "orchestrator.scaling",
+    },
+    "orchestrator.daemon": {
+        "orchestrator.access",
+        "orchestrator.fleet",
+        "orchestrator.gateway",
+        "orchestrator.on_ray",
+        "orchestrator.process",
+    },
+    "orchestrator.cli": {
+        "orchestrator.access",
+        "orchestrator.api",
+        "orchestrator.bench",
+        "orchestrator.compiling",
+        "orchestrator.daemon",
+        "orchestrator.fleet",
+        "orchestrator.process",
+        "orchestrator.revisions",
+        "orchestrator.rollout",
+        "orchestrator.simulate",
+        "orchestrator.starts",
+    },
+}
+# Settings that `up` writes and every gateway reads: values below the gateway's own modules.
+SHARED = {"orchestrator.gateway.settings"}
 
 
-# They start gateways and tell them what to do; the admin API speaks HTTP as gateways do.
-STARTS_GATEWAYS = {"actors.py", "admin.py", "daemon.py", "settings.py"}
-PARTS = {"gateway", "simulate", "bench", "cli"}
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def parts_imported(path: Path) -> set[str]:
-    """The folders of orchestrator/ that a file imports from, wherever in it."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
-    return {str(node.module).split(".")[1] for node in nodes if str(node.module).startswith("orchestrator.")} & PARTS
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
-def test_the_parts_of_the_orchestrator_import_one_way() -> None:
-    """core <- gateway, bench <- simulate <- cli. Of the core only what starts gateways knows the gateway."""
-    allowed = {"": set[str](), "gateway": set[str](), "bench": set[str](), "simulate": {"bench"}, "cli": PARTS}
+def own_imports(path: Path) -> set[str]:
+    """The modules of this project that a file imports, wherever in it."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= (
+                {f"{node.module}.{alias.name}" for alias in node.names} if "." not in node.module else {node.module}
+            )
+    return {module for module in modules if module.split(".")[0] in PACKAGES}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_import_only_what_the_table_allows(package: str) -> None:
+    """A room imports the rooms of its row in LAYERS, and every room of the packages below its own."""
+    lower = PACKAGES[: PACKAGES.index(package)]
     wrong: dict[str, set[str]] = {}
-    for path in sources("orchestrator"):
-        part, *rest = path.relative_to(ROOT / "orchestrator").parts
-        own = part if rest else ""
-        starts = {"gateway"} if part in STARTS_GATEWAYS else set()
-        found = parts_imported(path) - allowed.get(own, PARTS) - {own} - starts
-        if found:
-            wrong[str(path.relative_to(ROOT))] = found
+    for path in sources(package):
+        module = module_of(path)
+        room = room_of(module)
+        for target in own_imports(path) - SHARED:
+            other = room_of(target)
+            allowed = other in (room, package) or other.split(".")[0] in lower or other in LAYERS.get(room, set())
+            if not allowed:
+                wrong.setdefault(module, set()).add(target)
     assert wrong == {}
 
 
-def test_in_workers_only_the_replica_knows_ray() -> None:
-    """The engines and the batcher run, and are tested, without Ray."""
-    assert [path.name for path in sources("workers") if "ray" in imports(path)] == ["replica.py"]
+def test_every_row_of_the_table_is_used() -> None:
+    used: dict[str, set[str]] = {room: set() for room in LAYERS}
+    for package in PACKAGES:
+        for path in sources(package):
+            room = room_of(module_of(path))
+            if room in used:
+                rooms = {room_of(target) for target in own_imports(path) - SHARED}
+                used[room] |= {other for other in rooms if other.startswith(f"{package}.") and other != room}
+    assert used == LAYERS
+
+
+def test_rooms_have_no_cycles() -> None:
+    list(TopologicalSorter(LAYERS).static_order())
+
+
+def test_every_room_has_a_docstring() -> None:
+    """docs/architecture.md is made of them."""
+    pages = {room: (ROOT / room.replace(".", "/") / "__init__.py").read_text() for room in LAYERS}
+    assert [room for room, text in pages.items() if not ast.get_docstring(ast.parse(text))] == []
+
+
+def test_placements_names_neither_ray_nor_torch() -> None:
+    heavy = {"ray"} | HEAVY | NEURON
+    assert {path.name: imports(path) & heavy for path in sources("placements") if imports(path) & heavy} == {}
+
+
+def test_ray_is_imported_in_two_places() -> None:
+    """The engines, the batcher and the controller run, and are tested, without Ray."""
+    files = [str(path.relative_to(ROOT)) for package in PACKAGES for path in sources(package) if "ray" in imports(path)]
+    assert [name for name in files if not name.startswith("orchestrator/on_ray/")] == ["workers/serving/replica.py"]
 
 
 def test_torch_is_named_in_few_places_and_never_loaded_by_an_import() -> None:
@@ -129,12 +307,12 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {unwanted!r}))
             "m.run(['generate', 'placements/examples/demo.yaml', 'nobody', '--prompt', 'x'])",
             HEAVY | {"ray", "starlette", "uvicorn"},
         ),
-        ("import orchestrator.controller", LIGHT),
-        ("import workers.replica", HEAVY | CLIENTS),
+        ("import orchestrator.control.controller", LIGHT),
+        ("import workers.serving.replica", HEAVY | CLIENTS),
         (
-            "from workers.engines.echo import EchoEngine; from workers.batcher import Batcher\n"
-            "from workers.tokenizer import load_tokenizer\n"
-            "from workers.requests import GenerateRequest\n"
+            "from workers.engines.echo import EchoEngine; from workers.batching.batcher import Batcher\n"
+            "from workers.text.tokenizer import load_tokenizer\n"
+            "from workers.messages.requests import GenerateRequest\n"
             "engine = EchoEngine(slots=2, max_len=64); engine.load()\n"
             "batcher = Batcher(engine, load_tokenizer('echo', None), lambda events: None)\n"
             "batcher.submit(GenerateRequest(id='r', prompt_ids=[65], max_tokens=3))\n"

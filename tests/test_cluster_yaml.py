@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.ray_nodes import core_resources
-from placements.topology import TOPOLOGIES
+from orchestrator.on_ray.ray_nodes import core_resources
+from placements.facts.topology import TOPOLOGIES
 
 FILE = Path(__file__).parent.parent / "cluster.yaml"
 

@@ -10,13 +10,13 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from placements.examples.models.exam import Student, asking, hero_of, turn_of
-from placements.examples.models.lessons import DAYS, FACTS, FALLBACK, HELLO, counted, greeting_of, name_told, total
-from workers.batcher import Batcher
-from workers.engines.cpu import CpuEngine
+from tools.demo_model.exam import Student, asking, hero_of, turn_of
+from tools.demo_model.lessons import DAYS, FACTS, FALLBACK, HELLO, counted, greeting_of, name_told, total
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
 from workers.engines.speculative import SpeculativeEngine
-from workers.requests import GenerateRequest
-from workers.tokenizer import load_tokenizer
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "placements" / "examples"
 TINY = EXAMPLES / "models" / "tiny"

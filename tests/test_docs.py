@@ -25,31 +25,31 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from orchestrator.admin import ROUTES
-from orchestrator.audit import Audit
-from orchestrator.changes import Tag, tag_of
+from orchestrator.access.audit_log import Audit
+from orchestrator.access.keys import KeyFile
+from orchestrator.api.admin import ROUTES
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
-from orchestrator.demand import Demand, DemandReport
-from orchestrator.fleet import ADMIN_PATH
+from orchestrator.daemon.settings import SETTINGS
+from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.fleet.lifecycle import ModelState, State, diagram
 from orchestrator.gateway.app import OPEN
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.openapi import ROUTES as GATEWAY_ROUTES
-from orchestrator.gateway.protocol import ChatRequest, CompletionRequest
-from orchestrator.home import FleetRecord, Home
-from orchestrator.journal import Journal
-from orchestrator.keys import KeyFile
-from orchestrator.lifecycle import ModelState, State, diagram
-from orchestrator.settings import SETTINGS
-from orchestrator.specfile import SpecFile, examine, load, start_problems
-from placements.checkpoints import FAMILIES
-from placements.coremap import core_map
-from placements.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
-from placements.hosts import Machine
-from placements.plan import plan
-from placements.problems import Problem, has_errors, render
-from placements.reference import TABLES, renewed
-from placements.spec import (
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.openapi import ROUTES as GATEWAY_ROUTES
+from orchestrator.gateway.openai.protocol import ChatRequest, CompletionRequest
+from orchestrator.process.home import FleetRecord, Home
+from orchestrator.records.journal import Journal
+from orchestrator.revisions.spec_file import SpecFile, examine, load, start_problems
+from orchestrator.rollout.changes import Tag, tag_of
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
+from placements.explain.core_map import core_map
+from placements.explain.reference import TABLES, renewed
+from placements.facts.checkpoints import FAMILIES
+from placements.facts.engines import DTYPES, ENGINE_OPTIONS, ENGINES, Engine
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import Machine
+from placements.spec.problems import Problem, has_errors, render
+from placements.spec.schema import (
     GROUP_QUERY_ATTENTIONS,
     STRATEGIES,
     Buckets,
@@ -74,14 +74,14 @@ from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 from tests.stubs import stub_checkpoint
-from workers.artifacts.heads import Asked, Heads
-from workers.artifacts.listing import Listing, RemoteFile
-from workers.artifacts.progress import Progress
-from workers.claims import CoreClaim
-from workers.compiled import entry
-from workers.facts.machine import ONLOOKERS
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Listing, RemoteFile
+from workers.artifacts.sources.source_metadata import Asked, SourceMetadata
+from workers.host.core_claims import CoreClaim
+from workers.host.facts.machine import ONLOOKERS
+from workers.messages.requests import GenerateRequest
 from workers.neff_cache.candidates import keep_of
-from workers.requests import GenerateRequest
+from workers.neff_cache.compiled_artifacts import entry
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "placements" / "examples"
@@ -326,7 +326,7 @@ def test_every_field_of_the_spec_is_described_once() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_has_the_default_and_the_bounds_that_are_described(name: str) -> None:
-    """Defaults and bounds are those of placements.spec."""
+    """Defaults and bounds are those of placements.spec.schema."""
     field, row = FIELDS[name], field_rows()[name]
     assert row[2].strip("`") == ("unset" if name == "hosts" else default_of(field))
     lowest = next((mark.ge for mark in field.metadata if isinstance(mark, Ge)), None)
@@ -554,7 +554,7 @@ def source_away(folder: Path) -> list[Problem]:
     config = (folder / "models" / "tiny" / "config.json").read_bytes()
     listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=len(config), tag=""),))
     with patch.dict(os.environ, {"COREWRIGHT_HOME": str(folder / "home")}):
-        heads = Heads(folder / "home" / "store" / "heads", lambda _: KnownRemote(listing, config))
+        heads = SourceMetadata(folder / "home" / "store" / "heads", lambda _: KnownRemote(listing, config))
         heads.look(Asked(source="org/model"))
         return list(examine("models: {chat: {source: org/model}}\n", "spec.yaml", str(folder), LARGE).problems)
 
@@ -593,8 +593,8 @@ def test_every_problem_of_a_spec_or_a_plan_is_produced() -> None:
     shown |= {id for block in blocks(ERRORS) if block.language == "yaml" for id in block.marked("up refuses")}
     made = (
         ids_in_source("placements/")
-        | ids_in_source("orchestrator/specfile.py")
-        | ids_in_source("orchestrator/sources.py")
+        | ids_in_source("orchestrator/revisions/spec_file.py")
+        | ids_in_source("orchestrator/revisions/checkpoint_reader.py")
     )
     assert sorted(made - shown - BESIDE_A_SPEC.keys()) == []
     assert len(made) > 60
@@ -604,7 +604,7 @@ def test_an_entry_of_a_spec_or_a_plan_has_an_example_of_its_own() -> None:
     """In its section, and it gives the entry's problem."""
     own = {block.section for block in blocks(ERRORS) if block.section in block.marked("problems")}
     own |= {block.section for block in blocks(ERRORS) if block.section in block.marked("up refuses")}
-    made = ids_in_source("placements/") | ids_in_source("orchestrator/specfile.py")
+    made = ids_in_source("placements/") | ids_in_source("orchestrator/revisions/spec_file.py")
     assert sorted(made - own - BESIDE_A_SPEC.keys()) == []
 
 
@@ -852,7 +852,7 @@ def told_by_a_controller(tmp_path: Path) -> dict[str, Any]:
         cluster.held = {1: 99}
         async with Played(tmp_path, cluster, text) as played:
             await played.settled()
-            report = DemandReport(gateway="g", number=1, seconds=1.0, models=[Demand(model="a")])
+            report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="a")])
             await played.controller.demand(report)
             return played.controller.status()
 
@@ -1060,7 +1060,7 @@ def test_the_fields_that_change_nothing_yet_are_those_that_no_replica_reads() ->
 
 def test_the_refused_fields_are_refused() -> None:
     """With the code that the page names."""
-    from orchestrator.gateway import protocol
+    from orchestrator.gateway.openai import protocol
 
     chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     for name in listed("Fields that are refused"):

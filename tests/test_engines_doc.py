@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
-from placements.engines import Engine
-from placements.options.judge import Scope, known
-from placements.options.owned import FIELDS, UNSERVED
-from placements.spec import ModelSpec, Spec
+from placements.facts.engines import Engine
+from placements.rules.options.judge import Scope, known
+from placements.rules.options.owned import FIELDS, UNSERVED
+from placements.spec.schema import ModelSpec, Spec
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "engines.md"

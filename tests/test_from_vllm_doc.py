@@ -10,13 +10,13 @@ import pytest
 from typer.main import get_command
 
 from orchestrator.cli import main as cli
-from orchestrator.gateway import protocol
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.openapi import ROUTES
-from orchestrator.home import Home
-from placements.engines import ENGINE_OPTIONS
-from placements.parse import parse
-from placements.spec import ModelSpec
+from orchestrator.gateway.openai import protocol
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.openapi import ROUTES
+from orchestrator.process.home import Home
+from placements.facts.engines import ENGINE_OPTIONS
+from placements.spec.parse import parse
+from placements.spec.schema import ModelSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "from-vllm-and-lmi.md"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typer.main import get_command
 
 from orchestrator.cli import main as cli
-from orchestrator.fleet import DRAIN_S
-from placements.parse import parse
-from placements.problems import has_errors
+from orchestrator.fleet.controller_settings import DRAIN_S
+from placements.spec.parse import parse
+from placements.spec.problems import has_errors
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "on-inf2.md"

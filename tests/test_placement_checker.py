@@ -17,7 +17,7 @@ from benchmarks.placements.plain import first_fit
 from benchmarks.placements.planner import arguments, layout
 from benchmarks.placements.recorded import recall
 from benchmarks.placements.rules import CORES, MEMORY_GIB, STEP
-from placements.plan import Plan
+from placements.planner.plan import Plan
 
 BIG = Machine("inf2.48xlarge/0", "inf2.48xlarge", reserved=(22,), quarantined=(23,))
 OTHER = Machine("inf2.48xlarge/1", "inf2.48xlarge")
@@ -213,7 +213,7 @@ def test_the_planner_passes_the_checker(seed: int) -> None:
 
 def test_the_tables_agree_with_the_planner_s() -> None:
     """Two people's reading of the same sources: written down twice, and equal."""
-    from placements.topology import DEGREES, TOPOLOGIES
+    from placements.facts.topology import DEGREES, TOPOLOGIES
 
     for instance, cores in CORES.items():
         assert (TOPOLOGIES[instance].cores, TOPOLOGIES[instance].memory_gib) == (cores, MEMORY_GIB[instance])

@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from orchestrator import daemon as daemon_module
+from orchestrator.api.operator import Refused
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
-from orchestrator.daemon import Daemon, UpOptions
-from orchestrator.failure import Failed
+from orchestrator.daemon import daemon as daemon_module
+from orchestrator.daemon.daemon import Daemon, UpOptions
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.home import Home
-from orchestrator.operator import Refused
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.claims import CoresTaken
-from workers.engine import EngineLoadError
 from workers.engines import open_engine
-from workers.engines.cpu import CpuEngine
-from workers.replica import NEURON_MODULES, Replica, check_environment
-from workers.status import Phase, ReplicaStatus
+from workers.engines.cpu.engine import CpuEngine
+from workers.host.core_claims import CoresTaken
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.status import Phase, ReplicaStatus
+from workers.serving.replica import NEURON_MODULES, Replica, check_environment
 
 SPEC = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}}\n"
 
@@ -95,7 +95,7 @@ def test_what_a_fleet_does_not_have_is_refused(id: str, ask: Callable[[Any], Any
 
 def test_an_apply_that_fails_for_no_known_reason_is_told_as_such() -> None:
     """The watched file is tried again later."""
-    from orchestrator.actors import ControllerActor  # Ray Serve: seconds
+    from orchestrator.on_ray.actors import ControllerActor  # Ray Serve: seconds
 
     async def apply(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of nobody's making")
@@ -154,7 +154,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_a_ray_or_a_gateway_that_does_not_start_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, with the log to look at."""
-    from orchestrator import actors, ray_nodes
+    from orchestrator.on_ray import actors, ray_nodes
 
     monkeypatch.setattr(daemon, "_listen_to_signals", lambda: None)
     monkeypatch.setattr(ray_nodes, "start_ray", raising(RuntimeError("no room\nand pages of text")))

@@ -1,0 +1,1 @@
+"""What runs beside the cores: replicas, engines, and the artifacts of their host."""

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from workers.artifacts.checksums import crc_of
+from workers.artifacts.sources.checksums import crc_of
 
 SHARDS = 4
 BLOCK = random.Random(5).randbytes(2**25)  # repeated: the bytes must not be compressible, no more

@@ -45,8 +45,8 @@ def single(folder: Path) -> None:
 
 def transfer(folder: Path) -> None:
     """Ours, without the store."""
-    from workers.artifacts.progress import Progress
-    from workers.artifacts.transfer import S3Remote
+    from workers.artifacts.fetch.progress import Progress
+    from workers.artifacts.fetch.transfer import S3Remote
 
     remote = S3Remote(f"s3://{BUCKET}/{PREFIX}")
     remote.fetch(remote.listing(), folder, Progress("benchmark"), threading.Event())
@@ -54,8 +54,8 @@ def transfer(folder: Path) -> None:
 
 def store(folder: Path) -> None:
     """Ours: into the store, as the host of a fleet does it; links lead from where the files are looked for."""
-    from workers.artifacts.sources import open_remote
-    from workers.artifacts.store import Store
+    from workers.artifacts.sources.open_source import open_remote
+    from workers.artifacts.store.store import Store
 
     artifact = Store(folder / "store").get(open_remote(f"s3://{BUCKET}/{PREFIX}"))
     for name in artifact.files:
@@ -72,8 +72,8 @@ def warm(way: str) -> None:
     from boto3.s3 import transfer as _  # noqa: F401
 
     if way == "store":
-        import workers.artifacts.sources
-        import workers.artifacts.store  # noqa: F401
+        import workers.artifacts.sources.open_source
+        import workers.artifacts.store.store  # noqa: F401
 
 
 def open_shards(folder: Path) -> int:

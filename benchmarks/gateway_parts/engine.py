@@ -19,13 +19,13 @@ import uvloop
 
 import workers
 from benchmarks.gateway_parts.child import argument, say
-from orchestrator.version import corewright_version
-from workers.batcher import Batcher
-from workers.dataplane import DataPlane
+from orchestrator.process.version import corewright_version
+from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
-from workers.requests import GenerateRequest, TokenEvent
-from workers.tokenizer import load_tokenizer
-from workers.wire import Welcome
+from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.messages.wire import Welcome
+from workers.serving.dataplane import DataPlane
+from workers.text.tokenizer import load_tokenizer
 
 TOKEN = "secret"
 EPOCH = 3

@@ -12,15 +12,15 @@ from typing import Any
 
 from benchmarks.gateway_parts.child import argument, say
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN
-from orchestrator.demand import DemandReport
+from orchestrator.access.keys import KeyFile
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
 from orchestrator.gateway.server import GatewayServer, settle_collector
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.home import Home
-from orchestrator.keys import KeyFile
-from orchestrator.lifecycle import ModelState
-from orchestrator.ports import free_port
-from orchestrator.routes import ModelRoutes, Route, RouteTable
-from workers.metric_family import MetricFamily
+from orchestrator.process.addresses import free_port
+from orchestrator.process.home import Home
+from orchestrator.scaling.demand_report import DemandReport
+from workers.messages.metric_family import MetricFamily
 
 CONNECT_DEADLINE_S = 10.0
 BEAT_S = 0.01

@@ -21,9 +21,9 @@ from starlette.responses import Response, StreamingResponse
 
 from benchmarks.gateway_parts.child import argument, say, wait_for_the_end
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN, Asked, event_of, last_event, whole
-from orchestrator.ports import free_port
-from workers.requests import GenerateRequest, TokenEvent
-from workers.wire import Cancel, FrameReader, Hello, Step, Submit, Welcome, encode
+from orchestrator.process.addresses import free_port
+from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.messages.wire import Cancel, FrameReader, Hello, Step, Submit, Welcome, encode
 
 HANDLERS = "ray::ServeReplica"
 PROXY = "ray::ProxyActor"

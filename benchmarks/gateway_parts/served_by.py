@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.gateway_parts.child import argument, say, wait_for_the_end
-from orchestrator.ports import free_port
+from orchestrator.process.addresses import free_port
 from workers.engines.echo import echo_tokens
 
 CLOCK_S = 0.002

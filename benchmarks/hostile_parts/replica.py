@@ -11,13 +11,13 @@ from pathlib import Path
 import workers
 from benchmarks.gateway_parts.child import argument, say
 from benchmarks.gateway_parts.engine import EPOCH, TOKEN
-from orchestrator.version import corewright_version
+from orchestrator.process.version import corewright_version
 from tests.checkpoints import make_checkpoint
-from workers.batcher import Batcher
-from workers.dataplane import DataPlane
-from workers.engines.cpu import CpuEngine
-from workers.tokenizer import load_tokenizer
-from workers.wire import Welcome
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.wire import Welcome
+from workers.serving.dataplane import DataPlane
+from workers.text.tokenizer import load_tokenizer
 
 
 def main() -> None:

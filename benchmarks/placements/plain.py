@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from benchmarks.placements.planner import Arguments
 from benchmarks.placements.rules import starts
-from placements.cores import CoreRange
-from placements.plan import Placement
-from placements.threads import threads
-from placements.topology import Host
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Host
+from placements.planner.plan import Placement
+from placements.resources.threads import threads
 
 
 def first_fit(asked: Arguments) -> list[Placement]:

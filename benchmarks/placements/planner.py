@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.placements.fleet import Fleet, Layout, Replica
-from placements.cores import CoreRange
-from placements.plan import Plan, Running, plan
-from placements.spec import ModelSpec, Pin, Replicas, Spec, Spread
-from placements.topology import TOPOLOGIES, Host
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.plan import Plan, Running, plan
+from placements.spec.schema import ModelSpec, Pin, Replicas, Spec, Spread
 
 RESERVED_VCPUS = 8
 

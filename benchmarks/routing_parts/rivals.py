@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from orchestrator.simulate.replica import SimReplica
-from orchestrator.simulate.request import SimRequest
+from orchestrator.simulate.simulated_replica import SimReplica
+from orchestrator.simulate.simulated_request import SimRequest
 
 Router = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]
 

@@ -11,14 +11,14 @@ from statistics import mean
 
 from orchestrator.bench.lengths import Lengths
 from orchestrator.simulate.loop import serve_fixed
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.replica import SimReplica
-from orchestrator.simulate.request import Arrival
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_replica import SimReplica
+from orchestrator.simulate.simulated_request import Arrival
 
 MODEL = "llama-2-7b"
 
-# Llama-2-7B at tp 8 on inf2, by the formulas of placements/estimate.py: W 13.5 GB, KV 1.1 GB a core, and 14 GFLOP for a
-# token of a prompt.
+# Llama-2-7B at tp 8 on inf2, by the formulas of placements/resources/estimate.py: W 13.5 GB, KV 1.1 GB a core, and 14
+# GFLOP for a token of a prompt.
 FAST = SimModel(
     name=MODEL,
     slots=4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.simulate.model import SimModel
+from orchestrator.simulate.simulated_model import SimModel
 
 MOST = 16  # replicas of a model at most, whoever scales
 TTFT_S = 5.0  # the objective of every model

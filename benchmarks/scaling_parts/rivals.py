@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.scaling_parts.traces import service_s
-from orchestrator.autoscale import FleetNow, Load, ModelNow, Targets
-from orchestrator.simulate.model import SimModel
+from orchestrator.scaling.autoscaler import FleetNow, Load, ModelNow, Targets
+from orchestrator.simulate.simulated_model import SimModel
 
 _TICK_S = 2.0  # KPA's; Ray Serve's loop is faster, its metrics come every 10 s
 

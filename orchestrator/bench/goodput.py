@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.bench.measured import Measured
+from orchestrator.bench.measurement import Measured
 
 NAMES = ("ttft", "itl", "e2e")
 

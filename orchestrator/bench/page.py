@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from orchestrator.bench.measured import Measured
+from orchestrator.bench.measurement import Measured
 from orchestrator.bench.plots import (
     BOTTOM,
     HEIGHT,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.bench.measured import Measured, kinds
+from orchestrator.bench.measurement import Measured, kinds
 from orchestrator.bench.serving import Serving
 from orchestrator.bench.statistics import PERCENTILES, Summary
 from orchestrator.bench.sweep import Cell, Sweep
-from orchestrator.columns import columns
+from orchestrator.process.text_table import columns
 
 FIGURES = {
     "ttft_ms": "TTFT",

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from orchestrator.bench.arrivals import Load
+from orchestrator.bench.client_lag import ClientLoad, LagMeter
 from orchestrator.bench.goodput import Slo
-from orchestrator.bench.http import clock
-from orchestrator.bench.lag import ClientLoad, LagMeter
 from orchestrator.bench.lengths import Lengths
-from orchestrator.bench.measured import Measured
+from orchestrator.bench.measurement import Measured
 from orchestrator.bench.target import Target
+from orchestrator.bench.timed_http import clock
 
 TELL_S = 5.0
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrator.bench.http import clock
-from orchestrator.bench.measured import Measured, kinds
+from orchestrator.bench.measurement import Measured, kinds
 from orchestrator.bench.target import Target
+from orchestrator.bench.timed_http import clock
 
 SHARES = (25, 50, 75)  # per cent of the length, as https://huggingface.co/blog/inferentia-llama2
 

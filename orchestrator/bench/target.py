@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from orchestrator.bench.dialect import WHAT, Dialect, Prompt
-from orchestrator.bench.http import Answer, Client, Origin
-from orchestrator.bench.measured import Measured
+from orchestrator.bench.measurement import Measured
 from orchestrator.bench.prompts import Prompts, Scale
-from orchestrator.bench.reading import measured, said
-from orchestrator.failure import Failed
+from orchestrator.bench.response_reader import measured, said
+from orchestrator.bench.timed_http import Answer, Client, Origin
+from orchestrator.process.failure import Failed
 
 ASK_S = 30.0  # for what no model has to think about
 TRIES = 8  # to hit a number of tokens with a text

@@ -1,0 +1,1 @@
+"""The command `corewright`: one module for each group of commands."""

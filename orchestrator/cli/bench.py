@@ -11,12 +11,12 @@ import typer
 
 from orchestrator.cli.app import FAILED, INTERRUPTED, FormatOption, group
 from orchestrator.cli.output import Format, say, show
-from orchestrator.failure import Failed
+from orchestrator.process.failure import Failed
 
 if TYPE_CHECKING:
-    from orchestrator.bench.http import Client
     from orchestrator.bench.sweep import Sweep
-    from orchestrator.home import FleetRecord
+    from orchestrator.bench.timed_http import Client
+    from orchestrator.process.home import FleetRecord
 
 T = TypeVar("T")
 KEYS = ("OPENAI_API_KEY", "COREWRIGHT_API_KEY")
@@ -195,8 +195,8 @@ def _swept(
 
 
 def _client(url: str | None, api_key: str | None) -> Client:
-    from orchestrator.bench.http import Client
     from orchestrator.bench.target import origin
+    from orchestrator.bench.timed_http import Client
 
     key = api_key or next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
     if key is not None and not (key.isascii() and key.isprintable()):
@@ -208,7 +208,7 @@ def _client(url: str | None, api_key: str | None) -> Client:
 
 
 def _fleet() -> FleetRecord:
-    from orchestrator.home import Home, daemon_alive
+    from orchestrator.process.home import Home, daemon_alive
 
     home = Home.from_environment()
     record = home.read_record()

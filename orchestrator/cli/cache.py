@@ -17,23 +17,23 @@ import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, group
 from orchestrator.cli.output import Format, complain, say, show
-from orchestrator.columns import columns
-from orchestrator.failure import Failed
-from orchestrator.telling import fetch_text, size_text
+from orchestrator.fleet.progress_text import fetch_text, size_text
+from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import columns
 
 if TYPE_CHECKING:
-    from orchestrator.home import Home
-    from orchestrator.offline import Told
-    from orchestrator.specfile import SpecFile
-    from workers.artifacts.listing import RemoteFile
-    from workers.artifacts.progress import Progress
-    from workers.artifacts.store import Store
-    from workers.config import ReplicaConfig
+    from orchestrator.process.home import Home
+    from orchestrator.revisions.spec_file import SpecFile
+    from orchestrator.starts.offline_configs import OfflineConfig
+    from workers.artifacts.fetch.progress import Progress
+    from workers.artifacts.sources.listing import RemoteFile
+    from workers.artifacts.store.store import Store
+    from workers.compiling.start_forecast import Verdict
+    from workers.messages.replica_config import ReplicaConfig
+    from workers.messages.status import Failure
     from workers.neff_cache.entries import CacheEntry
     from workers.neff_cache.predict import Prediction
-    from workers.neff_cache.upkeep import Kept, Removed
-    from workers.neff_cache.verify import Verdict
-    from workers.status import Failure
+    from workers.neff_cache.pruning import Kept, Removed
 
 cache = group("cache", "What was compiled and fetched: on this host, and in the models' NEFF caches.")
 
@@ -63,7 +63,7 @@ def list_all(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """List NEFF caches, compiled artifacts and fetched models, and the state of each."""
-    from workers.neff_cache.upkeep import kept_in
+    from workers.neff_cache.pruning import kept_in
 
     home = _home()
     caches = {one: _look(one) for one in ([_checked(place)] if place else _places(home, spec))}
@@ -131,8 +131,8 @@ def verify_spec(
 @cache.command("warm")
 def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = Format.TABLE) -> None:
     """Bring here what starts need: models from where they are, graphs from their NEFF caches. Compiles nothing."""
-    from workers.neff_cache.warming import warm as bring
-    from workers.status import Failure
+    from workers.compiling.warming import warm as bring
+    from workers.messages.status import Failure
 
     home = _home()
     home.prepare()
@@ -172,7 +172,7 @@ def prune(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Remove from this host what is unfinished, damaged or old. Nothing in s3:// is touched."""
-    from workers.neff_cache.upkeep import prune_cache, prune_compiled
+    from workers.neff_cache.pruning import prune_cache, prune_compiled
 
     home, old_s = _home(), older_than * 86400.0
     gone: list[Removed] = []
@@ -200,23 +200,23 @@ def retry(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Have failed compilations tried again by the next start: they are removed from the cache."""
-    from workers.neff_cache import upkeep
+    from workers.neff_cache import pruning
 
     home = _home()
     gone: list[Removed] = []
     with _written_down(home, "cache retry", {"graphs": graphs or [], "cache": place}, dry_run):
         for one in [_checked(place)] if place else _places(home, None):
             if one.startswith(S3):
-                gone += upkeep.retry_in_bucket(one, graphs or (), dry_run)
+                gone += pruning.retry_in_bucket(one, graphs or (), dry_run)
             else:
-                gone += upkeep.retry(Path(one), graphs or (), dry_run)
+                gone += pruning.retry(Path(one), graphs or (), dry_run)
     _show_removed([{"path": one.path, "why": one.why, "bytes": one.bytes} for one in gone], dry_run, output)
 
 
 @contextlib.contextmanager
 def _told_now_and_then(label: str) -> Iterator[Callable[[str], Progress]]:
     """How far a fetch is, while it goes on. What it gives makes the progress of one."""
-    from workers.artifacts.progress import Progress
+    from workers.artifacts.fetch.progress import Progress
 
     going, ended = list[Progress](), threading.Event()
 
@@ -244,20 +244,20 @@ def _told_now_and_then(label: str) -> Iterator[Callable[[str], Progress]]:
 
 
 def _home() -> Home:
-    from orchestrator.home import Home
+    from orchestrator.process.home import Home
 
     return Home.from_environment()
 
 
 def _store(home: Home) -> Store:
-    from orchestrator.settings import store_here
+    from orchestrator.daemon.settings import store_here
 
     return store_here(home.store).open()
 
 
 def _places(home: Home, spec: str | None) -> list[str]:
     """The NEFF caches of this host that are there, and those that the spec names."""
-    from workers import neuron_cache
+    from workers.neff_cache import compiler_cache as neuron_cache
 
     found = [neuron_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
     places = [str(path) for path in found if path is not None and path.is_dir()]
@@ -285,8 +285,8 @@ class Seen:
 
 def _look(place: str) -> Seen:
     """Raises Failed."""
-    from workers.artifacts.listing import SourceError
-    from workers.compiled_cache import FOLDER
+    from workers.artifacts.sources.listing import SourceError
+    from workers.neff_cache.compiled_cache import FOLDER
     from workers.neff_cache.entries import listed_entries, read_entries
     from workers.neff_cache.sync import place_at
 
@@ -305,8 +305,8 @@ def _look(place: str) -> Seen:
 
 def _pushed(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[dict[str, Any]]:
     """The sets that are of ``files``, whose names begin with that of the set. Raises SourceError."""
-    from workers.compiled import MANIFEST
-    from workers.compiled_cache import missing
+    from workers.neff_cache.compiled_artifacts import MANIFEST
+    from workers.neff_cache.compiled_cache import missing
     from workers.neff_cache.record import LOCK_FILE, decoded
 
     sets: dict[str, list[RemoteFile]] = {}
@@ -340,8 +340,8 @@ def _below(file: RemoteFile, folder: str) -> RemoteFile:
 
 def _loaded(spec: str) -> SpecFile:
     """Without errors; its warnings are told. Exits otherwise."""
-    from orchestrator.specfile import load
-    from placements.problems import has_errors
+    from orchestrator.revisions.spec_file import load
+    from placements.spec.problems import has_errors
 
     file = load(spec, folders="plan")
     complain(file.problems)
@@ -350,15 +350,15 @@ def _loaded(spec: str) -> SpecFile:
     return file
 
 
-def _configs(spec: str, models: Sequence[str] | None, *, heads: bool) -> Iterator[Told]:
-    from orchestrator.offline import configs
+def _configs(spec: str, models: Sequence[str] | None, *, heads: bool) -> Iterator[OfflineConfig]:
+    from orchestrator.starts.offline_configs import configs
 
     yield from configs(_loaded(spec), _home(), models or (), heads=heads)
 
 
 def _verdicts(config: ReplicaConfig | Failure, read: bool) -> list[Verdict] | Failure:
-    from workers.neff_cache.verify import verify
-    from workers.status import Failure
+    from workers.compiling.start_forecast import verify
+    from workers.messages.status import Failure
 
     return config if isinstance(config, Failure) else verify(config, read=read)
 
@@ -367,7 +367,7 @@ def _written_down(
     home: Home, action: str, told: dict[str, Any], dry_run: bool
 ) -> contextlib.AbstractContextManager[object]:
     """In the audit log, as `keys` does; where there is no home there is nothing to write into."""
-    from orchestrator.audit import Audit, caller, recorded
+    from orchestrator.access.audit_log import Audit, caller, recorded
 
     if dry_run or not home.path.is_dir():
         return contextlib.nullcontext()
@@ -377,7 +377,7 @@ def _written_down(
 # How it is shown
 
 
-def _verdict_dict(of: Told, one: Verdict) -> dict[str, Any]:
+def _verdict_dict(of: OfflineConfig, one: Verdict) -> dict[str, Any]:
     told = one.prediction
     return {
         "model": of.model,
@@ -396,12 +396,12 @@ def _verdict_dict(of: Told, one: Verdict) -> dict[str, Any]:
     }
 
 
-def _reason(of: Told, told: Prediction) -> str:
+def _reason(of: OfflineConfig, told: Prediction) -> str:
     """With the place that `retry` is to be told, where it would not look by itself."""
-    from workers import neuron_cache
+    from workers.messages.status import Failure
+    from workers.neff_cache import compiler_cache as neuron_cache
     from workers.neff_cache.candidates import keep_of
     from workers.neff_cache.sync import localized
-    from workers.status import Failure
 
     config = of.config
     if not told.failed or isinstance(config, Failure) or not Path(told.place).is_dir():
@@ -412,7 +412,7 @@ def _reason(of: Told, told: Prediction) -> str:
     return told.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(told.place)}")
 
 
-def _no(of: Told, failure: Failure) -> dict[str, Any]:
+def _no(of: OfflineConfig, failure: Failure) -> dict[str, Any]:
     """A start that would fail before anything is compiled."""
     empty = {"engine": None, "role": "model", "source": of.source, "where": "", "place": ""}
     told = {"model": of.model, "target": of.target, "outcome": "fail", "hit": False, "reason": str(failure)}

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
-from orchestrator.audit import caller
+from orchestrator.access.audit_log import caller
 from orchestrator.cli.output import say
-from orchestrator.failure import Failed
-from orchestrator.fleet import ADMIN_PATH, BY_HEADER
-from orchestrator.home import FleetRecord, Home, daemon_alive
-from placements.problems import Problem
+from orchestrator.fleet.controller_settings import ADMIN_PATH, BY_HEADER
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import FleetRecord, Home, daemon_alive
+from placements.spec.problems import Problem
 
 T = TypeVar("T")
 DEADLINE_S = 10.0

@@ -12,12 +12,12 @@ import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
 from orchestrator.cli.output import Format, complain, say, show, stderr
-from orchestrator.columns import columns
-from orchestrator.failure import Failed
+from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import columns
 
 if TYPE_CHECKING:
-    from orchestrator.compileahead import Outcome, Step
-    from orchestrator.specfile import SpecFile
+    from orchestrator.compiling.compile_ahead import Outcome, Step
+    from orchestrator.revisions.spec_file import SpecFile
 
 WORDS = {
     "predicting": "looking what is compiled",
@@ -45,9 +45,9 @@ def compile_spec(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Compile what the models of a spec need, ahead of time and without a fleet or devices."""
-    from orchestrator.compileahead import named
-    from orchestrator.specfile import load
-    from placements.problems import has_errors
+    from orchestrator.compiling.compile_ahead import named
+    from orchestrator.revisions.spec_file import load
+    from placements.spec.problems import has_errors
 
     file = load(spec, folders="plan")
     if file.spec is None or has_errors(file.problems):
@@ -91,8 +91,8 @@ def _check_names(file: SpecFile, names: Sequence[str]) -> None:
 def _check_places(file: SpecFile, names: Sequence[str]) -> None:
     """Whether there is somewhere to push to, and it answers: before hours of compiling, not after. Models without a
     place are named. Raises Failed."""
-    from workers.artifacts.listing import SourceError
-    from workers.compiled_cache import FOLDER
+    from workers.artifacts.sources.listing import SourceError
+    from workers.neff_cache.compiled_cache import FOLDER
     from workers.neff_cache.sync import S3, is_writable, place_at
 
     assert file.spec is not None
@@ -116,21 +116,21 @@ def _check_places(file: SpecFile, names: Sequence[str]) -> None:
 
 def _check_hub(repository: str) -> None:
     """Raises Failed."""
-    from orchestrator.hubpush import opened
+    from orchestrator.compiling.hub_push import opened
 
     opened(repository)
 
 
 def _memory_gib(given: float | None) -> float:
-    from workers.turns import free_gib
+    from workers.compiling.memory_gate import free_gib
 
     return free_gib() if given is None else given
 
 
 def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[Outcome]:
-    from orchestrator.compileahead import CompileAhead, named
-    from orchestrator.home import Home
-    from orchestrator.settings import store_here
+    from orchestrator.compiling.compile_ahead import CompileAhead, named
+    from orchestrator.daemon.settings import store_here
+    from orchestrator.process.home import Home
 
     home = Home.from_environment()
     home.prepare()
@@ -157,7 +157,7 @@ def _view() -> Iterator[Callable[[Step], None]]:
         with _bars() as watch:
             yield watch
         return
-    from orchestrator.compileahead import named
+    from orchestrator.compiling.compile_ahead import named
 
     last: dict[str, str] = {}
     lock = threading.Lock()
@@ -182,7 +182,7 @@ def _bars() -> Iterator[Callable[[Step], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-    from orchestrator.compileahead import named
+    from orchestrator.compiling.compile_ahead import named
 
     tasks: dict[str, TaskID] = {}
     lock = threading.Lock()
@@ -204,7 +204,7 @@ def _bars() -> Iterator[Callable[[Step], None]]:
 
 
 def _to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
-    from orchestrator.hubpush import push_to_hub
+    from orchestrator.compiling.hub_push import push_to_hub
 
     folders = [Path(folder) for one in outcomes if one.result != "failed" for folder in one.folders if folder]
     if not folders:
@@ -215,7 +215,7 @@ def _to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
-    from orchestrator.compileahead import named
+    from orchestrator.compiling.compile_ahead import named
 
     rows = [
         (named(one), one.engine, one.result, f"{one.seconds:.0f} s" if one.seconds else None, key, sent)

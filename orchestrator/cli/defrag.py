@@ -7,15 +7,15 @@ from typing import Any
 
 from orchestrator.cli.client import AdminClient, FleetRefused
 from orchestrator.cli.plan import PlanResult, cores_text, move_lines, picture, problems_of, seconds, text_of
-from orchestrator.defrag import defragmentation
-from orchestrator.failure import Failed
-from orchestrator.specfile import SpecFile
-from placements.cores import CoreRange
-from placements.hosts import hosts_for
-from placements.parse import parse
-from placements.plan import plan
-from placements.problems import Problem, has_errors
-from placements.topology import Host
+from orchestrator.process.failure import Failed
+from orchestrator.revisions.spec_file import SpecFile
+from orchestrator.rollout.defragmentation import defragmentation
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Host
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import hosts_for
+from placements.spec.parse import parse
+from placements.spec.problems import Problem, has_errors
 
 
 def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) -> PlanResult:
@@ -25,7 +25,7 @@ def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) ->
             raise Failed("no-fleet", "no fleet runs that could be asked", "corewright plan --defrag N SPEC")
         return _alone(file, cores)
     if file is None:
-        from orchestrator.specfile import this_machine
+        from orchestrator.revisions.spec_file import this_machine
 
         spec = fleet.get("spec")
         told = (spec["text"], spec["file"], spec["base_dir"])

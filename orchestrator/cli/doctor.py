@@ -1,4 +1,4 @@
-"""`corewright doctor`: reads this machine, and prints what orchestrator/doctor.py makes of it."""
+"""`corewright doctor`: reads this machine, and prints what orchestrator/cli/diagnosis.py makes of it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from typing import Any
 
 import orchestrator
 from orchestrator.cli.client import find_fleet
-from orchestrator.columns import columns
-from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, interpreter_problems, report
-from orchestrator.failure import Failed
-from orchestrator.specfile import SpecFile, start_problems
-from orchestrator.version import corewright_version
-from placements.cores import runs
-from placements.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
-from placements.problems import Problem
-from workers import contract
-from workers.contract import Drift
-from workers.facts.reading import Places, read_host_facts
-from workers.facts.tools import run_tool
-from workers.interpreter import NEEDS, Interpreter, probe
+from orchestrator.cli.diagnosis import (
+    FleetSeen,
+    InterpreterSeen,
+    Readings,
+    ReplicaSeen,
+    Report,
+    interpreter_problems,
+    report,
+)
+from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import columns
+from orchestrator.process.version import corewright_version
+from orchestrator.revisions.spec_file import SpecFile, start_problems
+from placements.facts.core_range import runs
+from placements.facts.engines import AUTO_ENGINES, NAMED_ENGINES, resolve
+from placements.spec.problems import Problem
+from workers.engines import package_contract
+from workers.engines.package_contract import Drift
+from workers.host.facts.reading import Places, read_host_facts
+from workers.host.facts.tools import run_tool
+from workers.host.interpreter import NEEDS, Interpreter, probe
 
 IMPORT_S = 120.0  # torch-neuronx, cold, from a network disk
 # Without the current folder on the path: what lies there is not what is installed.
@@ -134,12 +142,12 @@ def _seen(found: Interpreter, needed_for: tuple[str, ...], where: str) -> Interp
 
 def _drift(python: str, engine: str, installed: str) -> Drift:
     """In that interpreter, which imports the package."""
-    code = _DRIFT.format(path=str(Path(contract.__file__)))
+    code = _DRIFT.format(path=str(Path(package_contract.__file__)))
     output = run_tool([python, "-c", code, engine], IMPORT_S)
     try:
         return Drift.of(json.loads(output.stdout.splitlines()[-1]))
     except (ValueError, IndexError):
-        return Drift(engine, contract.PACKAGES[engine], installed, problem=output.problem or "it told nothing")
+        return Drift(engine, package_contract.PACKAGES[engine], installed, problem=output.problem or "it told nothing")
 
 
 def text(found: Report) -> str:

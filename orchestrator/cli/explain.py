@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from orchestrator.api.operations import Refused
 from orchestrator.cli.client import AdminClient
 from orchestrator.cli.plan import cores_text, move_lines, text_of
-from orchestrator.failure import Failed
-from orchestrator.operations import Refused
-from orchestrator.specfile import SpecFile
-from placements.explain import explain
-from placements.remedies import Question
+from orchestrator.process.failure import Failed
+from orchestrator.revisions.spec_file import SpecFile
+from placements.explain.explain import explain
+from placements.explain.remedies import Question
 
 MOST = 8  # replicas whose places are told
 WIDTH = 80  # columns

@@ -16,16 +16,16 @@ import msgspec
 
 from orchestrator.cli.app import FAILED, INTERRUPTED
 from orchestrator.cli.output import complain, say, stdout
-from orchestrator.failure import Failed
-from orchestrator.home import Home
-from orchestrator.offline import Offline
-from orchestrator.specfile import SpecFile, start_problems
-from placements.placement import Placement
-from placements.problems import has_errors
-from workers import child
-from workers.config import ReplicaConfig
-from workers.oneoff import End, Job, Piece, Told, Trouble
-from workers.status import Failure
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
+from orchestrator.revisions.spec_file import SpecFile, start_problems
+from orchestrator.starts.offline_configs import OfflineConfigs
+from placements.planner.placement import Placement
+from placements.spec.problems import has_errors
+from workers.host import child_process
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+from workers.serving.generate_once import End, Job, Piece, Told, Trouble
 
 END_S = 5.0  # for the process to end by itself; then it is killed
 
@@ -47,7 +47,7 @@ def generate(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> in
         return FAILED
     home = Home.from_environment()
     home.prepare()
-    offline = Offline(file, home)
+    offline = OfflineConfigs(file, home)
     if problems := offline.unplaced(model):
         complain(problems)
         say(f"{model} has no place: nothing was started")
@@ -64,7 +64,9 @@ class Asked(NamedTuple):
     how: dict[str, Any]  # fields of ``Job``
 
 
-def _answered(offline: Offline, placement: Placement, home: Home, asked: Asked, held: contextlib.ExitStack) -> int:
+def _answered(
+    offline: OfflineConfigs, placement: Placement, home: Home, asked: Asked, held: contextlib.ExitStack
+) -> int:
     model = placement.model
     config = _config(offline, placement, home, held)
     where = placement.host
@@ -87,7 +89,7 @@ def _only(file: SpecFile, model: str) -> SpecFile:
     return dataclasses.replace(file, spec=file.spec.model_copy(update={"models": kept}))
 
 
-def _config(offline: Offline, placement: Placement, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
+def _config(offline: OfflineConfigs, placement: Placement, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
     """As the fleet would tell it to its replica. Raises Failed for a source that cannot be had, and an interpreter or
     an engine that will not do. What it loads is in use until ``held`` ends."""
     found = offline.config(placement)
@@ -99,16 +101,16 @@ def _config(offline: Offline, placement: Placement, home: Home, held: contextlib
 
 def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
     """With the folders of what was fetched. Raises Failed."""
-    from orchestrator.settings import store_here
-    from workers.artifacts.bringing import Bringing, Landed, wanted_by, with_folders
-    from workers.artifacts.listing import SourceError
-    from workers.artifacts.progress import Progress
-    from workers.artifacts.uses import using
+    from orchestrator.daemon.settings import store_here
+    from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, wanted_by, with_folders
+    from workers.artifacts.fetch.progress import Progress
+    from workers.artifacts.sources.listing import SourceError
+    from workers.artifacts.store.artifact_uses import using
 
     wanted = wanted_by(config)
     if wanted == (None, None):
         return config
-    bringing, landed = Bringing(store_here(home.store).open()), list[Landed | None]()
+    bringing, landed = ArtifactFetcher(store_here(home.store).open()), list[FetchedArtifact | None]()
     try:
         for one in wanted:
             if one is not None:
@@ -124,19 +126,19 @@ def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> R
 def _compile(config: ReplicaConfig) -> None:
     """What its load would compile comes from the model's ``neff_cache``, or is compiled, before it claims a core: as
     before the start of a replica. Raises Failed."""
-    from orchestrator.ahead import NEEDS_DEVICE
-    from workers import ahead
-    from workers.artifacts.progress import Progress
+    from orchestrator.rollout.preparation import NEEDS_DEVICE
+    from workers.artifacts.fetch.progress import Progress
+    from workers.compiling import prefetch
 
-    if not ahead.compiles(config):
+    if not prefetch.compiles(config):
         return
-    found = ahead.foresee(config)
+    found = prefetch.foresee(config)
     if found.trouble:
         say(f"{config.model}: what it would compile cannot be told: {found.trouble}")
     if not found.missing:
         return
     say(f"compiling {config.model} ({config.engine}): {'; '.join(found.missing)}")
-    ended = ahead.build(config, Progress(config.model), threading.Event())
+    ended = prefetch.build(config, Progress(config.model), threading.Event())
     if isinstance(ended, Failure) and ended.id != NEEDS_DEVICE:
         raise Failed(ended.id, ended.what, ended.hint)
     if not isinstance(ended, Failure) and ended.pulled and not ended.compiled:
@@ -146,7 +148,9 @@ def _compile(config: ReplicaConfig) -> None:
 @contextlib.contextmanager
 def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
     """The child with the placement's environment, its complaints in the log; ended in any case."""
-    process = child.start(("workers.oneoff",), python=config.python, env=config.env, log_file=config.log)
+    process = child_process.start(
+        ("workers.serving.generate_once",), python=config.python, env=config.env, log_file=config.log
+    )
     try:
         yield process
     finally:

@@ -11,13 +11,13 @@ import typer
 
 from orchestrator.cli.app import FormatOption, YesOption, app, group
 from orchestrator.cli.output import Format, confirmed, say, show
-from orchestrator.columns import columns
-from orchestrator.failure import Failed
+from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import columns
 
 if TYPE_CHECKING:
-    from orchestrator.audit import AuditEntry
-    from orchestrator.home import Home
-    from orchestrator.keys import ApiKey, KeyRing
+    from orchestrator.access.audit_log import AuditEntry
+    from orchestrator.access.keys import ApiKey, KeyRing
+    from orchestrator.process.home import Home
 
 keys = group("keys", "The API keys of this home. A running fleet takes notice within a second.")
 
@@ -81,9 +81,9 @@ def create(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Create a key, and print its text once. From the first key on, every request needs one."""
-    from orchestrator.audit import Audit, caller, recorded
-    from orchestrator.home import Home
-    from orchestrator.keys import SCOPES, Allowance, KeyFile, read_expiry
+    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.keys import SCOPES, Allowance, KeyFile, read_expiry
+    from orchestrator.process.home import Home
 
     home = Home.from_environment()
     now = time.time()
@@ -122,9 +122,9 @@ def change(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Give a key another weight or other limits. What is not named stays."""
-    from orchestrator.audit import Audit, caller, recorded
-    from orchestrator.home import Home
-    from orchestrator.keys import KeyFile, shown
+    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.keys import KeyFile, shown
+    from orchestrator.process.home import Home
 
     limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
     if not limits:
@@ -142,8 +142,8 @@ def change(
 @keys.command("list")
 def list_keys(output: FormatOption = Format.TABLE) -> None:
     """Show the keys, without their secrets."""
-    from orchestrator.home import Home
-    from orchestrator.keys import KeyFile
+    from orchestrator.access.keys import KeyFile
+    from orchestrator.process.home import Home
 
     ring = KeyFile(Home.from_environment().keys).read()
     now = time.time()
@@ -177,9 +177,9 @@ def revoke(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Revoke a key. Answers that have begun go on, and other requests need a key as before."""
-    from orchestrator.audit import Audit, caller, recorded
-    from orchestrator.home import Home
-    from orchestrator.keys import KeyFile, shown
+    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.keys import KeyFile, shown
+    from orchestrator.process.home import Home
 
     home = Home.from_environment()
     with contextlib.ExitStack() as stack:
@@ -200,9 +200,9 @@ def open_(
     ] = None,
 ) -> None:
     """Answer requests without a key again, on loopback, until the next key is created or `keys close`."""
-    from orchestrator.audit import Audit, caller, recorded
-    from orchestrator.home import Home
-    from orchestrator.keys import KeyFile, read_expiry
+    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.keys import KeyFile, read_expiry
+    from orchestrator.process.home import Home
 
     home, now = Home.from_environment(), time.time()
     ends = None if until is None else read_expiry(until, now, "--until")
@@ -220,9 +220,9 @@ def open_(
 @keys.command("close")
 def close(yes: YesOption = False) -> None:
     """Demand a key of every request from now on: the end of a grace period, or of `keys open`."""
-    from orchestrator.audit import Audit, caller, recorded
-    from orchestrator.home import Home
-    from orchestrator.keys import KeyFile
+    from orchestrator.access.audit_log import Audit, caller, recorded
+    from orchestrator.access.keys import KeyFile
+    from orchestrator.process.home import Home
 
     home, now = Home.from_environment(), time.time()
     home.prepare()
@@ -244,8 +244,8 @@ def access(ring: KeyRing, now: float) -> str:
 def _listening(home: Home) -> tuple[str | None, bool]:
     """The address on which the gateway of the running fleet listens, None where no fleet runs; and whether it is
     reached from the network."""
-    from orchestrator.home import daemon_alive
-    from orchestrator.settings import is_loopback
+    from orchestrator.process.addresses import is_loopback
+    from orchestrator.process.home import daemon_alive
 
     record = home.read_record()
     listens = record.listens if record is not None and daemon_alive(record) else None
@@ -271,8 +271,8 @@ def audit(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Tell who changed what, and what came of it. Needs no fleet."""
-    from orchestrator.audit import Audit
-    from orchestrator.home import Home
+    from orchestrator.access.audit_log import Audit
+    from orchestrator.process.home import Home
 
     found = Audit(Home.from_environment().audit).entries(count)
     rows = [(_time(e.at), e.who, e.by or None, e.action, e.status, e.revision, _arguments(e)) for e in found]
@@ -321,7 +321,7 @@ def _limits(
     max_concurrent: str | None,
 ) -> dict[str, Any]:
     """What was given of it, as fields of Allowance. Raises Failed for what is no limit."""
-    from orchestrator.keys import read_limit
+    from orchestrator.access.keys import read_limit
 
     given = {
         "requests_per_minute": requests_per_minute,

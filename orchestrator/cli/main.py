@@ -30,13 +30,13 @@ from orchestrator.cli.app import (
     the_fleet,
 )
 from orchestrator.cli.output import Format, complain, say, show, stdout, use_color
-from orchestrator.failure import Failed
-from orchestrator.version import corewright_version
+from orchestrator.process.failure import Failed
+from orchestrator.process.version import corewright_version
 
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
 
-__all__ = ["app", "bench", "cache", "compile", "hands", "keys", "main", "rollouts", "run", "simulate", "trace", "views"]
+__all__ = ["app", "apply", "bench", "cache", "compile", "keys", "main", "operate", "run", "simulate", "trace", "views"]
 
 DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spare
 
@@ -80,9 +80,9 @@ def up(
     ] = None,
 ) -> None:
     """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
-    from orchestrator.allowed import Allowed
-    from orchestrator.settings import resolve
-    from placements.problems import has_errors
+    from orchestrator.access.source_policy import SourcePolicy
+    from orchestrator.daemon.settings import resolve
+    from placements.spec.problems import has_errors
 
     if ray_address is not None:
         what = f"--ray-address {ray_address}: `up` of this version starts a Ray of its own, on this machine"
@@ -98,12 +98,12 @@ def up(
     if settings["watch"] and spec == "-":
         raise Failed("watch-needs-file", "standard input cannot be watched", "give the spec as a file, or --no-watch")
     from orchestrator.cli.up import check_listening, run_up
-    from orchestrator.heartbeat import Heartbeat
-    from orchestrator.specfile import load
+    from orchestrator.process.waiting_notice import WaitingNotice
+    from orchestrator.revisions.spec_file import load
 
     check_listening(settings)
-    allowed = Allowed(settings["allowed_sources"])  # the operator's own file says which interpreters there are
-    with Heartbeat(say).waiting(lambda: "the sources of the spec"):
+    allowed = SourcePolicy(settings["allowed_sources"])  # the operator's own file says which interpreters there are
+    with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
     raise typer.Exit(run_up(file, settings))
 
@@ -117,8 +117,8 @@ def validate(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Say everything that is wrong with a spec. Needs no device, no weights and no fleet."""
-    from orchestrator.specfile import load
-    from placements.problems import has_errors
+    from orchestrator.revisions.spec_file import load
+    from placements.spec.problems import has_errors
 
     file = load(spec, folders="plan" if offline else "load")
     count = len([problem for problem in file.problems if problem.severity == "error"])
@@ -144,7 +144,7 @@ def plan(
     """Preview placement and changes, against the running fleet if there is one."""
     from orchestrator.cli.client import unless_for_other_hosts
     from orchestrator.cli.plan import PlanResult, make_plan
-    from orchestrator.specfile import load
+    from orchestrator.revisions.spec_file import load
 
     if spec is None and (defrag is None or offline):
         raise typer.BadParameter("is missing; only --defrag of a running fleet goes without", param_hint="SPEC")
@@ -175,7 +175,7 @@ def explain(
     """Explain why a model is where it is or has no place, and what would help."""
     from orchestrator.cli.client import unless_for_other_hosts
     from orchestrator.cli.explain import explanation, explanation_text
-    from orchestrator.specfile import load
+    from orchestrator.revisions.spec_file import load
 
     if spec is None and offline:
         raise typer.BadParameter("is missing: without a fleet there is no other spec", param_hint="SPEC")
@@ -188,7 +188,7 @@ def explain(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
-    from placements.spec import json_schema
+    from placements.spec.schema import json_schema
 
     show(json_schema(), Format.JSON, "")
 
@@ -210,7 +210,7 @@ def generate(
 ) -> None:
     """Let one model of a spec answer once, on its own cores, without a fleet."""
     from orchestrator.cli.generate import generate as answer
-    from orchestrator.specfile import load
+    from orchestrator.revisions.spec_file import load
 
     how = {"raw": raw, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     raise typer.Exit(answer(load(spec, folders="plan"), model, prompt, how))
@@ -225,7 +225,7 @@ def doctor(
 ) -> None:
     """Look this machine over: versions, Neuron devices, who holds cores, engines and interpreters."""
     from orchestrator.cli.doctor import examination, text
-    from orchestrator.specfile import load
+    from orchestrator.revisions.spec_file import load
 
     report = examination(None if spec is None else load(spec))
     if output is Format.TABLE:
@@ -246,7 +246,7 @@ def status(output: FormatOption = Format.TABLE) -> None:
 @app.command()
 def down() -> None:
     """End the running fleet: drain, then stop what corewright has started. Fails where something is left."""
-    from orchestrator.home import Home, daemon_alive, left_behind
+    from orchestrator.process.home import Home, daemon_alive, left_behind
 
     home = Home.from_environment()
     record = home.read_record()
@@ -280,7 +280,7 @@ def version(output: FormatOption = Format.TABLE) -> None:
 
 def _drain_s(client: AdminClient) -> float:
     """How long the fleet drains at its end."""
-    from orchestrator.fleet import DRAIN_S
+    from orchestrator.fleet.controller_settings import DRAIN_S
 
     with contextlib.suppress(Failed):  # the controller may just be away: that is no reason not to end the fleet
         for value in client.get("config")["values"]:
@@ -321,7 +321,7 @@ def run(arguments: list[str]) -> int:
 
 
 # The other commands. They stand here so that `--help` lists those above first.
-from orchestrator.cli import rollouts, views, hands, keys, compile, cache, bench, simulate, trace  # noqa: E402, I001
+from orchestrator.cli import apply, views, operate, keys, compile, cache, bench, simulate, trace  # noqa: E402, I001
 
 if __name__ == "__main__":
     main()

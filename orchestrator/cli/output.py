@@ -11,8 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
-from orchestrator.failure import Failed
-from placements.problems import Problem, render
+from orchestrator.process.failure import Failed
+from placements.spec.problems import Problem, render
 
 
 class Format(str, Enum):
@@ -41,8 +41,8 @@ def stderr() -> TextIO:
 def libraries_to_log(path: Path) -> Iterator[None]:
     """Within it, all that is printed goes to the log at ``path``, except what ``say`` and ``show`` print. Raises Failed
     where the log cannot be opened."""
-    from orchestrator.home import written
-    from workers.host import cut_log
+    from orchestrator.process.home import written
+    from workers.host.host_facts import cut_log
 
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.cli.client import AdminClient, FleetRefused
-from orchestrator.cli.details import details
 from orchestrator.cli.output import stdout, use_color
-from orchestrator.columns import columns
-from orchestrator.failure import Failed
-from orchestrator.specfile import SpecFile
-from placements.coremap import core_map
-from placements.cores import CoreRange
-from placements.ledger import ledger
-from placements.plan import Placement, Plan, plan
-from placements.problems import Problem, has_errors
-from placements.spec import Spec
-from placements.topology import Host
+from orchestrator.cli.plan_details import details
+from orchestrator.process.failure import Failed
+from orchestrator.process.text_table import columns
+from orchestrator.revisions.spec_file import SpecFile
+from placements.explain.core_map import core_map
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Host
+from placements.planner.ledger import ledger
+from placements.planner.plan import Placement, Plan, plan
+from placements.spec.problems import Problem, has_errors
+from placements.spec.schema import Spec
 
 MOST_ROWS = 50  # replicas that are listed one by one
 KINDS = ("start", "stop", "move", "restart", "reconfigure")

@@ -9,11 +9,11 @@ import typer
 
 from orchestrator.cli.app import FAILED, FormatOption, SpecArgument, app
 from orchestrator.cli.output import Format, complain, say, show, write
-from orchestrator.moments import moment
+from orchestrator.process.durations import moment
 
 if TYPE_CHECKING:
-    from orchestrator.simulate.question import MadeUp
-    from orchestrator.specfile import SpecFile
+    from orchestrator.revisions.spec_file import SpecFile
+    from orchestrator.simulate.inputs import MadeUp
 
 BEGINS = "2026-01-05"  # a Monday
 OF_THIS_MACHINE = ("threads-oversubscribed",)  # warnings that do not matter where nothing is started
@@ -67,12 +67,12 @@ def simulate(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Play a load through the planner, the router and the autoscaler, in virtual time. Needs no fleet and no device."""
+    from orchestrator.revisions.spec_file import load
+    from orchestrator.simulate.inputs import POLICIES, SimulationInputs, answer
     from orchestrator.simulate.page import page
-    from orchestrator.simulate.question import POLICIES, Question, answer
     from orchestrator.simulate.report import text
-    from orchestrator.simulate.tracefile import TraceWrong
-    from orchestrator.specfile import load
-    from placements.problems import has_errors
+    from orchestrator.simulate.trace_file import TraceWrong
+    from placements.spec.problems import has_errors
 
     if trace is None and generate is None:
         raise typer.BadParameter("is needed, or --generate: one of them", param_hint="--trace")
@@ -86,7 +86,7 @@ def simulate(
     wanted = made or trace
     assert wanted is not None
     at = None if begins is None else _date(begins)
-    question = Question(files, wanted, hosts, gateways, found, speeds, at, seed)
+    question = SimulationInputs(files, wanted, hosts, gateways, found, speeds, at, seed)
     for file in files:
         if not has_errors(file.problems):  # errors are told with the failure
             complain([problem for problem in file.problems if problem.id not in OF_THIS_MACHINE])
@@ -107,7 +107,7 @@ def _made_up(
     kind: str, rate: float, seconds: float, lengths: str, cv: float | None, shares: dict[str, float]
 ) -> MadeUp:
     from orchestrator.bench.lengths import Lengths
-    from orchestrator.simulate.question import MadeUp
+    from orchestrator.simulate.inputs import MadeUp
     from orchestrator.simulate.workload import Kind
 
     known: tuple[Kind, ...] = get_args(Kind)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.columns import columns
-from orchestrator.telling import fetch_text, hold_text
+from orchestrator.fleet.progress_text import fetch_text, hold_text
+from orchestrator.process.text_table import columns
 
 Row = tuple[object, ...]
 TIMES = ("at", "since")

@@ -9,7 +9,7 @@ import typer
 
 from orchestrator.cli.app import FAILED, group, the_fleet
 from orchestrator.cli.output import say, stdout, write
-from orchestrator.moments import moment, span_s
+from orchestrator.process.durations import moment, span_s
 
 PAGE = 5000  # requests that are asked for at once
 
@@ -35,7 +35,7 @@ def export(
     import time
 
     from orchestrator.simulate.speeds import measured_speeds
-    from orchestrator.simulate.tracefile import write_trace
+    from orchestrator.simulate.trace_file import write_trace
 
     oldest = float("-inf") if since is None else _since(since, time.time())
     client = the_fleet()

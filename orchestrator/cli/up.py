@@ -6,18 +6,19 @@ import os
 import sys
 import time
 
+from orchestrator.access.keys import KeyFile
 from orchestrator.cli.doctor import engine_problems
 from orchestrator.cli.output import Format, complain, libraries_to_log, say, show, stdout, use_color
-from orchestrator.daemon import Daemon, UpOptions
-from orchestrator.failure import Failed
-from orchestrator.heartbeat import Heartbeat
-from orchestrator.home import FleetRecord, Home
-from orchestrator.keys import KeyFile
-from orchestrator.settings import Settings, gateway_settings, is_loopback, store_settings
-from orchestrator.specfile import SpecFile, start_problems
-from placements.coremap import core_map
-from placements.plan import plan
-from placements.problems import Problem, has_errors
+from orchestrator.daemon.daemon import Daemon, UpOptions
+from orchestrator.daemon.settings import Settings, gateway_settings, store_settings
+from orchestrator.process.addresses import is_loopback
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.waiting_notice import WaitingNotice
+from orchestrator.revisions.spec_file import SpecFile, start_problems
+from placements.explain.core_map import core_map
+from placements.planner.plan import plan
+from placements.spec.problems import Problem, has_errors
 
 
 def check_listening(settings: Settings) -> None:
@@ -29,7 +30,7 @@ def check_listening(settings: Settings) -> None:
         given = "--tls-client-ca" if client_ca is not None and cert is None else "one of --tls-cert and --tls-key"
         raise Failed("tls-incomplete", f"{given} alone is given", "--tls-cert FILE and --tls-key FILE belong together")
     if cert is not None and key is not None:
-        from orchestrator.tls import server_context
+        from orchestrator.access.tls import server_context
 
         server_context(cert, key, client_ca)
     open_to_all, now = not is_loopback(host), time.time()
@@ -54,7 +55,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
     """Gives the exit code. Raises Failed when the fleet cannot start."""
     problems = (*file.problems, *start_problems(file))
     if not has_errors(problems):
-        with Heartbeat(say).waiting(lambda: "the interpreters of the engines"):
+        with WaitingNotice(say).waiting(lambda: "the interpreters of the engines"):
             problems = (*problems, *engine_problems(file))
     complain(problems)
     if file.spec is None or has_errors(problems):

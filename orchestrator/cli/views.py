@@ -12,7 +12,7 @@ import typer
 
 from orchestrator.cli.app import FAILED, FollowOption, FormatOption, ModelArgument, app, group, the_fleet
 from orchestrator.cli.output import Format, complain, show, stdout
-from orchestrator.failure import Failed
+from orchestrator.process.failure import Failed
 
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
@@ -41,7 +41,7 @@ def get(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """List models, replicas, hosts, revisions or events."""
-    from orchestrator.cli.following import latest
+    from orchestrator.cli.follow import latest
     from orchestrator.cli.tables import listing
 
     client = the_fleet()
@@ -83,7 +83,7 @@ def describe(
 ) -> None:
     """Tell all that is known of a model, a replica or a host: conditions, cause, log, recent events."""
     from orchestrator.cli.client import FleetRefused
-    from orchestrator.cli.following import events_after
+    from orchestrator.cli.follow import events_after
     from orchestrator.cli.tables import description
 
     client = the_fleet()
@@ -122,7 +122,7 @@ def events(
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Tell what happened: the last 20 events, or all since SEQ; with -f also what happens next."""
-    from orchestrator.cli.following import coming, events_after, latest
+    from orchestrator.cli.follow import coming, events_after, latest
     from orchestrator.cli.tables import event_line, listing
 
     client = the_fleet()
@@ -170,7 +170,7 @@ def logs(
 
 
 def _more(client: AdminClient, model: str, told: Mapping[str, Any]) -> Any:
-    from orchestrator.fleet import LONGEST_WAIT_S
+    from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 
     replica = told["replica"].rpartition("/")[2]
     wanted = {"model": model, "replica": replica, "offset": told["offset"], "wait_s": LONGEST_WAIT_S}
@@ -182,8 +182,8 @@ def config_view(output: FormatOption = Format.TABLE) -> None:
     """Show each setting of `up` with its origin: for this shell, and for the running fleet."""
     from orchestrator.cli.client import find_fleet
     from orchestrator.cli.tables import settings_text
-    from orchestrator.settings import resolve
-    from placements.problems import has_errors
+    from orchestrator.daemon.settings import resolve
+    from placements.spec.problems import has_errors
 
     here = resolve({})
     complain(here.problems)

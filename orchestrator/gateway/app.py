@@ -18,39 +18,39 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import msgspec.structs
 
-from orchestrator.awake import AwakeClock
-from orchestrator.demand import DemandReport
-from orchestrator.gateway import errors, protocol
-from orchestrator.gateway.answers import Answer, Choice
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.exchange import JSON, Exchange
-from orchestrator.gateway.exposition import wants_openmetrics
-from orchestrator.gateway.gate import PREFLIGHT, Gate, allow_model, allow_scope
-from orchestrator.gateway.generation import Prompts, prompts_of, requests_for
-from orchestrator.gateway.http import Handler, HttpServer
-from orchestrator.gateway.limits import Limits
-from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
-from orchestrator.gateway.openapi import openapi
-from orchestrator.gateway.peers import Peers
-from orchestrator.gateway.queue import ModelQueue
-from orchestrator.gateway.recorder import Recorder
-from orchestrator.gateway.reply import Note, Reply
-from orchestrator.gateway.scrapes import Page, Scrapes
+from orchestrator.access.keys import ApiKey, KeyFile
+from orchestrator.fleet.route_table import RouteTable
+from orchestrator.gateway.http.connection import Handler, HttpServer
+from orchestrator.gateway.http.exchange import JSON, Exchange
+from orchestrator.gateway.limits.authenticator import PREFLIGHT, Authenticator, allow_model, allow_scope
+from orchestrator.gateway.limits.key_limits import KeyLimits
+from orchestrator.gateway.openai import errors, protocol
+from orchestrator.gateway.openai.answers import Answer, Choice
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.openapi import openapi
+from orchestrator.gateway.openai.reply import Note, Reply
+from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
+from orchestrator.gateway.openai.tokenize import detokenized, tokenized
+from orchestrator.gateway.serving.queue import ModelQueue
+from orchestrator.gateway.serving.scheduling_parameters import terms_of
+from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
+from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.gateway.terms import terms_of
-from orchestrator.gateway.tokenize import detokenized, tokenized
-from orchestrator.gateway.tokenizers import TokenizerShelf
-from orchestrator.gateway.tokenizing import Tokenizing
-from orchestrator.gateway.tracing import TraceHandle, Tracing
-from orchestrator.home import Home
-from orchestrator.keys import ApiKey, KeyFile
-from orchestrator.logs import Access, access_log
-from orchestrator.routes import RouteTable
-from orchestrator.version import corewright_version
-from workers.metric_family import MetricFamily
-from workers.requests import GenerateRequest
-from workers.tokenizer import ByteTokenizer, PromptTokenizer
-from workers.tokenizer_process import TokenizerFault
+from orchestrator.gateway.telemetry.exposition import wants_openmetrics
+from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.gateway.telemetry.peers import Peers
+from orchestrator.gateway.telemetry.recorder import RequestRecorder
+from orchestrator.gateway.telemetry.request_spans import RequestTracing, TraceHandle
+from orchestrator.gateway.telemetry.scrapes import Page, Scrapes
+from orchestrator.process.awake_clock import AwakeClock
+from orchestrator.process.home import Home
+from orchestrator.process.logs import Access, access_log
+from orchestrator.process.version import corewright_version
+from orchestrator.scaling.demand_report import DemandReport
+from workers.messages.metric_family import MetricFamily
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import ByteTokenizer, PromptTokenizer
+from workers.text.tokenizer_process import TokenizerFault
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ Asked = protocol.ChatRequest | protocol.CompletionRequest
 T = TypeVar("T")
 
 
-class Controller(Protocol):
+class ControllerClient(Protocol):
     """What the gateway asks of the controller."""
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
@@ -85,7 +85,7 @@ class Controller(Protocol):
 class Gateway:
     """State of one gateway: a queue for each model, kept true by the controller's route table. One event loop."""
 
-    def __init__(self, controller: Controller, settings: GatewaySettings) -> None:
+    def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
         self._controller = controller
         self._settings = settings
         self._id = uuid.uuid4().hex[:8]
@@ -94,8 +94,8 @@ class Gateway:
         self._answer_ids = map(f"-{self._id}%x".__mod__, itertools.count())
         self.queues: dict[str, ModelQueue] = {}
         self._names: dict[str, ModelQueue] = {}  # aliases among them
-        self._tokenizers = TokenizerShelf()
-        self._tokenizing = Tokenizing()
+        self._tokenizers = Tokenizers()
+        self._tokenizing = TokenizerThreads()
         self._scrapes = Scrapes(self._metrics_page)
         self._table: RouteTable | None = None
         self._heard_at = 0.0
@@ -104,11 +104,11 @@ class Gateway:
         self._strangers: Counter[int] = Counter()  # by status, requests without a valid key that are not logged yet
         self._strangers_at = -math.inf  # monotonic
         home = Home(Path(settings.home))
-        self.gate = Gate(settings, KeyFile(home.keys))
+        self.gate = Authenticator(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
-        self._tracing = Tracing.from_environment(self._id)
-        self._limits = Limits(home.sockets / "limits", settings.gateways)
-        self._recorder = Recorder(home.traces, self._id)
+        self._tracing = RequestTracing.from_environment(self._id)
+        self._limits = KeyLimits(home.sockets / "limits", settings.gateways)
+        self._recorder = RequestRecorder(home.traces, self._id)
         self._epoch = time.time() - time.monotonic()  # added to a monotonic time: seconds since the epoch
         self.server = HttpServer(settings, self.handle, self.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
@@ -631,7 +631,7 @@ class Gateway:
         finally:
             exchange.add_headers(self._limits.headers(key, now))
 
-    def _trace(self, tracing: Tracing, exchange: Exchange, model: str, chat: bool) -> TraceHandle | None:
+    def _trace(self, tracing: RequestTracing, exchange: Exchange, model: str, chat: bool) -> TraceHandle | None:
         operation = "chat" if chat else "text_completion"
         exchange.trace = tracing.start(exchange.request.headers, model, operation, exchange.id)
         return exchange.trace
@@ -659,4 +659,4 @@ def _unquoted(path: str) -> str:
     return unquote(path)
 
 
-__all__ = ["ApiError", "Controller", "Gateway"]
+__all__ = ["ApiError", "ControllerClient", "Gateway"]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import uvloop
 
-from orchestrator.gateway.app import Controller, Gateway
-from orchestrator.gateway.http import HttpConnection
-from orchestrator.gateway.listener import bind
+from orchestrator.access.tls import CertificateFiles
+from orchestrator.gateway.app import ControllerClient, Gateway
+from orchestrator.gateway.http.connection import HttpConnection
+from orchestrator.gateway.http.listener import bind
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.tls import CertificateFiles
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ FIRST_ROUTES_S = 5.0
 class GatewayServer:
     """Serves one Gateway until ``stop``."""
 
-    def __init__(self, controller: Controller, settings: GatewaySettings) -> None:
+    def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
         """Raises OSError when the port cannot be had, Failed when certificates or keys cannot be read."""
         self._settings = settings
         self._certificates = _certificates(settings)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from orchestrator.simulate.clock import Clock
-from orchestrator.simulate.desk import Choice, Desk, Measured
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.replica import SimReplica
-from orchestrator.simulate.request import Arrival
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_queue import Choice, Measured, SimulatedQueue
+from orchestrator.simulate.simulated_replica import SimReplica
+from orchestrator.simulate.simulated_request import Arrival
+from orchestrator.simulate.virtual_clock import Clock
 
 
 def serve_fixed(
@@ -30,9 +30,9 @@ def serve_fixed(
     not measured. The run ends when all requests have, or at ``until``.
     """
     clock = Clock()
-    desks: dict[str, Desk] = {}
+    desks: dict[str, SimulatedQueue] = {}
     for model in models:
-        desk = desks[model.name] = Desk(model, clock, gateways=gateways, seed=seed, choice=choice)
+        desk = desks[model.name] = SimulatedQueue(model, clock, gateways=gateways, seed=seed, choice=choice)
         desk.since = since
         given = replicas[model.name]
         for replica in [SimReplica(model, i) for i in range(given)] if isinstance(given, int) else given:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.bench.statistics import Summary
-from orchestrator.columns import columns
-from orchestrator.simulate.fromspec import TTFT_S, Read
-from orchestrator.simulate.model import SimModel
+from orchestrator.process.text_table import columns
+from orchestrator.simulate.from_spec import TTFT_S, Read
 from orchestrator.simulate.run import Outcome
+from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.timeline import sparkline, timeline
-from placements.hosts import prices
+from placements.planner.spec_hosts import prices
 
 BINS = 60  # of the picture
 MOST_DECISIONS = 1000  # in the JSON; the last ones

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from orchestrator.autoscale import FleetNow, ModelNow
-from orchestrator.demand import Counts
-from orchestrator.floor import rows_of
-from orchestrator.forecast import Load
-from orchestrator.simulate.clock import Clock
-from orchestrator.simulate.desk import Choice, Desk, Measured
-from orchestrator.simulate.fleet import Change, Phase, SimFleet
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.replica import SimReplica
-from orchestrator.simulate.request import Arrival, SimRequest
-from orchestrator.simulate.scaling import ScalingPolicy
+from orchestrator.fleet.core_allocation import rows_of
+from orchestrator.scaling.autoscaler import FleetNow, ModelNow
+from orchestrator.scaling.demand_report import Counts
+from orchestrator.scaling.forecast import Load
+from orchestrator.simulate.scaling_policy import ScalingPolicy
 from orchestrator.simulate.scenario import Scenario
-from placements.hosts import prices
+from orchestrator.simulate.simulated_fleet import Change, Phase, SimFleet
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_queue import Choice, Measured, SimulatedQueue
+from orchestrator.simulate.simulated_replica import SimReplica
+from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.virtual_clock import Clock
+from placements.planner.spec_hosts import prices
 
 GRACE_S = 3600.0
 """How long after the last arrival a run waits for answers."""
@@ -93,9 +93,11 @@ class _Run:
         self.policy = policy
         self.clock = clock = Clock()
         self.bounds = bounds
-        self.desks: dict[str, Desk] = {}
+        self.desks: dict[str, SimulatedQueue] = {}
         for model in scenario.models:
-            desk = self.desks[model.name] = Desk(model, clock, gateways=scenario.gateways, seed=seed, choice=choice)
+            desk = self.desks[model.name] = SimulatedQueue(
+                model, clock, gateways=scenario.gateways, seed=seed, choice=choice
+            )
             desk.since = since
             desk.on_cold = self._on_cold
             desk.on_empty = self._on_empty
@@ -230,7 +232,7 @@ class _Run:
         )
 
 
-def _load(desk: Desk, seconds: float) -> Load:
+def _load(desk: SimulatedQueue, seconds: float) -> Load:
     """What has happened since the last tick; the count begins anew."""
     counts, desk.counts = desk.counts, Counts()
     waiting = desk.waiting

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from orchestrator.simulate.model import SimModel
-from placements.checkpoints import Checkpoint
-from placements.hosts import Machine, hosts_for
-from placements.spec import HostsSpec, ModelSpec, Replicas, Spec
-from placements.topology import Host
+from orchestrator.simulate.simulated_model import SimModel
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.topology import Host
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.spec.schema import HostsSpec, ModelSpec, Replicas, Spec
 
 _MACHINE = Machine(tuple(range(8)))
 

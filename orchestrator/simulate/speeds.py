@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.failure import Failed
-from orchestrator.simulate.model import SimModel
+from orchestrator.process.failure import Failed
+from orchestrator.simulate.simulated_model import SimModel
 
 FIELDS = {
     "step_ms": ("step_s", 1000.0),
@@ -27,7 +27,8 @@ SPREAD = 2.0  # the longest of them over the shortest: below that nobody can tel
 
 
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By model, from what gateways have recorded (`orchestrator.recordings`); nothing of a model with too few requests.
+    """By model, from what gateways have recorded (`orchestrator.records.request_traces`); nothing of a model with too
+    few requests.
 
     1. step_ms: the pace of the undisturbed answers, of those with LEAST_TOKENS or more.
     2. prefill_base_ms and prefill_token_ms: a line through the undisturbed times to the first token of GROUPS groups of

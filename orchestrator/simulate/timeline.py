@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.simulate.fleet import Change
-from placements.cores import CoreRange
+from orchestrator.simulate.simulated_fleet import Change
+from placements.facts.core_range import CoreRange
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from orchestrator.bench.lengths import Lengths
-from orchestrator.simulate.request import Arrival
+from orchestrator.simulate.simulated_request import Arrival
 
 Kind = Literal["poisson", "gamma", "diurnal", "onoff", "mixed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -21,7 +21,7 @@ from tests.checkpoints import make_checkpoint
 from tests.contracts import contract, parse_signature
 from tests.doubles import Neuron
 from tests.doubles.machine import DRIVER, Machine, build_machine
-from workers.facts.reading import Places, read_host_facts
+from workers.host.facts.reading import Places, read_host_facts
 
 DEADLINE_S = 30
 # Each line of its input is one expression; the answer is a JSON line: [value, None] or [None, error].
@@ -471,7 +471,11 @@ def test_a_made_machine_is_read_as_a_real_one(machine: Machine) -> None:
 def test_a_made_interpreter_has_the_project_and_the_packages(machine: Machine) -> None:
     """Without a path in its environment it imports Ray, the project and the stand-ins."""
     result = subprocess.run(
-        [machine.python, "-c", "import neuron_double, workers.config, ray, sys; print(ray.__version__, sys.prefix)"],
+        [
+            machine.python,
+            "-c",
+            "import neuron_double, workers.messages.replica_config, ray, sys; print(ray.__version__, sys.prefix)",
+        ],
         capture_output=True,
         text=True,
         env={"PATH": os.environ["PATH"]},

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from orchestrator.home import Home
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from workers.engines.echo import echo_tokens
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.home import Home, end_leftovers
+from orchestrator.process.home import Home, end_leftovers
 from tests.orchestrator.fakefleet import LiveAdmin
 from tests.orchestrator.gateways import LiveGateway
 from tests.served import Served

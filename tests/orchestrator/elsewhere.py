@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.artifacts.heads import Asked, Heads
-from workers.artifacts.listing import Remote, SourceError
+from workers.artifacts.sources.listing import Remote, SourceError
+from workers.artifacts.sources.source_metadata import Asked, SourceMetadata
 
 
 def _away(asked: Asked) -> Remote:
@@ -16,5 +16,5 @@ def _away(asked: Asked) -> Remote:
 
 def nobody_is_asked(patch: pytest.MonkeyPatch, home: Path) -> None:
     """The planner knows nothing of a source elsewhere, and asks nobody."""
-    for module in ("orchestrator.sources", "orchestrator.generation"):
-        patch.setattr(f"{module}.heads_here", lambda: Heads(home / "heads", _away))
+    for module in ("orchestrator.revisions.checkpoint_reader", "orchestrator.revisions.resolved_revision"):
+        patch.setattr(f"{module}.heads_here", lambda: SourceMetadata(home / "heads", _away))

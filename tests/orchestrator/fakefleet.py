@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.admin import AdminApi, serve_admin
-from orchestrator.fleet import FleetSettings
-from orchestrator.operations import Refused
-from orchestrator.ports import free_port
-from orchestrator.settings import resolve
-from placements.problems import Problem
+from orchestrator.api.admin import AdminApi, serve_admin
+from orchestrator.api.operations import Refused
+from orchestrator.daemon.settings import resolve
+from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.process.addresses import free_port
+from placements.spec.problems import Problem
 from tests.fleet import until
 
 TOKEN = "secret"
@@ -101,7 +101,7 @@ STATUS: dict[str, Any] = {
                     failures=2,
                     pause_s=2.0,
                     reason="replica-died: killed",
-                    log=["2026-11-20 14:08:13,930 INFO workers.replica: ready"],
+                    log=["2026-11-20 14:08:13,930 INFO workers.serving.replica: ready"],
                 ),
             ],
         },
@@ -328,7 +328,10 @@ def event(seq: int, reason: str, message: str, *, level: str = "info", **about: 
     return {"seq": seq, "at": AT + seq, "level": level, "reason": reason, "message": message, **about_all}
 
 
-LOG = b"2026-11-20 14:08:10,411 INFO workers.replica: loading\n2026-11-20 14:08:13,930 INFO workers.replica: ready\n"
+LOG = (
+    b"2026-11-20 14:08:10,411 INFO workers.serving.replica: loading\n"
+    b"2026-11-20 14:08:13,930 INFO workers.serving.replica: ready\n"
+)
 EVENTS = [
     event(5, "Ready", "after 4.2 s", model="chat", replica="chat/0"),
     event(8, "Failed", "replica-died: it was ended", level="error", model="chat", replica="chat/1"),
@@ -341,7 +344,7 @@ class FakeFleet:
     """Plays ``Operations``: answers what it is given, and keeps what it was asked in ``calls``."""
 
     def __init__(self, home: str = "/nowhere") -> None:
-        self.settings = FleetSettings(
+        self.settings = ControllerSettings(
             fleet="f",
             home=home,
             spec_text=SPEC,

@@ -12,18 +12,33 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.awake import AwakeClock
-from orchestrator.controller import Controller
-from orchestrator.effects import Arrival, Arrives, Fetched, HostLost, Owner, ReplicaDied, Survivor, actor_name
-from orchestrator.fleet import FleetSettings
-from orchestrator.journal import Journal
-from orchestrator.operator import Operator
-from workers.artifacts.bringing import Arriving, Landed, meanwhile, wanted_by, with_folders
-from workers.artifacts.progress import FetchStatus
-from workers.config import ReplicaConfig
-from workers.interpreter import Interpreter
-from workers.metric_family import MetricFamily
-from workers.status import Failure, Phase, ReplicaStatus
+from orchestrator.api.operator import Operator
+from orchestrator.control.controller import Controller
+from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.fleet.effects import (
+    Arrives,
+    CoreOwner,
+    Fetched,
+    FetchedFiles,
+    HostLost,
+    ReplicaDied,
+    Survivor,
+    actor_name,
+)
+from orchestrator.process.awake_clock import AwakeClock
+from orchestrator.records.journal import Journal
+from workers.artifacts.fetch.artifact_fetcher import (
+    ArrivingArtifact,
+    FetchedArtifact,
+    meanwhile,
+    wanted_by,
+    with_folders,
+)
+from workers.artifacts.fetch.progress import FetchStatus
+from workers.host.interpreter import Interpreter
+from workers.messages.metric_family import MetricFamily
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, Phase, ReplicaStatus
 
 T = TypeVar("T")
 DEADLINE_S = 10.0
@@ -162,7 +177,7 @@ class FakeCluster:
 
     async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
         both, moved = wanted_by(config), 0
-        landed: list[Landed | None] = []
+        landed: list[FetchedArtifact | None] = []
         for wanted in both:
             if wanted is None:
                 landed.append(None)
@@ -176,10 +191,10 @@ class FakeCluster:
 
                 def told(moved: int, folder: str = folder, artifact: str = content) -> None:
                     left = SIZE - moved
-                    going = Arriving(folder=folder, artifact=artifact, bytes=SIZE, left=left, moved=moved)
+                    going = ArrivingArtifact(folder=folder, artifact=artifact, bytes=SIZE, left=left, moved=moved)
                     soon = meanwhile(config, both, landed, going)
                     if arrives is not None and soon is not None:
-                        arrives(Arrival(soon, left, moved))
+                        arrives(FetchedFiles(soon, left, moved))
 
                 await self._transfer(config.host, wanted.source, told)
                 if self.broken_fetch is not None:
@@ -188,7 +203,7 @@ class FakeCluster:
                 moved += SIZE
                 if self.tidy_s:
                     await asyncio.sleep(self.tidy_s)
-            landed.append(Landed(folder=f"/store/{wanted.source}@{content}", artifact=content, bytes=SIZE))
+            landed.append(FetchedArtifact(folder=f"/store/{wanted.source}@{content}", artifact=content, bytes=SIZE))
         return Fetched(
             with_folders(config, both, (landed[0], landed[1])), bytes=SIZE, moved=moved, seconds=self.fetch_s
         )
@@ -335,11 +350,11 @@ class FakeCluster:
         self.asked.append(python)
         return self.interpreters.get(python, OWN)
 
-    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
         if host is not None and not host.endswith("/0"):
             return {}
         self.told_held = set(self.held)
-        return {core: Owner(pid, "somebody") for core, pid in self.held.items()}
+        return {core: CoreOwner(pid, "somebody") for core, pid in self.held.items()}
 
     async def device_metrics(self, host: str) -> list[MetricFamily]:
         return self.devices
@@ -388,7 +403,7 @@ class Played:
         """``awake``: the clock leaves pauses of the loop out, as in production; ``restarted`` as the controller's."""
         loop = asyncio.get_running_loop()
         self.clock = AwakeClock(loop.time) if awake else None
-        settings = FleetSettings(
+        settings = ControllerSettings(
             fleet=fleet,
             home=str(home),
             spec_text=spec,

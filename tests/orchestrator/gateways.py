@@ -11,17 +11,17 @@ from typing import Any
 
 import httpx
 
-from orchestrator.demand import Demand, DemandReport
-from orchestrator.gateway.http import HttpServer
-from orchestrator.gateway.queue import ModelQueue
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
+from orchestrator.gateway.http.connection import HttpServer
 from orchestrator.gateway.server import GatewayServer
+from orchestrator.gateway.serving.queue import ModelQueue
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.lifecycle import ModelState
-from orchestrator.ports import free_port
-from orchestrator.routes import ModelRoutes, Route, RouteTable
+from orchestrator.process.addresses import free_port
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.fleet import until
 from tests.served import EPOCH, TOKEN, Served
-from workers.metric_family import MetricFamily
+from workers.messages.metric_family import MetricFamily
 
 
 class PlayedController:
@@ -57,10 +57,10 @@ class PlayedController:
     async def demand(self, report: DemandReport) -> None:
         self.reports.append(report)
 
-    def demand_of(self, model: str) -> Demand:
+    def demand_of(self, model: str) -> DemandWindow:
         """What the last report tells of it; nothing before the first."""
         last = self.reports[-1].models if self.reports else []
-        return next((demand for demand in last if demand.model == model), Demand(model=model))
+        return next((demand for demand in last if demand.model == model), DemandWindow(model=model))
 
     def total(self, count: str) -> float:
         """Of all models and reports."""

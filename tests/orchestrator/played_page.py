@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.demand import Demand, DemandReport
-from orchestrator.gateway.metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.gateway.telemetry.gateway_metrics import GatewayMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.fakes import FakeCluster, Played
-from workers.device_metrics import Sums, device_families
-from workers.facts.neuron_monitor import parse_neuron_monitor
-from workers.metric_family import MetricFamily, joined, labelled
-from workers.status import Failure
+from workers.host.device_metrics import Sums, device_families
+from workers.host.facts.neuron_monitor import parse_neuron_monitor
+from workers.messages.metric_family import MetricFamily, joined, labelled
+from workers.messages.status import Failure
 
 SAMPLE = Path(__file__).parents[1] / "workers" / "samples" / "neuron-monitor-inf2.48xlarge.jsonl"
 HOST = "inf2.48xlarge/0"
@@ -73,7 +73,7 @@ async def played_families(home: Path) -> list[MetricFamily]:
         cluster.unfetchable.clear()
         cluster.loads = False  # from now on a start goes on for ever
         await fleet.until(lambda: fleet.replica("small/1").get("restarts") == 2, "started once more")
-        models = [Demand(model="chat", arrived=1, live=1), Demand(model="small", arrived=3, waiting=2)]
+        models = [DemandWindow(model="chat", arrived=1, live=1), DemandWindow(model="small", arrived=3, waiting=2)]
         await fleet.controller.demand(DemandReport(gateway="g", number=1, seconds=1.0, models=models))
         await asyncio.sleep(0)
         return joined([*gateway_families(), *await fleet.controller.metrics(), *devices()])

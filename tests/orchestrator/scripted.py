@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import workers
-from orchestrator.version import corewright_version
+from orchestrator.process.version import corewright_version
 from tests.checkpoints import EOS_ID, byte_level_tokenizer, save_tokenizer
 from tests.served import EPOCH, TOKEN
-from workers.batcher import Batcher
-from workers.dataplane import DataPlane
-from workers.engine import EngineSpec, GenerateEngine
-from workers.tokenizer import Tokenizer, load_tokenizer
-from workers.wire import Welcome
+from workers.batching.batcher import Batcher
+from workers.messages.engine_protocol import EngineSpec, GenerateEngine
+from workers.messages.wire import Welcome
+from workers.serving.dataplane import DataPlane
+from workers.text.tokenizer import Tokenizer, load_tokenizer
 
 MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # special tokens, which text without special tokens does not show
 TEMPLATE = (

@@ -15,10 +15,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from orchestrator import admin as module
-from orchestrator.admin import MAX_BODY_BYTES, MAX_CONNECTIONS, ROUTES, openapi
-from orchestrator.fleet import ADMIN_PATH
-from orchestrator.operations import Operations, Refused
+from orchestrator.api import admin as module
+from orchestrator.api.admin import MAX_BODY_BYTES, MAX_CONNECTIONS, ROUTES, openapi
+from orchestrator.api.operations import Operations, Refused
+from orchestrator.fleet.controller_settings import ADMIN_PATH
 from tests.orchestrator.fakefleet import EVENTS, LOG, REVISIONS, SPEC, TOKEN, FakeFleet, LiveAdmin, bad_spec, event
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.hostile import Wire

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.ahead import PROCESS_S, get_ready, lead_of
 from orchestrator.cli.tables import status_text
-from orchestrator.daemon import _progress
-from orchestrator.effects import Arrival, Arrives, Fetched
-from orchestrator.telling import fetch_text
+from orchestrator.daemon.daemon import _progress
+from orchestrator.fleet.effects import Arrives, Fetched, FetchedFiles
+from orchestrator.fleet.progress_text import fetch_text
+from orchestrator.rollout.preparation import PROCESS_S, get_ready, lead_of
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakefleet import STATUS
 from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
 from tests.stubs import stub_checkpoint
 from tests.workers.test_bringing import CONFIG
-from workers.config import ReplicaConfig
-from workers.status import Failure, Reaction
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, Reaction
 
 HOST = "inf2.48xlarge/0"
 SPEC = """\
@@ -532,7 +532,7 @@ class Scripted(FakeCluster):
         for left, moved in self._told:
             await asyncio.sleep(1.0)
             assert arrives is not None
-            arrives(Arrival(config, left, moved))
+            arrives(FetchedFiles(config, left, moved))
         return Fetched(config, bytes=0)
 
 

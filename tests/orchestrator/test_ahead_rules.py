@@ -14,14 +14,14 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.ahead import Preparation
 from orchestrator.cli import cache as cache_commands
 from orchestrator.cli import main as cli
-from orchestrator.effects import Owner
-from orchestrator.hostwatch import STALE_S
-from orchestrator.journal import Journal
-from orchestrator.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
-from placements.spec import HostsSpec, Spec
+from orchestrator.control.host_watch import STALE_S
+from orchestrator.fleet.effects import CoreOwner
+from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
+from orchestrator.records.journal import Journal
+from orchestrator.rollout.preparation import Preparation
+from placements.spec.schema import HostsSpec, Spec
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
 from tests.orchestrator.test_ahead import spec
@@ -30,17 +30,17 @@ from tests.placements.fleets import spec as spec_of
 from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import graph
 from tests.workers.tnx_runs import config
-from workers import ahead, compiled_cache, neuron_cache
-from workers.artifacts.store import Store
-from workers.build import Built, Predicted, Told, Wanted
-from workers.compiled import entry, peek
-from workers.config import ReplicaConfig
-from workers.neff_cache import verify, warming
+from workers.artifacts.store.store import Store
+from workers.compiling import prefetch, start_forecast, warming
+from workers.compiling.build import Built, Predicted, Told, Wanted
+from workers.compiling.memory_gate import startable
+from workers.compiling.start_forecast import Verdict
+from workers.compiling.warming import Warmed
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, Phase, Reaction
+from workers.neff_cache import compiled_cache, compiler_cache
+from workers.neff_cache.compiled_artifacts import entry, peek
 from workers.neff_cache.predict import Prediction
-from workers.neff_cache.verify import Verdict
-from workers.neff_cache.warming import Warmed
-from workers.status import Failure, Phase, Reaction
-from workers.turns import startable
 
 ONE, TWO = "s3://models/one", "s3://models/two"
 
@@ -164,14 +164,14 @@ class Claimed(FakeCluster):
         await super().start(config)
         await asyncio.sleep(self.start_s)
 
-    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
-        held = dict[int, Owner]()
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
+        held = dict[int, CoreOwner]()
         for replica in self.replicas.values():
             if replica.dead is None:
-                held |= dict.fromkeys(replica.config.cores, Owner(replica.status.pid, "ours"))
+                held |= dict.fromkeys(replica.config.cores, CoreOwner(replica.status.pid, "ours"))
         for at, ended, pid in self._ended:
             if now() - at < self.late_s:
-                held |= dict.fromkeys(ended.cores, Owner(pid, "dead"))
+                held |= dict.fromkeys(ended.cores, CoreOwner(pid, "dead"))
         return held
 
     async def lose_process(self, id: str) -> None:
@@ -266,9 +266,9 @@ class Looked:
             ahead=ahead_too,
         )
         told = Predicted(engine="transformers-neuronx", wanted=[wanted])
-        monkeypatch.setattr(ahead, "answers", lambda *_, **__: iter([told]))
+        monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter([told]))
         one = config(Path("/models/m"), compiled=str(self.home), neff_cache=str(self.there))
-        return ahead.foresee(one).missing
+        return prefetch.foresee(one).missing
 
 
 MANIFEST = {"engine": "transformers-neuronx", "model": "digest", "versions": {}}
@@ -322,7 +322,7 @@ def test_what_only_a_start_compiles_is_no_failure(
         wanted = Wanted(role="model", source="/m", manifest=MANIFEST, folder="", complete=False, ahead=False)
         yield Predicted(engine=one.engine, wanted=[wanted])
 
-    monkeypatch.setattr(ahead, "answers", answers)
+    monkeypatch.setattr(prefetch, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
@@ -374,8 +374,8 @@ ECHOES = "hosts: {emulate: inf2.xlarge}\nmodels: {a: {engine: echo}, b: {engine:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """A command of `cache` with JSON; its exit code and what it tells."""
-    monkeypatch.setattr(neuron_cache, "compilers", list)
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "compilers", list)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neffs"))
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
@@ -403,7 +403,7 @@ def test_verify_fails_where_one_model_would_not_start_without_a_compilation(
         read.append(options["read"])
         return [Verdict("model", "", Prediction(outcomes["ab".index(one.model)], "nothing", "why"))]
 
-    monkeypatch.setattr(verify, "verify", told)
+    monkeypatch.setattr(start_forecast, "verify", told)
     found, answer = cache("verify", str(tmp_path / "spec.yaml"))
     assert (found, answer["hit"], read) == (code, code == 0, [False] * 2)
     cache("verify", "--read", str(tmp_path / "spec.yaml"))
@@ -458,8 +458,8 @@ def test_no_more_are_compiled_at_once_than_somebody_wants(tmp_path: Path, monkey
         )
         yield Predicted(engine=one.engine, wanted=[wanted]) if command == "predict" else Built(wanted=[], seconds=1.0)
 
-    monkeypatch.setattr("orchestrator.compileahead.startable", spied)
-    monkeypatch.setattr(ahead, "answers", answers)
+    monkeypatch.setattr("orchestrator.compiling.compile_ahead.startable", spied)
+    monkeypatch.setattr(prefetch, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(LLAMA))
@@ -480,7 +480,9 @@ def test_what_the_engine_does_not_take_is_no_hit(looked: Looked) -> None:
     )
     one = config(Path("/models/m"), compiled=str(looked.home))
     outcomes = [
-        verify.verdicts(one, Predicted(engine="transformers-neuronx", wanted=[told]), os.environ)[0].prediction.outcome
+        start_forecast.verdicts(one, Predicted(engine="transformers-neuronx", wanted=[told]), os.environ)[
+            0
+        ].prediction.outcome
         for told in (wanted, msgspec.structs.replace(wanted, complete=True))
     ]
     assert outcomes == ["compile", "hit"]
@@ -491,7 +493,7 @@ class Deaf(FakeCluster):
 
     deaf = False
 
-    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, Owner]:
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
         if self.deaf:
             raise OSError("no answer")
         return await super().held_cores(claims, host)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.gateway import protocol
-from orchestrator.gateway.answers import Answer, Choice
-from orchestrator.gateway.generation import Limits, requests_for
-from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from orchestrator.gateway.openai import protocol
+from orchestrator.gateway.openai.answers import Answer, Choice
+from orchestrator.gateway.openai.request_builder import RequestLimits, requests_for
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
 
-LIMITS = Limits(max_len=100, max_prompt=100, vocab_size=1000)
+LIMITS = RequestLimits(max_len=100, max_prompt=100, vocab_size=1000)
 
 
 def event(text: str, id: int, finish: FinishReason | None = None) -> TokenEvent:

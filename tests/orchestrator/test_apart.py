@@ -14,19 +14,19 @@ from typing import Any, TextIO
 import psutil
 import pytest
 
-from orchestrator import daemon as daemon_module
-from orchestrator.apart import Ended
-from orchestrator.audit import Audit
-from orchestrator.daemon import GONE, READY, TOLD, Daemon, UpOptions
-from orchestrator.failure import Failed
+from orchestrator.access.audit_log import Audit
+from orchestrator.daemon import daemon as daemon_module
+from orchestrator.daemon.daemon import GONE, READY, TOLD, Daemon, UpOptions
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.home import Home
-from orchestrator.ports import free_port
-from orchestrator.ray_nodes import HEALTH_CHECKS
+from orchestrator.on_ray.ray_nodes import HEALTH_CHECKS
+from orchestrator.process.addresses import free_port
+from orchestrator.process.child_process import Ended
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 
 SCRIPT = """
 import os, signal, sys, time
-from orchestrator.apart import apart
+from orchestrator.process.child_process import apart
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 got = []
 for number in SIGNALS:
@@ -185,7 +185,7 @@ def test_a_raylet_may_stall_for_half_a_minute() -> None:
 FULL_DISK = """
 import os, sys
 sys.stdout = open("/dev/full", "w")
-from orchestrator.apart import apart
+from orchestrator.process.child_process import apart
 
 def work(mark):
     print("lost")

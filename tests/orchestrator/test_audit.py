@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import audit as audit_module
-from orchestrator.audit import KEPT, Audit, recorded
+from orchestrator.access import audit_log as audit_module
+from orchestrator.access.audit_log import KEPT, Audit, recorded
 from orchestrator.cli.main import run
-from orchestrator.failure import Failed
-from orchestrator.home import Home
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_log_that_has_grown_is_set_aside(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from orchestrator.audit import Audit
+from orchestrator.access.audit_log import Audit
 audit = Audit(Path(sys.argv[1]), max_bytes=20_000)
 for number in range(100):
     audit.ended(audit.asked(sys.argv[2], str(number), {}), "done")

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.autoscale import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
-from orchestrator.queueing import delayed, occupied
-from orchestrator.worth import RULES, Worth
+from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
+from orchestrator.scaling.queueing_model import delayed, occupied
+from orchestrator.scaling.service_capacity import RULES, ServiceCapacity
 
 HOST = (24, 0.0)
 
@@ -372,7 +372,7 @@ def test_nothing_is_to_spare_while_requests_wait() -> None:
 def test_a_replica_that_costs_ends_when_it_is_clearly_not_worth_it() -> None:
     """Between what starts one and what ends one is a quarter: a price at the edge makes no flapping."""
     history = busy({"chat": 1.5})
-    loss = Worth(history.forecast("chat"), 4, 4.5, False, RULES)
+    loss = ServiceCapacity(history.forecast("chat"), 4, 4.5, False, RULES)
     even = 2.0 * 8 / ((loss.of(4) - loss.of(3)) * 3.6)  # worth per 1000 at which the fourth pays just what it costs
     paid = chat(target=4, max=4, places=(*PLACES, (1, 0)))
     assert on_paid(history, replace(paid, worth_per_1000=0.85 * even)) == 4
@@ -391,20 +391,20 @@ def test_what_a_model_asked_for_at_its_busiest_is_remembered_for_an_hour() -> No
 def test_with_an_objective_for_each_token_only_four_fifths_of_the_slots_count() -> None:
     """Each prompt that is read stops the tokens of the others."""
     guess = busy({"chat": 1.0}).forecast("chat")
-    assert Worth(guess, 5, 5.0, True, RULES).of(3) == Worth(guess, 4, 5.0, False, RULES).of(3)
+    assert ServiceCapacity(guess, 5, 5.0, True, RULES).of(3) == ServiceCapacity(guess, 4, 5.0, False, RULES).of(3)
 
 
 def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
     """Not that of the hour: a burst that is under way is not spread over it."""
     burst = busy({"chat": 4.0}, 60.0, busy({"chat": 0.1}, 3600.0), 3600.0).forecast("chat")
-    worth = Worth(burst, 4, 5.0, False, RULES)
+    worth = ServiceCapacity(burst, 4, 5.0, False, RULES)
     assert not worth.fits(math.ceil(burst.rates[3] * burst.service_s / 4) + 1)
     assert worth.fits(math.ceil(burst.rates[0] * burst.service_s / 4) + 2)
 
 
 def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_ones() -> None:
     """Where the first of several serves nothing in time yet, the model still grows."""
-    worth = Worth(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
+    worth = ServiceCapacity(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
     assert worth.more(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
     assert worth.more(5, 9) > 2 * worth.more(5, 6)
 

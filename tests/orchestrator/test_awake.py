@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.awake import AGAIN_S, BEAT_S, LATE_S, AwakeClock
-from orchestrator.controller import _with
-from orchestrator.lifecycle import STARTING, State
-from orchestrator.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
-from orchestrator.rollout import Target
-from orchestrator.snapshot import Observed, ReplicaView
-from placements.cores import CoreRange
-from placements.plan import Placement
+from orchestrator.control.controller import _with
+from orchestrator.control.reconcile import DRAIN_GRACE_S, Fail, Stop, reconcile
+from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.snapshot import Observed, ReplicaView
+from orchestrator.process.awake_clock import AGAIN_S, BEAT_S, LATE_S, AwakeClock
+from orchestrator.rollout.rollout_step import ReplicaTarget
+from placements.facts.core_range import CoreRange
+from placements.planner.plan import Placement
 from tests.orchestrator.fakes import FakeCluster, Played, VirtualLoop, virtually
-from workers.status import Phase, ReplicaStatus
+from workers.messages.status import Phase, ReplicaStatus
 
 SPEC = """\
 version: 1
@@ -86,7 +86,7 @@ views = st.builds(
 @given(view=views, since_pause=st.floats(0.0, 2 * AGAIN_S))
 def test_no_deadline_ends_anything_shortly_after_a_pause(view: ReplicaView, since_pause: float) -> None:
     """The same snapshot without a pause, or later, is decided as ever."""
-    target = Target("m", 0, "h", CoreRange(0, 1), "", Placement("m", 0, "h", CoreRange(0, 1), threads=1))
+    target = ReplicaTarget("m", 0, "h", CoreRange(0, 1), "", Placement("m", 0, "h", CoreRange(0, 1), threads=1))
     now = 1000.0
 
     def decided(resumed: float) -> list[Any]:

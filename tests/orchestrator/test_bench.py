@@ -18,15 +18,15 @@ import pytest
 import yaml
 
 from orchestrator.bench.arrivals import Load
-from orchestrator.bench.http import Client, Origin
 from orchestrator.bench.lengths import Lengths
 from orchestrator.bench.report import serving_data
 from orchestrator.bench.serving import Serving, serve
 from orchestrator.bench.sweep import Sweep, sweep
 from orchestrator.bench.target import Target
+from orchestrator.bench.timed_http import Client, Origin
 from orchestrator.cli.main import run
-from orchestrator.failure import Failed
-from orchestrator.home import FleetRecord, Home
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import FleetRecord, Home
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.played import Exchange, Play, PlayedServer, playing, prompt_tokens, whole
@@ -630,7 +630,7 @@ def running(record: FleetRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     home = Home.from_environment()
     home.path.mkdir(parents=True)
     home.write_record(record)
-    monkeypatch.setattr("orchestrator.home.daemon_alive", lambda record: True)
+    monkeypatch.setattr("orchestrator.process.home.daemon_alive", lambda record: True)
     yield
 
 

@@ -17,21 +17,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.bench.arrivals import Load, poisson
+from orchestrator.bench.client_lag import ClientLoad
 from orchestrator.bench.dialect import Dialect
-from orchestrator.bench.events import EventReader
 from orchestrator.bench.goodput import Slo
-from orchestrator.bench.http import Answer, Origin
-from orchestrator.bench.lag import ClientLoad
 from orchestrator.bench.lengths import Lengths
-from orchestrator.bench.measured import Measured, kinds
+from orchestrator.bench.measurement import Measured, kinds
 from orchestrator.bench.page import page, rates, scatter
 from orchestrator.bench.plots import bars, distribution, ticks
 from orchestrator.bench.prompts import FIRST_ID, LAST_ID, Prompts, Scale
-from orchestrator.bench.reading import measured
 from orchestrator.bench.report import latency_text, serving_data, serving_text, throughput_text
+from orchestrator.bench.response_reader import measured
 from orchestrator.bench.serving import Serving
+from orchestrator.bench.sse import EventReader
 from orchestrator.bench.statistics import Summary, percentile
 from orchestrator.bench.sweep import Cell, Round, Sweep
+from orchestrator.bench.timed_http import Answer, Origin
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
 numbers = st.floats(min_value=-1e9, max_value=1e9)

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.lifecycle import ModelState
+from orchestrator.fleet.lifecycle import ModelState
 from tests.checkpoints import save_tokenizer
 from tests.orchestrator.gateways import LiveGateway, routes
-from workers import tokenizer_process
+from workers.text import tokenizer_process
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MEMORY = "{{ 'a' * 10 ** 10 }}"

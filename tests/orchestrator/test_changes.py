@@ -8,17 +8,17 @@ from pathlib import Path
 import msgspec.structs
 import pytest
 
-from orchestrator.changes import Tag, difference, interpreters, tag_of, version_of
-from orchestrator.generation import Generation
-from orchestrator.home import Home
-from orchestrator.journal import Revision
-from orchestrator.replica_config import replica_config
-from placements.engines import Engine
-from placements.parse import parse
-from placements.plan import plan
-from placements.spec import REACHES, ModelSpec, Reach, Spec
-from placements.topology import TOPOLOGIES, Host
-from workers.config import ReplicaConfig
+from orchestrator.process.home import Home
+from orchestrator.records.journal import Revision
+from orchestrator.revisions.config_builder import replica_config
+from orchestrator.revisions.resolved_revision import ResolvedRevision
+from orchestrator.rollout.changes import Tag, difference, interpreters, tag_of, version_of
+from placements.facts.engines import Engine
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.plan import plan
+from placements.spec.parse import parse
+from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
+from workers.messages.replica_config import ReplicaConfig
 
 MODEL = "models: {a: {source: ./a, engine: ENGINE}}\n"
 
@@ -123,7 +123,7 @@ def configured(fields: dict[str, object]) -> tuple[ModelSpec, ReplicaConfig]:
     given = {"source": "./a", "engine": "nxd-inference", **fields}
     spec = read(json.dumps({"models": {"a": given}}))
     revision = Revision(number=1, cause="up", by="", text="", file="f", base_dir="/", of=None, plan={})
-    generation = Generation(revision, spec, (HOST,), {}, {"a": ""})
+    generation = ResolvedRevision(revision, spec, (HOST,), {}, {"a": ""})
     (first, *_) = plan(spec, (HOST,)).placements
     return spec.models[0], msgspec.structs.replace(replica_config(generation, first, Home(Path("/h"))), version="")
 

@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.home import Home
-from placements.cores import CoreRange
+from orchestrator.process.home import Home
+from placements.facts.core_range import CoreRange
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Load, Question, complete, echo_questions
-from workers.claims import CoreClaim, CoresTaken, held_cores
+from workers.host.core_claims import CoreClaim, CoresTaken, held_cores
 
 SEED = int(os.environ.get("CHAOS_SEED", "4"))  # another one for a further search; the suite runs this one
 EVENTS = 200

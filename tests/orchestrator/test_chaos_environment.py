@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.audit import Audit
-from orchestrator.home import Home
+from orchestrator.access.audit_log import Audit
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin
 

@@ -24,17 +24,17 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.api.operations import Refused
 from orchestrator.cli import client as cli_client
 from orchestrator.cli.main import run
 from orchestrator.cli.plan import model_lines
-from orchestrator.home import FleetRecord, Home
-from orchestrator.operations import Refused
-from orchestrator.settings import SETTINGS, resolve
-from orchestrator.version import corewright_version
-from placements.spec import json_schema
+from orchestrator.daemon.settings import SETTINGS, resolve
+from orchestrator.process.home import FleetRecord, Home
+from orchestrator.process.version import corewright_version
+from placements.spec.schema import json_schema
 from tests.fleet import until
 from tests.orchestrator.fakefleet import LOG, PLAN, ROLLOUT, SPEC, TOKEN, LiveAdmin, bad_spec, event
-from workers import host as this_host
+from workers.host import host_facts as this_host
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "cli"
 
@@ -702,7 +702,7 @@ def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
     """What it would do stands before the question. No changes nothing; yes applies just what was shown."""
     fleet.fleet.told_plan["models"].append(model)
     verb = command.split()[-1 if "undo" in command else 0]
-    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.rollouts.on_terminal"):
+    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.apply.on_terminal"):
         monkeypatch.setattr(name, lambda: True)
     monkeypatch.setattr("builtins.input", lambda: "")
     assert run(command.split()) == 1
@@ -730,7 +730,7 @@ def test_a_change_without_a_risk_is_not_confirmed(
     fleet.fleet.told_plan["models"].append(GONE)
     assert run(["apply", new]) == 0
     fleet.fleet.told_plan["models"].pop()
-    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.rollouts.on_terminal"):
+    for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.apply.on_terminal"):
         monkeypatch.setattr(name, lambda: True)
     assert run(["apply", new]) == 0
     assert "Go on?" not in capsys.readouterr().err

@@ -16,21 +16,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator import compileahead, offline
 from orchestrator.cli import main as cli
+from orchestrator.compiling import compile_ahead as compileahead
+from orchestrator.starts import offline_configs
 from tests.checkpoints import make_checkpoint
 from tests.doubles.machine import make_interpreter
 from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config as tnx
-from workers import compiled_cache, neuron_cache, neuron_target
-from workers.artifacts.keeping import StoreSettings
-from workers.artifacts.store import Store
-from workers.artifacts.uses import using
-from workers.compiled import MANIFEST, entry
-from workers.config import ReplicaConfig
-from workers.faults import fault_of
+from workers.artifacts.store.artifact_uses import using
+from workers.artifacts.store.store import Store
+from workers.artifacts.store.store_settings import StoreSettings
+from workers.host.neuron_faults import fault_of
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache import compiled_cache, compiler_cache, neuron_target
+from workers.neff_cache.compiled_artifacts import MANIFEST, entry
 from workers.neff_cache.entries import read_entries
 from workers.neff_cache.predict import LATER, Prediction
 from workers.neff_cache.sync import place_at
@@ -55,8 +56,8 @@ NEWER = "2.17.194.0+d312836f"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This host's, with a NEFF cache of its own."""
-    monkeypatch.setattr(neuron_cache, "compilers", list)
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "compilers", list)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(tmp_path / "neffs"))
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
@@ -282,12 +283,12 @@ def test_a_cached_failure_of_a_models_own_cache_names_the_place(
 ) -> None:
     """`cache retry` alone would not look there; it does look into this host's own."""
     from orchestrator.cli import cache
-    from orchestrator.offline import Told
+    from orchestrator.starts.offline_configs import OfflineConfig
 
     own = tmp_path / "own"
     own.mkdir()
     env = {"NEURON_COMPILE_CACHE_URL": str(own)}
-    of = Told(model="chat", config=tnx(tmp_path, env=env, compiled=str(tmp_path / "home" / "compiled")))
+    of = OfflineConfig(model="chat", config=tnx(tmp_path, env=env, compiled=str(tmp_path / "home" / "compiled")))
     reason = f"the cache holds a compilation that has failed; {LATER}"
     told = Prediction("fail", "neff-cache", reason, str(own), failed=("a",))
     assert f"`corewright cache retry --cache {own}` has it" in cache._reason(of, told)
@@ -296,14 +297,14 @@ def test_a_cached_failure_of_a_models_own_cache_names_the_place(
 
 def test_the_compiler_is_told_its_target_in_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the machine has not the devices that the spec names; an emulated host is the machine."""
-    from orchestrator.home import Home
-    from orchestrator.offline import configs
-    from orchestrator.specfile import load
+    from orchestrator.process.home import Home
+    from orchestrator.revisions.spec_file import load
+    from orchestrator.starts.offline_configs import configs
 
     async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
         return config
 
-    monkeypatch.setattr(offline, "prepared", as_told)
+    monkeypatch.setattr(offline_configs, "prepared", as_told)
     monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
     make_checkpoint(tmp_path / "llama", "llama")
     spec = tmp_path / "spec.yaml"
@@ -347,17 +348,17 @@ def neuron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
 def compile_ahead(spec: Path, home: Path) -> None:
     """As `corewright compile` does, in the interpreter of the engine; without a device."""
-    from orchestrator.home import Home
-    from orchestrator.offline import configs
-    from orchestrator.specfile import load
-    from workers.build import Order
-    from workers.config import ReplicaConfig
+    from orchestrator.process.home import Home
+    from orchestrator.revisions.spec_file import load
+    from orchestrator.starts.offline_configs import configs
+    from workers.compiling.build import Order
+    from workers.messages.replica_config import ReplicaConfig
 
     (told,) = configs(load(str(spec)), Home(home), heads=True)
     config = told.config
     assert isinstance(config, ReplicaConfig)
     done = subprocess.run(
-        [config.python or sys.executable, "-m", "workers.build", "compile"],
+        [config.python or sys.executable, "-m", "workers.compiling.build", "compile"],
         input=msgspec.json.encode(Order(config=config)),
         capture_output=True,
         timeout=120,

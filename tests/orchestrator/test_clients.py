@@ -15,8 +15,8 @@ import httpx
 import msgspec
 import pytest
 
-from orchestrator.gateway.openapi import ChatCompletion, ErrorAnswer, ModelList, TextCompletion, openapi
-from orchestrator.gateway.tokenize import Detokenized, Tokenized
+from orchestrator.gateway.openai.openapi import ChatCompletion, ErrorAnswer, ModelList, TextCompletion, openapi
+from orchestrator.gateway.openai.tokenize import Detokenized, Tokenized
 from tests.checkpoints import EOS_ID
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.scripted import ScriptedEngine, ScriptedReplica, save_tools_tokenizer
@@ -415,8 +415,8 @@ def test_openai_raises_the_class_of_each_error(place: Place) -> None:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveGateway, dict[str, str]]]:
     """A gateway that wants keys: one for inference, and one for another model."""
-    from orchestrator.home import Home
-    from orchestrator.keys import KeyFile
+    from orchestrator.access.keys import KeyFile
+    from orchestrator.process.home import Home
 
     home = tmp_path_factory.mktemp("home")
     file = KeyFile(Home(home).keys)

@@ -14,23 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import compileahead, hubpush, offline
 from orchestrator.cli.main import run
-from orchestrator.compileahead import Job
-from orchestrator.failure import Failed
-from orchestrator.home import Home
-from orchestrator.specfile import load
+from orchestrator.compiling import compile_ahead, hub_push
+from orchestrator.compiling.compile_ahead import Job
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
+from orchestrator.revisions.spec_file import load
+from orchestrator.starts import offline_configs
 from tests.checkpoints import make_checkpoint
 from tests.s3 import S3Server
 from tests.workers.tnx_runs import config
-from workers import ahead, neuron_target
-from workers import host as this_host
-from workers.artifacts.keeping import StoreSettings
-from workers.artifacts.listing import Stopped
-from workers.build import Built, Predicted, Told, Trouble, Wanted, Working
-from workers.config import ReplicaConfig
-from workers.status import Failure
-from workers.turns import startable
+from workers.artifacts.sources.listing import Stopped
+from workers.artifacts.store.store_settings import StoreSettings
+from workers.compiling import prefetch
+from workers.compiling.build import Built, Predicted, Told, Trouble, Wanted, Working
+from workers.compiling.memory_gate import startable
+from workers.host import host_facts as this_host
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+from workers.neff_cache import neuron_target
 
 DEADLINE_S = 60.0
 
@@ -148,7 +150,7 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Played:
     found = Played()
-    monkeypatch.setattr(ahead, "answers", found)
+    monkeypatch.setattr(prefetch, "answers", found)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     return found
 
@@ -251,7 +253,7 @@ def test_what_is_complete_takes_no_memory_of_others(played: Played, spec: Callab
     played.complete = {"x"}
     home = Home.from_environment()
     file = load(spec({"x": "source: ./a", "z": "source: ./b"}))
-    jobs = compileahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare().jobs
+    jobs = compile_ahead.CompileAhead(file, home, StoreSettings(root=str(home.store)), lambda _: None).prepare().jobs
     assert [(one.models, one.need_gib > 0) for one in jobs] == [(("x",), False), (("z",), True)]
 
 
@@ -262,11 +264,11 @@ def test_an_interpreter_that_does_not_answer_in_time_is_told_so(
     tmp_path: Path,
 ) -> None:
     """It did not end by itself."""
-    monkeypatch.setattr(ahead, "answers", lambda *_, **__: iter(()))
+    monkeypatch.setattr(prefetch, "answers", lambda *_, **__: iter(()))
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     path = spec({"x": "source: ./a"})
     assert "x: the process that predicted what is compiled of x ended" in compiled(capsys, path)[2]
-    monkeypatch.setattr(compileahead, "PREDICT_S", 0.0)
+    monkeypatch.setattr(compile_ahead, "PREDICT_S", 0.0)
     code, told, said = compiled(capsys, path)
     assert (code, told["models"][0]["failure"]["id"]) == (1, "cache-not-verified")
     assert "did not tell within 0 s what x needs" in said
@@ -287,7 +289,7 @@ def test_a_model_without_a_replica_has_a_place_for_all_commands(
     )
     file = load(str(tmp_path / "spec.yaml"))
     assert file.spec is not None
-    found = offline.Offline(file, Home.from_environment())
+    found = offline_configs.OfflineConfigs(file, Home.from_environment())
     places = {one.name: found.places(one) for one in file.spec.models}
     assert {name: list(each) for name, each in places.items() if not isinstance(each, Failure)} == {
         "full": ["trn1"],
@@ -304,8 +306,8 @@ def test_a_model_that_fits_nowhere_fails_in_all_commands(
 ) -> None:
     """With the same id: what `compile` does not compile, `cache verify` does not call a hit."""
     path = spec({"x": "source: ./a"})
-    empty = offline.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[union-attr]
-    monkeypatch.setattr(offline, "plan", lambda *_: empty)
+    empty = offline_configs.plan(load(path).spec.model_copy(update={"models": ()}), load(path).hosts)  # type: ignore[union-attr]
+    monkeypatch.setattr(offline_configs, "plan", lambda *_: empty)
     code, told, _ = compiled(capsys, path)
     assert (code, told["models"][0]["failure"]["id"]) == (1, "no-room")
     assert run(["cache", "verify", path, "-o", "json"]) == 1
@@ -334,7 +336,7 @@ def several(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
     async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
         return config
 
-    monkeypatch.setattr(offline, "prepared", as_told)
+    monkeypatch.setattr(offline_configs, "prepared", as_told)
     monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
     (tmp_path / "several.yaml").write_text(SEVERAL.format(a=models / "a"))
     return str(tmp_path / "several.yaml")
@@ -441,11 +443,11 @@ def test_the_hub_is_asked_first_and_the_table_outlives_it(
         raise Failed("hub-push-failed", "the hub refuses me/neffs with 401", "log in")
 
     path = spec({"x": "source: ./a"})
-    monkeypatch.setattr(hubpush, "opened", refused)
+    monkeypatch.setattr(hub_push, "opened", refused)
     assert compiled(capsys, path, "--push-to-hub", "me/neffs")[0] == 1
     assert played.compiled == []
-    monkeypatch.setattr(hubpush, "opened", lambda _: None)
-    monkeypatch.setattr(hubpush, "push_to_hub", refused)
+    monkeypatch.setattr(hub_push, "opened", lambda _: None)
+    monkeypatch.setattr(hub_push, "push_to_hub", refused)
     code, told, said = compiled(capsys, path, "--push-to-hub", "me/neffs")
     assert (code, told["models"][0]["result"], told["hub"]) == (1, "compiled", [])
     assert "hub-push-failed" in said
@@ -476,14 +478,14 @@ def test_ctrl_c_ends_the_compilers(
         ended.append(one.model)
         raise Stopped("x")
 
-    monkeypatch.setattr(ahead, "answers", answers)
+    monkeypatch.setattr(prefetch, "answers", answers)
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
     home = Home.from_environment()
-    flow = compileahead.CompileAhead(
+    flow = compile_ahead.CompileAhead(
         load(spec({"x": "source: ./a"})), home, StoreSettings(root=str(tmp_path)), lambda _: None
     )
 
-    def leave(step: compileahead.Step) -> None:
+    def leave(step: compile_ahead.Step) -> None:
         if step.phase == "queued":
             raise KeyboardInterrupt
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.lifecycle import Signal
+from orchestrator.fleet.lifecycle import Signal
 from tests.orchestrator.fakes import DEADLINE_S, FakeCluster, Played
-from workers.status import Failure, Phase, Reaction
+from workers.messages.status import Failure, Phase, Reaction
 
 SPEC = """\
 version: 1

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec.structs
 
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.config import ReplicaConfig
-from workers.status import Failure, ReplicaStatus
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, ReplicaStatus
 
 SPEC = """\
 version: 1

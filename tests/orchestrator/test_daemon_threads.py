@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from orchestrator.awake import LATE_S
-from orchestrator.daemon import CONTROLLER_AWAY_S, CONTROLLER_RETRY_S, Daemon, watched
-from orchestrator.failure import Failed
-from orchestrator.home import Home
+from orchestrator.daemon.daemon import CONTROLLER_AWAY_S, CONTROLLER_RETRY_S, Daemon, watched
+from orchestrator.process.awake_clock import LATE_S
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 
 
 @pytest.mark.parametrize(

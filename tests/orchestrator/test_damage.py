@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.journal import Journal, JournalUnwritable
-from orchestrator.lifecycle import State
-from orchestrator.operations import Refused
-from orchestrator.telling import hold_text
+from orchestrator.api.operations import Refused
+from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.progress_text import hold_text
+from orchestrator.records.journal import Journal, JournalUnwritable
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.status import Phase
+from workers.messages.status import Phase
 
 ONE = """\
 version: 1

@@ -21,11 +21,11 @@ import psutil
 import pytest
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-from orchestrator.home import Home
-from orchestrator.ray_nodes import NAMESPACE
+from orchestrator.on_ray.ray_nodes import NAMESPACE
+from orchestrator.process.home import Home
 from tests.demo_check import DEMO
 from tests.fleet import LiveFleet, until
-from workers.metrics import METRICS, Kind
+from workers.serving.replica_metrics import METRICS, Kind
 
 pytestmark = pytest.mark.browser
 

@@ -12,7 +12,7 @@ import pytest
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.stubs import stub_checkpoint
-from workers.status import Failure
+from workers.messages.status import Failure
 
 LOW = """\
 version: 1

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.audit import Audit
+from orchestrator.access.audit_log import Audit
+from orchestrator.access.keys import KeyFile
 from orchestrator.cli.output import libraries_to_log
-from orchestrator.failure import Failed
-from orchestrator.gateway.recorder import Recorder
-from orchestrator.home import FleetRecord, Home
-from orchestrator.journal import Journal, JournalUnwritable, Scale, read
-from orchestrator.keys import KeyFile
+from orchestrator.gateway.telemetry.recorder import RequestRecorder
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import FleetRecord, Home
+from orchestrator.records.journal import Journal, JournalUnwritable, Scale, read
 
 RECORD = FleetRecord(
     fleet="f",
@@ -195,7 +195,7 @@ def test_a_journal_opens_on_a_full_disk(disk: Disk) -> None:
 
 def test_requests_are_recorded_again_once_there_is_space(disk: Disk) -> None:
     disk.home.prepare()
-    recorder = Recorder(disk.home.traces, "0")
+    recorder = RequestRecorder(disk.home.traces, "0")
     disk.fill()
     for _ in range(500):
         recorder.note(1.0, "m", 1, 1)

@@ -16,16 +16,16 @@ import pytest
 
 from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli import main as cli
+from orchestrator.cli.diagnosis import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, report
 from orchestrator.cli.doctor import text
-from orchestrator.doctor import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, report
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
 from tests.orchestrator.fakefleet import LiveAdmin
-from workers.contract import Change, Drift
-from workers.facts.machine import HostFacts, NeuronProcess
-from workers.facts.neuron_ls import Device
-from workers.facts.versions import Versions
-from workers.interpreter import Interpreter
+from workers.engines.package_contract import Change, Drift
+from workers.host.facts.machine import HostFacts, NeuronProcess
+from workers.host.facts.neuron_ls import Device
+from workers.host.facts.versions import Versions
+from workers.host.interpreter import Interpreter
 
 DEADLINE_S = 30
 PAGE = Path(__file__).parent.parent.parent / "docs" / "cli.md"

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.host_actor import HostActor
+from orchestrator.on_ray.host_actor import HostActor
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until
 from tests.s3 import Fault, FaultProxy, S3Server
-from workers.artifacts import manifest
-from workers.artifacts.bringing import Arriving, Landed, Wanted
-from workers.artifacts.keeping import StoreSettings
+from workers.artifacts.fetch.artifact_fetcher import ArrivingArtifact, FetchedArtifact, WantedArtifact
+from workers.artifacts.store import manifest
+from workers.artifacts.store.store_settings import StoreSettings
 
 DEADLINE_S = 120.0
 WEIGHTS = "tiny/model.safetensors"
@@ -42,21 +42,21 @@ def test_a_host_tells_of_what_can_be_loaded_while_it_arrives(
     actor = HostActor.__ray_metadata__.modified_class(  # type: ignore[attr-defined]
         StoreSettings(root=str(tmp_path / "store"), memory=memory)
     )
-    wanted = Wanted(source=source)
+    wanted = WantedArtifact(source=source)
     try:
-        assert not isinstance(actor.fetch("a waiter", wanted, 0.0), Landed)
+        assert not isinstance(actor.fetch("a waiter", wanted, 0.0), FetchedArtifact)
         assert held.reached.wait(DEADLINE_S)
         ends = time.monotonic() + DEADLINE_S  # what has been sent has not yet come
-        while isinstance(going := actor.fetch("a waiter", wanted, 0.1), Arriving) and not going.moved:
+        while isinstance(going := actor.fetch("a waiter", wanted, 0.1), ArrivingArtifact) and not going.moved:
             assert time.monotonic() < ends
     finally:
         held.released.set()
     landed = actor.fetch("a waiter", wanted, DEADLINE_S)
-    assert isinstance(landed, Landed)
+    assert isinstance(landed, FetchedArtifact)
     if copies:
         assert going is None
         return
-    assert isinstance(going, Arriving)
+    assert isinstance(going, ArrivingArtifact)
     assert (going.folder, going.artifact, going.bytes) == (landed.folder, landed.artifact, landed.bytes)
     assert 0 < going.left < going.bytes
 

@@ -12,11 +12,11 @@ import httpx
 import psutil
 import pytest
 
-from orchestrator.home import Home
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Streamed, complete, echo_text
 from tests.stubs import stub_checkpoint
-from workers.claims import held_cores
+from workers.host.core_claims import held_cores
 
 SPEC = """\
 version: 1

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
-from orchestrator.specfile import examine, this_machine
-from placements.problems import has_errors
+from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
+from orchestrator.revisions.spec_file import examine, this_machine
+from placements.spec.problems import has_errors
 from tests.checkpoints import MAX_POSITIONS, make_checkpoint, save_tokenizer
 from tests.fleet import LiveFleet, until
 

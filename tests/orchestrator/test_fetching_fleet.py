@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.home import Home
+from orchestrator.process.home import Home
 from tests import leaks
 from tests.checkpoints import make_checkpoint
 from tests.fleet import LiveFleet, until

@@ -18,10 +18,10 @@ import httpx
 import psutil
 import pytest
 
-from orchestrator.home import Home
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Streamed, complete, echo_text
-from workers.claims import CoreClaim, CoresTaken, held_cores
+from workers.host.core_claims import CoreClaim, CoresTaken, held_cores
 
 SPEC = """\
 version: 1

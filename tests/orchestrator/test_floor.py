@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from orchestrator.floor import Floor
+from orchestrator.fleet.core_allocation import CoreAllocation
 
 
 def test_the_cheapest_cores_are_taken_first() -> None:
     """Whatever the order of the hosts, and none that cost more than may be paid."""
-    floor = Floor(((8, 2.0), (8, 0.0), (8, 1.0)))
+    floor = CoreAllocation(((8, 2.0), (8, 0.0), (8, 1.0)))
     taken = []
     while (place := floor.room(8, most=1.5)) is not None:
         assert floor.take(("m", len(taken)), 8, place)
@@ -18,21 +18,21 @@ def test_the_cheapest_cores_are_taken_first() -> None:
 def test_the_fullest_host_is_taken_first() -> None:
     """So that room in a row stays for larger replicas."""
     for fullest in (0, 1):
-        floor = Floor(((24, 0.0), (24, 0.0)))
+        floor = CoreAllocation(((24, 0.0), (24, 0.0)))
         assert floor.take(("m", 0), 8, (fullest, 0))
         assert floor.room(8) == (fullest, 8)
 
 
 def test_a_replica_lies_aligned_to_its_size() -> None:
     """Behind four taken cores the next eight begin at eight."""
-    floor = Floor(((24, 0.0),))
+    floor = CoreAllocation(((24, 0.0),))
     assert floor.take(("m", 0), 4, (0, 0))
     assert floor.room(8) == (0, 8)
 
 
 def test_cores_that_nobody_may_use_lie_between() -> None:
     """Beside the usable ones: no room and no window covers one."""
-    floor = Floor(((16, 0.0),), (frozenset(range(8, 16)),))
+    floor = CoreAllocation(((16, 0.0),), (frozenset(range(8, 16)),))
     assert floor.room(16) is None
     assert floor.take(("m", 0), 8, (0, 0))
     assert list(floor.windows(16)) == []

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.exchange import Exchange, Request
-from orchestrator.gateway.gate import Gate, host_name
-from orchestrator.gateway.http import HttpConnection, HttpServer
+from orchestrator.access.keys import KeyFile
+from orchestrator.gateway.http.connection import HttpConnection, HttpServer
+from orchestrator.gateway.http.exchange import Exchange, Request
+from orchestrator.gateway.limits.authenticator import Authenticator, host_name
+from orchestrator.gateway.openai.errors import ApiError
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.keys import KeyFile
 
 
-def gate(home: Path, host: str = "127.0.0.1", *, insecure: bool = False, origins: tuple[str, ...] = ()) -> Gate:
+def gate(
+    home: Path, host: str = "127.0.0.1", *, insecure: bool = False, origins: tuple[str, ...] = ()
+) -> Authenticator:
     settings = GatewaySettings(host=host, port=1, home=str(home), insecure=insecure, cors_origins=origins)
-    return Gate(settings, KeyFile(home / "keys.json"))
+    return Authenticator(settings, KeyFile(home / "keys.json"))
 
 
 def exchange(method: str = "POST", **headers: str) -> Exchange:
@@ -111,7 +113,7 @@ def test_a_grace_period_ends_on_open_connections_too(tmp_path: Path, monkeypatch
     KeyFile(tmp_path / "keys.json").create("alice", activate_at=now + 60)
     made, asked = gate(tmp_path), exchange()
     made.admit(asked)
-    monkeypatch.setattr("orchestrator.gateway.gate.time.time", lambda: now + 61)
+    monkeypatch.setattr("orchestrator.gateway.limits.authenticator.time.time", lambda: now + 61)
     with pytest.raises(ApiError):
         made.admit(asked)
 

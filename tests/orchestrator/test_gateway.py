@@ -13,9 +13,10 @@ import msgspec.structs
 import pytest
 from openai import NotFoundError, OpenAI
 
-from orchestrator.gateway import app, http
-from orchestrator.lifecycle import ModelState
-from orchestrator.logs import Access
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.gateway import app
+from orchestrator.gateway.http import connection
+from orchestrator.process.logs import Access
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -623,7 +624,7 @@ def test_bodies_that_are_not_whole_have_a_limit_together(
     gateway: LiveGateway, replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many clients that hold back the ends of large bodies cannot fill the memory; once gone they count no more."""
-    monkeypatch.setattr(http, "MAX_UNREAD_BYTES", 300_000)
+    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 300_000)
     gateway.serve(routes("m", replica()))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as first:

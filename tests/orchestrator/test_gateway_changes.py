@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from orchestrator.home import Home
-from orchestrator.keys import KeyFile
+from orchestrator.access.keys import KeyFile
+from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.certificates import Authority, Pair
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.gateway import protocol
+from orchestrator.gateway.openai import protocol
 from orchestrator.gateway.server import settle_collector
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes

@@ -14,8 +14,8 @@ import httpx
 import msgspec.structs
 import pytest
 
-from orchestrator.keys import Allowance, KeyFile
-from orchestrator.lifecycle import ModelState
+from orchestrator.access.keys import Allowance, KeyFile
+from orchestrator.fleet.lifecycle import ModelState
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served

@@ -10,16 +10,16 @@ import httpx
 import msgspec.structs
 import pytest
 
-from orchestrator.gateway import tokenizers
-from orchestrator.lifecycle import ModelState
-from orchestrator.routes import ModelRoutes
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.route_table import ModelRoutes
+from orchestrator.gateway.serving import tokenizers
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.test_gateway_routing import Asked, filled, waiting
 from tests.served import Served
-from workers.engine import EngineLoadError
-from workers.requests import GenerateRequest
-from workers.tokenizer import ByteTokenizer
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import ByteTokenizer
 
 Make = Callable[..., Served]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

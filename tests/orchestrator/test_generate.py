@@ -19,15 +19,16 @@ import pytest
 from orchestrator.cli import main as cli
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, save_tokenizer
 from tests.doubles.machine import Machine, build_machine
-from workers import ahead, oneoff
-from workers.claims import CoreClaim, held_cores
-from workers.config import ReplicaConfig
-from workers.engine import EngineLoadError
-from workers.engines.cpu import CpuEngine
+from workers.compiling import prefetch
+from workers.engines.cpu.engine import CpuEngine
 from workers.engines.echo import EchoEngine
-from workers.oneoff import End, Job, Piece, Told, Trouble
-from workers.status import Failure
-from workers.tokenizer import load_tokenizer
+from workers.host.core_claims import CoreClaim, held_cores
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+from workers.serving import generate_once
+from workers.serving.generate_once import End, Job, Piece, Told, Trouble
+from workers.text.tokenizer import load_tokenizer
 
 SPEC = """\
 hosts: {emulate: inf2.24xlarge}
@@ -150,8 +151,8 @@ def test_a_compile_that_fails_is_the_commands_failure(
         "hosts: {emulate: inf2.24xlarge}\n"
         "models: {real: {engine: cpu, source: ./model, max_len: 16, engine_options: {compile: true}}}\n"
     )
-    monkeypatch.setattr(ahead, "foresee", lambda _: ahead.Foreseen(missing=["model: nothing was compiled"]))
-    monkeypatch.setattr(ahead, "build", lambda *_: Failure("compiler-killed", "no memory", "take a larger host"))
+    monkeypatch.setattr(prefetch, "foresee", lambda _: prefetch.Foreseen(missing=["model: nothing was compiled"]))
+    monkeypatch.setattr(prefetch, "build", lambda *_: Failure("compiler-killed", "no memory", "take a larger host"))
 
     code = cli.run(["generate", spec, "real", "--prompt", "Hi"])
 
@@ -164,7 +165,7 @@ def test_sampling_is_as_it_was_asked_for(spec: str) -> None:
     tokenizer = load_tokenizer("echo", None)
     job = Job(config=config(), prompt="Hi", max_tokens=7, temperature=0.5, top_k=9, top_p=0.8)
 
-    request = oneoff._request(job, tokenizer, 64)
+    request = generate_once._request(job, tokenizer, 64)
 
     assert (request.max_tokens, request.temperature, request.top_k, request.top_p) == (7, 0.5, 9, 0.8)
     assert request.prompt_ids == tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
@@ -176,7 +177,7 @@ def test_a_prompt_is_a_chat_where_there_is_a_template(template: str | None, raw:
     save_tokenizer(tmp_path, template)
     tokenizer = load_tokenizer("cpu", str(tmp_path))
 
-    ids = oneoff._request(Job(config=config(), prompt="Hi", raw=raw), tokenizer, 64).prompt_ids
+    ids = generate_once._request(Job(config=config(), prompt="Hi", raw=raw), tokenizer, 64).prompt_ids
 
     chat = template is not None and not raw
     assert ids == (
@@ -189,8 +190,8 @@ def test_a_template_that_refuses_a_prompt_is_told_of(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, "{{ raise_exception('a system message is needed') }}")
     job = Job(config=config(), prompt="Hi")
 
-    with pytest.raises(oneoff._Refused, match="a system message is needed; --raw"):
-        oneoff._request(job, load_tokenizer("cpu", str(tmp_path)), 64)
+    with pytest.raises(generate_once._Refused, match="a system message is needed; --raw"):
+        generate_once._request(job, load_tokenizer("cpu", str(tmp_path)), 64)
 
 
 def test_an_answer_ends_where_the_slot_does() -> None:
@@ -198,7 +199,7 @@ def test_an_answer_ends_where_the_slot_does() -> None:
     tokenizer = load_tokenizer("echo", None)
     job = Job(config=config(), prompt="Hi", raw=True)
 
-    assert [oneoff._request(job, tokenizer, length).max_tokens for length in (2048, 64)] == [128, 62]
+    assert [generate_once._request(job, tokenizer, length).max_tokens for length in (2048, 64)] == [128, 62]
 
 
 @pytest.fixture
@@ -369,8 +370,8 @@ class WithLoop(EchoEngine):
 def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Told]:
     """All that the process tells when it opens that engine."""
     told: list[Told] = []
-    monkeypatch.setattr(oneoff, "open_engine", lambda config: engine)
-    oneoff.run(Job(config=config(), prompt="Hi", raw=True, **job), told.append)
+    monkeypatch.setattr(generate_once, "open_engine", lambda config: engine)
+    generate_once.run(Job(config=config(), prompt="Hi", raw=True, **job), told.append)
     return told
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.headroom import MOST_CLASSES, WINDOW_S, Headroom
+from orchestrator.dispatch.headroom import MOST_CLASSES, WINDOW_S, Headroom
 
 
 def test_nothing_is_kept_where_all_are_equally_urgent() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.host_actor import held_among
-from workers.artifacts.store import Artifact
+from orchestrator.on_ray.host_actor import held_among
+from workers.artifacts.store.store import Artifact
 
 
 def artifact(source: str) -> Artifact:

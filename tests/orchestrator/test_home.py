@@ -9,18 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from orchestrator.access.keys import KeyFile
 from orchestrator.cli.main import run
 from orchestrator.cli.output import libraries_to_log
-from orchestrator.failure import Failed
-from orchestrator.gateway import peers, recorder
-from orchestrator.home import FleetRecord, Home, daemon_alive
-from orchestrator.journal import Journal, JournalUnwritable, Scale
-from orchestrator.keys import KeyFile
-from orchestrator.settings import resolve
-from workers.child import start as start_child
-from workers.host import cut_log
-from workers.lifetime import process_start
-from workers.replica import _redirect_output
+from orchestrator.daemon.settings import resolve
+from orchestrator.gateway.telemetry import peers, recorder
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import FleetRecord, Home, daemon_alive
+from orchestrator.records.journal import Journal, JournalUnwritable, Scale
+from workers.host.child_process import start as start_child
+from workers.host.host_facts import cut_log
+from workers.host.lifetime import process_start
+from workers.serving.replica import _redirect_output
 
 RECORD = FleetRecord(
     fleet="f",

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.home import Home
-from orchestrator.specfile import examine, start_problems
-from placements.hosts import Machine
+from orchestrator.process.home import Home
+from orchestrator.revisions.spec_file import examine, start_problems
+from placements.planner.spec_hosts import Machine
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import complete, echo_text
-from workers.claims import held_cores
+from workers.host.core_claims import held_cores
 
 SPEC = """\
 version: 1
@@ -41,11 +41,11 @@ os.dup2(2, 1)  # Ray prints too
 import asyncio, json
 from pathlib import Path
 import ray
-from orchestrator.awake import AwakeClock
-from orchestrator.cluster import RayCluster
-from orchestrator.ray_nodes import NAMESPACE, host_labels
-from workers import host
-from workers.artifacts.keeping import StoreSettings
+from orchestrator.process.awake_clock import AwakeClock
+from orchestrator.on_ray.ray_cluster import RayCluster
+from orchestrator.on_ray.ray_nodes import NAMESPACE, host_labels
+from workers.host import host_facts as host
+from workers.artifacts.store.store_settings import StoreSettings
 
 address, pid, claims, log = sys.argv[1:]
 started = host.process_start(int(pid))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator import logs
+from orchestrator.access.keys import KeyFile
 from orchestrator.gateway import app
 from orchestrator.gateway.app import Gateway
-from orchestrator.home import Home
-from orchestrator.keys import KeyFile
+from orchestrator.process import logs
+from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.orchestrator.hostile import Closed, Raw, Wire, ask, completion, post, request

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.failure import Failed
-from orchestrator.hubpush import push_to_hub
-from workers.compiled import MANIFEST, entry
-from workers.neff_cache.upkeep import Removed, prune_compiled
+from orchestrator.compiling.hub_push import push_to_hub
+from orchestrator.process.failure import Failed
+from workers.neff_cache.compiled_artifacts import MANIFEST, entry
+from workers.neff_cache.pruning import Removed, prune_compiled
 
 TOKEN = "hf_marked-secret"
 

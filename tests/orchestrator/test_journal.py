@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from orchestrator import journal as module
-from orchestrator.journal import (
+from orchestrator.records import journal as module
+from orchestrator.records.journal import (
     KEEP_EVENTS,
     KEEP_REVISIONS,
     Cordon,
@@ -275,7 +275,7 @@ def test_a_command_line_that_is_no_unicode_is_written_with_escapes() -> None:
 
 FILL = """
 import pathlib, resource, signal, sys
-from orchestrator.journal import Event, Journal, JournalUnwritable, Scale
+from orchestrator.records.journal import Event, Journal, JournalUnwritable, Scale
 path = pathlib.Path(sys.argv[1])
 most_bytes, limit, kind = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -411,7 +411,7 @@ def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
 
 HOLD = """
 import pathlib, sys
-from orchestrator.journal import Journal, Scale
+from orchestrator.records.journal import Journal, Scale
 journal = Journal(pathlib.Path(sys.argv[1]), most_bytes=300)
 for number in range(20):
     journal.append(Scale(model="m", count=number, by="other"))

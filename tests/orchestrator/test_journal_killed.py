@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrator.journal import Journal
+from orchestrator.records.journal import Journal
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from orchestrator.journal import Journal, Scale
+from orchestrator.records.journal import Journal, Scale
 
 path, left = Path(sys.argv[1]), int(sys.argv[2])
 armed = False

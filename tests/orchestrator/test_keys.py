@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import keys as keys_module
+from orchestrator.access import keys as keys_module
+from orchestrator.access.keys import MOST_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
 from orchestrator.cli.main import run
-from orchestrator.failure import Failed
-from orchestrator.gateway import protocol
-from orchestrator.home import FleetRecord, Home
-from orchestrator.keys import MOST_PRIORITY, TEXT_LENGTH, Allowance, KeyFile, KeyRing, read_expiry, read_limit
-from workers import host as this_host
+from orchestrator.gateway.openai import protocol
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import FleetRecord, Home
+from workers.host import host_facts as this_host
 
 NOW = 1_795_183_685.0  # 2026-11-20 14:08:05 UTC
 KEY = re.compile(r"cw-[0-9a-f]{8}-[\w-]{43}", re.ASCII)
@@ -384,7 +384,7 @@ def test_an_open_file_that_vanishes_keeps_its_keys(file: KeyFile) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from orchestrator.keys import KeyFile
+from orchestrator.access.keys import KeyFile
 file, who = KeyFile(Path(sys.argv[1])), sys.argv[2]
 for number in range(25):
     file.create(f"{who}-{number}")

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 
 import workers
-from orchestrator.gateway.http import LEAST_READ_BYTES, HttpConnection, HttpServer
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.route_table import Route
+from orchestrator.gateway.http.connection import LEAST_READ_BYTES, HttpConnection, HttpServer
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.lifecycle import ModelState
-from orchestrator.routes import Route
-from orchestrator.version import corewright_version
+from orchestrator.process.version import corewright_version
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import EPOCH, TOKEN
-from workers.dataplane import DataPlane
-from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
-from workers.wire import Welcome
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.messages.wire import Welcome
+from workers.serving.dataplane import DataPlane
 
 TOP = [(id, -0.123456789 * id, " wordy", list(b" wordy")) for id in range(20)]
 

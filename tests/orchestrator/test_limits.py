@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.gateway import counts as counts_module
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.limits import FREE, Limits
-from orchestrator.home import Home
-from orchestrator.keys import Allowance, ApiKey, KeyFile
+from orchestrator.access.keys import Allowance, ApiKey, KeyFile
+from orchestrator.gateway.limits import usage_counts as counts_module
+from orchestrator.gateway.limits.key_limits import FREE, KeyLimits
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.process.home import Home
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
@@ -32,12 +32,12 @@ def key(id: str = "0123abcd", **limits: Any) -> ApiKey:
 
 
 @pytest.fixture
-def gateways(tmp_path: Path) -> Iterator[Callable[[], Limits]]:
+def gateways(tmp_path: Path) -> Iterator[Callable[[], KeyLimits]]:
     """Makes one more gateway of a fleet of two."""
-    made: list[Limits] = []
+    made: list[KeyLimits] = []
 
-    def one() -> Limits:
-        made.append(Limits(tmp_path / "limits", 2))
+    def one() -> KeyLimits:
+        made.append(KeyLimits(tmp_path / "limits", 2))
         return made[-1]
 
     yield one
@@ -45,17 +45,17 @@ def gateways(tmp_path: Path) -> Iterator[Callable[[], Limits]]:
         limits.close()
 
 
-def refusal(limits: Limits, of: ApiKey, tokens: int = 1, now: float = NOW, **named: Any) -> ApiError:
+def refusal(limits: KeyLimits, of: ApiKey, tokens: int = 1, now: float = NOW, **named: Any) -> ApiError:
     with pytest.raises(ApiError) as refused:
         limits.take(of, tokens, now, **named)
     return refused.value
 
 
-def told(limits: Limits, of: ApiKey, now: float = NOW) -> dict[str, str]:
+def told(limits: KeyLimits, of: ApiKey, now: float = NOW) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in limits.headers(of, now)}
 
 
-def test_a_key_without_limits_costs_nothing(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+def test_a_key_without_limits_costs_nothing(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
     """Nothing is counted, told or opened."""
     limits = gateways()
     assert limits.take(None, 10**9, NOW) is limits.take(key(weight=3.0), 10**9, NOW) is FREE
@@ -64,7 +64,7 @@ def test_a_key_without_limits_costs_nothing(gateways: Callable[[], Limits], tmp_
     assert not (tmp_path / "limits").exists()
 
 
-def test_a_client_is_told_its_limits_as_openai_tells_them(gateways: Callable[[], Limits]) -> None:
+def test_a_client_is_told_its_limits_as_openai_tells_them(gateways: Callable[[], KeyLimits]) -> None:
     """Of what is limited, and no other."""
     limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
     limits.take(ci, 864, NOW)
@@ -80,7 +80,7 @@ def test_a_client_is_told_its_limits_as_openai_tells_them(gateways: Callable[[],
     assert told(limits, key(max_concurrent=1)) == {}
 
 
-def test_over_a_limit_is_refused_until_the_time_that_is_told(gateways: Callable[[], Limits]) -> None:
+def test_over_a_limit_is_refused_until_the_time_that_is_told(gateways: Callable[[], KeyLimits]) -> None:
     """429, with a computed Retry-After; refused requests take nothing."""
     limits, ci = gateways(), key(requests_per_minute=600, tokens_per_minute=6000)
     limits.take(ci, 5900, NOW)
@@ -93,7 +93,7 @@ def test_over_a_limit_is_refused_until_the_time_that_is_told(gateways: Callable[
     assert told(limits, ci, NOW + 4)["x-ratelimit-remaining-requests"] == "599"
 
 
-def test_a_request_that_can_never_pass_is_no_429(gateways: Callable[[], Limits]) -> None:
+def test_a_request_that_can_never_pass_is_no_429(gateways: Callable[[], KeyLimits]) -> None:
     """Which clients would send again and again. Where the client named no number, its bucket is what is reserved."""
     limits, ci = gateways(), key(tokens_per_minute=100)
     refused = refusal(limits, ci, 101)
@@ -102,7 +102,7 @@ def test_a_request_that_can_never_pass_is_no_429(gateways: Callable[[], Limits])
     assert limits.take(ci, 4096, NOW, least=100).reserved == 100
 
 
-def test_what_was_not_used_is_given_back_once(gateways: Callable[[], Limits]) -> None:
+def test_what_was_not_used_is_given_back_once(gateways: Callable[[], KeyLimits]) -> None:
     """And the place with it."""
     limits, ci = gateways(), key(tokens_per_minute=6000, max_concurrent=1)
     grant = limits.take(ci, 6000, NOW)
@@ -115,7 +115,7 @@ def test_what_was_not_used_is_given_back_once(gateways: Callable[[], Limits]) ->
     assert (refused.status, refused.code, refused.retry_after_s) == (429, "rate_limit_exceeded", 1)
 
 
-def test_one_of_several_that_ends_gives_one_place(gateways: Callable[[], Limits]) -> None:
+def test_one_of_several_that_ends_gives_one_place(gateways: Callable[[], KeyLimits]) -> None:
     """The others keep theirs."""
     limits, ci = gateways(), key(max_concurrent=3)
     first, *_ = [limits.take(ci, 1, NOW) for _ in range(3)]
@@ -124,7 +124,7 @@ def test_one_of_several_that_ends_gives_one_place(gateways: Callable[[], Limits]
     assert refusal(limits, ci).status == 429
 
 
-def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], Limits]) -> None:
+def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], KeyLimits]) -> None:
     """Requests, tokens and places; each key for itself."""
     one, other = gateways(), gateways()
     ci = key(requests_per_minute=4, tokens_per_minute=100, max_concurrent=3)
@@ -139,7 +139,7 @@ def test_the_gateways_of_a_fleet_count_together(gateways: Callable[[], Limits]) 
     assert one.take(key("0123abce", requests_per_minute=1), 1, NOW).reserved == 1
 
 
-def test_a_limit_that_is_changed_holds_from_the_next_request_on(gateways: Callable[[], Limits]) -> None:
+def test_a_limit_that_is_changed_holds_from_the_next_request_on(gateways: Callable[[], KeyLimits]) -> None:
     """For what runs too."""
     limits = gateways()
     limits.take(key(max_concurrent=2), 1, NOW)
@@ -155,9 +155,9 @@ KEY = (
 PROCESS = f"""
 import sys
 from pathlib import Path
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.limits import Limits
-from orchestrator.keys import ApiKey
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.limits.key_limits import Limits
+from orchestrator.access.keys import ApiKey
 limits, ci = Limits(Path(sys.argv[1]), 2), {KEY}
 """
 TAKER = f"""{PROCESS}
@@ -168,7 +168,7 @@ sys.stdin.read()
 """
 
 
-def test_a_gateway_that_dies_keeps_no_places(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+def test_a_gateway_that_dies_keeps_no_places(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
     """However it dies; while it lives they are its own."""
     limits, ci = gateways(), key(max_concurrent=2)
     command = [sys.executable, "-c", TAKER, str(tmp_path / "limits")]
@@ -183,7 +183,7 @@ def test_a_gateway_that_dies_keeps_no_places(gateways: Callable[[], Limits], tmp
     assert "2 requests at a time" in refusal(limits, ci, 1, NOW + 0.3).message
 
 
-def test_the_next_gateway_of_a_number_has_not_what_the_last_one_had(gateways: Callable[[], Limits]) -> None:
+def test_the_next_gateway_of_a_number_has_not_what_the_last_one_had(gateways: Callable[[], KeyLimits]) -> None:
     """It is another process, which has begun with nothing."""
     one, first, ci = gateways(), gateways(), key(max_concurrent=2)
     one.take(ci, 1, NOW)
@@ -215,7 +215,7 @@ def broken(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["removed", "folder removed", "cut", "ones", "text", "zeros"])
 def test_a_file_that_is_broken_costs_no_request_and_heals(
-    how: str, gateways: Callable[[], Limits], tmp_path: Path
+    how: str, gateways: Callable[[], KeyLimits], tmp_path: Path
 ) -> None:
     """Within a second the gateways count together again; what runs is known to the gateway that has it."""
     one, other = gateways(), gateways()
@@ -240,7 +240,7 @@ def test_a_folder_that_cannot_be_used_leaves_each_gateway_to_itself(
 ) -> None:
     """That is logged once; as soon as it can be used again it is."""
     (tmp_path / "limits").write_text("")
-    one, other = Limits(tmp_path / "limits", 2), Limits(tmp_path / "limits", 2)
+    one, other = KeyLimits(tmp_path / "limits", 2), KeyLimits(tmp_path / "limits", 2)
     ci = key(requests_per_minute=2, max_concurrent=2)
     for second in range(3):
         one.take(ci, 1, NOW + 60 * second).settle(1, NOW + 60 * second)
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_used_leaves_each_gateway_to_itself(
 
 
 def test_a_gateway_waits_for_the_one_that_is_counting(
-    gateways: Callable[[], Limits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateways: Callable[[], KeyLimits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that no count is lost."""
     limits, ci, waited = gateways(), key(requests_per_minute=60), list[float]()
@@ -277,7 +277,7 @@ def test_a_gateway_waits_for_the_one_that_is_counting(
 
 
 def test_a_gateway_that_was_stopped_in_the_midst_holds_up_nobody(
-    gateways: Callable[[], Limits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gateways: Callable[[], KeyLimits], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A count may be lost, and no request; after the first one nobody even waits."""
     limits, ci = gateways(), key(requests_per_minute=60)
@@ -293,7 +293,7 @@ def test_a_gateway_that_was_stopped_in_the_midst_holds_up_nobody(
 
 @pytest.mark.parametrize("now", [NOW, 5.0])
 def test_keys_that_share_a_place_in_the_file_are_counted_each_for_itself(
-    now: float, gateways: Callable[[], Limits]
+    now: float, gateways: Callable[[], KeyLimits]
 ) -> None:
     """As long as no more than eight of them are in use; then one is forgotten, and nobody is refused for it. So soon
     after the machine's start too."""
@@ -309,7 +309,7 @@ def test_keys_that_share_a_place_in_the_file_are_counted_each_for_itself(
     assert [told(limits, one, now)["x-ratelimit-remaining-requests"] for one in keys[7:]] == ["53", "59"]
 
 
-def test_what_is_forgotten_makes_room(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+def test_what_is_forgotten_makes_room(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
     """A key that has not asked for ten minutes has all its buckets full; the file needs no cell for it."""
     limits = gateways()
     same = [f"{n * (counts_module.CELLS - counts_module.PROBES):08x}" for n in range(20)]
@@ -319,7 +319,7 @@ def test_what_is_forgotten_makes_room(gateways: Callable[[], Limits], tmp_path: 
     assert file.stat().st_size < 200
 
 
-def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[], Limits]) -> None:
+def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[], KeyLimits]) -> None:
     """Who has counted there before looks again."""
     one, other, later = gateways(), gateways(), NOW + 601
     first, second = (
@@ -334,7 +334,7 @@ def test_a_cell_that_another_key_has_by_now_is_left_to_it(gateways: Callable[[],
         assert told(limits, second, later)["x-ratelimit-remaining-requests"] == "55"
 
 
-def test_nobody_else_can_read_or_write_the_counts(gateways: Callable[[], Limits], tmp_path: Path) -> None:
+def test_nobody_else_can_read_or_write_the_counts(gateways: Callable[[], KeyLimits], tmp_path: Path) -> None:
     """They tell who asks how much."""
     gateways().take(key(requests_per_minute=1), 1, NOW)
     folder = tmp_path / "limits"
@@ -424,7 +424,7 @@ def test_a_client_that_goes_away_gives_back_its_place(replica: Callable[..., Ser
         live.close()
 
 
-def test_the_time_that_is_told_is_never_too_short(gateways: Callable[[], Limits]) -> None:
+def test_the_time_that_is_told_is_never_too_short(gateways: Callable[[], KeyLimits]) -> None:
     """Whole seconds, rounded up: who comes again just then is let through."""
     limits, ci = gateways(), key(requests_per_minute=7)  # one each 8.57 s
     for _ in range(7):

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 import workers
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.link import ReplicaLink
-from orchestrator.gateway.ticket import Ticket, ticket_for
-from orchestrator.routes import Route
-from orchestrator.version import corewright_version
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import FrameReader, Hello, Step, Submit, Welcome, encode
+from orchestrator.fleet.route_table import Route
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.serving.replica_link import ReplicaLink
+from orchestrator.gateway.serving.ticket import Ticket, ticket_for
+from orchestrator.process.version import corewright_version
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.messages.wire import FrameReader, Hello, Step, Submit, Welcome, encode
 
 OWN = str(Path(workers.__file__).parent)
 

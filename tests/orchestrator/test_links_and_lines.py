@@ -8,18 +8,18 @@ from typing import Any, cast
 import msgspec.structs
 import pytest
 
-from orchestrator.gateway import links as links_of
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.lines import Lines
-from orchestrator.gateway.link import ReplicaLink
-from orchestrator.gateway.links import Links
-from orchestrator.gateway.queue import ModelQueue
-from orchestrator.gateway.terms import Terms
-from orchestrator.gateway.ticket import Ticket, ticket_for
-from orchestrator.lifecycle import ModelState
-from orchestrator.routes import ModelRoutes, Route
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.fleet.route_table import ModelRoutes, Route
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.serving import replica_links as links_of
+from orchestrator.gateway.serving.model_line import ModelLine
+from orchestrator.gateway.serving.queue import ModelQueue
+from orchestrator.gateway.serving.replica_link import ReplicaLink
+from orchestrator.gateway.serving.replica_links import ReplicaLinks
+from orchestrator.gateway.serving.scheduling_parameters import SchedulingParameters
+from orchestrator.gateway.serving.ticket import Ticket, ticket_for
 from tests.orchestrator.gateways import routes
-from workers.requests import GenerateRequest
+from workers.messages.requests import GenerateRequest
 
 ROUTE = Route("m/0", 1, "/nowhere")
 WITHOUT = routes("m", state=ModelState.LOADING, holds=True)
@@ -59,11 +59,11 @@ class Dialled:
         return None, self.opened[-1]
 
 
-def kept(there: ModelRoutes) -> Links:
+def kept(there: ModelRoutes) -> ReplicaLinks:
     def make(route: Route) -> ReplicaLink:
         raise AssertionError(route)
 
-    return Links(there, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
+    return ReplicaLinks(there, make, credentials=None, on_open=lambda: None, on_unusable=lambda: None)
 
 
 async def within_a_second(dialled: Dialled, count: int) -> int:
@@ -116,13 +116,15 @@ class Nobody:
 
 
 def ticket(tenant: str) -> Ticket:
-    return ticket_for(GenerateRequest(id="r", prompt_ids=[1] * 50, max_tokens=200), Nobody(), Nobody(), Terms(tenant))
+    return ticket_for(
+        GenerateRequest(id="r", prompt_ids=[1] * 50, max_tokens=200), Nobody(), Nobody(), SchedulingParameters(tenant)
+    )
 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_what_lines_that_are_no_more_were_charged_is_not_taken_back_from_new_ones(lost: bool) -> None:
     """Else its tenant would begin there with a head start that it has not earned."""
-    lines = Lines(WITH)
+    lines = ModelLine(WITH)
     live = ticket("a")
     for entered in (live, ticket("b")):
         lines.enter(entered)

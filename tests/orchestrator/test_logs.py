@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator import logs
-from orchestrator.logs import Access, LogFile, Logs, access_log, redacted
+from orchestrator.process import logs
+from orchestrator.process.logs import Access, LogFile, Logs, access_log, redacted
 
 KEY = "cw-1a2b3c4d-" + "Zz9_-" * 8 + "abc"
 log = logging.getLogger("orchestrator.something")
@@ -199,7 +199,7 @@ def test_an_error_that_nobody_catches_in_a_thread_is_logged(file: Path) -> None:
 def test_what_ends_a_process_is_its_last_line(tmp_path: Path) -> None:
     """Written before the process is gone, with all that waited."""
     program = (
-        "import logging, sys; from pathlib import Path; from orchestrator import logs; "
+        "import logging, sys; from pathlib import Path; from orchestrator.process import logs; "
         "logs.set_up(Path(sys.argv[1]), 'json', stderr=False); "
         "[logging.getLogger('orchestrator').info('line %d', i) for i in range(500)]; raise SystemError('the end')"
     )

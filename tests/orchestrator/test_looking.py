@@ -10,7 +10,7 @@ import pytest
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.orchestrator.test_ahead import spec
-from workers.status import Failure
+from workers.messages.status import Failure
 
 
 @pytest.fixture(autouse=True)

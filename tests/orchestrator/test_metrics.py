@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from orchestrator.gateway.exposition import merge, page, wants_openmetrics
-from orchestrator.gateway.metrics import GatewayMetrics, ModelMetrics, ModelSnapshot, ReplicaSnapshot, Vitals
-from orchestrator.gateway.peers import Peers
+from orchestrator.gateway.telemetry.exposition import merge, page, wants_openmetrics
+from orchestrator.gateway.telemetry.gateway_metrics import (
+    GatewayMetrics,
+    ModelMetrics,
+    ModelSnapshot,
+    ReplicaSnapshot,
+    Vitals,
+)
+from orchestrator.gateway.telemetry.peers import Peers
 from tests.orchestrator.promql import Page, selectors
-from workers.metric_family import MetricFamily, Point, gauge
+from workers.messages.metric_family import MetricFamily, Point, gauge
 
 SNAPSHOT = (ModelSnapshot("chat", 3, (ReplicaSnapshot(0, 2, 8, 100, 1000), ReplicaSnapshot(1, 0, 8, 0, 1000))),)
 # What vLLM's own dashboard asks for (examples/online_serving/prometheus_grafana/grafana.json, of vLLM v1, with the

@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
-from orchestrator.gateway.exposition import page
+from orchestrator.gateway.telemetry.exposition import page
 from tests.orchestrator.fakes import FakeCluster, Played
 from tests.orchestrator.promql import Page
-from workers.metric_family import gauge
-from workers.status import Failure, Phase, Reaction
+from workers.messages.metric_family import gauge
+from workers.messages.status import Failure, Phase, Reaction
 
 SPEC = """\
 version: 1

@@ -22,8 +22,8 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.doubles.machine import Machine, build_machine
 from tests.fleet import LiveFleet, until
-from workers.engines.cpu import CpuEngine
-from workers.facts.neuron_ls import parse_neuron_ls
+from workers.engines.cpu.engine import CpuEngine
+from workers.host.facts.neuron_ls import parse_neuron_ls
 
 pytestmark = pytest.mark.live
 

@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from orchestrator.gateway import errors, protocol
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.openapi import REFUSED, ROUTES, openapi
-from orchestrator.gateway.protocol import BOUNDS, MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
+from orchestrator.gateway.openai import errors, protocol
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.openapi import REFUSED, ROUTES, openapi
+from orchestrator.gateway.openai.protocol import BOUNDS, MAX_ENTRIES, MAX_PROMPTS, MAX_STOPS, MAX_TOOLS, MOST
 
 DOCUMENT = openapi(needs_key=True)
 HELLO = [{"role": "user", "content": "hi"}]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from orchestrator.gateway.openapi import ROUTES, openapi
+from orchestrator.gateway.openai.openapi import ROUTES, openapi
 from tests.orchestrator.gateways import LiveGateway, routes
 from tests.served import Served
 

@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.home import Home
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.clients import Admin, Load, Streamed, complete, echo_questions, echo_text
-from workers.claims import CoreClaim, CoresTaken, held_cores
-from workers.wire import FrameReader, Hello, Refused, encode
+from workers.host.core_claims import CoreClaim, CoresTaken, held_cores
+from workers.messages.wire import FrameReader, Hello, Refused, encode
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(180)]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from orchestrator.audit import Audit
-from orchestrator.gateway.vigil import HUNG_S
-from orchestrator.home import Home
+from orchestrator.access.audit_log import Audit
+from orchestrator.gateway.telemetry.gateway_watch import HUNG_S
+from orchestrator.process.home import Home
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.test_gateways_two import all_stand_by
 

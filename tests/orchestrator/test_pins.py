@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.effects import Survivor
-from orchestrator.journal import Journal, Pin, Revision
+from orchestrator.fleet.effects import Survivor
+from orchestrator.records.journal import Journal, Pin, Revision
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.orchestrator.test_ahead import spec
-from workers.config import Origin
+from workers.messages.replica_config import Origin
 
 SOURCE = "s3://models/one"
 

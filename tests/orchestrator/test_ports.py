@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import ports
-from orchestrator.ports import free_port
+from orchestrator.process import addresses
+from orchestrator.process.addresses import free_port
 from tests.fleet import LiveFleet, until
 
 SPEC = """\
@@ -25,7 +25,7 @@ def test_a_port_is_none_that_the_kernel_gives_connections(
 ) -> None:
     """Nor one that somebody listens on, nor a node port of Kubernetes."""
     (tmp_path / "range").write_text(f"{first}\t60999\n")
-    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
+    monkeypatch.setattr(addresses, "_EPHEMERAL", tmp_path / "range")
     taken = [socket.create_server(("127.0.0.1", free_port())) for _ in range(50)]
     try:
         found = {listener.getsockname()[1] for listener in taken}
@@ -45,7 +45,7 @@ def test_where_there_are_no_others_the_kernel_chooses(
     file = tmp_path / "range"
     if told is not None:
         file.write_text(told)
-    monkeypatch.setattr(ports, "_EPHEMERAL", file)
+    monkeypatch.setattr(addresses, "_EPHEMERAL", file)
     with socket.create_server(("127.0.0.1", free_port())) as listener:
         assert listener.getsockname()[1] > 0
 

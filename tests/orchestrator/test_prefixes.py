@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from orchestrator.prefixes import PrefixMemory, Sessions, chain
+from orchestrator.dispatch.prefix_index import PrefixIndex, Sessions, chain
 
 PROMPT = list(range(1000, 1160))
 
 
 def test_the_share_is_that_of_the_blocks_from_the_beginning_on() -> None:
     """Whole blocks count, up to the first that differs; what is left over at the end is not looked at."""
-    memory = PrefixMemory()
+    memory = PrefixIndex()
     memory.keep(chain(PROMPT, 16))
     assert memory.share(chain(PROMPT, 16)) == 1.0
     assert memory.share(chain([*PROMPT, *range(160)], 16)) == 0.5
@@ -25,14 +25,14 @@ def test_the_share_is_that_of_the_blocks_from_the_beginning_on() -> None:
 
 def test_a_prompt_of_less_than_a_block_is_nowhere() -> None:
     """Nothing could be saved."""
-    memory = PrefixMemory()
+    memory = PrefixIndex()
     memory.keep(chain([1, 2, 3], 16))
     assert (memory.share(chain([1, 2, 3], 16)), len(memory)) == (0.0, 0)
 
 
 def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
     """Ten blocks of room: a third prompt of four leaves the first with its beginning only."""
-    memory = PrefixMemory(blocks=10)
+    memory = PrefixIndex(blocks=10)
     prompts = [[number] * 64 for number in range(3)]
     for prompt in prompts:
         memory.keep(chain(prompt, 16))
@@ -43,14 +43,14 @@ def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
 
 def test_of_a_prompt_longer_than_the_memory_the_beginning_is_kept() -> None:
     """Which is all that another prompt can have in common with it."""
-    memory = PrefixMemory(blocks=4)
+    memory = PrefixIndex(blocks=4)
     memory.keep(chain(PROMPT, 16))
     assert (len(memory), memory.share(chain(PROMPT, 16))) == (4, 0.4)
 
 
 def test_digests_are_the_same_in_every_process() -> None:
     """So that two runs decide alike."""
-    code = "from orchestrator.prefixes import chain; print(chain(range(64), 16))"
+    code = "from orchestrator.dispatch.prefix_index import chain; print(chain(range(64), 16))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == str(chain(range(64), 16))
 
@@ -60,7 +60,7 @@ def test_settings_that_remember_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="not 0"):
         chain([1], 0)
     with pytest.raises(ValueError, match="0 blocks"):
-        PrefixMemory(0)
+        PrefixIndex(0)
     with pytest.raises(ValueError, match="0 sessions"):
         Sessions(0, 1.0)
     with pytest.raises(ValueError, match="for 0 s"):

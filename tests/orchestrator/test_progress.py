@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from orchestrator.lifecycle import State
-from orchestrator.rollout import Situation, Wish, aim
-from orchestrator.snapshot import ReplicaView
-from placements.cores import CoreRange
-from placements.spec import ModelSpec, Spec
-from placements.topology import TOPOLOGIES, Host
+from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.spec.schema import ModelSpec, Spec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.test_rollout import play, spec
 
@@ -143,7 +143,7 @@ def test_old_replicas_that_nothing_can_follow_stay() -> None:
     views = tuple(
         ReplicaView("a", n, 1, host.name, CoreRange(8 * n, 8 * n + 7), State.READY, 0.0, version="old") for n in (0, 1)
     )
-    wish = Wish(model, 3, "new", strategy="in_place", reachable=True)
+    wish = DesiredModel(model, 3, "new", strategy="in_place", reachable=True)
     free = Situation(Spec(models=(model,)), (host,), {}, {"a": wish}, views)
     cordoned = Situation(free.spec, free.hosts, {}, free.wishes, views, {host.name: frozenset(range(24))})
 

@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from orchestrator.gateway import protocol
-from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.openai import protocol
+from orchestrator.gateway.openai.errors import ApiError
 
 HELLO = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "$defs": {"city": {"enum": ["Paris"]}}}

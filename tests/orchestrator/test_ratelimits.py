@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.ratelimits import Counts, Exceeded, Remaining, duration, refilled, remaining, settled, taken
+from orchestrator.access.rate_limits import Counts, Exceeded, Remaining, duration, refilled, remaining, settled, taken
 
 NOW = 5000.0
 

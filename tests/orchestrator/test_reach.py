@@ -12,13 +12,13 @@ from typing import Any
 import msgspec.structs
 import pytest
 
-from orchestrator.demand import DemandReport
-from orchestrator.gateway import links as links_of
-from orchestrator.gateway.exposition import page
-from orchestrator.gateway.links import RECONNECT_MOST_S, Links
-from orchestrator.home import LONGEST_SOCKET, SOCKET_BYTES, Home
-from orchestrator.reach import FORGET_S
-from orchestrator.routes import Route
+from orchestrator.fleet.reachability import FORGET_S
+from orchestrator.fleet.route_table import Route
+from orchestrator.gateway.serving import replica_links as links_of
+from orchestrator.gateway.serving.replica_links import RECONNECT_MOST_S, ReplicaLinks
+from orchestrator.gateway.telemetry.exposition import page
+from orchestrator.process.home import LONGEST_SOCKET, SOCKET_BYTES, Home
+from orchestrator.scaling.demand_report import DemandReport
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.gateways import LiveGateway, routes, until
 from tests.orchestrator.promql import Page
@@ -88,7 +88,7 @@ def test_a_replica_that_cannot_be_reached_is_tried_ever_more_seldom(monkeypatch:
 
     async def live() -> None:
         monkeypatch.setattr(links_of, "open_link", refused)
-        links = Links(routes("m"), refused, credentials=None, on_open=lambda: None, on_unusable=lambda: None)  # type: ignore[arg-type]
+        links = ReplicaLinks(routes("m"), refused, credentials=None, on_open=lambda: None, on_unusable=lambda: None)  # type: ignore[arg-type]
         links.update(msgspec.structs.replace(routes("m"), replicas=[Route("m/0", 1, "/nowhere/s")]))
         await asyncio.sleep(60.0)
         await links.stop()

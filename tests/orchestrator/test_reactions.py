@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.journal import Journal
-from orchestrator.suspects import SET_ASIDE_S, cores_of_devices
-from placements.topology import TOPOLOGIES, Host
+from orchestrator.records.journal import Journal
+from orchestrator.state.quarantine import SET_ASIDE_S, cores_of_devices
+from placements.facts.topology import TOPOLOGIES, Host
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.status import Failure, Phase, Reaction
+from workers.messages.status import Failure, Phase, Reaction
 
 SPEC = """\
 version: 1

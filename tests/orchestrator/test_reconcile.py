@@ -7,21 +7,21 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.lifecycle import Signal, State, advance
-from orchestrator.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
-from orchestrator.rollout import Target
-from orchestrator.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
-from placements.cores import CoreRange
-from placements.plan import Placement
-from placements.spec import Deadlines
+from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.fleet.lifecycle import Signal, State, advance
+from orchestrator.fleet.snapshot import BREAKER_PAUSE_S, Observed, ReplicaView
+from orchestrator.rollout.rollout_step import ReplicaTarget
+from placements.facts.core_range import CoreRange
+from placements.planner.plan import Placement
+from placements.spec.schema import Deadlines
 
 HOST = "inf2.48xlarge/0"
 DEADLINE_S = 100.0
 RANGE = CoreRange(0, 7)
 
 
-def target(model: str = "chat", replica: int = 0, cores: CoreRange | None = RANGE) -> Target:
-    return Target(model, replica, HOST, cores, "v", Placement(model, replica, HOST, cores, threads=1))
+def target(model: str = "chat", replica: int = 0, cores: CoreRange | None = RANGE) -> ReplicaTarget:
+    return ReplicaTarget(model, replica, HOST, cores, "v", Placement(model, replica, HOST, cores, threads=1))
 
 
 def view(state: State, **changes: object) -> ReplicaView:
@@ -42,7 +42,7 @@ def view(state: State, **changes: object) -> ReplicaView:
     return dataclasses.replace(seen, **changes)  # type: ignore[arg-type]
 
 
-def decide(wanted: list[Target], *seen: ReplicaView, now: float = 10.0) -> list[Action]:
+def decide(wanted: list[ReplicaTarget], *seen: ReplicaView, now: float = 10.0) -> list[Action]:
     return reconcile(wanted, Observed(now, {replica.id: replica for replica in seen}))
 
 
@@ -144,7 +144,7 @@ def test_from_any_fleet_the_plan_is_reached_and_no_core_is_held_twice_by_a_start
     seen: list[ReplicaView], planned: list[tuple[str, CoreRange]]
 ) -> None:
     """Carrying out the actions leads to a state in which every placement is ready and nothing is left to do."""
-    wanted: list[Target] = []
+    wanted: list[ReplicaTarget] = []
     for model, cores in planned:
         if not any(cores.overlap(other.cores) or model == other.model for other in wanted if other.cores):
             wanted.append(target(model, 0, cores))

@@ -11,13 +11,13 @@ from typing import BinaryIO
 
 import pytest
 
-from orchestrator.gateway import recorder as recorder_of
-from orchestrator.gateway.recorder import BUFFERED, Recorder
-from orchestrator.recordings import parts, read_page
-from orchestrator.simulate.tracefile import read_trace, write_trace
+from orchestrator.gateway.telemetry import recorder as recorder_of
+from orchestrator.gateway.telemetry.recorder import BUFFERED, RequestRecorder
+from orchestrator.records.request_traces import parts, read_page
+from orchestrator.simulate.trace_file import read_trace, write_trace
 
 
-def note(recorder: Recorder, count: int, first: int = 0) -> None:
+def note(recorder: RequestRecorder, count: int, first: int = 0) -> None:
     for i in range(first, first + count):
         recorder.note(1_700_000_000.0 + i, "m", i + 1, 5, "k1", 0.02, 0.4)
 
@@ -34,7 +34,7 @@ def pages(folder: Path, limit: int) -> list[int]:
 
 def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
     """Every field."""
-    recorder = Recorder(tmp_path / "traces", "g1")
+    recorder = RequestRecorder(tmp_path / "traces", "g1")
     note(recorder, 1)
     recorder.close()
     assert read_page(tmp_path / "traces", "", 10).requests == [
@@ -54,7 +54,7 @@ def test_what_is_noted_is_read_again(tmp_path: Path) -> None:
 def test_pages_hold_each_request_once(tmp_path: Path, limit: int) -> None:
     """Of two gateways and several files, whatever the size of a page."""
     for gateway, first in (("g1", 0), ("g2", 100)):
-        recorder = Recorder(tmp_path, gateway, file_bytes=300)
+        recorder = RequestRecorder(tmp_path, gateway, file_bytes=300)
         for i in range(0, 20, 5):
             note(recorder, 5, first + i)
             recorder.flush()
@@ -64,7 +64,7 @@ def test_pages_hold_each_request_once(tmp_path: Path, limit: int) -> None:
 
 def test_a_page_goes_on_behind_the_last_one(tmp_path: Path) -> None:
     """What was written meanwhile is there, and nothing else."""
-    recorder = Recorder(tmp_path, "g1")
+    recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 3)
     recorder.flush()
     after = read_page(tmp_path, "", 10).next
@@ -75,7 +75,7 @@ def test_a_page_goes_on_behind_the_last_one(tmp_path: Path) -> None:
 
 def test_the_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
     """A place in them stays the same: the reader goes on with what is left."""
-    recorder = Recorder(tmp_path, "g1", file_bytes=100, files=3)
+    recorder = RequestRecorder(tmp_path, "g1", file_bytes=100, files=3)
     note(recorder, 1)
     recorder.flush()
     after = read_page(tmp_path, "", 10).next
@@ -92,7 +92,7 @@ def test_the_files_are_bounded_and_the_oldest_goes(tmp_path: Path) -> None:
 def test_a_gateway_of_the_same_name_goes_on(tmp_path: Path) -> None:
     """In the same file."""
     for first in (0, 3):
-        recorder = Recorder(tmp_path, "g1")
+        recorder = RequestRecorder(tmp_path, "g1")
         note(recorder, 3, first)
         recorder.close()
     assert pages(tmp_path, 100) == [1, 2, 3, 4, 5, 6]
@@ -100,12 +100,12 @@ def test_a_gateway_of_the_same_name_goes_on(tmp_path: Path) -> None:
 
 def test_half_a_line_of_a_crash_is_passed_over(tmp_path: Path) -> None:
     """And what the next gateway writes stands in a file of its own."""
-    recorder = Recorder(tmp_path, "g1")
+    recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.close()
     (_, path), *_ = parts(tmp_path)["g1"]
     path.write_bytes(path.read_bytes() + b"1700000001.000,m,7")
-    again = Recorder(tmp_path, "g1")
+    again = RequestRecorder(tmp_path, "g1")
     note(again, 1, 1)
     again.close()
     assert pages(tmp_path, 100) == [1, 2]
@@ -113,7 +113,7 @@ def test_half_a_line_of_a_crash_is_passed_over(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_lines_and_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted; what comes when there is room again is whole."""
-    recorder = Recorder(tmp_path, "g1")
+    recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.flush()
     monkeypatch.setattr(recorder, "_file", FullFile(recorder._file))
@@ -143,7 +143,7 @@ class SlowFile:
 def test_nobody_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All streams of a gateway would stand still. What comes meanwhile is kept, up to a bound, and written then."""
     monkeypatch.setattr(recorder_of, "MOST_BUFFERED", 2000)
-    recorder = Recorder(tmp_path, "g1")
+    recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.flush()
     assert recorder._file is not None
@@ -162,7 +162,7 @@ def test_it_is_told_how_many_requests_were_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When the disk takes them again."""
-    recorder = Recorder(tmp_path, "g1")
+    recorder = RequestRecorder(tmp_path, "g1")
     note(recorder, 1)
     recorder.flush()
     monkeypatch.setattr(recorder, "_file", FullFile(recorder._file))
@@ -192,7 +192,7 @@ class FullFile:
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log says so, once."""
     (tmp_path / "file").write_text("")
-    recorder = Recorder(tmp_path / "file", "g1")
+    recorder = RequestRecorder(tmp_path / "file", "g1")
     for _ in range(3):
         note(recorder, 1)
         recorder.flush()
@@ -209,7 +209,7 @@ def test_a_place_that_no_page_has_told_is_refused(tmp_path: Path) -> None:
 def test_what_is_exported_is_read_as_a_trace(tmp_path: Path) -> None:
     """In the order of the times, whichever gateway and whenever they ended."""
     for gateway, first in (("g1", 50), ("g2", 0)):
-        recorder = Recorder(tmp_path, gateway)
+        recorder = RequestRecorder(tmp_path, gateway)
         note(recorder, 2, first)
         recorder.close()
     text = io.StringIO()
@@ -222,7 +222,7 @@ def test_what_is_exported_is_read_as_a_trace(tmp_path: Path) -> None:
 
 def test_requests_without_an_answer_are_exported_too(tmp_path: Path) -> None:
     """They came, and took a slot perhaps; one without a prompt is none."""
-    recorder = Recorder(tmp_path, "g1")
+    recorder = RequestRecorder(tmp_path, "g1")
     recorder.note(1_700_000_000.0, "m", 5, 0)
     recorder.note(1_700_000_001.0, "m", 0, 0)
     recorder.close()

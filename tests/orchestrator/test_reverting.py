@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.journal import Revision
-from orchestrator.reverting import culprits, reverted, without
-from placements.hosts import Machine
-from placements.parse import parse
-from placements.spec import Spec
+from orchestrator.records.journal import Revision
+from orchestrator.revisions.rollback import culprits, reverted, without
+from placements.planner.spec_hosts import Machine
+from placements.spec.parse import parse
+from placements.spec.schema import Spec
 
 HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
 

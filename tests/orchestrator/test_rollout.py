@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.journal import Journal, JournalUnwritable
-from orchestrator.lifecycle import ModelState, State
-from orchestrator.operations import Refused
-from orchestrator.rollout import Former, Wish, step
-from orchestrator.snapshot import ReplicaView
-from placements.parse import parse
-from placements.spec import ModelSpec
+from orchestrator.api.operations import Refused
+from orchestrator.fleet.lifecycle import ModelState, State
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.records.journal import Journal, JournalUnwritable
+from orchestrator.rollout.rollout_step import DesiredModel, Former, step
+from placements.spec.parse import parse
+from placements.spec.schema import ModelSpec
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.stubs import stub_checkpoint
-from workers.status import Failure
+from workers.messages.status import Failure
 
 BASE = """\
 version: 1
@@ -987,7 +987,7 @@ def lying(number: int, version: str, state: State = State.READY) -> ReplicaView:
 def test_a_canary_without_a_former_version_makes_up_for_old_replicas_that_are_gone() -> None:
     """No revision was ever complete: of four, three were lost, and only the version that is being tried can be had."""
     old = lying(0, "old")
-    wish = Wish(MODEL, 4, "new", canary=True)
+    wish = DesiredModel(MODEL, 4, "new", canary=True)
     assert (step(wish, [], [old]).keep, step(wish, [], [old]).count) == ((old,), 3)
     assert step(wish, [], [old] * 4).count == 1
 
@@ -1001,7 +1001,7 @@ def test_a_canary_is_never_more_than_one_and_never_alone(
     frozen: bool, strategy: Any, count: int, left: int, alive: int
 ) -> None:
     """Whatever is lost: old ones stay or come back, as many as the strategy promises."""
-    wish = Wish(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=Former(MODEL, "old"))
+    wish = DesiredModel(MODEL, count, "new", strategy, canary=True, frozen=frozen, former=Former(MODEL, "old"))
     found = step(wish, [lying(9, "new")] * alive, [lying(n, "old") for n in range(left)])
     canaries = min(1, count) if not frozen else min(alive, count)
     assert found.count == canaries

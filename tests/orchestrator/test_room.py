@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.lifecycle import State
-from orchestrator.rollout import Situation, Wish, aim
-from orchestrator.room import room_for
-from orchestrator.snapshot import ReplicaView
-from placements.cores import CoreRange
-from placements.spec import ModelSpec, Spec
-from placements.topology import TOPOLOGIES, Host
+from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.rollout.relocation import room_for
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.spec.schema import ModelSpec, Spec
 from tests.orchestrator.fakes import FakeCluster, Played
 
 HOST = "inf2.24xlarge/0"
@@ -93,7 +93,7 @@ def test_no_one_goes_where_another_must_go_first() -> None:
         *(view("one", i, cores) for i, cores in enumerate(("8", "9", "12"))),
         view("pinned", 0, "16-23"),
     )
-    wishes = {model.name: Wish(model, model.replicas.min, "v") for model in models}
+    wishes = {model.name: DesiredModel(model, model.replicas.min, "v") for model in models}
     situation = Situation(Spec(models=models), (host,), {}, wishes, views)
     assert len(aim(situation, moves=4).plan.moves) == 2
     assert room_for(situation, aim(situation)) is None

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from orchestrator.routing import Pace, choose
+from orchestrator.dispatch.replica_choice import Pace, choose
 
 
 @dataclass(frozen=True)

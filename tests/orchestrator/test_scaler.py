@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.autoscale import FleetNow, History, Targets
-from orchestrator.demand import Demand, DemandReport
-from orchestrator.gateway.exposition import page
-from orchestrator.operations import Refused
+from orchestrator.api.operations import Refused
+from orchestrator.gateway.telemetry.exposition import page
+from orchestrator.scaling.autoscaler import FleetNow, History, Targets
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
 from tests.orchestrator.promql import Page
 
@@ -55,7 +55,7 @@ class Decider:
 @pytest.fixture
 def decider(monkeypatch: pytest.MonkeyPatch) -> Decider:
     found = Decider()
-    monkeypatch.setattr("orchestrator.scaler.autoscale", found)
+    monkeypatch.setattr("orchestrator.control.scaler.autoscale", found)
     return found
 
 
@@ -75,7 +75,7 @@ def play(tmp_path: Path, story: Callable[[Played], Coroutine[Any, Any, None]]) -
     return fleets[0]
 
 
-async def report(fleet: Played, first: int, last: int, *models: Demand, gateway: str = "g") -> None:
+async def report(fleet: Played, first: int, last: int, *models: DemandWindow, gateway: str = "g") -> None:
     """The reports of those numbers, one a second."""
     for number in range(first, last + 1):
         await asyncio.sleep(1.0)
@@ -127,7 +127,7 @@ def test_what_all_gateways_tell_between_two_decisions_is_one_load(tmp_path: Path
     """Counts are sums, what is there is the latest of each."""
 
     async def story(fleet: Played) -> None:
-        demand = Demand(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5)
+        demand = DemandWindow(model="a", arrived=3, ended=2, slot_s=8.0, waiting=4, live=5, longest_wait_s=1.5)
         await report(fleet, 1, 1, gateway="other")
         for number in range(1, 5):
             for gateway in ("g", "h"):
@@ -147,7 +147,7 @@ def test_each_change_is_an_event_and_shown_with_its_reason(tmp_path: Path, decid
 
     async def story(fleet: Played) -> None:
         decider.counts, decider.reasons = {"a": 3, "b": 1}, {"a": "1 to 3: many came", "b": "somebody asks"}
-        await report(fleet, 1, 7, Demand(model="b", waiting=1, live=2))
+        await report(fleet, 1, 7, DemandWindow(model="b", waiting=1, live=2))
         decider.reasons = {}
         await report(fleet, 8, 20)
         decider.counts, decider.reasons = {"a": 2, "b": 0}, {"a": "3 to 2: few came"}
@@ -220,8 +220,8 @@ def test_a_gateway_that_begins_again_is_heard(tmp_path: Path, decider: Decider) 
     """Its numbers begin at one again."""
 
     async def story(fleet: Played) -> None:
-        await report(fleet, 1, 7, Demand(model="a", arrived=1))
-        await report(fleet, 1, 1, Demand(model="a", arrived=100))
+        await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
+        await report(fleet, 1, 1, DemandWindow(model="a", arrived=100))
         await report(fleet, 2, 6)
         assert sum(history.last("a").arrived for history, _, _ in decider.asked) == 107
 
@@ -233,10 +233,10 @@ def test_a_model_that_is_gone_is_forgotten(tmp_path: Path, decider: Decider) -> 
 
     async def story(fleet: Played) -> None:
         decider.counts = {"a": 3}
-        await report(fleet, 1, 7, Demand(model="a", arrived=1))
+        await report(fleet, 1, 7, DemandWindow(model="a", arrived=1))
         await fleet.apply(SPEC.replace("  a:\n", "  other:\n"))
         decider.counts = {}
-        await report(fleet, 8, 14, Demand(model="a", arrived=1))
+        await report(fleet, 8, 14, DemandWindow(model="a", arrived=1))
         assert fleet.journal.state().targets == {}
         assert decider.asked[-1][0].asked_at("a") is None
         assert fleet.model("other")["wanted"] == 1
@@ -296,7 +296,7 @@ def test_the_longest_wait_of_all_gateways_counts(tmp_path: Path, decider: Decide
         for number in range(1, 8):
             await asyncio.sleep(1.0)
             for gateway, waited in (("g", 90.0), ("h", 1.0)):
-                waits = Demand(model="a", waiting=1, longest_wait_s=waited)
+                waits = DemandWindow(model="a", waiting=1, longest_wait_s=waited)
                 sent = DemandReport(gateway=gateway, number=number, seconds=1.0, models=[waits])
                 await fleet.controller.demand(sent)
         assert decider.asked[-1][0].last("a").longest_wait_s == 90.0
@@ -331,7 +331,7 @@ def test_a_model_that_cannot_be_woken_is_decided_about_at_once_only_once_in_betw
 
     async def story(fleet: Played) -> None:
         decider.counts = {"b": 0}
-        await report(fleet, 1, 60, Demand(model="b", waiting=1))
+        await report(fleet, 1, 60, DemandWindow(model="b", waiting=1))
         assert 12 <= len(decider.asked) <= 26
 
     play(tmp_path, story)

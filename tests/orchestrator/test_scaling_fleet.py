@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.demand import AUTOSCALE_S, Demand, DemandReport, RoutingDecision
-from orchestrator.journal import Journal
+from orchestrator.records.journal import Journal
+from orchestrator.scaling.demand_report import AUTOSCALE_S, DemandReport, DemandWindow, RoutingDecision
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.status import Failure, Phase
+from workers.messages.status import Failure, Phase
 
 HEAD = "version: 1\nhosts: {emulate: inf2.48xlarge}\ndefaults: {engine: echo}\nmodels:\n"
 SLEEPER = HEAD + "  m: {tp_degree: 8, replicas: {min: 0, max: 3}, max_batch: 4, scaling: {idle_s: 120}}\n"
@@ -55,7 +55,7 @@ class Demanding:
         models = [self._demand(name, rate, seconds) for name, rate in self.rates.items()]
         return DemandReport(gateway=self.name, number=next(self._numbers), seconds=seconds, models=models)
 
-    def _demand(self, name: str, rate: float, seconds: float) -> Demand:
+    def _demand(self, name: str, rate: float, seconds: float) -> DemandWindow:
         self._owed[name] += rate * seconds
         arrived = int(self._owed[name])
         self._owed[name] -= arrived
@@ -66,7 +66,7 @@ class Demanding:
         begun = min(self.waiting[name], max(0.0, slots - self.live[name]))
         self.waiting[name] -= begun
         self.live[name] += begun
-        return Demand(
+        return DemandWindow(
             model=name,
             arrived=arrived,
             ended=round(ended),
@@ -307,7 +307,7 @@ def test_two_gateways_are_summed_and_one_that_falls_silent_is_forgotten(tmp_path
 
     async def story(fleet: Played) -> None:
         one, other = (
-            DemandReport(gateway=name, number=1, seconds=1.0, models=[Demand(model="m", waiting=2, live=1)])
+            DemandReport(gateway=name, number=1, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)])
             for name in "ab"
         )
         await fleet.controller.demand(one)
@@ -316,7 +316,9 @@ def test_two_gateways_are_summed_and_one_that_falls_silent_is_forgotten(tmp_path
         for number in range(2, 15):
             await asyncio.sleep(1.0)
             await fleet.controller.demand(
-                DemandReport(gateway="a", number=number, seconds=1.0, models=[Demand(model="m", waiting=2, live=1)])
+                DemandReport(
+                    gateway="a", number=number, seconds=1.0, models=[DemandWindow(model="m", waiting=2, live=1)]
+                )
             )
         assert (demand(fleet)["waiting"], demand(fleet)["live"]) == (2, 1)
         await asyncio.sleep(20)
@@ -334,7 +336,7 @@ def test_a_report_that_comes_twice_counts_once(tmp_path: Path) -> None:
     """The gateway sends it again when it got no answer."""
 
     async def story(fleet: Played) -> None:
-        report = DemandReport(gateway="g", number=1, seconds=1.0, models=[Demand(model="m", arrived=100)])
+        report = DemandReport(gateway="g", number=1, seconds=1.0, models=[DemandWindow(model="m", arrived=100)])
         for _ in range(10):
             await fleet.controller.demand(report)
         await asyncio.sleep(AUTOSCALE_S + 1)
@@ -425,7 +427,7 @@ def test_a_fault_in_the_autoscaler_leaves_the_numbers_and_the_repairs(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("orchestrator.scaler.autoscale", broken)
+    monkeypatch.setattr("orchestrator.control.scaler.autoscale", broken)
 
     async def story(fleet: Played) -> None:
         gateway = Demanding(fleet, {"low": 6.0, "high": 0.0})

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.schedules import Bounds, bounds, holds
-from placements.spec import Replicas, Schedule
+from orchestrator.scaling.schedules import Bounds, bounds, holds
+from placements.spec.schema import Replicas, Schedule
 
 BERLIN = "Europe/Berlin"
 

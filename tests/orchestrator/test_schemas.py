@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.protocol import read_chat
-from orchestrator.gateway.schemas import schema_text
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.protocol import read_chat
+from orchestrator.gateway.openai.schemas import schema_text
 
 
 def properties(count: int) -> dict[str, Any]:

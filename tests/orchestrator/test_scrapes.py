@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from orchestrator.gateway import scrapes as module
-from orchestrator.gateway.scrapes import Page, Scrapes
+from orchestrator.gateway.telemetry import scrapes as module
+from orchestrator.gateway.telemetry.scrapes import Page, Scrapes
 from tests.orchestrator.fakes import virtually
 
 

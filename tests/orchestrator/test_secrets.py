@@ -21,10 +21,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from orchestrator.failure import Failed
-from orchestrator.fleet import ADMIN_PATH
-from orchestrator.home import Home
-from orchestrator.hubpush import push_to_hub
+from orchestrator.compiling.hub_push import push_to_hub
+from orchestrator.fleet.controller_settings import ADMIN_PATH
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
 from tests import leaks
 from tests.checkpoints import make_checkpoint
 from tests.doubles.machine import make_interpreter
@@ -32,18 +32,18 @@ from tests.fleet import COREWRIGHT, LiveFleet, until
 from tests.hub import TOKEN, HubServer, Repo
 from tests.leaks import PASSWORD, USER
 from tests.s3 import ACCESS_KEY, FaultProxy, S3Server
-from workers.artifacts.bringing import Bringing, Wanted
-from workers.artifacts.listing import SourceError
-from workers.artifacts.patience import Patience
-from workers.artifacts.progress import Progress
-from workers.artifacts.sources import open_remote
-from workers.artifacts.store import Store
-from workers.compiled import MANIFEST
+from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, WantedArtifact
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.retry_policy import RetryPolicy
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.sources.open_source import open_remote
+from workers.artifacts.store.store import Store
+from workers.neff_cache.compiled_artifacts import MANIFEST
 
 DEADLINE_S = 120.0
 NOBODY = f"http://{USER}:{PASSWORD}@127.0.0.1:9"  # nobody listens there
 TALKATIVE = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "botocore")
-HURRIED = Patience(seconds=0.5, first_s=0.01, longest_s=0.1)
+HURRIED = RetryPolicy(seconds=0.5, first_s=0.01, longest_s=0.1)
 WEIGHTS = "model.safetensors"
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", WEIGHTS: os.urandom(300_000)}
 
@@ -159,15 +159,15 @@ ON_THE_HUB: dict[str, tuple[Scenario, str]] = {
 def brought(source: str, root: Path) -> tuple[str, str]:
     """Fetch it, and again; the id of the error if there was one, and all that could be printed of it."""
 
-    def opened(wanted: Wanted, _: Patience) -> object:
+    def opened(wanted: WantedArtifact, _: RetryPolicy) -> object:
         return open_remote(wanted.source, wanted.revision, patience=HURRIED)
 
     id, told = "", []
-    bringing = Bringing(Store(root), opened)  # type: ignore[arg-type]
+    bringing = ArtifactFetcher(Store(root), opened)  # type: ignore[arg-type]
     for _ in range(2):
         progress = Progress(source)
         try:
-            told.append(repr(bringing(Wanted(source=source), progress, threading.Event())))
+            told.append(repr(bringing(WantedArtifact(source=source), progress, threading.Event())))
         except SourceError as error:
             id = error.id
             told += [str(error), repr(error), *map(str, error.args), *traceback.format_exception(error)]

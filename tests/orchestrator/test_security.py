@@ -19,21 +19,22 @@ import msgspec
 import psutil
 import pytest
 
-from orchestrator.allowed import Allowed, allowed_by_setting, allowed_to_keys, interpreters_of
-from orchestrator.audit import Audit
+from orchestrator.access.audit_log import Audit
+from orchestrator.access.keys import KeyFile
+from orchestrator.access.source_policy import SourcePolicy, allowed_by_setting, allowed_to_keys, interpreters_of
+from orchestrator.api.operations import Refused
 from orchestrator.cli import up as up_module
 from orchestrator.cli.main import run
-from orchestrator.failure import Failed
-from orchestrator.fleet import ADMIN_PATH
+from orchestrator.daemon.settings import SETTINGS, gateway_settings, resolve
+from orchestrator.fleet.controller_settings import ADMIN_PATH
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.home import Home
-from orchestrator.keys import KeyFile
-from orchestrator.operations import Refused
-from orchestrator.settings import SETTINGS, gateway_settings, is_loopback, resolve
-from orchestrator.specfile import examine, load
-from placements.hosts import Machine
-from placements.parse import parse
-from placements.problems import Problem
+from orchestrator.process.addresses import is_loopback
+from orchestrator.process.failure import Failed
+from orchestrator.process.home import Home
+from orchestrator.revisions.spec_file import examine, load
+from placements.planner.spec_hosts import Machine
+from placements.spec.parse import parse
+from placements.spec.problems import Problem
 from tests.fleet import LiveFleet, until
 from tests.orchestrator.certificates import Authority
 from tests.orchestrator.fakefleet import SPEC, TOKEN, LiveAdmin
@@ -283,7 +284,7 @@ def models(tmp_path: Path) -> Path:
 )
 def test_a_folder_is_meant_with_what_is_really_below_it(place: str, allowed: bool, models: Path) -> None:
     """Links are followed and .. is taken away before it is compared; a longer name is another folder."""
-    assert Allowed((str(models / "models"),)).allows(f"{models}/{place}") == allowed
+    assert SourcePolicy((str(models / "models"),)).allows(f"{models}/{place}") == allowed
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_folder_is_meant_with_what_is_really_below_it(place: str, allowed: boo
 )
 def test_a_prefix_in_s3_is_meant_as_a_folder(place: str, allowed: bool) -> None:
     """A path is no address of S3, and an id of the hub is below no folder."""
-    assert Allowed(("s3://bucket/models/",)).allows(place) == allowed
+    assert SourcePolicy(("s3://bucket/models/",)).allows(place) == allowed
 
 
 FIELDS = [
@@ -325,7 +326,7 @@ def test_every_field_that_names_a_place_is_looked_at(fields: str, begins: str, m
     """With the line and column of the field, and what can be done; nothing is read there."""
     fields = fields.replace("FOLDER", str(models))
     text = f"hosts: {{emulate: inf2.xlarge}}\nmodels:\n  a: {{engine: cpu, {fields}}}\n"
-    allowed = Allowed((str(models / "models"),), frozenset())
+    allowed = SourcePolicy((str(models / "models"),), frozenset())
     file = examine(text, "f.yaml", str(models), Machine((0, 1)), allowed)
     found = [problem for problem in file.problems if problem.id == "source-not-allowed"]
     assert [problem.what[: len(begins)] for problem in found] == [begins]
@@ -337,7 +338,7 @@ def test_every_field_that_names_a_place_is_looked_at(fields: str, begins: str, m
 def test_what_is_allowed_is_read(models: Path) -> None:
     """And an echo model needs no source."""
     text = "models: {a: {engine: echo}, b: {engine: cpu, source: ./models/chat, neff_cache: ./models/cache}}\n"
-    allowed = Allowed((str(models / "models"),), frozenset())
+    allowed = SourcePolicy((str(models / "models"),), frozenset())
     ids = {problem.id for problem in examine(text, "f.yaml", str(models), Machine((0, 1)), allowed).problems}
     assert "source-not-allowed" not in ids
 
@@ -349,7 +350,7 @@ def test_only_the_interpreters_of_ups_own_spec_are_run(tmp_path: Path) -> None:
     parsed, other = parse(own, "f", str(tmp_path)).spec, parse(evil, "f.yaml", str(tmp_path)).spec
     assert parsed is not None
     assert other is not None
-    allowed = Allowed((str(tmp_path),), interpreters_of(parsed))
+    allowed = SourcePolicy((str(tmp_path),), interpreters_of(parsed))
     assert allowed.problems(parsed) == ()
     (problem,) = allowed.problems(other)
     assert (problem.id, problem.where) == ("interpreter-not-allowed", "f.yaml:1:17")
@@ -375,7 +376,7 @@ def test_a_running_fleet_reads_only_what_the_setting_allows(verb: str, models: P
     async def play() -> tuple[str, list[str]]:
         async with Played(models, FakeCluster(), ECHO) as played:
             await played.settled()
-            played.operator._allowed = Allowed((str(models / "models"),), frozenset())
+            played.operator._allowed = SourcePolicy((str(models / "models"),), frozenset())
             more: dict[str, Any] = {"apply": {"by": "me"}, "explain": {"model": "a"}}.get(verb, {})
             with pytest.raises(Refused) as refused:
                 await getattr(played.operator, verb)(text, "f.yaml", str(models), **more)
@@ -526,9 +527,9 @@ def test_what_is_allowed_follows_from_the_setting(admin: LiveAdmin) -> None:
     """For all, and for who comes with a key."""
     plain = admin.fleet.settings
     set_ = msgspec.structs.replace(plain, allowed_sources=("/models",))
-    assert allowed_by_setting(plain) == Allowed()
-    assert allowed_to_keys(plain) == Allowed(("/specs",), frozenset(), frozenset())
-    assert allowed_by_setting(set_) == allowed_to_keys(set_) == Allowed(("/models",), frozenset(), frozenset())
+    assert allowed_by_setting(plain) == SourcePolicy()
+    assert allowed_to_keys(plain) == SourcePolicy(("/specs",), frozenset(), frozenset())
+    assert allowed_by_setting(set_) == allowed_to_keys(set_) == SourcePolicy(("/models",), frozenset(), frozenset())
 
 
 @pytest.mark.parametrize(
@@ -681,14 +682,14 @@ def test_a_fleet_of_two_hosts_speaks_tls_everywhere(tmp_path: Path, monkeypatch:
 )
 def test_of_the_hub_what_an_organisation_has_may_be_allowed(prefix: str, source: str, allowed: bool) -> None:
     """An id is meant as a whole, and nothing else passes for one."""
-    assert Allowed((prefix,)).allows(source) == allowed
+    assert SourcePolicy((prefix,)).allows(source) == allowed
 
 
 def test_a_problem_that_names_a_place_is_complete() -> None:
     """Id, place, fact and remedy."""
     spec = parse("models: {a: {engine: cpu, source: /etc}}\n", "f.yaml", "/specs").spec
     assert spec is not None
-    (problem,) = Allowed(("/models",)).problems(spec)
+    (problem,) = SourcePolicy(("/models",)).problems(spec)
     assert dataclasses.asdict(problem) == dataclasses.asdict(
         Problem(
             "source-not-allowed",

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.bench.statistics import percentile
-from orchestrator.simulate.clock import Clock
-from orchestrator.simulate.desk import Measured
 from orchestrator.simulate.loop import serve_fixed
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.replica import SimReplica
-from orchestrator.simulate.request import Arrival, SimRequest
-from workers.batcher import Batcher
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_queue import Measured
+from orchestrator.simulate.simulated_replica import SimReplica
+from orchestrator.simulate.simulated_request import Arrival, SimRequest
+from orchestrator.simulate.virtual_clock import Clock
+from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
-from workers.requests import GenerateRequest, TokenEvent
-from workers.tokenizer import ByteTokenizer
+from workers.messages.requests import GenerateRequest, TokenEvent
+from workers.text.tokenizer import ByteTokenizer
 
 MODEL = SimModel("m", slots=2, step_s=0.1, prefill_base_s=0.05, max_queue=10**6)
 

@@ -13,10 +13,10 @@ import pytest
 from orchestrator.bench.plots import areas
 from orchestrator.cli import trace as command
 from orchestrator.cli.main import run
-from orchestrator.simulate.fleet import Change
-from orchestrator.simulate.fromspec import bounds_at, scenario_of
+from orchestrator.revisions.spec_file import load
+from orchestrator.simulate.from_spec import bounds_at, scenario_of
+from orchestrator.simulate.simulated_fleet import Change
 from orchestrator.simulate.timeline import sparkline, timeline
-from orchestrator.specfile import load
 
 SPEC = """\
 hosts: {emulate: inf2.48xlarge}

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.autoscale import FleetNow, Targets
-from orchestrator.forecast import Load
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.request import Arrival
+from orchestrator.scaling.autoscaler import FleetNow, Targets
+from orchestrator.scaling.forecast import Load
 from orchestrator.simulate.run import Outcome, simulate
-from orchestrator.simulate.scaling import Fixed, Joint
+from orchestrator.simulate.scaling_policy import Fixed, Joint
 from orchestrator.simulate.scenario import Scenario
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.workload import Workload
-from placements.cores import CoreRange
+from placements.facts.core_range import CoreRange
 
 
 class Scripted:

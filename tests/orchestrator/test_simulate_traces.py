@@ -9,11 +9,11 @@ from statistics import mean, pstdev
 import pytest
 
 from orchestrator.bench.lengths import Lengths
-from orchestrator.failure import Failed
-from orchestrator.simulate.model import SimModel
-from orchestrator.simulate.request import Arrival
+from orchestrator.process.failure import Failed
+from orchestrator.simulate.simulated_model import SimModel
+from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.speeds import measured_speeds, parse_speeds, with_speeds
-from orchestrator.simulate.tracefile import MAX_PROBLEMS, TraceWrong, fitted, read_trace
+from orchestrator.simulate.trace_file import MAX_PROBLEMS, TraceWrong, fitted, read_trace
 from orchestrator.simulate.workload import KINDS, Kind, Workload
 
 MODELS = {"a": "a", "alias": "a", "b": "b"}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import main as cli
-from orchestrator.generation import Generation, read_generation
-from orchestrator.journal import Revision
-from orchestrator.specfile import SpecFile, examine, start_problems
-from placements.hosts import Machine
-from placements.plan import plan
+from orchestrator.records.journal import Revision
+from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
+from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import Machine
 from tests.hub import HubServer, Repo
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, S3Server
 from tests.stubs import stub_checkpoint
@@ -57,7 +57,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COREWRIGHT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("workers.artifacts.heads.PATIENCE_S", 0.0)
+    monkeypatch.setattr("workers.artifacts.sources.source_metadata.PATIENCE_S", 0.0)
     return tmp_path / "home"
 
 
@@ -74,11 +74,11 @@ def revision(models: str, number: int = 1, fleet: str = "f1") -> Revision:
     return Revision(number=number, fleet=fleet, cause="up", by="", text=text, file="f", base_dir="/", of=None, plan={})
 
 
-def generation(models: str, number: int = 1, fleet: str = "f1") -> Generation:
+def generation(models: str, number: int = 1, fleet: str = "f1") -> ResolvedRevision:
     return read_generation(revision(models, number, fleet), LAPTOP)
 
 
-def commit(found: Generation, name: str = "a") -> str | None:
+def commit(found: ResolvedRevision, name: str = "a") -> str | None:
     model = found.spec.model(name)
     assert model is not None
     return found.commit(model)
@@ -268,10 +268,10 @@ def test_commands_take_specs_with_models_elsewhere(
 
 def test_nothing_is_asked_of_what_a_spec_may_not_name(hub: HubServer) -> None:
     """The list of allowed places comes first."""
-    from orchestrator.allowed import Allowed
+    from orchestrator.access.source_policy import SourcePolicy
 
     text = f"{HOSTS}models: {{a: {{source: org/tiny}}}}\n"
-    file = examine(text, "f.yaml", ".", LAPTOP, Allowed(("/models",)))
+    file = examine(text, "f.yaml", ".", LAPTOP, SourcePolicy(("/models",)))
     assert told(file) == [("source-not-allowed", "error")]
     assert hub.asked == []
 

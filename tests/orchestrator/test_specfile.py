@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.allowed import Allowed
-from orchestrator.sources import Facts
-from orchestrator.specfile import Folders, examine, load, start_problems
-from placements.hosts import Machine
-from placements.problems import Problem
+from orchestrator.access.source_policy import SourcePolicy
+from orchestrator.revisions.checkpoint_reader import CheckpointFacts
+from orchestrator.revisions.spec_file import Folders, examine, load, start_problems
+from placements.planner.spec_hosts import Machine
+from placements.spec.problems import Problem
 from tests.stubs import stub_checkpoint
 
 LAPTOP = Machine(cpus=(0, 1))
@@ -182,7 +182,7 @@ def test_a_hub_id_that_is_also_a_folder_beside_the_spec_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, hint: str, where: str
 ) -> None:
     """The hub is not asked; the hint says how to write the folder."""
-    monkeypatch.setattr("orchestrator.specfile.read_facts", None)
+    monkeypatch.setattr("orchestrator.revisions.spec_file.read_facts", None)
     (tmp_path / "models").mkdir()
     stub_checkpoint(tmp_path / "models" / "tiny")
     (problem,) = examine(f"models: {{a: {model}}}", "f.yaml", str(tmp_path), LAPTOP).problems
@@ -195,9 +195,9 @@ def test_a_folder_that_may_not_be_read_is_not_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     """Its existence is not revealed to a client of the admin API."""
-    monkeypatch.setattr("orchestrator.specfile.read_facts", lambda *_, **__: Facts({}, {}, ()))
+    monkeypatch.setattr("orchestrator.revisions.spec_file.read_facts", lambda *_, **__: CheckpointFacts({}, {}, ()))
     (tmp_path / "models").mkdir()
     stub_checkpoint(tmp_path / "models" / "tiny")
-    allowed = Allowed(prefixes=("hub:models", *([str(tmp_path)] if readable else [])))
+    allowed = SourcePolicy(prefixes=("hub:models", *([str(tmp_path)] if readable else [])))
     problems = examine("models: {a: {source: models/tiny}}", "f.yaml", str(tmp_path), LAPTOP, allowed).problems
     assert [problem.id for problem in problems] == (["source-ambiguous"] if readable else [])

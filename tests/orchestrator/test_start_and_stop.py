@@ -15,16 +15,16 @@ import pytest
 
 from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli.main import run
-from orchestrator.daemon import Daemon, UpOptions
+from orchestrator.daemon.daemon import Daemon, UpOptions
+from orchestrator.daemon.settings import SETTINGS
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.heartbeat import Heartbeat
-from orchestrator.home import FLEET_VARIABLE, FleetRecord, Home
-from orchestrator.ports import free_port
-from orchestrator.settings import SETTINGS
+from orchestrator.process.addresses import free_port
+from orchestrator.process.home import FLEET_VARIABLE, FleetRecord, Home
+from orchestrator.process.waiting_notice import WaitingNotice
 from tests.fleet import until
 from tests.orchestrator.fakefleet import LiveAdmin
-from workers import host as this_host
-from workers.interpreter import Interpreter, probe
+from workers.host import host_facts as this_host
+from workers.host.interpreter import Interpreter, probe
 
 SPEC = """\
 version: 1
@@ -105,7 +105,7 @@ def test_a_silence_is_broken_by_what_is_waited_for() -> None:
     """As it is at that time; with the seconds since the wait began."""
     told: list[str] = []
     state = ["a/0 (loading)"]
-    with Heartbeat(told.append, silence_s=0.01).waiting(lambda: state[0]):
+    with WaitingNotice(told.append, silence_s=0.01).waiting(lambda: state[0]):
         until(lambda: told, 5, "the first line")
         state[0] = "a/0 (compiling)"
         until(lambda: "waiting for a/0 (compiling) (0 s)" in told, 5, "the second state")
@@ -115,7 +115,7 @@ def test_a_silence_is_broken_by_what_is_waited_for() -> None:
 def test_lines_of_its_own_keep_a_command_from_saying_what_it_waits_for() -> None:
     """Nothing is added to a command that speaks."""
     told: list[str] = []
-    beat = Heartbeat(told.append, silence_s=60.0)
+    beat = WaitingNotice(told.append, silence_s=60.0)
     with beat.waiting(lambda: "nothing"):
         beat("fetching")
     assert told == ["fetching"]
@@ -183,7 +183,7 @@ def test_an_end_that_leaves_something_fails_and_says_so(
         raise PermissionError(13, "Permission denied")
 
     if left == "processes":
-        monkeypatch.setattr("orchestrator.daemon.end_leftovers", lambda *_: [4711])
+        monkeypatch.setattr("orchestrator.daemon.daemon.end_leftovers", lambda *_: [4711])
     else:
         monkeypatch.setattr(Home, "forget_fleet", unremovable)
     assert daemon.run(lambda record: daemon._asked.put("down")) == 1
@@ -220,7 +220,7 @@ def test_down_fails_where_the_fleet_leaves_something(
     started = this_host.process_start(os.getpid())
     assert started is not None
     record(home, admin.url, os.getpid(), started)
-    monkeypatch.setattr("orchestrator.home.daemon_alive", lambda record: not admin.downs)
+    monkeypatch.setattr("orchestrator.process.home.daemon_alive", lambda record: not admin.downs)
     try:
         assert run(["down"]) == 1
     finally:

@@ -11,7 +11,7 @@ import msgspec.structs
 import pytest
 
 from tests.orchestrator.fakes import OWN, FakeCluster, Played, virtually
-from workers.interpreter import Interpreter
+from workers.host.interpreter import Interpreter
 
 NXDI = msgspec.structs.replace(OWN, packages={"neuronx-distributed-inference": "0.8.1"})
 TNX = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380"})

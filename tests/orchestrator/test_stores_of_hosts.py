@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.effects import Arrives, Fetched
-from orchestrator.host_actor import HostActor
+from orchestrator.fleet.effects import Arrives, Fetched
+from orchestrator.on_ray.host_actor import HostActor
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, play
 from tests.s3 import FaultProxy, S3Server
-from workers.artifacts.bringing import Landed, Wanted, wanted_by, with_folders
-from workers.artifacts.keeping import StoreSettings
-from workers.config import ReplicaConfig
-from workers.status import Failure
+from workers.artifacts.fetch.artifact_fetcher import FetchedArtifact, WantedArtifact, wanted_by, with_folders
+from workers.artifacts.store.store_settings import StoreSettings
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
 
 DEADLINE_S = 60.0
 HOSTS = ("inf2.48xlarge/0", "inf2.48xlarge/1")
@@ -42,9 +42,9 @@ class OnTwoHosts(FakeCluster):
             host: actor(StoreSettings(root=str(root / f"store-{number}"))) for number, host in enumerate(HOSTS)
         }
 
-    def bring(self, host: str, wanted: Wanted) -> Landed:
+    def bring(self, host: str, wanted: WantedArtifact) -> FetchedArtifact:
         landed = self.actors[host].fetch("a waiter", wanted, DEADLINE_S)
-        assert isinstance(landed, Landed), landed
+        assert isinstance(landed, FetchedArtifact), landed
         self.store.setdefault(host, set()).add(landed.folder)
         return landed
 
@@ -91,7 +91,7 @@ def test_a_replica_goes_to_the_host_whose_store_holds_its_model(
 ) -> None:
     """Whichever it is; nothing of it is transferred again."""
     cluster = OnTwoHosts(tmp_path)
-    assert cluster.bring(holder, Wanted(source=source)).moved > len(WEIGHTS)
+    assert cluster.bring(holder, WantedArtifact(source=source)).moved > len(WEIGHTS)
     s3_proxy.forget()
 
     async def story(played: Played) -> None:

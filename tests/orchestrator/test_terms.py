@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.terms import LONGEST_SESSION, Terms, terms_of
-from orchestrator.keys import ApiKey
+from orchestrator.access.keys import ApiKey
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.serving.scheduling_parameters import LONGEST_SESSION, SchedulingParameters, terms_of
 
 KEY = ApiKey(
     id="0123abcd", name="k", digest="0" * 64, scopes=("inference",), models=(), created=0.0, expires=None, weight=2.0
@@ -14,14 +14,14 @@ KEY = ApiKey(
 
 
 def test_without_a_word_a_request_is_as_all_others() -> None:
-    assert terms_of({}, None, None, 5.0) == Terms()
+    assert terms_of({}, None, None, 5.0) == SchedulingParameters()
 
 
 def test_headers_tell_deadline_session_and_curiosity() -> None:
     """The deadline counts from now on."""
     headers = {b"x-deadline-ms": b"1500", b"x-session-id": b" abc ", b"x-corewright-explain": b"1"}
     terms = terms_of(headers, None, 3, 5.0)
-    assert terms == Terms(priority=3, deadline=6.5, session=" abc", explains=True)
+    assert terms == SchedulingParameters(priority=3, deadline=6.5, session=" abc", explains=True)
 
 
 def test_a_key_is_a_tenant_with_its_weight() -> None:

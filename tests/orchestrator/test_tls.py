@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import daemon, tls
-from orchestrator.failure import Failed
+from orchestrator.access import tls
+from orchestrator.access.tls import CertificateFiles, certified_name, server_context
+from orchestrator.daemon import daemon
 from orchestrator.gateway.settings import GatewaySettings
-from orchestrator.tls import CertificateFiles, certified_name, server_context
+from orchestrator.process.failure import Failed
 from tests.orchestrator.certificates import Authority, Pair
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.gateway import tokenizing as module
-from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.tokenize import MOST_TOKENS
-from orchestrator.gateway.tokenizing import Tokenizing
-from orchestrator.home import Home
-from orchestrator.keys import Allowance, KeyFile
-from orchestrator.lifecycle import ModelState
+from orchestrator.access.keys import Allowance, KeyFile
+from orchestrator.fleet.lifecycle import ModelState
+from orchestrator.gateway.openai.errors import ApiError
+from orchestrator.gateway.openai.tokenize import MOST_TOKENS
+from orchestrator.gateway.serving import tokenizer_threads as module
+from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
+from orchestrator.process.home import Home
 from tests.checkpoints import save_tokenizer
 from tests.fleet import until
 from tests.orchestrator.gateways import LiveGateway, routes
@@ -95,7 +95,7 @@ def test_a_key_without_tokens_left_tokenizes_nothing(
     path: str, fields: dict[str, Any], ask: Ask, gateway: LiveGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert outcome(ask("/v1/completions", prompt=LONG)) == TOO_LONG
-    monkeypatch.setattr(Tokenizing, "run", None)  # to call it would be a 500
+    monkeypatch.setattr(TokenizerThreads, "run", None)  # to call it would be a 500
     assert outcome(ask(path, **fields)) == LIMITED
 
 
@@ -162,7 +162,7 @@ async def until_async(true: Callable[[], bool]) -> None:
 
 
 async def test_one_key_never_has_all_threads() -> None:
-    jobs, threads = Jobs(), Tokenizing(3)
+    jobs, threads = Jobs(), TokenizerThreads(3)
     flood = [asyncio.create_task(threads.run("a", 1, jobs.of("a"))) for _ in range(20)]
     await until_async(lambda: len(jobs.running) == 2)
     other = asyncio.create_task(threads.run("b", 1, jobs.of("b")))
@@ -175,7 +175,7 @@ async def test_one_key_never_has_all_threads() -> None:
 
 async def test_a_thread_stays_taken_until_its_work_has_ended() -> None:
     """A client that goes away and comes again does not get a further thread each time."""
-    jobs, threads = Jobs(), Tokenizing(2)
+    jobs, threads = Jobs(), TokenizerThreads(2)
     gone = asyncio.create_task(threads.run("a", 1, jobs.of("gone")))
     await until_async(lambda: jobs.running == ["gone"])
     gone.cancel()
@@ -192,7 +192,7 @@ async def test_an_error_that_nobody_waits_for_is_not_logged() -> None:
     """asyncio would write a traceback for each client that sends a prompt that is too long, and leaves."""
     logged: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
-    began, free, threads = threading.Event(), threading.Event(), Tokenizing(2)
+    began, free, threads = threading.Event(), threading.Event(), TokenizerThreads(2)
 
     def work() -> None:
         began.set()
@@ -219,7 +219,7 @@ async def test_what_waits_has_a_limit_and_gives_it_back(
     limit: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, limit, 100)
-    jobs, threads = Jobs(), Tokenizing(2)
+    jobs, threads = Jobs(), TokenizerThreads(2)
     first = asyncio.create_task(threads.run("a", 60, jobs.of("a")))
     await until_async(lambda: jobs.running == ["a"])
     with pytest.raises(ApiError) as refused:

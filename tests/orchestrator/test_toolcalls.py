@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.gateway.toolcalls import CallArguments, CallBegin, Content, Event, make_parser, recognised
+from orchestrator.gateway.openai.toolcalls import CallArguments, CallBegin, Content, Event, make_parser, recognised
 
 WEATHER = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
 

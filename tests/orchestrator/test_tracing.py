@@ -21,10 +21,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 
-from orchestrator.gateway.tracing import Tracing
-from workers.batcher import BatcherClosed
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.tracing import ReplicaTracing, SpanId, SpanSink, open_sink, wanted
+from orchestrator.gateway.telemetry.request_spans import RequestTracing
+from workers.batching.batcher import BatcherClosed
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.serving.spans import ReplicaTracing, SpanId, SpanSink, open_sink, wanted
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -62,7 +62,9 @@ class Taken:
         self.requests = [request for request in self.requests if request.id != id]
 
 
-def serve(tracing: Tracing, replica: ReplicaTracing | None = None, headers: dict[bytes, bytes] | None = None) -> None:
+def serve(
+    tracing: RequestTracing, replica: ReplicaTracing | None = None, headers: dict[bytes, bytes] | None = None
+) -> None:
     """One request through gateway and replica: three tokens in two steps."""
     trace = tracing.start(headers or {}, "chat", "chat", "r1")
     assert trace is not None
@@ -80,7 +82,7 @@ def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
     """Each span is below the one that asked for it, and the first below the caller's own."""
     kept = Kept()
     replica = ReplicaTracing(kept.sink, Taken(), model="chat", replica=0)
-    serve(Tracing(kept.sink), replica, {b"traceparent": SAMPLED.encode(), b"tracestate": b"vendor=1"})
+    serve(RequestTracing(kept.sink), replica, {b"traceparent": SAMPLED.encode(), b"tracestate": b"vendor=1"})
 
     spans = kept.spans
     above = {"chat chat": None, "queue": "chat chat", "replica chat/0": "chat chat", "llm_request": "replica chat/0"}
@@ -99,7 +101,7 @@ def test_a_request_is_one_trace_across_gateway_queue_and_replica() -> None:
 def test_a_span_has_the_attributes_of_the_conventions_and_vllms() -> None:
     """Of the request as the gateway saw it, and as the replica did."""
     kept = Kept()
-    serve(Tracing(kept.sink), ReplicaTracing(kept.sink, Taken(), model="chat", replica=0))
+    serve(RequestTracing(kept.sink), ReplicaTracing(kept.sink, Taken(), model="chat", replica=0))
 
     whole, inner = dict(kept.spans["chat chat"].attributes or {}), dict(kept.spans["llm_request"].attributes or {})
     assert whole["gen_ai.operation.name"] == "chat"
@@ -121,7 +123,7 @@ def test_a_span_has_the_attributes_of_the_conventions_and_vllms() -> None:
 def test_a_replica_that_was_lost_is_in_the_trace() -> None:
     """The request waits again and goes to another one; the first attempt is no success."""
     kept = Kept()
-    trace = Tracing(kept.sink).start({}, "chat")
+    trace = RequestTracing(kept.sink).start({}, "chat")
     assert trace is not None
     trace.queued()
     first = trace.sent("chat/0")
@@ -139,7 +141,7 @@ def test_a_replica_that_was_lost_is_in_the_trace() -> None:
 def test_an_error_is_in_the_spans_that_had_it() -> None:
     """With its code, and the HTTP status."""
     kept = Kept()
-    trace = Tracing(kept.sink).start({}, "chat")
+    trace = RequestTracing(kept.sink).start({}, "chat")
     assert trace is not None
     trace.queued()
     trace.end("queue_full", status=429)
@@ -192,7 +194,7 @@ def test_a_replica_passes_on_what_is_not_traced() -> None:
 def test_the_caller_or_the_sampler_decides(sampler: Sampler, traceparent: str | None, traced: bool) -> None:
     """By OTEL_TRACES_SAMPLER; what is no traceparent is as none."""
     headers = {} if traceparent is None else {b"traceparent": traceparent.encode()}
-    assert (Tracing(Kept(sampler).sink).start(headers, "chat") is not None) is traced
+    assert (RequestTracing(Kept(sampler).sink).start(headers, "chat") is not None) is traced
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_a_traceparent_is_read_as_w3c_says(text: str, valid: bool) -> None:
 
 def test_a_request_that_is_not_traced_costs_next_to_nothing() -> None:
     """Neither in the gateway, by the sampler or the caller's word, nor in the replica: the best of several runs."""
-    tracing = Tracing(Kept(ParentBased(TraceIdRatioBased(0.0))).sink)
+    tracing = RequestTracing(Kept(ParentBased(TraceIdRatioBased(0.0))).sink)
     replica = ReplicaTracing(Kept().sink, Taken(), model="chat", replica=0)
     events = [TokenEvent(id=str(i), token_ids=[1]) for i in range(8)]
     headers = {b"traceparent": NOT_SAMPLED.encode()}
@@ -256,7 +258,8 @@ def test_the_environment_asks_for_traces(environ: dict[str, str], asked: bool) -
 def test_without_being_asked_for_traces_nothing_of_opentelemetry_is_imported() -> None:
     """Neither by the gateway nor by a replica: it need not be installed."""
     program = (
-        "import sys; from orchestrator.gateway.tracing import Tracing; from workers.tracing import open_sink; "
+        "import sys; from orchestrator.gateway.telemetry.request_spans import Tracing; "
+        "from workers.serving.spans import open_sink; "
         "assert Tracing.from_environment() is None and open_sink('x') is None; "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
@@ -317,7 +320,7 @@ def test_a_collector_gets_the_spans_of_both_processes(collector: Collector, monk
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20t")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-    tracing = Tracing.from_environment("1")
+    tracing = RequestTracing.from_environment("1")
     sink = open_sink("corewright-replica", {"service.instance.id": "chat/0"})
     assert tracing is not None
     assert sink is not None
@@ -344,7 +347,7 @@ def test_the_name_of_the_service_can_be_given(collector: Collector, monkeypatch:
     """OTEL_SERVICE_NAME counts more than ours."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-fleet")
-    tracing = Tracing.from_environment()
+    tracing = RequestTracing.from_environment()
     assert tracing is not None
     serve(tracing)
     tracing.close()
@@ -357,7 +360,7 @@ def test_a_collector_that_is_gone_disturbs_nobody(monkeypatch: pytest.MonkeyPatc
     """The request is served at once; its spans are lost."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    tracing = Tracing.from_environment()
+    tracing = RequestTracing.from_environment()
     assert tracing is not None
     began = time.monotonic()
     serve(tracing)

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.awake import BEAT_S, LATE_S, AwakeClock
-from orchestrator.gateway import peers as peers_of
-from orchestrator.gateway.peers import Peers
-from orchestrator.gateway.vigil import HUNG_S, Beat, Vigil, is_busy
+from orchestrator.gateway.telemetry import peers as peers_of
+from orchestrator.gateway.telemetry.gateway_watch import HUNG_S, GatewayBeat, GatewayWatch, is_busy
+from orchestrator.gateway.telemetry.peers import Peers
+from orchestrator.process.awake_clock import BEAT_S, LATE_S, AwakeClock
 
 GATEWAY = """
 import asyncio, sys, time
 from pathlib import Path
-from orchestrator.gateway.peers import Peers
+from orchestrator.gateway.telemetry.peers import Peers
 
 async def live():
     peers = Peers(Path(sys.argv[1]), list)
@@ -55,14 +55,14 @@ class Raw:
 def test_only_a_gateway_that_hangs_is_overdue(story: list[tuple[int, float, bool]], hangs: bool) -> None:
     """Between pauses of all, or of the watcher alone, one beats on. Another one has stopped: it is found in time."""
     raw = Raw()
-    clock, vigil, turn, longest = AwakeClock(raw), Vigil(), 0, 0.0
-    hung = Beat(2, 0.0, 7)
+    clock, vigil, turn, longest = AwakeClock(raw), GatewayWatch(), 0, 0.0
+    hung = GatewayBeat(2, 0.0, 7)
     for turns, paused, alone in [*story, (40, 0.0, False)]:
         silent = {}
         for _ in range(turns):
             raw.now += BEAT_S
             turn += 1
-            beats = {"0": Beat(1, 0.0, turn)} | ({"1": hung} if hangs else {})
+            beats = {"0": GatewayBeat(1, 0.0, turn)} | ({"1": hung} if hangs else {})
             silent = vigil.overdue(clock(), clock.resumed_at(), beats)
             longest = max(longest, silent["0"])
         raw.now += paused
@@ -74,7 +74,7 @@ def test_only_a_gateway_that_hangs_is_overdue(story: list[tuple[int, float, bool
 
 def test_what_is_watched_is_not_overdue_in_the_first_seconds_after_a_pause_of_all() -> None:
     """It may be scheduled later than the watcher."""
-    vigil, beat = Vigil(), {"0": Beat(1, 0.0, 1)}
+    vigil, beat = GatewayWatch(), {"0": GatewayBeat(1, 0.0, 1)}
     assert vigil.overdue(100.0, float("-inf"), beat)["0"] == 0.0
     assert vigil.overdue(102.9, float("-inf"), beat)["0"] == pytest.approx(2.9)
     assert vigil.overdue(103.1, 103.0, beat)["0"] == 0.0
@@ -155,6 +155,6 @@ async def test_a_gateway_that_has_left_is_not_watched(tmp_path: Path) -> None:
     peers = Peers(tmp_path, list, 1)
     assert await peers.join()
     await peers.keep()
-    assert Beat.read(tmp_path / "0.lock") is not None
+    assert GatewayBeat.read(tmp_path / "0.lock") is not None
     await peers.leave()
-    assert Beat.read(tmp_path / "0.lock") is None
+    assert GatewayBeat.read(tmp_path / "0.lock") is None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.waiting import RECENT, REMEMBERED, Line, LineFull, Order
+from orchestrator.dispatch.fair_queue import RECENT, REMEMBERED, FairQueue, Order, QueueFull
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +22,14 @@ class Item:
     tokens: int = 1
 
 
-def line(*items: Item, order: Order = "fair", count: int = 100, size: int = 1000) -> Line[Item]:
-    made: Line[Item] = Line(count, size, order=order)
+def line(*items: Item, order: Order = "fair", count: int = 100, size: int = 1000) -> FairQueue[Item]:
+    made: FairQueue[Item] = FairQueue(count, size, order=order)
     for item in items:
         made.push(item)
     return made
 
 
-def names(made: Line[Item]) -> str:
+def names(made: FairQueue[Item]) -> str:
     """Of all, in their order."""
     return "".join(item.name for item in made.clear())
 
@@ -140,7 +140,7 @@ def test_charges_that_are_taken_back_restore_the_turn() -> None:
 def test_a_line_is_bounded_in_count() -> None:
     """One more than fits is refused with the numbers, and nothing changes."""
     made = line(Item("a"), Item("b"), count=2)
-    with pytest.raises(LineFull, match="2 requests wait; 1 more would exceed 2") as caught:
+    with pytest.raises(QueueFull, match="2 requests wait; 1 more would exceed 2") as caught:
         made.push(Item("c"))
     assert (caught.value.dimension, caught.value.used, caught.value.asked, caught.value.limit) == ("count", 2, 1, 2)
     assert names(made) == "ab"
@@ -149,7 +149,7 @@ def test_a_line_is_bounded_in_count() -> None:
 def test_a_line_is_bounded_in_bytes() -> None:
     """One that is too large is refused with the numbers; a smaller one may still come."""
     made = line(Item("a", size=60), size=100)
-    with pytest.raises(LineFull, match="60 bytes of requests wait; 41 more would exceed 100") as caught:
+    with pytest.raises(QueueFull, match="60 bytes of requests wait; 41 more would exceed 100") as caught:
         made.push(Item("b", size=41))
     assert caught.value.dimension == "bytes"
     made.push(Item("c", size=40))
@@ -162,7 +162,7 @@ def test_bounds_may_change_while_requests_wait() -> None:
     """What waits stays; the next is measured with the new bound."""
     made = line(Item("a"), Item("b"), count=2)
     made.max_count = 1
-    with pytest.raises(LineFull):
+    with pytest.raises(QueueFull):
         made.push(Item("c"))
     made.max_count = 3
     made.push(Item("d"))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from orchestrator.waits import predicted_wait_s, retry_after_s
+from orchestrator.dispatch.wait_prediction import predicted_wait_s, retry_after_s
 
 
 def test_with_a_free_slot_nobody_waits() -> None:

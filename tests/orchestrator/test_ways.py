@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.lifecycle import State
-from orchestrator.rollout import Situation, Wish, aim
-from orchestrator.snapshot import ReplicaView
-from orchestrator.ways import Way, choose
-from placements.cores import CoreRange
-from placements.parse import parse
-from placements.topology import TOPOLOGIES, Host
+from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from orchestrator.rollout.update_strategy import UpdateStrategy, choose
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.spec.parse import parse
 
 HOSTS = tuple(Host(f"inf2.48xlarge/{i}", TOPOLOGIES["inf2.48xlarge"], cpus=(0,), emulated=True) for i in range(2))
 
@@ -19,7 +19,7 @@ def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) 
     """A fleet whose models are all to be updated. ``lying`` has the core ranges of each model's ready replicas."""
     parsed = parse(f"defaults: {{engine: echo}}\nmodels: {{{models}}}", "f.yaml", "/")
     assert parsed.spec is not None, parsed.problems
-    wishes = {m.name: Wish(m, m.replicas.min, "new", mixes=mixes) for m in parsed.spec.models}
+    wishes = {m.name: DesiredModel(m, m.replicas.min, "new", mixes=mixes) for m in parsed.spec.models}
     views = tuple(
         ReplicaView(
             name, i, 1, HOSTS[0].name, CoreRange.parse(cores), State.READY, 0.0, version="old", load_s=8.0, idle_s=idle
@@ -29,11 +29,11 @@ def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) 
         for idle in (600.0 if text.startswith("idle ") else 0.0,)
     )
     for name in wishes.keys() - {"a"}:  # only `a` changes
-        wishes[name] = Wish(wishes[name].model, wishes[name].count, "old")
+        wishes[name] = DesiredModel(wishes[name].model, wishes[name].count, "old")
     return Situation(parsed.spec, HOSTS[:hosts], {}, wishes, views)
 
 
-def way(models: str, **more: object) -> Way:
+def way(models: str, **more: object) -> UpdateStrategy:
     return choose(situation(models, **more), "a")  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ PINNED = "a: {tp_degree: 8, cores: ['0-7']}"
 
 def test_an_update_of_a_pinned_model_names_the_pin_the_free_cores_and_what_would_help() -> None:
     """Cores are free, but the pin keeps the new replica from them."""
-    assert way(PINNED, a="0-7") == Way(
+    assert way(PINNED, a="0-7") == UpdateStrategy(
         "hold",
         10.0,
         "its pin 0-7 is taken and 16 cores are free: with a further range in `cores`, such as 8-15, or without "

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.hosts import Machine, hosts_for
-from placements.parse import parse
-from placements.plan import Plan, plan
-from placements.problems import Problem
-from placements.spec import HostsSpec, ModelSpec, Spec
-from placements.topology import TOPOLOGIES, Host
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.plan import Plan, plan
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import Problem
+from placements.spec.schema import HostsSpec, ModelSpec, Spec
 
 LAPTOP = Machine(cpus=(0, 1))
 BIG = "inf2.48xlarge"

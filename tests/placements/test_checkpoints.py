@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placements.checkpoints import FAMILIES, Checkpoint, CheckpointError, Parameters
+from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError, Parameters
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

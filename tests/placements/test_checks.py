@@ -1,4 +1,4 @@
-"""One test or more for each rule of placements.checks, told through the text of a spec."""
+"""One test or more for each rule of placements.rules.checks, told through the text of a spec."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.hosts import Machine
-from placements.parse import parse
-from placements.spec import Spec
+from placements.facts.checkpoints import Checkpoint
+from placements.planner.spec_hosts import Machine
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.schema import Spec
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B, PLAIN, brief, host, model, problems_of
 
 LLAMA_3_8B = Checkpoint("llama", 32, 8, 32, 4096, 14336, 128, 128256, 8192, False, 8_030_261_248)

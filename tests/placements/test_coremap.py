@@ -6,11 +6,11 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from placements.coremap import WIDTH, core_map
-from placements.cores import CoreRange
-from placements.plan import Placement, Plan, plan
-from placements.spec import Spec
-from placements.topology import TOPOLOGIES, Host
+from placements.explain.core_map import WIDTH, core_map
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.plan import Placement, Plan, plan
+from placements.spec.schema import Spec
 from tests.placements.fleets import PLAIN, host, model
 
 

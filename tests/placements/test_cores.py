@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from placements.cores import CoreRange, runs
+from placements.facts.core_range import CoreRange, runs
 
 
 @pytest.mark.parametrize("text", ["0", "5", "4-7", "0-23", "0-127"])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.hosts import hosts_for
-from placements.parse import parse
-from placements.plan import plan
-from placements.problems import Problem
+from placements.facts.checkpoints import Checkpoint
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import hosts_for
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import Problem
 from tests.placements.fleets import LAPTOP, brief
 
 INF2, TRN1, TRN2 = ("inf2.48xlarge", "trn1.32xlarge", "trn2.48xlarge")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from placements.checkpoints import FAMILIES
-from placements.engines import (
+from placements.facts.checkpoints import FAMILIES
+from placements.facts.engines import (
     NXD_FAMILIES,
     NXD_MISTRAL,
     TNX_CONTINUOUS,
@@ -19,7 +19,7 @@ from placements.engines import (
     resolve,
     takes_cores,
 )
-from placements.tnx_families import REFUSED
+from placements.facts.tnx_families import REFUSED
 from tests import option_tables
 from tests.placements.fleets import PLAIN, host
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from placements.cores import CoreRange
-from placements.engines import Engine
-from placements.environ import compiling, cpu_list, environment
-from placements.hosts import hosts_for
-from placements.parse import parse
-from placements.plan import plan
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import Engine
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import hosts_for
+from placements.resources.environ import compiling, cpu_list, environment
+from placements.spec.parse import parse
 from tests.placements.fleets import LAPTOP, model
 
 

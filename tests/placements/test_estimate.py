@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from placements.checkpoints import Checkpoint
-from placements.estimate import HOST_STEP_S, Speed, speed
-from placements.spec import ModelSpec
-from placements.topology import TOPOLOGIES
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.topology import TOPOLOGIES
+from placements.resources.estimate import HOST_STEP_S, Speed, speed
+from placements.spec.schema import ModelSpec
 
 INF2 = TOPOLOGIES["inf2.48xlarge"]
 SHAPES: dict[str, dict[str, Any]] = {

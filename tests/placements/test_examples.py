@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 import placements
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.hosts import hosts_for
-from placements.parse import parse
-from placements.plan import plan
-from placements.problems import has_errors
-from placements.spec import json_schema
+from placements.facts.checkpoints import Checkpoint
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import hosts_for
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import has_errors
+from placements.spec.schema import json_schema
 from tests.placements.fleets import LAPTOP
 
 EXAMPLES = sorted((Path(placements.__path__[0]) / "examples").glob("*.yaml"))

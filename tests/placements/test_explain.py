@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from placements.checkpoints import Checkpoint
-from placements.cores import CoreRange
-from placements.explain import Explanation, explain
-from placements.hosts import hosts_for
-from placements.parse import parse
-from placements.plan import Running, plan
-from placements.remedies import Question, Suggestion, remedies
-from placements.spec import HostsSpec, Replicas, Spec, Spread
-from placements.topology import Host
+from placements.explain.explain import Explanation, explain
+from placements.explain.remedies import Question, Suggestion, remedies
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Host
+from placements.planner.plan import Running, plan
+from placements.planner.spec_hosts import hosts_for
+from placements.spec.parse import parse
+from placements.spec.schema import HostsSpec, Replicas, Spec, Spread
 from tests.placements.fleets import LAPTOP, LLAMA_2_7B, PLAIN, model, spec
 
 HOST = "inf2.48xlarge/0"

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from placements.cores import CoreRange
-from placements.free import Free, runs
+from placements.facts.core_range import CoreRange
+from placements.planner.free_cores import FreeCores, runs
 from tests.placements.fleets import PLAIN, host
 
 
-def free(*ranges: str) -> Free:
+def free(*ranges: str) -> FreeCores:
     """A host of 24 cores where only these are free."""
     wanted = {core for text in ranges for core in CoreRange.parse(text)}
-    return Free.of(host(), set(range(24)) - wanted)
+    return FreeCores.of(host(), set(range(24)) - wanted)
 
 
 def test_runs_are_the_longest_free_ranges() -> None:
@@ -18,7 +18,7 @@ def test_runs_are_the_longest_free_ranges() -> None:
 
 def test_a_full_host_and_a_plain_one_have_no_runs() -> None:
     """Nothing free, nothing found."""
-    assert (runs(free()), runs(Free.of(PLAIN))) == ((), ())
+    assert (runs(free()), runs(FreeCores.of(PLAIN))) == ((), ())
 
 
 def test_taken_cores_are_no_longer_held() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from placements.cores import CoreRange
-from placements.grid import grid_of
-from placements.packer import Packer
-from placements.plan import Plan, Running, defragment, plan
-from placements.spec import ModelSpec, Spec
-from placements.tenants import Demand, Space, Tenant
-from placements.topology import TOPOLOGIES, Host
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.grid import grid_of
+from placements.planner.packer import Packer
+from placements.planner.plan import Plan, Running, defragment, plan
+from placements.planner.tenants import Demand, Space, Tenant
+from placements.spec.schema import ModelSpec, Spec
 
 SMALL, MIDDLE = "inf2.xlarge", "inf2.24xlarge"  # two cores, twelve cores
 

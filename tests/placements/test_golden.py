@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.coremap import core_map
-from placements.hosts import hosts_for
-from placements.parse import parse
-from placements.plan import plan
-from placements.problems import in_order, render
+from placements.explain.core_map import core_map
+from placements.facts.checkpoints import Checkpoint
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import hosts_for
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import in_order, render
 from tests.placements.fleets import GPT2_XL, LAPTOP, LLAMA_2_7B
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from placements.cores import CoreRange
-from placements.grid import grid_of, windows
+from placements.facts.core_range import CoreRange
+from placements.planner.grid import grid_of, windows
 
 WHOLE = (1 << 24) - 1
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from placements.hosts import Machine, default_reserve, hosts_for
-from placements.parse import parse
-from placements.spec import HostsSpec, Spec
-from placements.topology import TOPOLOGIES, Host
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.spec_hosts import Machine, default_reserve, hosts_for
+from placements.spec.parse import parse
+from placements.spec.schema import HostsSpec, Spec
 from tests.placements.fleets import LAPTOP
 
 BIG = TOPOLOGIES["inf2.48xlarge"]

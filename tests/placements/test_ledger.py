@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from placements.hosts import hosts_for
-from placements.ledger import Ledger, ledger
-from placements.memory import estimate, host_memory
-from placements.plan import plan
-from placements.spec import HostsSpec, Spec
+from placements.planner.ledger import Ledger, ledger
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import hosts_for
+from placements.resources.memory import estimate, host_memory
+from placements.spec.schema import HostsSpec, Spec
 from tests.placements.fleets import LAPTOP, LLAMA_2_7B, model, spec
 
 

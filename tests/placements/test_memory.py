@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from placements.checkpoints import Checkpoint
-from placements.engines import Engine
-from placements.memory import (
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import Engine
+from placements.facts.topology import TOPOLOGIES
+from placements.resources.memory import (
     COMPILE_WORKER_GIB,
     GIB,
     PROCESS_GIB,
@@ -19,8 +20,7 @@ from placements.memory import (
     padded_kv_heads,
     usable_hbm,
 )
-from placements.spec import GroupQueryAttention, ModelSpec
-from placements.topology import TOPOLOGIES
+from placements.spec.schema import GroupQueryAttention, ModelSpec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B, model
 
 MIB = 1 / 1024

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from placements.engines import PACKAGES, Engine
-from placements.options.judge import Finding, Scope, judged, known
-from placements.options.option import Option
-from placements.options.owned import FIELDS, UNSERVED
-from placements.options.tables import TABLES
-from placements.spec import ModelSpec
+from placements.facts.engines import PACKAGES, Engine
+from placements.rules.options.judge import Finding, Scope, judged, known
+from placements.rules.options.option import Option
+from placements.rules.options.owned import FIELDS, UNSERVED
+from placements.rules.options.tables import TABLES
+from placements.spec.schema import ModelSpec
 from tests import option_tables
 
 NXD = "neuronx_distributed_inference"

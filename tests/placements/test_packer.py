@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from placements.cores import CoreRange
-from placements.plan import Plan, Running, plan
-from placements.spec import ModelSpec, Spec
+from placements.facts.core_range import CoreRange
+from placements.planner.plan import Plan, Running, plan
+from placements.spec.schema import ModelSpec, Spec
 from tests.placements.fleets import host
 
 H0 = "inf2.48xlarge/0"

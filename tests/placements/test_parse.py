@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from placements.parse import parse
-from placements.problems import Problem
-from placements.spec import HostsSpec, Spec, Spread
+from placements.spec.parse import parse
+from placements.spec.problems import Problem
+from placements.spec.schema import HostsSpec, Spec, Spread
 from tests.placements.fleets import brief
 
 MODELS = "models: {a: {source: ./a}}\n"

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from placements.free import Free
-from placements.pins import assign
-from placements.spec import Pin
+from placements.planner.free_cores import FreeCores
+from placements.planner.pins import assign
+from placements.spec.schema import Pin
 from tests.placements.fleets import host
 
-TWO = {"h/0": Free.of(host()), "h/1": Free.of(host())}
+TWO = {"h/0": FreeCores.of(host()), "h/1": FreeCores.of(host())}
 
 
 def assigned(*pins: str) -> tuple[str | None, ...]:

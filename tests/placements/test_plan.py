@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from placements.cores import CoreRange
-from placements.plan import Plan, Running, Unplaced, diff, plan
-from placements.problems import Problem
-from placements.spec import Spec
+from placements.facts.core_range import CoreRange
+from placements.planner.plan import Plan, Running, Unplaced, diff, plan
+from placements.spec.problems import Problem
+from placements.spec.schema import Spec
 from tests.placements.fleets import PLAIN, host, model, places, planned, spec
 
 H0, H1 = "inf2.48xlarge/0", "inf2.48xlarge/1"
@@ -261,8 +261,8 @@ def test_unused_pins_are_taken_before_a_replica_is_refused() -> None:
 
 def test_what_a_bounded_search_misses_is_placed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches that give up at once cost order, not replicas that have room."""
-    monkeypatch.setattr("placements.pins.SEARCH_STEPS", 0)
-    monkeypatch.setattr("placements.packer.TRIES", (1,))
+    monkeypatch.setattr("placements.planner.pins.SEARCH_STEPS", 0)
+    monkeypatch.setattr("placements.planner.packer.TRIES", (1,))
     wish = spec(model("a", 2, "0-1"), model("b", 2, "0-1"), model("c", 12), model("d", 8), count=2)
     drawn = planned(wish)
     assert (drawn.unplaced, places(drawn)[:2]) == ((), [("a/0", H0, "0-1"), ("b/0", H1, "0-1")])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from placements.problems import MAX_TEXT, Problem, has_errors, in_order, render
+from placements.spec.problems import MAX_TEXT, Problem, has_errors, in_order, render
 
 ERROR = Problem("pin-length", "error", "a.yaml:3:5", "has 4 cores", "pin to 0-7")
 WARNING = Problem("note", "warning", "", "something", "")

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from placements.reference import TABLES, renewed
-from placements.spec import (
+from placements.explain.reference import TABLES, renewed
+from placements.facts.topology import DEGREES, TOPOLOGIES
+from placements.spec.schema import (
     Buckets,
     Compiler,
     Deadlines,
@@ -20,7 +21,6 @@ from placements.spec import (
     Update,
     json_schema,
 )
-from placements.topology import DEGREES, TOPOLOGIES
 
 
 def rows(name: str) -> dict[str, list[str]]:
@@ -94,8 +94,8 @@ def test_the_table_of_families_says_which_engine_serves_what() -> None:
 
 def test_an_option_is_listed_or_said_by_a_field() -> None:
     """Those that are neither cannot be set."""
-    from placements.options.owned import FIELDS, UNSERVED
-    from placements.options.tables import TABLES as OPTIONS
+    from placements.rules.options.owned import FIELDS, UNSERVED
+    from placements.rules.options.tables import TABLES as OPTIONS
 
     for table in ("transformers_neuronx.NeuronConfig", "neuronx_distributed_inference.NeuronConfig"):
         listed = {name for name in OPTIONS[table] if f"`{name}`" in TABLES["options"]()}

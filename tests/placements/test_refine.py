@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import placements.refine
+import placements.planner.refine
 from benchmarks.placements.exact import fewest_loads, most_served
 from benchmarks.placements.fleet import Fleet
 from benchmarks.placements.generator import churned, fresh
@@ -30,7 +30,7 @@ def test_where_memory_and_spread_decide_the_optimum_is_served(monkeypatch: pytes
     fleet = fresh(5, 6, constrained=True)
     best = most_served(fleet, SOLVER_S).served
     assert served(fleet) == best
-    monkeypatch.setattr(placements.refine, "SERVE_TRIES", 0)
+    monkeypatch.setattr(placements.planner.refine, "SERVE_TRIES", 0)
     assert served(fleet) < best
 
 
@@ -39,5 +39,5 @@ def test_no_more_replicas_move_than_must(monkeypatch: pytest.MonkeyPatch) -> Non
     fleet = churned(8, 20)
     fewest = fewest_loads(fleet, SOLVER_S).loads
     assert loads(fleet) == fewest
-    monkeypatch.setattr(placements.refine, "MOVE_TRIES", 0)
+    monkeypatch.setattr(placements.planner.refine, "MOVE_TRIES", 0)
     assert loads(fleet) > (fewest or 0)

@@ -6,9 +6,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from placements.hosts import hosts_for, prices
-from placements.parse import parse
-from placements.spec import Objectives, Scaling, Schedule, json_schema
+from placements.planner.spec_hosts import hosts_for, prices
+from placements.spec.parse import parse
+from placements.spec.schema import Objectives, Scaling, Schedule, json_schema
 from tests.placements.fleets import LAPTOP, brief, problems_of
 from tests.placements.test_checks import one
 

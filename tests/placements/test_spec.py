@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from placements.cores import CoreRange
-from placements.parse import parse
-from placements.spec import ModelSpec, Pin, Replicas, Spec, json_schema, source_kind
+from placements.facts.core_range import CoreRange
+from placements.spec.parse import parse
+from placements.spec.schema import ModelSpec, Pin, Replicas, Spec, json_schema, source_kind
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B, model
 
 TEXT = "models:\n  a: {source: ./a, cores: [0-7], tp_degree: 8}\n"

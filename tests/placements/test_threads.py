@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from placements.cores import CoreRange
-from placements.threads import arithmetic, cpu_mask, threads
+from placements.facts.core_range import CoreRange
+from placements.resources.threads import arithmetic, cpu_mask, threads
 from tests.placements.fleets import PLAIN, host
 
 BIG = host()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from placements.topology import DEGREES, TOPOLOGIES, alignment, degree, documented
+from placements.facts.topology import DEGREES, TOPOLOGIES, alignment, degree, documented
 
 
 @pytest.mark.parametrize(

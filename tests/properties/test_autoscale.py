@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.autoscale import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
-from orchestrator.floor import Floor
+from orchestrator.fleet.core_allocation import CoreAllocation
+from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
 
 NOW = 10_000.0
 NAMES = ("a", "b", "c", "d")
@@ -49,7 +49,7 @@ def fleets(draw: st.DrawFn) -> FleetNow:
     names = NAMES[: draw(st.integers(1, 4))]
     found = tuple(draw(models(name)) for name in names)
     hosts = tuple(draw(st.lists(st.tuples(st.sampled_from((0, 8, 24)), st.sampled_from((0.0, 0.0, 1.5))), max_size=3)))
-    floor = Floor(hosts)
+    floor = CoreAllocation(hosts)
     placed = []
     for model in found:  # some know where they lie
         known: list[tuple[int, int]] = []

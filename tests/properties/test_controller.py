@@ -21,15 +21,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.demand import Demand, DemandReport
-from orchestrator.journal import Journal, failed_cores
-from orchestrator.lifecycle import State
-from orchestrator.operations import Refused
-from orchestrator.reconcile import reconcile
-from orchestrator.snapshot import Observed
+from orchestrator.api.operations import Refused
+from orchestrator.control.reconcile import reconcile
+from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.snapshot import Observed
+from orchestrator.records.journal import Journal, failed_cores
+from orchestrator.scaling.demand_report import DemandReport, DemandWindow
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakes import FakeCluster, Played, virtually
-from workers.status import Failure, Phase, Reaction
+from workers.messages.status import Failure, Phase, Reaction
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 HOSTS = 2
@@ -257,7 +257,7 @@ class World:
         """So many requests wait, for so long: a gateway tells it each second."""
         for _ in range(seconds):
             await asyncio.sleep(1.0)
-            told = Demand(model=model, arrived=waiting // 4, waiting=waiting, live=4, ended=1, slot_s=5.0)
+            told = DemandWindow(model=model, arrived=waiting // 4, waiting=waiting, live=4, ended=1, slot_s=5.0)
             self.reports += 1
             report = DemandReport(gateway="g", number=self.reports, seconds=1.0, models=[told])
             await self.played.controller.demand(report)

@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.artifacts.budget import Entry, Eviction, held, to_free
+from workers.artifacts.store.budget import Entry, Eviction, held, to_free
 
 SIZES = {f"content-{number}": 1 << number for number in range(8)}
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.cores import CoreRange
-from placements.explain import Explanation, explain
-from placements.hosts import Machine, hosts_for
-from placements.plan import Placement, Plan, Running, plan
-from placements.remedies import Question
-from placements.spec import HostsSpec, ModelSpec, Pin, Replicas, Reserve, Spec, Spread
-from placements.topology import TOPOLOGIES, Host
+from placements.explain.explain import Explanation, explain
+from placements.explain.remedies import Question
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import TOPOLOGIES, Host
+from placements.planner.plan import Placement, Plan, Running, plan
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.rules.checks import check
+from placements.spec.schema import HostsSpec, ModelSpec, Pin, Replicas, Reserve, Spec, Spread
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
 MACHINE = Machine(cpus=(0, 1))

@@ -17,8 +17,8 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator import journal as module
-from orchestrator.journal import (
+from orchestrator.records import journal as module
+from orchestrator.records.journal import (
     Contents,
     Cordon,
     Decision,

@@ -17,13 +17,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import placements
-from placements.checkpoints import Checkpoint
-from placements.checks import check
-from placements.hosts import Machine, hosts_for
-from placements.parse import parse
-from placements.plan import plan
-from placements.problems import has_errors, render
-from placements.spec import HostsSpec, ModelSpec, json_schema
+from placements.facts.checkpoints import Checkpoint
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import has_errors, render
+from placements.spec.schema import HostsSpec, ModelSpec, json_schema
 
 GOOD = """\
 version: 1

@@ -14,14 +14,14 @@ from itertools import combinations
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from placements.checkpoints import Checkpoint
-from placements.checks import check, threads_within_budget
-from placements.cores import CoreRange
-from placements.engines import may_run, resolve, takes_cores
-from placements.memory import estimate, fits, host_memory
-from placements.plan import Placement, Plan, Running, defragment, diff, plan
-from placements.spec import HostsSpec, ModelSpec, Pin, Spec
-from placements.topology import DEGREES, TOPOLOGIES, Host, alignment
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import may_run, resolve, takes_cores
+from placements.facts.topology import DEGREES, TOPOLOGIES, Host, alignment
+from placements.planner.plan import Placement, Plan, Running, defragment, diff, plan
+from placements.resources.memory import estimate, fits, host_memory
+from placements.rules.checks import check, threads_within_budget
+from placements.spec.schema import HostsSpec, ModelSpec, Pin, Spec
 from tests.placements.fleets import GPT2_XL, LLAMA_2_7B
 
 SHAPES = (GPT2_XL, LLAMA_2_7B)

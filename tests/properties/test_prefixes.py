@@ -10,7 +10,7 @@ import os
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.prefixes import PrefixMemory, Sessions, chain
+from orchestrator.dispatch.prefix_index import PrefixIndex, Sessions, chain
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 BLOCK = 3
@@ -32,7 +32,7 @@ def alike(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> int:
 @given(histories, prompts)
 def test_with_room_the_share_is_the_best_of_all_prompts(history: list[list[int]], prompt: list[int]) -> None:
     """The blocks in common with the prompt that begins most like it."""
-    memory = PrefixMemory()
+    memory = PrefixIndex()
     for one in history:
         memory.keep(chain(one, BLOCK))
     blocks = cut(prompt)
@@ -46,7 +46,7 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
     history: list[list[int]], prompt: list[int], room: int
 ) -> None:
     """At most its blocks; never more than with room, all of the latest that fits, and the same when asked again."""
-    small, large = PrefixMemory(room), PrefixMemory()
+    small, large = PrefixIndex(room), PrefixIndex()
     for one in history:
         small.keep(chain(one, BLOCK))
         large.keep(chain(one, BLOCK))
@@ -61,7 +61,7 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
 @given(histories, st.integers(1, 8))
 def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]], room: int) -> None:
     """Of any prompt of the past, the blocks that are known are all before those that are not: halving finds the end."""
-    memory = PrefixMemory(room)
+    memory = PrefixIndex(room)
     for one in history:
         memory.keep(chain(one, BLOCK))
     for one in history:

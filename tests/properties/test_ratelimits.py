@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.ratelimits import DEBT, MINUTE_S, Counts, Exceeded, duration, refilled, remaining, settled, taken
+from orchestrator.access.rate_limits import (
+    DEBT,
+    MINUTE_S,
+    Counts,
+    Exceeded,
+    duration,
+    refilled,
+    remaining,
+    settled,
+    taken,
+)
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "100"))
 ROUNDING = 1.0001

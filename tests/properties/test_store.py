@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from tests.workers.fake_remote import FakeRemote
-from workers.artifacts import manifest
-from workers.artifacts.blobs import digest_of
-from workers.artifacts.listing import SourceError, Stopped
-from workers.artifacts.manifest import Artifact
-from workers.artifacts.store import Store
-from workers.artifacts.uses import using
+from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.artifacts.store import manifest
+from workers.artifacts.store.artifact_uses import using
+from workers.artifacts.store.blobs import digest_of
+from workers.artifacts.store.manifest import Artifact
+from workers.artifacts.store.store import Store
 
 BUDGET = 2500
 SOURCES = st.sampled_from(["s3://m/one", "s3://m/two", "org/three"])

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.waiting import W_OUTPUT, W_PROMPT, Line, LineFull
-from orchestrator.waits import RETRY_AFTER_S, predicted_wait_s, retry_after_s
+from orchestrator.dispatch.fair_queue import W_OUTPUT, W_PROMPT, FairQueue, QueueFull
+from orchestrator.dispatch.wait_prediction import RETRY_AFTER_S, predicted_wait_s, retry_after_s
 
 EFFORT = settings(
     max_examples=int(os.environ.get("EXAMPLES", "60")), deadline=None, derandomize="EXAMPLES" not in os.environ
@@ -61,7 +61,7 @@ class Model:
     """A line beside plain lists that say what must be in it, and in which order for each priority and tenant."""
 
     def __init__(self, order: str) -> None:
-        self.line: Line[Item] = Line(8, 150, order=order)  # type: ignore[arg-type]
+        self.line: FairQueue[Item] = FairQueue(8, 150, order=order)  # type: ignore[arg-type]
         self.lanes: dict[tuple[int, str], list[Item]] = {}
         self.out: list[Item] = []  # popped
         self.number = 0
@@ -111,7 +111,7 @@ class Model:
             self.line.push(item)
             self.lane(item).append(item)
         else:
-            with pytest.raises(LineFull) as caught:
+            with pytest.raises(QueueFull) as caught:
                 self.line.push(item)
             assert caught.value.used + caught.value.asked > caught.value.limit
 
@@ -190,7 +190,7 @@ class Server:
 
     def __init__(self, tenants: list[Tenant], slots: int, seed: int) -> None:
         self.tenants, self.slots, self.random = tenants, slots, Random(seed)
-        self.line: Line[Item] = Line(10**6, 10**9)
+        self.line: FairQueue[Item] = FairQueue(10**6, 10**9)
         self.live: list[tuple[Item, int]] = []  # and tokens to come
         self.service = [0.0] * len(tenants)  # in weighted tokens, over the tenant's weight
         for number, tenant in enumerate(tenants):
@@ -248,7 +248,7 @@ def test_service_of_backlogged_tenants_differs_by_no_more_than_the_bound(
 @given(st.integers(1, 50), st.integers(0, 2000), st.integers(0, 9))
 def test_who_was_away_has_saved_nothing_up(charged: int, away: int, here: int) -> None:
     """A tenant that comes back is never below all those that wait: what it did not use meanwhile is gone."""
-    line: Line[Item] = Line(100, 1000)
+    line: FairQueue[Item] = FairQueue(100, 1000)
     for number in range(here):
         line.push(Item(number, f"other {number}"))
         line.served(f"other {number}", away + number)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from workers.artifacts.listing import Listing, RemoteFile, Stopped
-from workers.artifacts.progress import Progress
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Listing, RemoteFile, Stopped
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -83,9 +83,9 @@ PROCESS = """
 import json, sys
 from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
-from workers.artifacts.progress import Progress
-from workers.artifacts.store import Store
-from workers.artifacts.uses import using
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.store.store import Store
+from workers.artifacts.store.artifact_uses import using
 
 job = json.loads(sys.stdin.readline())
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.workers.nxdi_traffic import MAX_LEN
-from workers.engine import DeviceSampling
-from workers.engines.neuronx_distributed import NxdEngine
+from workers.engines.nxd_inference.engine import NxdEngine
+from workers.messages.engine_protocol import DeviceSampling
 
 Rows = Sequence[Sequence[int]]
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from tests.checkpoints import VOCAB_SIZE, set_eos
 from tests.workers.tables import Answers
-from workers.batcher import Batcher
-from workers.config import ReplicaConfig
-from workers.engines import nxd_artifacts
-from workers.engines.cpu import CpuEngine
-from workers.engines.neuronx_distributed import NxdEngine
-from workers.engines.nxd_config import Settings
-from workers.requests import GenerateRequest
-from workers.tokenizer import ByteTokenizer
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
+from workers.engines.nxd_inference import artifacts
+from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.engine import NxdEngine
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import ByteTokenizer
 
 MAX_LEN = 96
 TIE = 1e-4  # of the largest logit: float32 sums of a tiny model differ by less
@@ -67,8 +67,8 @@ def cpu(source: Path, slots: int = 4) -> CpuEngine:
 
 def compile_here(settings: Settings, entry: Any) -> None:
     """Instead of a process of its own, which takes seconds to start."""
-    with nxd_artifacts.visit(settings, entry).compiling():
-        nxd_artifacts.compile_here(settings, entry.path)
+    with artifacts.visit(settings, entry).compiling():
+        artifacts.compile_here(settings, entry.path)
 
 
 def arrivals(count: int = 8, seed: int = 3) -> list[Arrival]:

@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from workers.batcher import Batcher
-from workers.engine import EngineSpec
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.tokenizer import ByteTokenizer, Tokenizer
+from workers.batching.batcher import Batcher
+from workers.messages.engine_protocol import EngineSpec
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.text.tokenizer import ByteTokenizer, Tokenizer
 
 torch.set_num_threads(1)  # on such small tensors two threads mostly wait for each other
 

@@ -18,38 +18,38 @@ from tests.s3 import FaultProxy, S3Server, client
 from tests.workers.fake_remote import FakeRemote
 from tests.workers.neffs import COMPILER, finished, graph
 from tests.workers.tnx_runs import config
-from workers import ahead, build, compiled, compiled_cache, neuron_cache
-from workers.artifacts import hub as hub_source
-from workers.artifacts.bringing import Bringing, Landed, Wanted
-from workers.artifacts.flights import Flights
-from workers.artifacts.hub import HubRemote, is_offline
-from workers.artifacts.listing import Listing, SourceError, Stopped
-from workers.artifacts.patience import Patience
-from workers.artifacts.progress import Progress
-from workers.artifacts.s3 import WORK, Bucket
-from workers.artifacts.store import Store
-from workers.artifacts.transfer import S3Remote
-from workers.build import Built, Order, Told
-from workers.buildable import Buildable
-from workers.compiled import Entry, entry
-from workers.neff_cache import sync, upkeep
+from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, WantedArtifact
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.retry_policy import RetryPolicy
+from workers.artifacts.fetch.single_flight import SingleFlight
+from workers.artifacts.fetch.transfer import S3Remote
+from workers.artifacts.sources import hub as hub_source
+from workers.artifacts.sources.hub import HubRemote, is_offline
+from workers.artifacts.sources.listing import Listing, SourceError, Stopped
+from workers.artifacts.sources.s3 import WORK, Bucket
+from workers.artifacts.store.store import Store
+from workers.compiling import build, prefetch
+from workers.compiling.build import Built, Order, Told
+from workers.neff_cache import compiled_artifacts, compiled_cache, compiler_cache, pruning, sync
 from workers.neff_cache.candidates import beside, cached, compiled_here
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.compile_units import Buildable
+from workers.neff_cache.compiled_artifacts import Entry, entry
 from workers.neff_cache.entries import State, read_entries, state_of
-from workers.neff_cache.files import part_of
+from workers.neff_cache.file_states import part_of
+from workers.neff_cache.graph_uses import GraphUses
 from workers.neff_cache.predict import Candidate
 from workers.neff_cache.record import LOCK_FILE, missing_graphs, name_of, place_of, record_of, write_record
 from workers.neff_cache.sync import localized, place_at, push
-from workers.neff_cache.uses import Uses
-from workers.neff_cache.visit import Visit
 
 SPAN = 2**16
 SIZE = 8 * SPAN
 BIG = os.urandom(SIZE)
 DEADLINE_S = 30.0
-QUICK = Patience(first_s=0.001, longest_s=0.01)
+QUICK = RetryPolicy(first_s=0.001, longest_s=0.01)
 
 
-def s3_remote(url: str, patience: Patience = QUICK, connections: int = 4) -> S3Remote:
+def s3_remote(url: str, patience: RetryPolicy = QUICK, connections: int = 4) -> S3Remote:
     return S3Remote(url, connections=connections, span_bytes=SPAN, patience=patience)
 
 
@@ -152,7 +152,7 @@ def test_the_pauses_of_one_request_grow(what: str, s3_server: S3Server, s3_proxy
         pauses.append(seconds)
         return False
 
-    patience = Patience(first_s=0.01, longest_s=100.0, wait=wait)
+    patience = RetryPolicy(first_s=0.01, longest_s=100.0, wait=wait)
     remote = s3_remote(url, patience, connections=1)
     listing = remote.listing()
     s3_proxy.answer(503, "SlowDown", key="m", times=7, methods=("GET",) if what == "ranges" else ("HEAD",))
@@ -200,7 +200,7 @@ def test_the_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.setenv(name, value)
         server.repos["org/m"] = Repo()
         server.away()
-        patience = Patience(seconds=1.0, first_s=0.01, longest_s=100.0, clock=lambda: now[0], wait=wait)
+        patience = RetryPolicy(seconds=1.0, first_s=0.01, longest_s=100.0, clock=lambda: now[0], wait=wait)
         with pytest.raises(SourceError, match="hub-unreachable"):
             HubRemote("org/m", patience=patience, offline=False).listing()
     assert grows(pauses)
@@ -232,9 +232,9 @@ class Asked:
         return self.remote
 
 
-def bring(store: Store, **wanted: Any) -> Landed:
-    one = Wanted(source="org/m", **wanted)
-    return Bringing(store)(one, Progress("org/m"), threading.Event())
+def bring(store: Store, **wanted: Any) -> FetchedArtifact:
+    one = WantedArtifact(source="org/m", **wanted)
+    return ArtifactFetcher(store)(one, Progress("org/m"), threading.Event())
 
 
 def test_a_host_brings_pickles_only_where_the_spec_allows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,9 +265,9 @@ def test_of_a_hub_that_is_away_no_other_commit_is_taken(tmp_path: Path) -> None:
     store = Store(tmp_path)
     remote = FakeRemote({"config.json": b"{}"}, "org/m", "c1")
 
-    def brought(revision: str) -> Landed:
-        wanted = Wanted(source="org/m", revision=revision)
-        return Bringing(store, lambda *_: remote)(wanted, Progress("org/m"), threading.Event())
+    def brought(revision: str) -> FetchedArtifact:
+        wanted = WantedArtifact(source="org/m", revision=revision)
+        return ArtifactFetcher(store, lambda *_: remote)(wanted, Progress("org/m"), threading.Event())
 
     first = brought("c1")
 
@@ -290,7 +290,7 @@ def test_who_looks_in_now_and_then_hears_of_the_end_that_was_meant_for_it() -> N
         begun.append(1)
         return f"end {len(begun)}"
 
-    flights = Flights[str]()
+    flights = SingleFlight[str]()
     assert [flights.ask(who, "key", "one", work, 0.0) for who in ("a", "b")] == [None, None]
     ended.set()
     told = [flights.ask(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
@@ -315,8 +315,8 @@ def test_a_link_to_elsewhere_is_no_file_of_an_artifact(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neuron_cache, "compilers", list)
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "compilers", list)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
 
 
 LOCK = "model.hlo_module.pb.lock"
@@ -334,7 +334,7 @@ def test_no_lock_is_stale_on_a_file_system_of_many_hosts(
 ) -> None:
     """Whether another host compiles is not seen from here."""
     graph(tmp_path, **{LOCK: ""})
-    monkeypatch.setattr(neuron_cache, "file_system", lambda path: kind)
+    monkeypatch.setattr(compiler_cache, "file_system", lambda path: kind)
     assert [entry.state for entry in read_entries(tmp_path)] == [state]
 
 
@@ -382,9 +382,9 @@ def test_a_graph_that_was_read_lately_is_not_pruned(tmp_path: Path) -> None:
         os.utime(path, (1e9, 1e9))
     read = (folder / "model.neff").stat()
     os.utime(folder / "model.neff", (read.st_ctime, 1e9))
-    kept = list(upkeep.prune_cache(tmp_path, 86400.0))
+    kept = list(pruning.prune_cache(tmp_path, 86400.0))
     os.utime(folder / "model.neff", (1e9, 1e9))
-    gone = [one.path for one in upkeep.prune_cache(tmp_path, 86400.0)]
+    gone = [one.path for one in pruning.prune_cache(tmp_path, 86400.0)]
     assert (kept, gone) == ([], [str(folder)])
 
 
@@ -394,7 +394,7 @@ def test_an_entry_in_which_a_compile_just_begins_is_not_pruned(tmp_path: Path, a
     folder = graph(tmp_path, **{"model.hlo_module.pb": "graph"})
     made = (folder / "model.hlo_module.pb").stat().st_mtime - age_s
     os.utime(folder / "model.hlo_module.pb", (made, made))
-    gone = [one.path for one in upkeep.prune_cache(tmp_path, 86400.0)]
+    gone = [one.path for one in pruning.prune_cache(tmp_path, 86400.0)]
     assert gone == ([str(folder)] if age_s else [])
 
 
@@ -407,7 +407,7 @@ def test_artifacts_that_were_asked_for_lately_are_not_pruned(tmp_path: Path) -> 
             os.utime(path, (1e9, 1e9))
     with entry(tmp_path, {"engine": "asked for"}) as asked:
         assert asked.complete
-    assert [one.path for one in upkeep.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
+    assert [one.path for one in pruning.prune_compiled(tmp_path, 86400.0)] == [str(made.path)]
 
 
 def test_failures_in_s3_are_forgotten_and_nothing_else(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
@@ -422,7 +422,7 @@ def test_failures_in_s3_are_forgotten_and_nothing_else(s3_server: S3Server, s3_p
         return [file.name for file in Bucket.of(url).files()]
 
     def forgotten(*names: str, dry_run: bool = False) -> list[str]:
-        return [one.path for one in upkeep.retry_in_bucket(url, names, dry_run)]
+        return [one.path for one in pruning.retry_in_bucket(url, names, dry_run)]
 
     assert forgotten(dry_run=True) == [f"{url}/{cache}_a+b", f"{url}/{cache}_c+d"]
     assert left() == sorted([*failed, *other, *good, *busy])
@@ -449,8 +449,8 @@ class Start:
     def root(self) -> Path:
         return self.home / "compiled"
 
-    def visit(self) -> Visit:
-        return Visit(MANIFEST, Path("/models/m"), self.root)
+    def visit(self) -> CompileSession:
+        return CompileSession(MANIFEST, Path("/models/m"), self.root)
 
     def found(self, **environment: str) -> Candidate:
         """The only one in the cache, told of another environment than the visits'."""
@@ -582,7 +582,7 @@ def test_the_graphs_of_saved_neffs_are_known_all_or_none(start: Start, tmp_path:
     saved.mkdir()
     for name in ("a", "b"):
         (saved / f"{name}.neff").write_text(f"NEFF of {name}")
-    uses = Uses(start.cache)
+    uses = GraphUses(start.cache)
     first = finished(start.cache, "1" * 20, neff="NEFF of a")
     finished(start.cache, "3" * 20, neff="NEFF of c")
     assert uses.keep(MANIFEST, "m", saved) is None
@@ -594,7 +594,7 @@ def test_the_graphs_of_saved_neffs_are_known_all_or_none(start: Start, tmp_path:
 
 def test_what_somebody_faster_has_compiled_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two have found it missing; the second gets hold of it alone when the first has finished."""
-    acquire, faster = compiled._acquire, compiled.peek(tmp_path, MANIFEST)
+    acquire, faster = compiled_artifacts._acquire, compiled_artifacts.peek(tmp_path, MANIFEST)
 
     def late(lock: int, kind: int, path: Path) -> None:
         if kind == fcntl.LOCK_EX and not faster.complete:
@@ -603,7 +603,7 @@ def test_what_somebody_faster_has_compiled_is_not_emptied(tmp_path: Path, monkey
             faster.finish()
         acquire(lock, kind, path)
 
-    monkeypatch.setattr(compiled, "_acquire", late)
+    monkeypatch.setattr(compiled_artifacts, "_acquire", late)
     with entry(tmp_path, MANIFEST) as found:
         assert found.complete
         assert (found.path / "a.neff").read_text() == "NEFF"
@@ -615,7 +615,7 @@ def test_an_entry_is_complete_by_its_very_manifest(tmp_path: Path, told: str) ->
     with entry(tmp_path, MANIFEST) as made:
         made.finish()
     before = made.complete
-    (made.path / compiled.MANIFEST).write_text(told)
+    (made.path / compiled_artifacts.MANIFEST).write_text(told)
     assert (before, made.complete) == (True, False)
 
 
@@ -634,7 +634,7 @@ def test_of_an_entry_that_is_sent_the_manifest_comes_last(tmp_path: Path, monkey
             (made.path / name).write_text("NEFF")
         made.finish()
     compiled_cache.push(made, str(tmp_path / "there"))
-    assert put == ["a.neff", "z.neff", LOCK_FILE, compiled.MANIFEST]
+    assert put == ["a.neff", "z.neff", LOCK_FILE, compiled_artifacts.MANIFEST]
 
 
 # Compiling ahead, with an engine that is played
@@ -700,4 +700,8 @@ def test_replicas_of_one_model_wait_for_one_compile() -> None:
     other = config(
         Path("/models/m"), replica=1, epoch=7, cores=[2, 3], env={"A": "1"}, token="t", log="/l", socket="/s"
     )
-    assert ahead.build_key(one) == ahead.build_key(other) != ahead.build_key(config(Path("/models/m"), dtype="bf16"))
+    assert (
+        prefetch.build_key(one)
+        == prefetch.build_key(other)
+        != prefetch.build_key(config(Path("/models/m"), dtype="bf16"))
+    )

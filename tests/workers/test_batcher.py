@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from workers.batcher import Batcher, BatcherClosed
-from workers.engine import EngineSpec
+from workers.batching.batcher import Batcher, BatcherClosed
 from workers.engines.echo import EchoEngine, echo_tokens
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.tokenizer import ByteTokenizer
+from workers.messages.engine_protocol import EngineSpec
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.text.tokenizer import ByteTokenizer
 
 DEADLINE_S = 10.0
 

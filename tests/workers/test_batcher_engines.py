@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.test_batcher import Received, RecordingEngine, request, run_out, setup
-from workers.batcher import Batcher
-from workers.engine import DeviceSampling
+from workers.batching.batcher import Batcher
 from workers.engines.echo import echo_tokens
-from workers.requests import FinishReason
-from workers.tokenizer import ByteTokenizer
+from workers.messages.engine_protocol import DeviceSampling
+from workers.messages.requests import FinishReason
+from workers.text.tokenizer import ByteTokenizer
 
 MAX_LEN = 64
 

@@ -13,13 +13,21 @@ import pytest
 from tests.fleet import until
 from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote
-from workers.artifacts import patience
-from workers.artifacts.bringing import Arriving, Bringing, Landed, Wanted, meanwhile, wanted_by, with_folders
-from workers.artifacts.listing import Listing, SourceError
-from workers.artifacts.progress import Progress
-from workers.artifacts.sources import Selected
-from workers.artifacts.store import Store
-from workers.config import Origin, ReplicaConfig
+from workers.artifacts.fetch import retry_policy
+from workers.artifacts.fetch.artifact_fetcher import (
+    ArrivingArtifact,
+    ArtifactFetcher,
+    FetchedArtifact,
+    WantedArtifact,
+    meanwhile,
+    wanted_by,
+    with_folders,
+)
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Listing, SourceError
+from workers.artifacts.sources.open_source import Selected
+from workers.artifacts.store.store import Store
+from workers.messages.replica_config import Origin, ReplicaConfig
 
 SOURCE = "s3://models/one"
 FILES = {"config.json": b"{}", "model.safetensors": b"weights" * 1000}
@@ -50,9 +58,9 @@ class Away(FakeRemote):
         raise SourceError("s3-unreachable", "nobody answers")
 
 
-def bring(store: Store, remote: FakeRemote, artifact: str = "") -> Landed:
-    wanted = Wanted(source=SOURCE, artifact=artifact)
-    return Bringing(store, lambda *_: remote)(wanted, Progress(SOURCE), threading.Event())
+def bring(store: Store, remote: FakeRemote, artifact: str = "") -> FetchedArtifact:
+    wanted = WantedArtifact(source=SOURCE, artifact=artifact)
+    return ArtifactFetcher(store, lambda *_: remote)(wanted, Progress(SOURCE), threading.Event())
 
 
 def test_what_is_meant_is_taken_from_the_store_without_a_question(tmp_path: Path) -> None:
@@ -85,20 +93,20 @@ def test_offline_what_is_whole_here_counts_more_than_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which may hold a part of the model; S3 is asked, and the hub where nobody may say offline."""
-    store, hub = Store(tmp_path), Wanted(source="org/model")
+    store, hub = Store(tmp_path), WantedArtifact(source="org/model")
     whole = store.get(FakeRemote(FILES, hub.source, revision="c1"))
     part = FakeRemote({"config.json": b"{}"}, hub.source, revision="c1")
 
-    def brought(wanted: Wanted) -> tuple[bool, int]:
+    def brought(wanted: WantedArtifact) -> tuple[bool, int]:
         part.listings = 0
-        landed = Bringing(store, lambda *_: part)(wanted, Progress(""), threading.Event())
+        landed = ArtifactFetcher(store, lambda *_: part)(wanted, Progress(""), threading.Event())
         return landed.artifact == whole.key, part.listings
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert [brought(hub), brought(msgspec.structs.replace(hub, revision="c1"))] == [(True, 0), (True, 0)]
     assert brought(msgspec.structs.replace(hub, revision="c2")) == (False, 1)
     assert brought(msgspec.structs.replace(hub, trust_remote_code=True)) == (False, 1)
-    assert brought(Wanted(source=SOURCE)) == (False, 1)
+    assert brought(WantedArtifact(source=SOURCE)) == (False, 1)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert brought(hub) == (False, 1)
 
@@ -107,8 +115,10 @@ def test_a_slash_at_the_end_of_a_source_means_nothing(tmp_path: Path) -> None:
     """It is fetched once, and found when S3 is away."""
     store, remotes = Store(tmp_path), (FakeRemote(FILES, SOURCE), Away({}, SOURCE))
     opened = [Selected(f"{SOURCE}/", one, allow_pickle=False, trust_remote_code=False) for one in remotes]
-    wanted = Wanted(source=f"{SOURCE}/")
-    first, again = (Bringing(store, lambda *_, one=one: one)(wanted, Progress(""), threading.Event()) for one in opened)
+    wanted = WantedArtifact(source=f"{SOURCE}/")
+    first, again = (
+        ArtifactFetcher(store, lambda *_, one=one: one)(wanted, Progress(""), threading.Event()) for one in opened
+    )
     plain = bring(store, FakeRemote(FILES, SOURCE))
     assert (again.artifact, plain.artifact, plain.moved) == (first.artifact, first.artifact, 0)
     assert again.warning.startswith("s3-unreachable")
@@ -130,8 +140,8 @@ def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> 
             reached.set()
             assert go_on.wait(DEADLINE_S)
 
-    store, wanted, progress = Store(tmp_path), Wanted(source=SOURCE), Progress(SOURCE)
-    bringing = Bringing(store, lambda *_: FakeRemote(FILES, SOURCE, before=before))
+    store, wanted, progress = Store(tmp_path), WantedArtifact(source=SOURCE), Progress(SOURCE)
+    bringing = ArtifactFetcher(store, lambda *_: FakeRemote(FILES, SOURCE, before=before))
     assert bringing.arriving(wanted, progress) is None
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(bringing, wanted, progress, threading.Event())
@@ -140,7 +150,7 @@ def test_what_arrives_is_told_while_it_comes_from_its_source(tmp_path: Path) -> 
         assert told is not None
         assert (told.bytes, told.left, told.moved) == (7002, 7000, 2)
         assert Path(told.folder) == store.growing(SOURCE)
-        assert bringing.arriving(Wanted(source=SOURCE, artifact=told.artifact), progress) is None
+        assert bringing.arriving(WantedArtifact(source=SOURCE, artifact=told.artifact), progress) is None
         go_on.set()
         landed = fetch.result(DEADLINE_S)
     assert (landed.folder, landed.artifact, landed.bytes) == (told.folder, told.artifact, told.bytes)
@@ -151,8 +161,8 @@ def test_a_replica_can_be_told_of_the_last_that_arrives_and_of_what_is_meant_onl
     """While its draft is still to come, or other content than its version has, there is nothing to tell."""
     both = msgspec.structs.replace(CONFIG, source=SOURCE, draft_source="s3://models/draft")
     wanted = wanted_by(both)
-    going = Arriving(folder="/store/k2", artifact="k2", bytes=10, left=5, moved=5)
-    model = Landed(folder="/store/k1", artifact="k1", bytes=10)
+    going = ArrivingArtifact(folder="/store/k2", artifact="k2", bytes=10, left=5, moved=5)
+    model = FetchedArtifact(folder="/store/k1", artifact="k1", bytes=10)
     assert meanwhile(both, wanted, [], going) is None
     told = meanwhile(both, wanted, [model], going)
     assert told is not None
@@ -169,11 +179,11 @@ def test_a_configuration_names_what_is_fetched_before_and_after() -> None:
     hub = msgspec.structs.replace(CONFIG, draft_source="org/draft", draft_revision="abc", allow_pickle=True)
     assert wanted_by(CONFIG) == (None, None)
     both = wanted_by(hub)
-    assert both == (None, Wanted(source="org/draft", revision="abc", allow_pickle=True))
-    told = with_folders(hub, both, (None, Landed(folder="/store/d", artifact="key", bytes=1)))
+    assert both == (None, WantedArtifact(source="org/draft", revision="abc", allow_pickle=True))
+    told = with_folders(hub, both, (None, FetchedArtifact(folder="/store/d", artifact="key", bytes=1)))
     assert (told.source, told.draft_source) == ("/models/one", "/store/d")
     assert told.draft_origin == Origin(source="org/draft", revision="abc", artifact="key")
-    assert wanted_by(told)[1] == Wanted(source="org/draft", revision="abc", artifact="key", allow_pickle=True)
+    assert wanted_by(told)[1] == WantedArtifact(source="org/draft", revision="abc", artifact="key", allow_pickle=True)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -181,14 +191,14 @@ def test_who_waits_sees_why_nothing_comes(
     held: bool, tmp_path: Path, s3_server: S3Server, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether S3 goes away before the listing or in the middle of an object; and that it is back."""
-    monkeypatch.setattr(patience, "SILENT_S", 0.0)
+    monkeypatch.setattr(retry_policy, "SILENT_S", 0.0)
     url = f"{s3_server.bucket(files={f'm/{name}': data for name, data in FILES.items()})}/m"
     fault = s3_proxy.hold("m/model.safetensors", 100)
     progress, stop = Progress(url), threading.Event()
     if not held:
         s3_proxy.away()
     with ThreadPoolExecutor(1) as pool:
-        landing = pool.submit(Bringing(Store(tmp_path)), Wanted(source=url), progress, stop)
+        landing = pool.submit(ArtifactFetcher(Store(tmp_path)), WantedArtifact(source=url), progress, stop)
         if held:
             assert fault.reached.wait(DEADLINE_S)
             assert progress.status().trouble == ""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.buckets import (
+from workers.batching.buckets import (
     NoBucket,
     checked_buckets,
     default_decode_buckets,

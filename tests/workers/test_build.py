@@ -19,13 +19,13 @@ import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
-from workers import ahead, build
-from workers.artifacts import locks
-from workers.artifacts.listing import Stopped
-from workers.build import Built, Order, Predicted, Told, Trouble, Wanted, Working
-from workers.compiled import MANIFEST
-from workers.config import ReplicaConfig
-from workers.engines.transformers_neuronx import open_transformers_neuronx
+from workers.artifacts.sources.listing import Stopped
+from workers.artifacts.store import locks
+from workers.compiling import build, prefetch
+from workers.compiling.build import Built, Order, Predicted, Told, Trouble, Wanted, Working
+from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache.compiled_artifacts import MANIFEST
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[2]
@@ -200,14 +200,14 @@ def test_every_part_of_the_environment_that_a_compiler_reads_is_a_part_of_the_ke
 
 @pytest.fixture
 def processes(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts ``python -m workers.build COMMAND`` with its order; ended with the test."""
+    """Starts ``python -m workers.compiling.build COMMAND`` with its order; ended with the test."""
     path = os.pathsep.join([str(PROJECT), machine.env["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
     found: list[subprocess.Popen[bytes]] = []
 
     def start(command: str, one: ReplicaConfig) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "workers.build", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "workers.compiling.build", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         found.append(process)
         assert process.stdin is not None
@@ -277,7 +277,7 @@ def test_a_compile_that_nobody_waits_for_is_ended(
     waiter = threading.Thread(target=end)
     waiter.start()
     with pytest.raises(Stopped):
-        list(ahead.answers("compile", one, stop))
+        list(prefetch.answers("compile", one, stop))
     waiter.join()
     assert [process for process in found if process.is_running() and process.status() != "zombie"] == []
 

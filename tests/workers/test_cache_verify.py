@@ -19,16 +19,16 @@ from tests.s3 import FaultProxy, S3Server
 from tests.workers import nxdi_traffic
 from tests.workers.nxdi_traffic import replica_config
 from tests.workers.tnx_runs import BUCKETS, config
-from workers import neuron_cache
-from workers.build import predict as needed_here
-from workers.engine import EngineLoadError
-from workers.engines import nxd_artifacts, open_engine
-from workers.neff_cache import sync
+from workers.compiling.build import predict as needed_here
+from workers.compiling.start_forecast import needed, verdicts
+from workers.engines import open_engine
+from workers.engines.nxd_inference import artifacts
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.status import Failure
+from workers.neff_cache import compiler_cache, sync
+from workers.neff_cache.compile_session import CompileSession
 from workers.neff_cache.predict import Prediction
 from workers.neff_cache.record import LOCK_FILE, name_of, record_of, write_record
-from workers.neff_cache.verify import needed, verdicts
-from workers.neff_cache.visit import Visit
-from workers.status import Failure
 
 Checkpoints = Callable[[str], Path]
 VERSION = "NEURON_DOUBLE_CC_VERSION"
@@ -79,7 +79,7 @@ class World:
 
     @property
     def graph(self) -> Path:
-        return sorted(self.cache.glob(neuron_cache.GRAPHS))[0]
+        return sorted(self.cache.glob(compiler_cache.GRAPHS))[0]
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def world(
         return os.environ.get(VERSION, "2.16.372.0+4a9b2326") if name == "neuronx-cc" else installed(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-3")
     monkeypatch.setenv("NEURON_DOUBLE_LOCK_WAIT_S", "1")
-    monkeypatch.setattr(nxd_artifacts, "compile_apart", nxdi_traffic.compile_here)
+    monkeypatch.setattr(artifacts, "compile_apart", nxdi_traffic.compile_here)
     source = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     cache = tmp_path / "neuron-compile-cache"
     return World(source, tmp_path / "home/compiled", cache, neuron, monkeypatch.setenv, dict(BUCKETS))
@@ -408,11 +408,11 @@ def test_what_nobody_has_read_yet_is_told(world: World) -> None:
 def test_the_graphs_of_a_model_that_saves_no_files_are_known(world: World, checkpoint: Checkpoints) -> None:
     """Of those in the cache that others have left there: what goes of these does not matter."""
     assert world.start() == "compile"
-    others = set(world.cache.glob(neuron_cache.GRAPHS))
+    others = set(world.cache.glob(compiler_cache.GRAPHS))
     world.source, world.fields = checkpoint("gpt_neox"), {}
     assert world.predicted().outcome == "compile"
     assert world.start() == "compile"
-    own = set(world.cache.glob(neuron_cache.GRAPHS)) - others
+    own = set(world.cache.glob(compiler_cache.GRAPHS)) - others
     for folder in others:
         shutil.rmtree(folder)
     (file,) = (world.cache / "corewright").glob(f"{name_of(needed_here(world.config()).wanted[0].manifest)}*")
@@ -448,7 +448,9 @@ def test_a_cache_in_s3_serves_all_hosts(world: World, monkeypatch: pytest.Monkey
     with S3Server() as server, FaultProxy(server.url) as proxy:
         for name, value in proxy.env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(Visit.written_down, "__kwdefaults__", {"wait": True})  # what is pushed, is when it is up
+        monkeypatch.setattr(
+            CompileSession.written_down, "__kwdefaults__", {"wait": True}
+        )  # what is pushed, is when it is up
         url = server.bucket("neffs")
 
         def on_another_host(name: str) -> None:

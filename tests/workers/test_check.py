@@ -14,13 +14,13 @@ import pytest
 
 from tests.workers.test_bringing import CONFIG
 from tests.workers.test_cpu_engine import FAULTS, pickle_weights, truncate
-from workers import build
-from workers.ahead import check
-from workers.config import ReplicaConfig
-from workers.engine import EngineLoadError
+from workers.compiling import build
+from workers.compiling.prefetch import check
 from workers.engines.checkpoint_files import check_checkpoint
-from workers.status import Failure
-from workers.tokenizer import check_tokenizer_files
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+from workers.text.tokenizer import check_tokenizer_files
 
 SHOWN = {name for name, (id, _, _) in FAULTS.items() if id != "weights-mismatch"}  # by names, headers and small files
 OF_THE_ENGINE = {"unknown family", "no family", "bad generation config", "bad eos"}

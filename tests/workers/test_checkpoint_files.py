@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from workers.engine import EngineLoadError
 from workers.engines import checkpoint_files
 from workers.engines.checkpoint_files import check_checkpoint, check_rotary
+from workers.messages.engine_protocol import EngineLoadError
 
 BASE = {"rope_type": "default", "rope_theta": 500_000.0}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.artifacts.checksums import CRC_BYTES, FIELDS, Checksum, combined, crc_of, digest, told
+from workers.artifacts.sources.checksums import CRC_BYTES, FIELDS, Checksum, combined, crc_of, digest, told
 
 CONTENT = bytes(range(256)) * 40
 ALGORITHMS = [*FIELDS, "md5"]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from workers.claims import CoreClaim, CoresTaken, held_cores
+from workers.host.core_claims import CoreClaim, CoresTaken, held_cores
 
 HOLD = """
 import sys, pathlib
-from workers.claims import CoreClaim
+from workers.host.core_claims import CoreClaim
 claim = CoreClaim(pathlib.Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3])))
 print("held", flush=True)
 sys.stdin.read()

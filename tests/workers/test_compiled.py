@@ -19,11 +19,11 @@ import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, config
-from workers import compiled
-from workers.compiled import MANIFEST, entry, peek
-from workers.engine import EngineLoadError
 from workers.engines.file_digests import digest_of
-from workers.engines.transformers_neuronx import open_transformers_neuronx
+from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
+from workers.messages.engine_protocol import EngineLoadError
+from workers.neff_cache import compiled_artifacts
+from workers.neff_cache.compiled_artifacts import MANIFEST, entry, peek
 from workers.neff_cache.record import LOCK_FILE
 
 Checkpoints = Callable[[str], Path]
@@ -33,7 +33,7 @@ WANTED = {"engine": "e", "shapes": [1, 2], "flags": {"a": None}}
 PROCESS = """
 import json, logging, sys
 from pathlib import Path
-from workers import compiled
+from workers.neff_cache import compiled_artifacts as compiled
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 with compiled.entry(Path(sys.argv[1]), json.loads(sys.argv[2])) as found:
     had_to = not found.complete
@@ -270,7 +270,7 @@ def test_a_root_that_is_no_folder_is_told(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_emptied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to somebody else."""
     (make(tmp_path) / MANIFEST).unlink()
-    monkeypatch.setattr(compiled.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(compiled_artifacts.shutil, "rmtree", lambda path, ignore_errors: None)
     with pytest.raises(EngineLoadError, match="compiled-unwritable"), entry(tmp_path, WANTED):
         pass
 
@@ -348,19 +348,19 @@ def test_another_file_that_is_missing_is_not_taken_for_neffs_that_do_not_fit(
 def test_a_compile_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails too."""
     times = iter([0.0, 5.0, 10.0, 17.0])
-    monkeypatch.setattr(compiled, "SPENT", compiled.Stopwatch(clock=times.__next__))
-    with compiled.compiling("a model", "its log is here"):
+    monkeypatch.setattr(compiled_artifacts, "SPENT", compiled_artifacts.Stopwatch(clock=times.__next__))
+    with compiled_artifacts.compiling("a model", "its log is here"):
         pass
-    assert compiled.SPENT.seconds == 5.0
-    with contextlib.suppress(KeyError), compiled.compiling("a model", "its log is here"):
+    assert compiled_artifacts.SPENT.seconds == 5.0
+    with contextlib.suppress(KeyError), compiled_artifacts.compiling("a model", "its log is here"):
         raise KeyError
-    assert compiled.SPENT.seconds == 12.0
+    assert compiled_artifacts.SPENT.seconds == 12.0
 
 
 def test_the_stopwatch_runs_inside_only() -> None:
     """What a replica tells of its compiling: so far, while it runs, and the sum of all times."""
     now = 10.0
-    watch = compiled.Stopwatch(clock=lambda: now)
+    watch = compiled_artifacts.Stopwatch(clock=lambda: now)
     with watch.running():
         now = 13.0
         assert watch.seconds == 3.0

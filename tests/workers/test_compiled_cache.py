@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from tests.s3 import S3Server
-from workers import compiled_cache
-from workers.artifacts.listing import SourceError, Stopped
-from workers.compiled import MANIFEST, Entry, entry
-from workers.neff_cache import files
+from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.neff_cache import compiled_cache, file_states
 from workers.neff_cache.candidates import compiled_elsewhere
+from workers.neff_cache.compiled_artifacts import MANIFEST, Entry, entry
 from workers.neff_cache.predict import predict
 from workers.neff_cache.record import LOCK_FILE
 from workers.neff_cache.sync import FolderPlace, place_at
@@ -269,13 +268,13 @@ def test_what_is_pulled_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shared = str(tmp_path / "shared")
     compiled_cache.push(make(tmp_path / "a"), shared)
     seen: list[str] = []
-    digest = files.digest
+    digest = file_states.digest
 
     def counted(path: Path) -> str:
         seen.append(path.name)
         return digest(path)
 
-    monkeypatch.setattr(files, "digest", counted)
+    monkeypatch.setattr(file_states, "digest", counted)
     with held(tmp_path / "b") as other:
         assert compiled_cache.pull(other, shared)
         assert sorted(seen) == ["a.so", "b.neff"]

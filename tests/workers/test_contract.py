@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from placements import engines
+from placements.facts import engines
 from tests.contracts import PACKAGES, contract, surfaces
-from workers import contract as workers_contract
-from workers.contract import Drift
+from workers.engines import package_contract as workers_contract
+from workers.engines.package_contract import Drift
 
 CONTRACT = Path(workers_contract.__file__)
 RUN = f"import runpy; runpy.run_path({str(CONTRACT)!r}, run_name='__main__')"
@@ -76,7 +76,7 @@ def seen(folder: Path, engine: str) -> Drift:
 
 
 def test_the_surfaces_are_those_of_the_contracts() -> None:
-    """workers/surfaces is what `python -m tests.contracts --distil` writes."""
+    """workers/engines/surfaces is what `python -m tests.contracts --distil` writes."""
     assert {path: path.read_text() for path, _ in surfaces()} == dict(surfaces())
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from workers.engine import EngineLoadError
-from workers.engines import cpu_artifacts
-from workers.engines.cpu import CpuEngine
+from workers.engines.cpu import artifacts
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.engine_protocol import EngineLoadError
 
 Shape = dict[str, Any]
 SHAPE: Shape = {
@@ -33,8 +33,8 @@ def source(tmp_path: Path) -> Path:
 
 def test_the_same_model_on_the_same_machine_has_one_manifest(source: Path) -> None:
     """It is JSON, and holds no path of the model."""
-    first = cpu_artifacts.manifest(source, **SHAPE)
-    assert json.loads(json.dumps(first)) == cpu_artifacts.manifest(source, **SHAPE)
+    first = artifacts.manifest(source, **SHAPE)
+    assert json.loads(json.dumps(first)) == artifacts.manifest(source, **SHAPE)
     assert str(source) not in json.dumps(first)
 
 
@@ -50,7 +50,7 @@ def test_the_same_model_on_the_same_machine_has_one_manifest(source: Path) -> No
 )
 def test_another_shape_has_another_manifest(source: Path, other: Shape) -> None:
     """Each is a graph of its own."""
-    assert cpu_artifacts.manifest(source, **SHAPE | other) != cpu_artifacts.manifest(source, **SHAPE)
+    assert artifacts.manifest(source, **SHAPE | other) != artifacts.manifest(source, **SHAPE)
 
 
 def _other_config(source: Path, _: pytest.MonkeyPatch) -> None:
@@ -69,12 +69,12 @@ def _other_python(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _other_cpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_artifacts, "cpu_target", lambda: "x86_64 plain 00000000")
+    monkeypatch.setattr(artifacts, "cpu_target", lambda: "x86_64 plain 00000000")
 
 
 def _other_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    version = cpu_artifacts.metadata.version
-    monkeypatch.setattr(cpu_artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
+    version = artifacts.metadata.version
+    monkeypatch.setattr(artifacts.metadata, "version", lambda name: "0.1" if name == "torch" else version(name))
 
 
 @pytest.mark.parametrize("file", ["own.py", "parts/rotary.py"])
@@ -86,7 +86,7 @@ def test_code_that_a_checkpoint_brings_is_a_part_of_it_where_it_is_run(source: P
         (source / name).write_text("a = 1")
 
     def manifests() -> list[dict[str, Any]]:
-        return [cpu_artifacts.manifest(source, **SHAPE, trust_remote_code=run) for run in (True, False)]
+        return [artifacts.manifest(source, **SHAPE, trust_remote_code=run) for run in (True, False)]
 
     before = manifests()
     assert manifests() == before
@@ -109,9 +109,9 @@ def test_another_machine_or_model_has_another_manifest(
     source: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, pytest.MonkeyPatch], None]
 ) -> None:
     """Code of one does not do for the other, or torch would not find it."""
-    before = cpu_artifacts.manifest(source, **SHAPE)
+    before = artifacts.manifest(source, **SHAPE)
     change(source, monkeypatch)
-    assert cpu_artifacts.manifest(source, **SHAPE) != before
+    assert artifacts.manifest(source, **SHAPE) != before
 
 
 def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(EngineLoadError) as caught:
-        cpu_artifacts.check_compiler()
+        artifacts.check_compiler()
     assert (caught.value.id, "g++" in caught.value.what, "apt-get" in caught.value.hint) == (
         "compiler-missing",
         True,
@@ -127,14 +127,14 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setenv("CXX", "clang-of-mine")
     with pytest.raises(EngineLoadError, match="clang-of-mine"):
-        cpu_artifacts.check_compiler()
+        artifacts.check_compiler()
 
 
 def test_without_a_compiler_a_manifest_is_still_told(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Predicting is for machines that compile nothing as well."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    assert cpu_artifacts.manifest(source, **SHAPE)["compiler"] == ""
+    assert artifacts.manifest(source, **SHAPE)["compiler"] == ""
 
 
 def test_a_model_is_refused_where_no_compiler_is(
@@ -152,12 +152,12 @@ def test_a_model_is_refused_where_no_compiler_is(
 def test_a_config_that_is_missing_is_told(tmp_path: Path) -> None:
     """Its path is in the error."""
     with pytest.raises(EngineLoadError, match="config-unreadable"):
-        cpu_artifacts.manifest(tmp_path, **SHAPE)
+        artifacts.manifest(tmp_path, **SHAPE)
 
 
 def test_an_entry_without_code_is_not_whole(tmp_path: Path) -> None:
     """Whatever else lies there."""
-    (tmp_path / cpu_artifacts.CODE).mkdir()
-    assert not cpu_artifacts.is_whole(tmp_path)
-    (tmp_path / cpu_artifacts.CODE / "a.so").touch()
-    assert cpu_artifacts.is_whole(tmp_path)
+    (tmp_path / artifacts.CODE).mkdir()
+    assert not artifacts.is_whole(tmp_path)
+    (tmp_path / artifacts.CODE / "a.so").touch()
+    assert artifacts.is_whole(tmp_path)

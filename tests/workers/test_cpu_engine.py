@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import EOS_ID, FAMILIES, MAX_POSITIONS, VOCAB_SIZE, WINDOW, byte_level_tokenizer, set_eos
-from workers.batcher import Batcher
-from workers.engine import EngineLoadError
-from workers.engines.cpu import DTYPES, CpuEngine
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.tokenizer import load_tokenizer
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import DTYPES, CpuEngine
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.text.tokenizer import load_tokenizer
 
 Checkpoints = Callable[[str], Path]
 MAX_LEN = 128

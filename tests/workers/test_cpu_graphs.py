@@ -23,13 +23,13 @@ import torch
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.workers.tnx_runs import answers, asked, config, of_the_cpu_engine
-from workers import compiled_cache
-from workers.build import Built, Order, Told, Working, predict
-from workers.compiled import MANIFEST, entry, peek
-from workers.config import ReplicaConfig
-from workers.engines import cpu_graphs
-from workers.engines.cpu import CpuEngine
-from workers.engines.cpu_artifacts import is_whole
+from workers.compiling.build import Built, Order, Told, Working, predict
+from workers.engines.cpu import graphs as cpu_graphs
+from workers.engines.cpu.artifacts import is_whole
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache import compiled_cache
+from workers.neff_cache.compiled_artifacts import MANIFEST, entry, peek
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ FEW = {"prefill_buckets": [16], "decode_buckets": [32]}  # each bucket is a grap
 KILLED = """
 import sys, tempfile
 from pathlib import Path
-from workers.engines import cpu_graphs
+from workers.engines.cpu import graphs as cpu_graphs
 tempfile.tempdir = sys.argv[2]
 with cpu_graphs.code_taken_from(Path(sys.argv[1])):
     print("holds", flush=True)
@@ -187,7 +187,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def _start(one: ReplicaConfig) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.build", "compile"],
+        [sys.executable, "-m", "workers.compiling.build", "compile"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **one.env, "PYTHONPATH": str(PROJECT)},
@@ -232,7 +232,7 @@ START = """
 import json, sys
 import msgspec
 from torch._dynamo.utils import counters
-from workers.config import ReplicaConfig
+from workers.messages.replica_config import ReplicaConfig
 from workers.engines import open_engine
 engine = open_engine(msgspec.json.decode(sys.stdin.buffer.read(), type=ReplicaConfig))
 engine.load()

@@ -14,12 +14,10 @@ import pytest
 
 from tests.fleet import until
 from tests.served import EPOCH, TOKEN, Served
-from workers import dataplane
-from workers.batcher import BatcherClosed
-from workers.dataplane import DataPlane
+from workers.batching.batcher import BatcherClosed
 from workers.engines.echo import echo_tokens
-from workers.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
-from workers.wire import (
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent, TokenLogprobs
+from workers.messages.wire import (
     MAX_FRAME_BYTES,
     Cancel,
     FrameReader,
@@ -32,6 +30,8 @@ from workers.wire import (
     Welcome,
     encode,
 )
+from workers.serving import dataplane
+from workers.serving.dataplane import DataPlane
 
 
 class Client:

@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.authority import fleet_credentials
-from orchestrator.gateway.dial import open_link
+from orchestrator.access.authority import fleet_credentials
+from orchestrator.gateway.serving.dial import open_link
 from tests.served import EPOCH, TOKEN, Served
-from workers.config import ReplicaConfig
-from workers.credentials import REPLICA, Credentials, client_context
-from workers.dataplane import DataPlane
 from workers.engines.echo import echo_tokens
-from workers.requests import GenerateRequest
-from workers.wire import FrameReader, Hello, Message, Refused, Step, Submit, Welcome, encode
+from workers.messages.credentials import REPLICA, Credentials, client_context
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.requests import GenerateRequest
+from workers.messages.wire import FrameReader, Hello, Message, Refused, Step, Submit, Welcome, encode
+from workers.serving.dataplane import DataPlane
 
 FLEET = fleet_credentials()
 OTHER = fleet_credentials()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine import EngineLoadError
 from workers.engines.echo import EOS_ID, EchoEngine, echo_tokens
+from workers.messages.engine_protocol import EngineLoadError
 
 prompts = st.lists(st.integers(0, 256), min_size=1, max_size=40)
 
@@ -108,10 +108,10 @@ def test_the_echo_path_imports_no_model_library() -> None:
     """An echo replica starts without torch, transformers, tokenizers or numpy."""
     code = """
 import sys
-from workers.batcher import Batcher
+from workers.batching.batcher import Batcher
 from workers.engines.echo import EchoEngine
-from workers.requests import GenerateRequest
-from workers.tokenizer import load_tokenizer
+from workers.messages.requests import GenerateRequest
+from workers.text.tokenizer import load_tokenizer
 engine = EchoEngine(2, 64)
 engine.load()
 tokenizer = load_tokenizer("echo", None)

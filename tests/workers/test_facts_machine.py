@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from workers.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
-from workers.facts.neuron_ls import NeuronLs, parse_neuron_ls
-from workers.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
-from workers.facts.numa import NumaNode
-from workers.facts.sysfs import Sysfs, parse_sysfs
-from workers.facts.versions import Versions
+from workers.host.facts.machine import HostFacts, Owner, ProcessDetail, Readings, combine, owners
+from workers.host.facts.neuron_ls import NeuronLs, parse_neuron_ls
+from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
+from workers.host.facts.numa import NumaNode
+from workers.host.facts.sysfs import Sysfs, parse_sysfs
+from workers.host.facts.versions import Versions
 
 SAMPLES = Path(__file__).parent / "samples"
 LLAMA = "ray::Replica[llama]"

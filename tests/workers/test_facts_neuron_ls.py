@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers.facts.neuron_ls import DeviceProcess, parse_neuron_ls
+from workers.host.facts.neuron_ls import DeviceProcess, parse_neuron_ls
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
+from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -10,13 +10,13 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workers.facts.machine import HostFacts, ProcessDetail, Readings, combine, owners
-from workers.facts.neuron_ls import parse_neuron_ls
-from workers.facts.neuron_monitor import parse_neuron_monitor
-from workers.facts.numa import parse_numa
-from workers.facts.sections import MOST_PROBLEMS
-from workers.facts.sysfs import parse_sysfs
-from workers.facts.versions import parse_packages
+from workers.host.facts.machine import HostFacts, ProcessDetail, Readings, combine, owners
+from workers.host.facts.neuron_ls import parse_neuron_ls
+from workers.host.facts.neuron_monitor import parse_neuron_monitor
+from workers.host.facts.numa import parse_numa
+from workers.host.facts.sections import MOST_PROBLEMS
+from workers.host.facts.sysfs import parse_sysfs
+from workers.host.facts.versions import parse_packages
 
 SAMPLES = Path(__file__).parent / "samples"
 NEURON_LS = [json.loads(path.read_text()) for path in sorted(SAMPLES.glob("neuron-ls-*.json"))]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.workers.test_facts_sysfs import FILES, write
-from workers import host
-from workers.facts.reading import (
+from workers.host import host_facts
+from workers.host.facts.reading import (
     Deadlines,
     Places,
     read_host_facts,
@@ -21,8 +21,8 @@ from workers.facts.reading import (
     read_process,
     usable_memory,
 )
-from workers.facts.tools import run_tool
-from workers.facts.versions import Versions, parse_packages
+from workers.host.facts.tools import run_tool
+from workers.host.facts.versions import Versions, parse_packages
 
 SAMPLES = Path(__file__).parent / "samples"
 
@@ -93,9 +93,9 @@ def test_a_hanging_tool_is_ended_with_its_children(tmp_path: Path) -> None:
     assert "no full answer within 1 s" in output.problem
     child = int((tmp_path / "child").read_text())
     until = time.monotonic() + 10.0
-    while host.process_start(child) is not None and time.monotonic() < until:
+    while host_facts.process_start(child) is not None and time.monotonic() < until:
         time.sleep(0.01)  # the kernel ends a killed process in its own time
-    assert host.process_start(child) is None
+    assert host_facts.process_start(child) is None
 
 
 def test_a_program_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:

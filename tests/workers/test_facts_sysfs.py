@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.facts.cpulist import parse_cpulist
-from workers.facts.numa import NumaNode, parse_numa, read_numa
-from workers.facts.sysfs import parse_sysfs, read_sysfs
+from workers.host.facts.cpu_list import parse_cpulist
+from workers.host.facts.numa import NumaNode, parse_numa, read_numa
+from workers.host.facts.sysfs import parse_sysfs, read_sysfs
 
 FILES: dict[str, str] = json.loads((Path(__file__).parent / "samples" / "sysfs-inf2.json").read_text())
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from workers import host
-from workers.faults import after_serving, fault_of
-from workers.nrt_status import STATUS_NAMES
-from workers.status import Failure, Reaction
+from workers.host import host_facts
+from workers.host.neuron_faults import after_serving, fault_of
+from workers.host.nrt_status import STATUS_NAMES
+from workers.messages.status import Failure, Reaction
 
 STAMP = "2023-Jan-09 20:27:41.0593 15042:15042 ERROR  "
 MODULE = "/var/tmp/neuron-compile-cache/neuronxcc-2.8.0.25+a3ad0f342/MODULE_12486829708343293975+d41d8cd9"
@@ -244,10 +244,10 @@ def test_last_words_begin_at_the_start_of_the_process_or_when_it_was_ready(tmp_p
     log = tmp_path / "m-0.log"
     log.write_text("nrt_execute status=1201\n")
     with log.open("ab") as file:
-        host.mark_log(file.fileno())
-    assert host.last_words(log) == []
+        host_facts.mark_log(file.fileno())
+    assert host_facts.last_words(log) == []
     with log.open("a") as more:
         more.write("loading\n")
-    assert host.last_words(log) == ["loading"]
-    assert host.log_tail(log, 5) == ["nrt_execute status=1201", "loading"]
-    assert host.last_words(tmp_path / "none.log") == []
+    assert host_facts.last_words(log) == ["loading"]
+    assert host_facts.log_tail(log, 5) == ["nrt_execute status=1201", "loading"]
+    assert host_facts.last_words(tmp_path / "none.log") == []

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from workers.artifacts.flights import LEASE_S, Flights
-from workers.artifacts.listing import SourceError, Stopped
-from workers.artifacts.progress import Progress
-from workers.status import Failure, Reaction
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.single_flight import LEASE_S, SingleFlight
+from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.messages.status import Failure, Reaction
 
 DEADLINE_S = 10.0
 
@@ -35,13 +35,15 @@ class Played:
         return f"end {self.begun}"
 
 
-def asked(flights: Flights[str], who: str, work: Callable[[Progress, threading.Event], str]) -> str | Failure | None:
+def asked(
+    flights: SingleFlight[str], who: str, work: Callable[[Progress, threading.Event], str]
+) -> str | Failure | None:
     return flights.ask(who, "key", "s3://models/one", work, DEADLINE_S)
 
 
 def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
     """Who asks later begins anew."""
-    work, flights = Played(), Flights[str]()
+    work, flights = Played(), SingleFlight[str]()
     told: list[str | Failure | None] = []
     threads = [threading.Thread(target=lambda who=who: told.append(asked(flights, who, work))) for who in ("a", "b")]
     for thread in threads:
@@ -64,7 +66,7 @@ def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
 
 def test_what_nobody_waits_for_any_more_is_stopped() -> None:
     """Not before the last one has left."""
-    work, flights = Played(), Flights[str]()
+    work, flights = Played(), SingleFlight[str]()
     for who in ("a", "b"):
         assert flights.ask(who, "key", "one", work, 0.0) is None
     assert work.running.wait(DEADLINE_S)
@@ -82,7 +84,7 @@ def test_what_nobody_waits_for_any_more_is_stopped() -> None:
 def test_who_does_not_ask_again_has_gone() -> None:
     """As a controller that was killed; one that asks in time goes on waiting for the same."""
     now = [0.0]
-    work, flights = Played(), Flights[str](clock=lambda: now[0])
+    work, flights = Played(), SingleFlight[str](clock=lambda: now[0])
     assert flights.ask("a", "key", "one", work, 0.0) is None
     now[0] = LEASE_S - 1
     assert flights.ask("a", "key", "one", work, 0.0) is None
@@ -110,7 +112,7 @@ def test_a_failure_is_told_and_the_next_one_begins_anew(error: Exception, failur
         begun.append(1)
         raise error
 
-    flights = Flights[str]()
+    flights = SingleFlight[str]()
     assert asked(flights, "a", fail) == failure
     assert asked(flights, "a", fail) == failure
     assert len(begun) == 2
@@ -126,6 +128,6 @@ def test_a_panic_is_an_end_too() -> None:
     def panics(progress: Progress, stop: threading.Event) -> str:
         raise Panic("index out of bounds")
 
-    ended = asked(Flights[str](), "a", panics)
+    ended = asked(SingleFlight[str](), "a", panics)
     assert isinstance(ended, Failure)
     assert ended.id == "fetch-failed"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.sources import tokenizer_key
-from orchestrator.specfile import load
+from orchestrator.revisions.checkpoint_reader import tokenizer_key
+from orchestrator.revisions.spec_file import load
 from tests.checkpoints import save_tokenizer
-from workers import foreign
-from workers.engine import EngineLoadError
 from workers.engines.checkpoint_files import check_checkpoint, read_config
-from workers.tokenizer import load_tokenizer
+from workers.host import foreign_files
+from workers.messages.engine_protocol import EngineLoadError
+from workers.text.tokenizer import load_tokenizer
 
 
 def brackets(depth: int) -> str:
@@ -89,5 +89,5 @@ def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "real").write_text(json.dumps(content))
     (tmp_path / "config.json").symlink_to("real")
     (tmp_path / "gone").symlink_to("nowhere")
-    foreign.check_folder(tmp_path)
-    assert foreign.read_json(tmp_path / "config.json") == content
+    foreign_files.check_folder(tmp_path)
+    assert foreign_files.read_json(tmp_path / "config.json") == content

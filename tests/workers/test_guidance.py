@@ -15,10 +15,10 @@ import torch
 
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, byte_level_tokenizer, save_tokenizer
 from tests.workers.tables import Answers, TableEngine, answers, table
-from workers.batcher import Batcher
-from workers.guidance import MAX_COMPILED, Guide, Guides
-from workers.requests import FinishReason, GenerateRequest
-from workers.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from workers.batching.batcher import Batcher
+from workers.batching.guidance import MAX_COMPILED, Guide, Guides
+from workers.messages.requests import FinishReason, GenerateRequest
+from workers.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -227,7 +227,7 @@ def test_a_tokenizer_without_a_tokenizer_json_cannot_guide() -> None:
 
 def test_a_real_model_answers_in_json(checkpoint: Any) -> None:
     """Through the CPU engine, guided and free requests in one batch."""
-    from workers.engines.cpu import CpuEngine
+    from workers.engines.cpu.engine import CpuEngine
 
     path: Path = checkpoint("llama")
     cpu = CpuEngine(path, slots=4, max_len=256)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.artifacts.heads import KEPT_PINS, KEPT_S, MARK, Asked, Heads
-from workers.artifacts.listing import Listing, RemoteFile, SourceError
-from workers.artifacts.progress import Progress
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
+from workers.artifacts.sources.source_metadata import KEPT_PINS, KEPT_S, MARK, Asked, SourceMetadata
 
 ASKED = Asked(source="org/model")
 CONFIG = b'{"model_type": "llama"}'
@@ -50,11 +50,11 @@ def source() -> Source:
 
 
 @pytest.fixture
-def heads(tmp_path: Path, source: Source) -> Heads:
-    return Heads(tmp_path / "heads", source.open)
+def heads(tmp_path: Path, source: Source) -> SourceMetadata:
+    return SourceMetadata(tmp_path / "heads", source.open)
 
 
-def test_the_small_files_are_fetched_once(heads: Heads, source: Source) -> None:
+def test_the_small_files_are_fetched_once(heads: SourceMetadata, source: Source) -> None:
     """And no weights, though all files are known; asked again it is listed again, and nothing is sent."""
     seen = heads.look(ASKED)
     assert seen.away is None
@@ -65,13 +65,13 @@ def test_the_small_files_are_fetched_once(heads: Heads, source: Source) -> None:
     assert (source.listed, source.sent) == (2, ["config.json"])
 
 
-def test_what_is_known_is_taken_without_a_question(heads: Heads, source: Source) -> None:
+def test_what_is_known_is_taken_without_a_question(heads: SourceMetadata, source: Source) -> None:
     """`get` asks only the first time."""
     assert heads.get(ASKED) == heads.get(ASKED) == heads.look(ASKED)
     assert source.listed == 2
 
 
-def test_new_content_is_another_head(heads: Heads, source: Source) -> None:
+def test_new_content_is_another_head(heads: SourceMetadata, source: Source) -> None:
     """The old one stays for who reads it."""
     old = heads.look(ASKED).head
     source.files["model.safetensors"] = b"new"
@@ -82,7 +82,7 @@ def test_new_content_is_another_head(heads: Heads, source: Source) -> None:
 
 
 @pytest.mark.parametrize("id", ["s3-unreachable", "hub-unreachable", "hub-offline", "s3-denied", "s3-no-credentials"])
-def test_a_source_that_is_away_is_as_it_was(heads: Heads, source: Source, id: str) -> None:
+def test_a_source_that_is_away_is_as_it_was(heads: SourceMetadata, source: Source, id: str) -> None:
     """With the reason; without anything known, the error."""
     source.error = SourceError(id, "gone")
     with pytest.raises(SourceError):
@@ -95,7 +95,9 @@ def test_a_source_that_is_away_is_as_it_was(heads: Heads, source: Source, id: st
 
 
 @pytest.mark.parametrize("id", ["s3-not-found", "hub-not-found", "pickle-refused"])
-def test_what_the_source_says_of_itself_counts_more_than_what_was(heads: Heads, source: Source, id: str) -> None:
+def test_what_the_source_says_of_itself_counts_more_than_what_was(
+    heads: SourceMetadata, source: Source, id: str
+) -> None:
     """A model that is gone is gone."""
     heads.look(ASKED)
     source.error = SourceError(id, "no")
@@ -104,13 +106,13 @@ def test_what_the_source_says_of_itself_counts_more_than_what_was(heads: Heads, 
     assert told.value.id == id
 
 
-def test_what_may_be_fetched_is_part_of_the_question(heads: Heads, source: Source) -> None:
+def test_what_may_be_fetched_is_part_of_the_question(heads: SourceMetadata, source: Source) -> None:
     """What was seen with pickles allowed is nothing for who does not allow them."""
     heads.look(Asked(source="org/model", allow_pickle=True))
     assert heads.known(ASKED) is None
 
 
-def test_a_fetch_that_breaks_off_leaves_nothing(heads: Heads, source: Source, tmp_path: Path) -> None:
+def test_a_fetch_that_breaks_off_leaves_nothing(heads: SourceMetadata, source: Source, tmp_path: Path) -> None:
     """And nothing that looks whole."""
     del source.files["config.json"]
     source.files["config.json"] = CONFIG
@@ -126,7 +128,7 @@ def test_a_fetch_that_breaks_off_leaves_nothing(heads: Heads, source: Source, tm
     assert list((tmp_path / "heads").rglob("config.json")) == []
 
 
-def test_many_who_ask_at_once_get_the_same(heads: Heads) -> None:
+def test_many_who_ask_at_once_get_the_same(heads: SourceMetadata) -> None:
     """Also where each of them fetches."""
     found = []
     threads = [threading.Thread(target=lambda: found.append(heads.look(ASKED).head)) for _ in range(8)]
@@ -143,11 +145,11 @@ def test_a_home_that_cannot_be_written_is_told(tmp_path: Path, source: Source) -
     """With the path."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SourceError, match="file") as told:
-        Heads(tmp_path / "file" / "heads", source.open).look(ASKED)
+        SourceMetadata(tmp_path / "file" / "heads", source.open).look(ASKED)
     assert told.value.id == "heads-unwritable"
 
 
-def test_a_fleet_stays_at_its_commits(heads: Heads, source: Source) -> None:
+def test_a_fleet_stays_at_its_commits(heads: SourceMetadata, source: Source) -> None:
     """What is pinned is found again, and stays when others forget what they have not asked for in a month."""
     old = heads.look(ASKED).head
     heads.pin("fleet-1", {ASKED.digest: old})
@@ -163,14 +165,14 @@ def test_a_fleet_stays_at_its_commits(heads: Heads, source: Source) -> None:
 
 
 @pytest.mark.parametrize("key", ["../../etc", "", "x", "." * 32, "a/b" * 11])
-def test_no_key_leads_out_of_the_folder(heads: Heads, key: str) -> None:
+def test_no_key_leads_out_of_the_folder(heads: SourceMetadata, key: str) -> None:
     """Keys are read from files."""
     assert heads.kept(key) is None
 
 
 @pytest.mark.parametrize("lost", [{"config.json": b""}, {"config.json": None, MARK: None}, {"config.json": None}])
 def test_a_head_that_has_lost_something_is_fetched_again(
-    heads: Heads, source: Source, lost: dict[str, bytes | None]
+    heads: SourceMetadata, source: Source, lost: dict[str, bytes | None]
 ) -> None:
     """To a crash of the machine, or to a removal that was killed: it is none until then."""
     source.files["tokenizer.json"] = b"{}"
@@ -192,7 +194,7 @@ def aged(*paths: Path) -> None:
         os.utime(path, (0, time.time() - KEPT_S - 60))
 
 
-def test_what_is_asked_for_daily_is_never_forgotten(heads: Heads, source: Source) -> None:
+def test_what_is_asked_for_daily_is_never_forgotten(heads: SourceMetadata, source: Source) -> None:
     """Though it was fetched long ago."""
     head = heads.look(ASKED).head
     aged(Path(head.folder) / MARK)
@@ -202,7 +204,7 @@ def test_what_is_asked_for_daily_is_never_forgotten(heads: Heads, source: Source
     assert heads.kept(head.listing.key) == head
 
 
-def test_a_fleet_that_runs_for_months_stays_at_its_commits(heads: Heads, source: Source) -> None:
+def test_a_fleet_that_runs_for_months_stays_at_its_commits(heads: SourceMetadata, source: Source) -> None:
     """It reads them when its controller is started again only; those of fleets long gone are forgotten."""
     head = heads.look(ASKED).head
     pins = Path(head.folder).parent / "pins"
@@ -218,7 +220,7 @@ def test_a_fleet_that_runs_for_months_stays_at_its_commits(heads: Heads, source:
 
 
 def test_a_home_that_can_only_be_read_tells_what_it_has(
-    heads: Heads, source: Source, monkeypatch: pytest.MonkeyPatch
+    heads: SourceMetadata, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another user may have filled it."""
     head = heads.look(ASKED).head
@@ -227,7 +229,7 @@ def test_a_home_that_can_only_be_read_tells_what_it_has(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "utime", refused)
-    monkeypatch.setattr(Heads, "_write", refused)
+    monkeypatch.setattr(SourceMetadata, "_write", refused)
     assert heads.known(ASKED) == heads.look(ASKED).head == head
 
 
@@ -235,14 +237,14 @@ def test_a_head_is_there_for_every_user(tmp_path: Path, source: Source) -> None:
     """As far as the umask allows it."""
     before = os.umask(0o022)
     try:
-        folder = Path(Heads(tmp_path / "heads", source.open).look(ASKED).head.folder)
+        folder = Path(SourceMetadata(tmp_path / "heads", source.open).look(ASKED).head.folder)
     finally:
         os.umask(before)
     index = tmp_path / "heads" / "index" / ASKED.digest
     assert (folder.stat().st_mode & 0o777, index.stat().st_mode & 0o777) == (0o755, 0o644)
 
 
-def test_nothing_that_is_of_no_use_is_left_for_ever(heads: Heads, source: Source) -> None:
+def test_nothing_that_is_of_no_use_is_left_for_ever(heads: SourceMetadata, source: Source) -> None:
     """What killed processes have left, and names of heads that are gone."""
     head = heads.look(ASKED).head
     root = Path(head.folder).parent

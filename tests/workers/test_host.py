@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from workers import host
-from workers.facts.reading import Places
+from workers.host import host_facts
+from workers.host.facts.reading import Places
 
 
 def test_confirm_death_kills_that_process_and_sees_it_gone() -> None:
     """When it says that a process is dead, the process is dead."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = host.process_start(process.pid)
+    started = host_facts.process_start(process.pid)
     assert started is not None
 
-    assert host.confirm_death(process.pid, started, 10.0)
+    assert host_facts.confirm_death(process.pid, started, 10.0)
 
-    assert not host.is_alive(process.pid, started)
+    assert not host_facts.is_alive(process.pid, started)
 
 
 def test_a_pid_that_was_used_again_is_another_process() -> None:
     """A process is named by its pid and its start: a later process with the same pid is left alone."""
-    assert not host.is_alive(os.getpid(), time.time() - 10**6)
-    assert host.confirm_death(os.getpid(), time.time() - 10**6, 1.0)
+    assert not host_facts.is_alive(os.getpid(), time.time() - 10**6)
+    assert host_facts.confirm_death(os.getpid(), time.time() - 10**6, 1.0)
 
 
 def ended(code: str, folder: Path, *, attended: bool = True) -> str | None:
@@ -36,9 +36,9 @@ def ended(code: str, folder: Path, *, attended: bool = True) -> str | None:
     log = folder / "model-0.log"
     with log.open("w") as stream:
         process = subprocess.Popen([sys.executable, "-c", f"input(); {code}"], stdin=subprocess.PIPE, stderr=stream)
-    started = host.process_start(process.pid)
+    started = host_facts.process_start(process.pid)
     assert started is not None
-    endings = host.Endings()
+    endings = host_facts.Endings()
     if attended:
         endings.attend(process.pid, started)
     process.communicate(b"\n")
@@ -70,7 +70,8 @@ def test_a_host_says_how_a_process_ended(code: str, says: str, tmp_path: Path) -
 def test_a_process_that_exits_at_sigterm_is_known_by_its_log(tmp_path: Path) -> None:
     """As Ray's workers do."""
     code = (
-        "import os, signal, sys; from workers import host; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); "
+        "import os, signal, sys; from workers.host import host_facts as host; "
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); "
         "host.log_sigterm(); os.kill(os.getpid(), signal.SIGTERM); signal.pause()"
     )
     assert ended(code, tmp_path) == "was killed by SIGTERM"
@@ -91,8 +92,8 @@ def test_log_tail_gives_the_last_lines_of_a_large_log(tmp_path: Path) -> None:
     log = tmp_path / "model-0.log"
     log.write_text("".join(f"line {i}\n" for i in range(100_000)))
 
-    assert host.log_tail(log, 2) == ["line 99998", "line 99999"]
-    assert host.log_tail(tmp_path / "none.log", 2) == []
+    assert host_facts.log_tail(log, 2) == ["line 99998", "line 99999"]
+    assert host_facts.log_tail(tmp_path / "none.log", 2) == []
 
 
 def test_a_machine_without_neuron_devices_has_no_instance_type(tmp_path: Path) -> None:
@@ -100,26 +101,26 @@ def test_a_machine_without_neuron_devices_has_no_instance_type(tmp_path: Path) -
     product = tmp_path / "product_name"
     product.write_text("inf2.48xlarge\n")
 
-    assert host.instance_type(tmp_path, product) is None
+    assert host_facts.instance_type(tmp_path, product) is None
     (tmp_path / "neuron0").touch()
-    assert host.instance_type(tmp_path, product) == "inf2.48xlarge"
+    assert host_facts.instance_type(tmp_path, product) == "inf2.48xlarge"
 
 
 def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
     """The budget is what this process may use, not what the machine has."""
-    assert set(host.usable_cpus()) <= os.sched_getaffinity(0)
-    assert host.usable_cpus()
+    assert set(host_facts.usable_cpus()) <= os.sched_getaffinity(0)
+    assert host_facts.usable_cpus()
 
 
 def test_cpus_that_are_not_there_are_left_out() -> None:
     """A plan for an instance type is for all of its CPUs; with none of them the process keeps what it has."""
     before = os.sched_getaffinity(0)
     try:
-        host.pin_to(None)
-        host.pin_to("9000-9007")
-        host.pin_to("no list")
+        host_facts.pin_to(None)
+        host_facts.pin_to("9000-9007")
+        host_facts.pin_to("no list")
         assert os.sched_getaffinity(0) == before
-        host.pin_to(f"{min(before)},9000-9007")
+        host_facts.pin_to(f"{min(before)},9000-9007")
         assert os.sched_getaffinity(0) == {min(before)}
     finally:
         for task in Path("/proc/self/task").iterdir():
@@ -130,14 +131,14 @@ def test_log_part_goes_on_where_it_ended_and_gives_whole_lines(tmp_path: Path) -
     """Ray's marks are left out, a line under way waits, and a log begun anew is read from its start."""
     log = tmp_path / "replica.log"
     log.write_text("one\n:job_id:1\ntwo\nthree\nunder w")
-    assert host.log_part(log, None, 1000, 2) == ("two\nthree\n", 24)
-    assert host.log_part(log, 24, 1000, 2) == ("", 24)
+    assert host_facts.log_part(log, None, 1000, 2) == ("two\nthree\n", 24)
+    assert host_facts.log_part(log, 24, 1000, 2) == ("", 24)
     with log.open("a") as more:
         more.write("ay\n")
-    assert host.log_part(log, 24, 1000, 2) == ("under way\n", 34)
+    assert host_facts.log_part(log, 24, 1000, 2) == ("under way\n", 34)
     log.write_text("anew\n")
-    assert host.log_part(log, 34, 1000, 2) == ("anew\n", 5)
-    assert host.log_part(tmp_path / "none.log", 7, 1000, 2) == ("", 0)
+    assert host_facts.log_part(log, 34, 1000, 2) == ("anew\n", 5)
+    assert host_facts.log_part(tmp_path / "none.log", 7, 1000, 2) == ("", 0)
 
 
 def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypa
     (tmp_path / "sys/devices/virtual/dmi/id").mkdir(parents=True)
     (tmp_path / "sys/devices/virtual/dmi/id/product_name").write_text("trn1.32xlarge\n")
     monkeypatch.setenv("COREWRIGHT_HOST_ROOT", str(tmp_path))
-    assert host.instance_type() == "trn1.32xlarge"
+    assert host_facts.instance_type() == "trn1.32xlarge"
     assert Places.of_this_host() == Places(tmp_path / "sys", tmp_path / "dev", str(tmp_path / "opt/aws/neuron/bin"))
 
     monkeypatch.delenv("COREWRIGHT_HOST_ROOT")
@@ -156,15 +157,15 @@ def test_a_host_that_is_mounted_elsewhere_is_read_there(tmp_path: Path, monkeypa
 
 def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> None:
     """Pages of files that can be dropped count as free; without a limit the machine's memory does."""
-    machine = host.available_memory(tmp_path / "none")
+    machine = host_facts.available_memory(tmp_path / "none")
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2500000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 500000\n")
-    assert host.available_memory(tmp_path) == 1_000_000
+    assert host_facts.available_memory(tmp_path) == 1_000_000
     (tmp_path / "memory.current").write_text("9500000\n")
-    assert host.available_memory(tmp_path) == 0
+    assert host_facts.available_memory(tmp_path) == 0
     (tmp_path / "memory.max").write_text("max\n")
-    assert host.available_memory(tmp_path) > machine // 2
+    assert host_facts.available_memory(tmp_path) > machine // 2
 
 
 def test_a_log_that_grew_large_is_begun_anew(tmp_path: Path) -> None:
@@ -174,19 +175,20 @@ def test_a_log_that_grew_large_is_begun_anew(tmp_path: Path) -> None:
         for part in ("old", "new"):
             writer.write(part * 100)
             writer.flush()
-            host.cut_log(log, most=200)
+            host_facts.cut_log(log, most=200)
         writer.write("goes on")
 
     assert log.read_text() == "goes on"
     assert (tmp_path / "m-0.log.1").read_text() == "new" * 100
-    host.cut_log(log, most=200)
+    host_facts.cut_log(log, most=200)
     assert log.read_text() == "goes on"
 
 
 OWN_LOG = """
 import os, sys, time
 from pathlib import Path
-from workers import host, replica
+from workers.host import host_facts as host
+from workers.serving import replica
 cut = host.cut_log
 host.cut_log = lambda path: cut(path, 1000)
 replica.LOG_CHECK_S = 0.01
@@ -208,7 +210,7 @@ def test_a_replica_bounds_its_own_log_while_it_runs(tmp_path: Path) -> None:
 
 NO_ROOM = """
 import os, signal, sys, threading
-from workers import host
+from workers.host import host_facts as host
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 host.mark_log(2)
 signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))

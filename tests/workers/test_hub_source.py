@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.hub import SIGNATURE, TOKEN, HubServer, Repo, tag_of
-from workers.artifacts.hub import STAGING, HubRemote
-from workers.artifacts.listing import Listing, SourceError, Stopped
-from workers.artifacts.patience import Patience
-from workers.artifacts.progress import Progress
-from workers.artifacts.sources import open_remote
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.retry_policy import RetryPolicy
+from workers.artifacts.sources.hub import STAGING, HubRemote
+from workers.artifacts.sources.listing import Listing, SourceError, Stopped
+from workers.artifacts.sources.open_source import open_remote
 
 ID = "org/tiny"
 WEIGHTS = os.urandom(300_000)
 FILES = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}" * 999, "model.safetensors": WEIGHTS}
-HURRIED = Patience(seconds=5.0, first_s=0.001, longest_s=0.01)
+HURRIED = RetryPolicy(seconds=5.0, first_s=0.001, longest_s=0.01)
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-def remote(revision: str | None = None, patience: Patience = HURRIED) -> HubRemote:
+def remote(revision: str | None = None, patience: RetryPolicy = HURRIED) -> HubRemote:
     return HubRemote(ID, revision, patience=patience)
 
 
-def fetched(listing: Listing, folder: Path, patience: Patience = HURRIED) -> Progress:
+def fetched(listing: Listing, folder: Path, patience: RetryPolicy = HURRIED) -> Progress:
     progress = Progress(ID)
     remote(patience=patience).fetch(listing, folder, progress, threading.Event())
     return progress
@@ -136,7 +136,7 @@ def test_a_hub_that_is_away_is_waited_for(hub: HubServer, tmp_path: Path) -> Non
             hub.back()
         return False
 
-    fetched(listing, tmp_path, Patience(seconds=60.0, wait=wait))
+    fetched(listing, tmp_path, RetryPolicy(seconds=60.0, wait=wait))
     assert contents(tmp_path) == FILES
     assert len(waits) >= 5
 
@@ -145,7 +145,7 @@ def test_a_hub_that_stays_away_is_told_by_its_name(hub: HubServer) -> None:
     """With the variable that decides whom we ask."""
     hub.away()
     with pytest.raises(SourceError, match="HF_ENDPOINT") as refused:
-        remote(patience=Patience(seconds=0.0)).listing()
+        remote(patience=RetryPolicy(seconds=0.0)).listing()
     assert refused.value.id == "hub-unreachable"
     assert "127.0.0.1" in refused.value.what
 
@@ -173,8 +173,8 @@ def test_a_fetch_that_is_stopped_goes_on_later(hub: HubServer, tmp_path: Path, m
 KILLED = """
 import sys, threading
 from pathlib import Path
-from workers.artifacts.hub import HubRemote
-from workers.artifacts.progress import Progress
+from workers.artifacts.sources.hub import HubRemote
+from workers.artifacts.fetch.progress import Progress
 remote = HubRemote(sys.argv[1])
 listing = remote.listing()
 remote.fetch(listing, Path(sys.argv[2]), Progress(""), threading.Event())
@@ -326,7 +326,7 @@ def test_what_xet_complains_of_is_told_as_what_it_is(
     listing = remote().listing()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(told) as found:
-        fetched(listing, tmp_path, Patience(seconds=0.0))
+        fetched(listing, tmp_path, RetryPolicy(seconds=0.0))
     assert getattr(found.value, "id", None) == ("hub-unreachable" if told is SourceError else None)
     assert getattr(found.value, "errno", None) == (errno.ENOSPC if told is OSError else None)
 

@@ -44,4 +44,4 @@ def test_what_compiles_ahead_and_what_looks_at_caches_import_one_way() -> None:
         order = [*TopologicalSorter(graph).static_order()]
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-    assert order.index("workers.neff_cache.verify") < order.index("workers.ahead")
+    assert order.index("workers.compiling.start_forecast") < order.index("workers.compiling.prefetch")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from workers.interpreter import Interpreter, Interpreters, probe, refusal
+from workers.host.interpreter import Interpreter, Interpreters, probe, refusal
 
 FLEET = {"ray": "2.60.0", "python_minor": "3.11", "corewright": "0.1.0"}
 SOUND = Interpreter(

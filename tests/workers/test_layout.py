@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.artifacts.layout import head, layout_of, selected, served_by
-from workers.artifacts.listing import Listing, RemoteFile, SourceError
+from workers.artifacts.sources.layout import head, layout_of, selected, served_by
+from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
 from workers.neff_cache.record import LOCK_FILE
 
 SAFE = ("config.json", "model.safetensors", "tokenizer.json")

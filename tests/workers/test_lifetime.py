@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from workers import host, lifetime
+from workers.host import host_facts, lifetime
 
 DAY_S = 86400.0
 
@@ -52,7 +52,7 @@ def test_a_death_is_confirmed_only_when_it_is_one_after_the_clock_was_set(
     started = lifetime.process_start(sleeper.pid)
     assert started is not None
     set_clock()
-    assert host.confirm_death(sleeper.pid, started, 10.0)
+    assert host_facts.confirm_death(sleeper.pid, started, 10.0)
     assert sleeper.wait(0) != 0
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.workers.tables import TableEngine, answers, table
-from workers.logprobs import IMPOSSIBLE, token_logprobs
-from workers.requests import GenerateRequest, TokenLogprobs
-from workers.tokenizer import ByteTokenizer
+from workers.batching.logprobs import IMPOSSIBLE, token_logprobs
+from workers.messages.requests import GenerateRequest, TokenLogprobs
+from workers.text.tokenizer import ByteTokenizer
 
 MODEL = table(257)
 

@@ -13,12 +13,14 @@ import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.nxdi_traffic import replica_config
-from workers import host, neuron_target
-from workers.compiled import entry
-from workers.engines import nxd_artifacts, tnx_artifacts
-from workers.engines.nxd_config import Settings
-from workers.engines.nxd_package import Package
-from workers.neuron_target import NeuronTarget
+from workers.engines.nxd_inference import artifacts as nxd_artifacts
+from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.package import Package
+from workers.engines.transformers_neuronx import artifacts as tnx_artifacts
+from workers.host import host_facts
+from workers.neff_cache import neuron_target
+from workers.neff_cache.compiled_artifacts import entry
+from workers.neff_cache.neuron_target import NeuronTarget
 
 Checkpoints = Callable[[str], Path]
 Make = Callable[[], Mapping[str, Any]]
@@ -37,7 +39,7 @@ VARIABLES = {
 @pytest.fixture(autouse=True)
 def inf2(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """An inf2.48xlarge on which nothing is set."""
-    monkeypatch.setattr(host, "instance_type", lambda: "inf2.48xlarge")
+    monkeypatch.setattr(host_facts, "instance_type", lambda: "inf2.48xlarge")
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -134,7 +136,7 @@ def test_another_machine_makes_other_artifacts_only_where_its_target_differs(
     before = make()
     found = {}
     for instance in ("inf2.xlarge", "trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge"):
-        monkeypatch.setattr(host, "instance_type", lambda instance=instance: instance)
+        monkeypatch.setattr(host_facts, "instance_type", lambda instance=instance: instance)
         found[instance] = is_another(before, make(), tmp_path / instance)
     assert found == {
         "inf2.xlarge": False,
@@ -213,7 +215,7 @@ def test_the_target_is_that_of_the_machine_unless_it_is_overridden(
     instance: str | None, variables: dict[str, str], target: NeuronTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the LNC in force: a variable's, else the target's own."""
-    monkeypatch.setattr(host, "instance_type", lambda: instance)
+    monkeypatch.setattr(host_facts, "instance_type", lambda: instance)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert neuron_target.here() == target

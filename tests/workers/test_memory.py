@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine import EngineLoadError
-from workers.memory import is_out_of_memory, out_of_memory
-from workers.replica import failure_of
+from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.messages.engine_protocol import EngineLoadError
+from workers.serving.replica import failure_of
 
 TORCH = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -39,8 +39,8 @@ OTHERS: list[Exception] = [
 LIMITED = """
 import json, resource, sys
 import psutil, torch
-from workers.engine import EngineLoadError
-from workers.engines.cpu import CpuEngine
+from workers.messages.engine_protocol import EngineLoadError
+from workers.engines.cpu.engine import CpuEngine
 
 path, slots, spare, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 CpuEngine(path, slots=1, max_len=64, threads=1).load()

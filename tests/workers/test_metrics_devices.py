@@ -15,10 +15,10 @@ import pytest
 
 from tests.doubles.machine import build_machine
 from tests.fleet import until
-from workers.device_metrics import DeviceMonitor, Sums, device_families
-from workers.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
-from workers.facts.reading import Places
-from workers.metric_family import MetricFamily
+from workers.host.device_metrics import DeviceMonitor, Sums, device_families
+from workers.host.facts.neuron_monitor import MonitorSample, parse_neuron_monitor
+from workers.host.facts.reading import Places
+from workers.messages.metric_family import MetricFamily
 
 SAMPLE = Path(__file__).parent / "samples" / "neuron-monitor-inf2.48xlarge.jsonl"
 LINE = SAMPLE.read_text().splitlines()[1]
@@ -168,8 +168,8 @@ def test_the_tool_dies_with_the_process_that_runs_it(tmp_path: Path) -> None:
     """Even when that one is killed and can say nothing more."""
     build_host(tmp_path)
     program = (
-        "import sys, time; from pathlib import Path; from workers.device_metrics import DeviceMonitor; "
-        "from workers.facts.reading import Places; root = Path(sys.argv[1]); "
+        "import sys, time; from pathlib import Path; from workers.host.device_metrics import DeviceMonitor; "
+        "from workers.host.facts.reading import Places; root = Path(sys.argv[1]); "
         "monitor = DeviceMonitor(Places(sys=root / 'sys', dev=root / 'dev', tools=str(root / 'bin'))); "
         "monitor.families(); time.sleep(600)"
     )

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.workers.neffs import COMPILER, FLAGS, GRAPH, graph
-from workers import neuron_cache
-from workers.artifacts.listing import RemoteFile
-from workers.neff_cache import upkeep
+from workers.artifacts.sources.listing import RemoteFile
+from workers.neff_cache import compiler_cache, pruning
 from workers.neff_cache.entries import State, listed_entries, read_entries, state_of
 
 FINISHED = {"model.neff": "NEFF", "model.done": ""}
@@ -22,8 +21,8 @@ LOCK = "model.hlo_module.pb.lock"
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command lines of compilers that run; and nothing is waited for."""
     commands: list[str] = []
-    monkeypatch.setattr(neuron_cache, "compilers", lambda: commands)
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "compilers", lambda: commands)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     return commands
 
 
@@ -79,7 +78,7 @@ def test_a_lock_is_somebodys_while_a_compiler_works_at_the_graph(tmp_path: Path,
 
 def test_a_lock_that_was_just_taken_is_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between lock and compiler is a moment."""
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 2.0)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 2.0)
     folder = graph(tmp_path, **{LOCK: ""})
     at = (folder / LOCK).stat().st_mtime
     assert [entry.state for entry in read_entries(tmp_path, now=at + 1.9)] == [State.LOCKED]
@@ -125,12 +124,12 @@ def test_failures_are_forgotten_when_they_are_to_be_tried_again(tmp_path: Path) 
     failed = graph(tmp_path, **{"model.log": "neuronx-cc failed with 70"})
     other = graph(tmp_path, key="7be3aa4c6f1c5a0f2f3d", **{"model.log": "neuronx-cc failed with 70"})
     good = graph(tmp_path, key="11111111111111111111", **FINISHED)
-    assert [one.path for one in upkeep.retry(tmp_path, [other.name], dry_run=True)] == [str(other)]
+    assert [one.path for one in pruning.retry(tmp_path, [other.name], dry_run=True)] == [str(other)]
     assert other.exists()
-    assert [(one.path, one.why) for one in upkeep.retry(tmp_path, [other.name])] == [
+    assert [(one.path, one.why) for one in pruning.retry(tmp_path, [other.name])] == [
         (str(other), "neuronx-cc failed with 70")
     ]
-    assert [one.path for one in upkeep.retry(tmp_path)] == [str(failed)]
+    assert [one.path for one in pruning.retry(tmp_path)] == [str(failed)]
     assert good.exists()
 
 
@@ -144,9 +143,9 @@ def test_what_is_of_no_use_is_pruned(tmp_path: Path) -> None:
     for path in [*empty.iterdir(), *old.iterdir(), *failed.iterdir()]:
         os.utime(path, (1e9, 1e9))
     before = sorted(tmp_path.rglob("*"))
-    foretold = {one.path for one in upkeep.prune_cache(tmp_path, 86400.0, dry_run=True)}
+    foretold = {one.path for one in pruning.prune_cache(tmp_path, 86400.0, dry_run=True)}
     assert sorted(tmp_path.rglob("*")) == before
-    gone = {one.path: one.why for one in upkeep.prune_cache(tmp_path, 86400.0)}
+    gone = {one.path: one.why for one in pruning.prune_cache(tmp_path, 86400.0)}
     assert set(gone) == foretold == {str(stale), str(empty), str(old)}
     assert [path.exists() for path in (empty, old, good, failed)] == [False, False, True, True]
     assert not (stale / LOCK).exists()

@@ -12,13 +12,13 @@ import pytest
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.s3 import FaultProxy
 from tests.workers.tnx_runs import BUCKETS, config
-from workers import ahead, build, compiled_cache, neuron_cache
-from workers.artifacts.listing import RemoteFile, SourceError
-from workers.build import Built, Order, Told
-from workers.config import ReplicaConfig
-from workers.engines.transformers_neuronx import open_transformers_neuronx
-from workers.neff_cache import silence, sync
-from workers.neff_cache.verify import verdicts
+from workers.artifacts.sources.listing import RemoteFile, SourceError
+from workers.compiling import build, prefetch
+from workers.compiling.build import Built, Order, Told
+from workers.compiling.start_forecast import verdicts
+from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache import compiled_cache, compiler_cache, sync, unavailable
 
 Checkpoints = Callable[[str], Path]
 CACHE = "s3://neffs/chat"
@@ -29,8 +29,8 @@ NOWHERE = "http://127.0.0.1:9"
 def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
     """On which nothing was said yet, and whose patience is short."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
-    monkeypatch.setattr(silence, "_said", set())
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(unavailable, "_said", set())
     monkeypatch.setattr(sync, "PATIENCE_S", 0.1)
     return neuron
 
@@ -76,7 +76,7 @@ def asked(one: ReplicaConfig, **fields: Any) -> Told:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    return [(one.levelno, one.getMessage()) for one in caplog.records if one.name == silence.__name__]
+    return [(one.levelno, one.getMessage()) for one in caplog.records if one.name == unavailable.__name__]
 
 
 @silent
@@ -134,7 +134,7 @@ def test_what_a_start_would_compile_is_told_with_the_silence(
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", CACHE)
     fault(proxy)
     one = kept(checkpoint("llama"), tmp_path)
-    (told,) = ahead._missing(one, build.predict(one))
+    (told,) = prefetch._missing(one, build.predict(one))
     assert told.startswith(f"model: nothing of this model was compiled; {says}")
     assert told.count("the cache at") == 1
 
@@ -148,7 +148,7 @@ def test_a_silent_cache_hides_nothing_that_is_here(
     one = kept(checkpoint("llama"), tmp_path)
     assert isinstance(asked(one), Built)
     wanted = build.predict(one)
-    assert ahead._missing(one, wanted) == []
+    assert prefetch._missing(one, wanted) == []
     (verdict,) = verdicts(one, wanted, {"NEURON_COMPILE_CACHE_URL": CACHE})
     assert (verdict.prediction.outcome, verdict.prediction.where) == ("hit", "compiled")
     engine: Any = open_transformers_neuronx(one)
@@ -204,5 +204,5 @@ def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path:
 def test_no_credential_of_a_wrong_url_is_told() -> None:
     """Nor a signature."""
     error = SourceError("s3-url-wrong", "it is no s3://BUCKET/PREFIX")
-    words = silence.in_words("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
+    words = unavailable.in_words("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
     assert words == "the cache at s3://neffs/chat cannot be used: s3-url-wrong: it is no s3://BUCKET/PREFIX"

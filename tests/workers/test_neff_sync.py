@@ -22,15 +22,14 @@ import pytest
 
 from tests.s3 import FaultProxy, S3Server
 from tests.workers.neffs import COMPILER, FLAGS, content, finished, graph
-from workers import neuron_cache
-from workers.artifacts import locks
-from workers.artifacts.listing import SourceError, Stopped
-from workers.artifacts.s3 import Bucket
-from workers.neff_cache import sync
+from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.artifacts.sources.s3 import Bucket
+from workers.artifacts.store import locks
+from workers.neff_cache import compiler_cache, sync
 from workers.neff_cache.entries import OWN, State, read_entries
-from workers.neff_cache.files import part_of
+from workers.neff_cache.file_states import part_of
 from workers.neff_cache.record import missing_graphs, place_of, read_record, record_of, write_record
-from workers.neff_cache.sync import FolderPlace, Localized, Place, localized, place_at, pull, push
+from workers.neff_cache.sync import CachePlace, FolderPlace, Localized, localized, place_at, pull, push
 
 NEWER = "2.17.194.0+d312836f"
 DEADLINE_S = 60
@@ -62,7 +61,7 @@ sync.push(Path(sys.argv[2]), place)
 
 @pytest.fixture(autouse=True)
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(compiler_cache, "compilers", list)
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +87,18 @@ def bucket(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def afar(tmp_path: Path) -> Place:
+def afar(tmp_path: Path) -> CachePlace:
     """A cache elsewhere, empty: a folder."""
     (tmp_path / "afar").mkdir()
     return FolderPlace(tmp_path / "afar")
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.slow)])
-def either(request: pytest.FixtureRequest) -> Place:
+def either(request: pytest.FixtureRequest) -> CachePlace:
     """The same, a folder or in S3."""
     if request.param == "s3":
         return place_at(request.getfixturevalue("bucket"))
-    found: Place = request.getfixturevalue("afar")
+    found: CachePlace = request.getfixturevalue("afar")
     return found
 
 
@@ -116,11 +115,11 @@ def entries(cache: Path) -> dict[str, str]:
     return {name: text for name, text in content(cache).items() if not name.startswith(OWN)}
 
 
-def names(place: Place) -> set[str]:
+def names(place: CachePlace) -> set[str]:
     return {file.name for file in place.files()}
 
 
-def test_what_was_compiled_on_one_host_comes_to_another(either: Place, tmp_path: Path) -> None:
+def test_what_was_compiled_on_one_host_comes_to_another(either: CachePlace, tmp_path: Path) -> None:
     """The entries byte for byte, and the record that proves them."""
     one, other = tmp_path / "one", tmp_path / "other"
     name = kept(one, finished(one), finished(one, "22222222222222222222", neff="another"))
@@ -134,7 +133,7 @@ def test_what_was_compiled_on_one_host_comes_to_another(either: Place, tmp_path:
     assert push(one, either).entries == pull(either, other).entries == ()
 
 
-def test_only_finished_entries_move(either: Place, tmp_path: Path) -> None:
+def test_only_finished_entries_move(either: CachePlace, tmp_path: Path) -> None:
     """No lock, no failure, no half of a NEFF; neither way."""
     one, other = tmp_path / "one", tmp_path / "other"
     good = finished(one)
@@ -155,7 +154,7 @@ def test_only_finished_entries_move(either: Place, tmp_path: Path) -> None:
     assert list(entries(other)) == sorted(f"{base}/{file.name}" for file in good.iterdir() if file.name != "model.log")
 
 
-def test_a_good_entry_is_never_replaced(afar: Place, tmp_path: Path) -> None:
+def test_a_good_entry_is_never_replaced(afar: CachePlace, tmp_path: Path) -> None:
     """Two hosts that compile a graph at once do not make the same bytes of it; each keeps its own."""
     one, other = tmp_path / "one", tmp_path / "other"
     finished(one, neff="of one")
@@ -168,7 +167,7 @@ def test_a_good_entry_is_never_replaced(afar: Place, tmp_path: Path) -> None:
     assert [path.read_text() for path in third.rglob("model.neff")] == ["of one"]
 
 
-def test_a_record_that_came_is_of_the_files_that_came(afar: Place, tmp_path: Path) -> None:
+def test_a_record_that_came_is_of_the_files_that_came(afar: CachePlace, tmp_path: Path) -> None:
     """Where the graph that another host pushed first is another one than the record tells."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
     finished(one, neff="of one")
@@ -181,7 +180,9 @@ def test_a_record_that_came_is_of_the_files_that_came(afar: Place, tmp_path: Pat
     assert missing_graphs(third, told) == ()
 
 
-def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(afar: Place, tmp_path: Path) -> None:
+def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(
+    afar: CachePlace, tmp_path: Path
+) -> None:
     """An empty entry and a failure; and what is locked, which a start looks at before."""
     one, other = tmp_path / "one", tmp_path / "other"
     keys = [str(digit) * 20 for digit in range(1, 5)]
@@ -196,7 +197,7 @@ def test_what_is_not_finished_here_gives_way_and_what_is_compiled_here_does_not(
     assert finished_here == [keys[0], keys[1], keys[3]]
 
 
-def test_a_model_is_brought_by_its_record_or_by_its_compiler(afar: Place, tmp_path: Path) -> None:
+def test_a_model_is_brought_by_its_record_or_by_its_compiler(afar: CachePlace, tmp_path: Path) -> None:
     """A cache holds those of many models and releases."""
     one = tmp_path / "one"
     own = finished(one)
@@ -212,7 +213,7 @@ def test_a_model_is_brought_by_its_record_or_by_its_compiler(afar: Place, tmp_pa
     assert len(pull(afar, tmp_path / "all").entries) == 3
 
 
-def test_a_record_comes_with_all_of_its_graphs_or_not(afar: Place, tmp_path: Path) -> None:
+def test_a_record_comes_with_all_of_its_graphs_or_not(afar: CachePlace, tmp_path: Path) -> None:
     """Neither does one go that tells of a failure."""
     one, other = tmp_path / "one", tmp_path / "other"
     first, second = finished(one), finished(one, "22222222222222222222")
@@ -227,7 +228,7 @@ def test_a_record_comes_with_all_of_its_graphs_or_not(afar: Place, tmp_path: Pat
     assert len(pull(afar, other).records) == 1
 
 
-def test_several_who_ask_at_once_bring_each_entry_once(afar: Place, tmp_path: Path) -> None:
+def test_several_who_ask_at_once_bring_each_entry_once(afar: CachePlace, tmp_path: Path) -> None:
     """The others wait, and find all there."""
     one = tmp_path / "one"
     for digit in range(1, 4):
@@ -421,7 +422,7 @@ def test_a_pull_that_is_stopped_leaves_nothing_half(tmp_path: Path, monkeypatch:
 # What is not as it was compiled
 
 
-def test_a_damaged_graph_is_not_sent(afar: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_graph_is_not_sent(afar: CachePlace, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A record tells that it is another NEFF than was compiled; the others go."""
     one = tmp_path / "one"
     bad, good = finished(one), finished(one, "2" * 20)
@@ -432,7 +433,7 @@ def test_a_damaged_graph_is_not_sent(afar: Place, tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("told_by", ["sender", "record"])
-def test_a_graph_that_was_damaged_elsewhere_is_not_taken(either: Place, tmp_path: Path, told_by: str) -> None:
+def test_a_graph_that_was_damaged_elsewhere_is_not_taken(either: CachePlace, tmp_path: Path, told_by: str) -> None:
     """By the digest that its sender has told, or else by the record that is pulled; the next push mends it."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
     folder = finished(one)
@@ -451,7 +452,7 @@ def test_a_graph_that_was_damaged_elsewhere_is_not_taken(either: Place, tmp_path
     assert entries(third) == entries(other)
 
 
-def _delete(place: Place, file: str) -> None:
+def _delete(place: CachePlace, file: str) -> None:
     if isinstance(place, FolderPlace):
         (Path(place.url) / file).unlink()
     else:
@@ -462,7 +463,7 @@ def _delete(place: Place, file: str) -> None:
 
 
 def test_a_graph_that_another_host_was_faster_with_stays(
-    either: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    either: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was finished after the list was read."""
     one, other, third = tmp_path / "one", tmp_path / "other", tmp_path / "third"
@@ -543,7 +544,7 @@ def test_what_a_killed_push_has_left_of_a_record_goes(tmp_path: Path) -> None:
     assert not stray.exists()
 
 
-def test_a_pull_waits_for_no_push(afar: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_waits_for_no_push(afar: CachePlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that starts does not wait until another has sent its gigabytes."""
     one = tmp_path / "one"
     finished(one)
@@ -562,7 +563,7 @@ def test_a_pull_waits_for_no_push(afar: Place, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_pull_that_waits_for_another_says_so_and_can_be_stopped(
-    afar: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    afar: CachePlace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may take as long as all graphs of a model."""
     stop = threading.Event()

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from tests.workers.neffs import finished, graph
-from workers import neuron_cache
-from workers.compiled import Entry, entry, peek
-from workers.neff_cache import files, upkeep
+from workers.neff_cache import compiler_cache, file_states, pruning
+from workers.neff_cache.compiled_artifacts import Entry, entry, peek
 from workers.neff_cache.entries import read_entries
-from workers.neff_cache.files import part_of
+from workers.neff_cache.file_states import part_of
+from workers.neff_cache.graph_uses import GraphUses
 from workers.neff_cache.record import missing_files, place_of, record_of, write_record
-from workers.neff_cache.uses import Uses
 
 DAY_S = 86400.0
 MANIFEST = {"engine": "transformers-neuronx", "model": "m"}
@@ -25,7 +24,7 @@ MANIFEST = {"engine": "transformers-neuronx", "model": "m"}
 
 @pytest.fixture(autouse=True)
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neuron_cache, "compilers", list)
+    monkeypatch.setattr(compiler_cache, "compilers", list)
 
 
 def old(folder: Path, at: float = 1e9) -> Path:
@@ -40,7 +39,7 @@ def name(folder: Path) -> str:
 
 
 def pruned(cache: Path) -> list[str]:
-    return [one.path for one in upkeep.prune_cache(cache, DAY_S)]
+    return [one.path for one in pruning.prune_cache(cache, DAY_S)]
 
 
 # Whole sets
@@ -48,17 +47,17 @@ def pruned(cache: Path) -> list[str]:
 
 def test_a_set_whose_compile_ends_during_a_prune_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sets are looked at first, which takes minutes."""
-    look = upkeep.kept_in
+    look = pruning.kept_in
 
-    def compiled_meanwhile(root: Path) -> list[upkeep.Kept]:
+    def compiled_meanwhile(root: Path) -> list[pruning.Kept]:
         with entry(root, MANIFEST) as held:
             seen = look(root)
             (held.path / "a.neff").write_bytes(b"hours of work")
             held.finish()
         return seen
 
-    monkeypatch.setattr(upkeep, "kept_in", compiled_meanwhile)
-    assert list(upkeep.prune_compiled(tmp_path, DAY_S)) == []
+    monkeypatch.setattr(pruning, "kept_in", compiled_meanwhile)
+    assert list(pruning.prune_compiled(tmp_path, DAY_S)) == []
     assert peek(tmp_path, MANIFEST).complete
 
 
@@ -73,11 +72,11 @@ def test_a_damaged_set_that_was_made_anew_meanwhile_stays(tmp_path: Path, monkey
         return held
 
     (made().path / "a.neff").write_bytes(b"NEfF")
-    seen = upkeep.kept_in(tmp_path)
+    seen = pruning.kept_in(tmp_path)
     assert [one.state for one in seen] == ["damaged"]
     made()
-    monkeypatch.setattr(upkeep, "kept_in", lambda root: seen)
-    assert list(upkeep.prune_compiled(tmp_path, DAY_S)) == []
+    monkeypatch.setattr(pruning, "kept_in", lambda root: seen)
+    assert list(pruning.prune_compiled(tmp_path, DAY_S)) == []
     assert made().complete
 
 
@@ -85,8 +84,8 @@ def test_a_damaged_set_that_was_made_anew_meanwhile_stays(tmp_path: Path, monkey
 def test_a_set_that_is_being_compiled_is_not_named(tmp_path: Path, dry_run: bool) -> None:
     """That it is not whole yet is no reason; what a killed compile has left is one."""
     with entry(tmp_path, MANIFEST) as held:
-        assert list(upkeep.prune_compiled(tmp_path, DAY_S, dry_run)) == []
-    assert [one.path for one in upkeep.prune_compiled(tmp_path, DAY_S, dry_run)] == [str(held.path)]
+        assert list(pruning.prune_compiled(tmp_path, DAY_S, dry_run)) == []
+    assert [one.path for one in pruning.prune_compiled(tmp_path, DAY_S, dry_run)] == [str(held.path)]
 
 
 @pytest.mark.parametrize("program", ["a.neff", "model.pt", "code/a.so"])
@@ -116,14 +115,14 @@ def test_a_start_of_another_model_makes_no_graph_look_unread(tmp_path: Path) -> 
     read, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
     neff = read / "model.neff"
     os.utime(neff, ns=(neff.stat().st_ctime_ns, neff.stat().st_mtime_ns))
-    Uses(tmp_path).keep(MANIFEST, "another model")
+    GraphUses(tmp_path).keep(MANIFEST, "another model")
     assert pruned(tmp_path) == [str(unread)]
 
 
 def test_of_two_starts_at_once_each_knows_its_own_graphs(tmp_path: Path) -> None:
     """The times that the first puts back are no reads in the eyes of the second."""
     unread = old(finished(tmp_path, "1" * 20))
-    first, second = Uses(tmp_path), Uses(tmp_path)
+    first, second = GraphUses(tmp_path), GraphUses(tmp_path)
     first.keep(MANIFEST, "m")
     made = finished(tmp_path, "2" * 20)
     told = second.keep({**MANIFEST, "model": "another"}, "another")
@@ -153,7 +152,7 @@ def test_a_record_of_which_nothing_is_left_goes(tmp_path: Path, monkeypatch: pyt
     for one in made:
         write_record(place_of(tmp_path, one.name), one)
     assert pruned(tmp_path) == []
-    monkeypatch.setattr(upkeep, "YOUNG_S", -1.0)
+    monkeypatch.setattr(pruning, "YOUNG_S", -1.0)
     assert sorted(pruned(tmp_path)) == sorted(str(place_of(tmp_path, one.name)) for one in made[1:])
 
 
@@ -179,14 +178,14 @@ def vanishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
 
 
 def _uses(cache: Path) -> None:
-    Uses(cache).keep(MANIFEST, "m")
+    GraphUses(cache).keep(MANIFEST, "m")
 
 
 def _uses_that_fail(cache: Path) -> None:
-    Uses(cache).keep_failure(MANIFEST, "m", RuntimeError())
+    GraphUses(cache).keep_failure(MANIFEST, "m", RuntimeError())
 
 
-LOOKS = [read_entries, _uses, _uses_that_fail, lambda cache: list(upkeep.prune_cache(cache, DAY_S))]
+LOOKS = [read_entries, _uses, _uses_that_fail, lambda cache: list(pruning.prune_cache(cache, DAY_S))]
 
 
 @pytest.mark.parametrize("times", range(16))
@@ -214,5 +213,5 @@ def test_files_that_go_meanwhile_are_no_part_of_a_set(tmp_path: Path, monkeypatc
         shutil.rmtree(tmp_path / "set" / "code")
         return iter(found)
 
-    monkeypatch.setattr(files.os, "walk", emptied)
-    assert [one.bytes for one in upkeep.kept_in(tmp_path)] == [len(b"NEFF")]
+    monkeypatch.setattr(file_states.os, "walk", emptied)
+    assert [one.bytes for one in pruning.kept_in(tmp_path)] == [len(b"NEFF")]

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from tests.workers.neffs import COMPILER, content, finished, graph
-from workers import neuron_cache
-from workers.neff_cache import candidates, record, sync
-from workers.neff_cache.files import part_of
+from workers.neff_cache import candidates, compiler_cache, record, sync
+from workers.neff_cache.compile_session import CompileSession
+from workers.neff_cache.file_states import part_of
 from workers.neff_cache.predict import Prediction, predict
 from workers.neff_cache.record import place_of, read_record, record_of, write_record
 from workers.neff_cache.sync import URL, FolderPlace, push
-from workers.neff_cache.visit import Visit
 
 Manifest = dict[str, Any]
 
@@ -45,7 +44,7 @@ class Host:
 
     def start(self, wanted: Manifest) -> dict[str, str]:
         """The NEFFs that the package then finds, by the graph."""
-        with Visit(wanted, self.home / "model", self.home / "compiled").compiling():
+        with CompileSession(wanted, self.home / "model", self.home / "compiled").compiling():
             return neffs(Path(os.environ[URL]))
 
 
@@ -65,8 +64,8 @@ def write(cache: Path, of: Manifest, *folders: Path, failed: tuple[str, ...] = (
 
 @pytest.fixture(autouse=True)
 def nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neuron_cache, "compilers", list)
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "compilers", list)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
 
 
@@ -81,8 +80,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 @pytest.fixture
 def shared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
     """Its cache is a folder of many hosts."""
-    told = neuron_cache.file_system
-    monkeypatch.setattr(neuron_cache, "file_system", lambda path: "nfs4" if path == host.cache else told(path))
+    told = compiler_cache.file_system
+    monkeypatch.setattr(compiler_cache, "file_system", lambda path: "nfs4" if path == host.cache else told(path))
     return host
 
 
@@ -100,7 +99,7 @@ def test_the_second_model_of_a_process_sees_the_cache_too(shared: Host) -> None:
 
 def test_what_the_package_was_told_is_taken_back_when_it_fails(shared: Host) -> None:
     """The next model of the process may fare better."""
-    with pytest.raises(RuntimeError), Visit(manifest(), shared.home, shared.home / "compiled").compiling():
+    with pytest.raises(RuntimeError), CompileSession(manifest(), shared.home, shared.home / "compiled").compiling():
         raise RuntimeError("the compiler has failed")
     assert os.environ[URL] == str(shared.cache)
 
@@ -184,7 +183,7 @@ def test_a_start_writes_down_when_it_was(host: Host) -> None:
     write(host.cache, manifest(), folder)
     file = place_of(host.cache, record_of(manifest()).name)
     before = read_record(file)
-    visit = Visit(manifest(), host.home / "model", host.home / "compiled")
+    visit = CompileSession(manifest(), host.home / "model", host.home / "compiled")
     with visit.compiling():
         at = (folder / "model.neff").stat()
         os.utime(folder / "model.neff", ns=(at.st_ctime_ns, at.st_mtime_ns))  # as a read would

@@ -18,10 +18,10 @@ import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers.tnx_runs import BUCKETS, SERIAL, config
-from workers import neuron_cache
-from workers.engines.transformers_neuronx import TransformersNeuronxEngine, open_transformers_neuronx
-from workers.faults import fault_of
-from workers.status import Reaction
+from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
+from workers.host.neuron_faults import fault_of
+from workers.messages.status import Reaction
+from workers.neff_cache import compiler_cache
 
 Checkpoints = Callable[[str], Path]
 DEADLINE_S = 30
@@ -29,8 +29,8 @@ GRAPH = "MODULE_cd73c69136bf675613f6+2c2d707e"
 COMMAND = "compile --target=trn1 --framework=XLA /tmp/u/{0}/model.{0}.hlo_module.pb --output /tmp/u/{0}/model.{0}.neff"
 LOAD = (
     "import sys, msgspec\n"
-    "from workers.config import ReplicaConfig\n"
-    "from workers.engines.transformers_neuronx import open_transformers_neuronx\n"
+    "from workers.messages.replica_config import ReplicaConfig\n"
+    "from workers.engines.transformers_neuronx.engine import open_transformers_neuronx\n"
     "open_transformers_neuronx(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()\n"
 )
 
@@ -38,7 +38,7 @@ LOAD = (
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the cache, which is not waited for."""
-    monkeypatch.setattr(neuron_cache, "SETTLE_S", 0.0)
+    monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
     return tmp_path / "neuron-compile-cache"
 
 
@@ -90,7 +90,7 @@ def compiler(tmp_path: Path) -> Iterator[Callable[[str], None]]:
 )
 def test_the_cache_is_where_the_wrapper_looks_for_it(environment: dict[str, str], where: Path | None) -> None:
     """The flag goes before the variable, and that before AWS's default; in S3 nothing is touched."""
-    assert neuron_cache.location(environment) == where
+    assert compiler_cache.location(environment) == where
 
 
 # Failures
@@ -109,7 +109,7 @@ def test_a_failure_of_a_killed_compiler_is_forgotten(cache: Path, text: str, cap
     """Whether it was the kernel, or whoever ended the replica; the log says which graph is tried again."""
     folder = graph(cache, model_log=text)
     with caplog.at_level(logging.WARNING):
-        neuron_cache.make_ready(cache)
+        compiler_cache.make_ready(cache)
     assert not folder.exists()
     assert str(folder) in caplog.text
 
@@ -129,7 +129,7 @@ def test_whatever_else_the_cache_holds_stays(cache: Path, files: dict[str, str])
     """A graph that cannot be compiled, and one that has been after a failure."""
     folder = graph(cache, **files)
     before = sorted(folder.iterdir())
-    neuron_cache.make_ready(cache)
+    compiler_cache.make_ready(cache)
     assert sorted(folder.iterdir()) == before
 
 
@@ -137,7 +137,7 @@ def test_a_failure_that_is_just_tried_again_stays(cache: Path, compiler: Callabl
     """Somebody else has the graph's lock, and a compiler at work."""
     folder = graph(cache, model_log="neuronx-cc failed with -9", model_pb_lock="")
     compiler(COMMAND.format(GRAPH))
-    neuron_cache.make_ready(cache)
+    compiler_cache.make_ready(cache)
     assert len(list(folder.iterdir())) == 2
 
 
@@ -150,8 +150,8 @@ def test_a_folder_that_cannot_be_removed_is_told(
         raise PermissionError(13, "Permission denied", str(path))
 
     folder = graph(cache, model_log="neuronx-cc failed with -9")
-    monkeypatch.setattr("workers.neuron_cache.shutil.rmtree", refuse)
-    neuron_cache.make_ready(cache)
+    monkeypatch.setattr("workers.neff_cache.compiler_cache.shutil.rmtree", refuse)
+    compiler_cache.make_ready(cache)
     assert folder.exists()
     assert f"{folder} was left by a compile that was killed, and cannot be removed" in caplog.text
 
@@ -167,7 +167,7 @@ def test_a_lock_without_a_compiler_is_removed(
     other = graph(cache, "MODULE_7be3aa4c6f1c5a0f2f3d+d41d8cd9", model_pb_lock="")
     compiler(COMMAND.format(other.name))
     with caplog.at_level(logging.WARNING):
-        neuron_cache.make_ready(cache)
+        compiler_cache.make_ready(cache)
     assert [path.name for path in stale.iterdir()] == ["model.pb"]
     assert (other / "model.pb.lock").exists()
     assert f"removed {stale / 'model.pb.lock'}: no neuronx-cc works at that graph" in caplog.text
@@ -177,15 +177,17 @@ def test_a_compiler_that_does_not_name_its_graph_keeps_all_locks(cache: Path, co
     """It may work at any of them."""
     folder = graph(cache, model_pb_lock="")
     compiler("compile --target=trn1 graph.hlo")
-    neuron_cache.make_ready(cache)
+    compiler_cache.make_ready(cache)
     assert (folder / "model.pb.lock").exists()
 
 
 def test_a_lock_of_a_folder_that_changes_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler has ended, and the wrapper copies its NEFF."""
     folder = graph(cache, model_pb_lock="")
-    monkeypatch.setattr("workers.neuron_cache.time.sleep", lambda _: (folder / "model.neff").write_text("half"))
-    neuron_cache.make_ready(cache)
+    monkeypatch.setattr(
+        "workers.neff_cache.compiler_cache.time.sleep", lambda _: (folder / "model.neff").write_text("half")
+    )
+    compiler_cache.make_ready(cache)
     assert (folder / "model.pb.lock").exists()
 
 
@@ -196,7 +198,7 @@ def test_locks_on_a_file_system_of_many_hosts_stay(
     folder = graph(cache, model_pb_lock="")
     mounts = [SimpleNamespace(mountpoint=str(point), fstype=kind) for point, kind in [(cache, "nfs4"), ("/", "ext4")]]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    neuron_cache.make_ready(cache)
+    compiler_cache.make_ready(cache)
     assert (folder / "model.pb.lock").exists()
     assert f"{cache} is on nfs4 and has locks" in caplog.text
 

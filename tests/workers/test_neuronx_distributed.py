@@ -16,26 +16,27 @@ from typing import Any
 import pytest
 import torch
 
-from placements.checkpoints import Checkpoint
-from placements.engines import nxd_release
-from placements.environ import compiling
-from placements.memory import estimate
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import nxd_release
+from placements.resources.environ import compiling
+from placements.resources.memory import estimate
 from tests.checkpoints import WINDOW, make_checkpoint
 from tests.contracts import contract
 from tests.doubles import PACKAGES, Neuron
 from tests.placements.fleets import model
 from tests.workers import nxdi_mutants, nxdi_traffic
 from tests.workers.nxdi_traffic import DECODE, MAX_LEN, PREFILL, Arrival, arrivals, cpu, opened, replica_config, served
-from workers.batcher import Batcher
-from workers.build import predict
-from workers.contract import Drift
-from workers.engine import DeviceSampling, EngineLoadError
-from workers.engines import nxd_artifacts, open_engine
-from workers.engines.neuronx_distributed import NxdEngine
-from workers.faults import fault_of
-from workers.neff_cache.verify import verdicts
-from workers.oneoff import End, Job, run
-from workers.tokenizer import ByteTokenizer
+from workers.batching.batcher import Batcher
+from workers.compiling.build import predict
+from workers.compiling.start_forecast import verdicts
+from workers.engines import open_engine
+from workers.engines.nxd_inference import artifacts
+from workers.engines.nxd_inference.engine import NxdEngine
+from workers.engines.package_contract import Drift
+from workers.host.neuron_faults import fault_of
+from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
+from workers.serving.generate_once import End, Job, run
+from workers.text.tokenizer import ByteTokenizer
 
 Checkpoints = Callable[[str], Path]
 CONTRACT = contract("nxd-inference")
@@ -47,7 +48,7 @@ FULL = "qwen3-full"  # qwen3 without its window
 @pytest.fixture
 def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:
     """The stand-ins, with compiles in this process. What a fixture of a narrower scope changes is put back."""
-    monkeypatch.setattr(nxd_artifacts, "compile_apart", nxdi_traffic.compile_here)
+    monkeypatch.setattr(artifacts, "compile_apart", nxdi_traffic.compile_here)
     for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -343,7 +344,7 @@ def test_a_model_is_compiled_once_in_a_process_of_its_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Which holds no core, and is told in the log; a second start loads what is there, the sharded weights with it."""
-    caplog.set_level("INFO", "workers.compiled")
+    caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
     from neuron_double.compiler import compiles
 
     monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}:{Path(__file__).parents[2]}")
@@ -381,7 +382,7 @@ def test_a_compile_that_is_killed_is_told_by_its_cause(
 
 def test_a_compiling_process_does_not_outlive_the_one_that_waits() -> None:
     """That one holds the lock of the folder: here it is gone already. And the module has one command."""
-    command = [sys.executable, "-m", "workers.engines.neuronx_distributed"]
+    command = [sys.executable, "-m", "workers.engines.nxd_inference.engine"]
     asked = json.dumps({"settings": {}, "folder": "/nowhere", "parent": 1})
     orphan = subprocess.run([*command, "compile"], input=asked, text=True, capture_output=True, check=False)
     assert (orphan.returncode, orphan.stderr) == (1, "")
@@ -482,7 +483,7 @@ def test_drift_of_the_installed_package_is_logged(
 ) -> None:
     """At each load."""
     found = Drift("nxd-inference", "neuronx_distributed_inference", "0.8.0", "0.8", removed=("NeuronConfig: seq_len",))
-    monkeypatch.setattr("workers.contract.drift", lambda engine: found)
+    monkeypatch.setattr("workers.engines.package_contract.drift", lambda engine: found)
     opened(sources("llama"), tmp_path)
     assert "NeuronConfig: seq_len is gone" in caplog.text
 
@@ -607,7 +608,7 @@ def test_f8e5m2_is_refused_before_0_7(
 
 def test_version_0_1_is_refused(nxd: Neuron, sources: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """It requires an older transformers than corewright."""
-    from workers.engines import nxd_package
+    from workers.engines.nxd_inference import package as nxd_package
 
     import_module = importlib.import_module
     package = SimpleNamespace(__version__="0.1.1")
@@ -652,7 +653,7 @@ def test_the_flags_of_the_spec_reach_the_compiler(
 )
 def test_an_optimization_level_replaces_the_packages(own: str, given: str, wanted: str) -> None:
     """Other flags are added."""
-    assert nxd_artifacts.with_flags(own, given) == wanted
+    assert artifacts.with_flags(own, given) == wanted
 
 
 @pytest.mark.parametrize("version", ["0.2", "0.3", "0.8"])
@@ -711,8 +712,8 @@ def test_one_answer_is_the_batchers(
 
             super().__init__(engine, tokenizer, watched)
 
-    monkeypatch.setattr("workers.oneoff.Batcher", Watched)
-    monkeypatch.setattr("workers.oneoff.load_tokenizer", lambda *_: ByteTokenizer())
+    monkeypatch.setattr("workers.serving.generate_once.Batcher", Watched)
+    monkeypatch.setattr("workers.serving.generate_once.load_tokenizer", lambda *_: ByteTokenizer())
     run(Job(config=config, prompt="hello", raw=True, max_tokens=10), told.append)
     assert told[-1] == End(10, "length"), told[-1]
     request: list[Arrival] = [("one", ByteTokenizer().encode("hello"), 10, False)]

@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.cli import generate
 from tests.workers.tnx_runs import config
-from workers import replica
-from workers.config import NEVER_SET
+from workers.messages.replica_config import NEVER_SET
+from workers.serving import replica
 
 DEADLINE_S = 30
 

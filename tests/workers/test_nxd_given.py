@@ -16,23 +16,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from placements.engines import nxd_release
+from placements.facts.engines import nxd_release
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers import nxdi_traffic
 from tests.workers.nxdi_traffic import arrivals, cpu, replica_config, served
-from workers.artifacts.heads import MARK
-from workers.artifacts.layout import head
-from workers.artifacts.listing import Listing, RemoteFile
-from workers.build import compile_all
-from workers.build import predict as needed_here
-from workers.engine import EngineLoadError
-from workers.engines import nxd_artifacts, open_engine
-from workers.engines.nxd_config import Settings
-from workers.engines.nxd_given import foreseen
+from workers.artifacts.sources.layout import head
+from workers.artifacts.sources.listing import Listing, RemoteFile
+from workers.artifacts.sources.source_metadata import MARK
+from workers.compiling.build import compile_all
+from workers.compiling.build import predict as needed_here
+from workers.compiling.start_forecast import verdicts, verify
+from workers.engines import open_engine
+from workers.engines.nxd_inference import artifacts
+from workers.engines.nxd_inference.config import Settings
+from workers.engines.nxd_inference.precompiled import foreseen
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.status import Failure
 from workers.neff_cache.record import LOCK_FILE, record_of, write_record
-from workers.neff_cache.verify import verdicts, verify
-from workers.status import Failure
 
 Checkpoints = Callable[[str], Path]
 VERSIONS = sorted(contract("nxd-inference").versions)
@@ -43,7 +44,7 @@ SHARD = "weights/tp{}_sharded_checkpoint.safetensors"
 @pytest.fixture
 def nxd(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
     """The stand-ins, with compiles in this process."""
-    monkeypatch.setattr(nxd_artifacts, "compile_apart", nxdi_traffic.compile_here)
+    monkeypatch.setattr(artifacts, "compile_apart", nxdi_traffic.compile_here)
     for name in ("BASE_COMPILE_WORK_DIR", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -58,8 +59,8 @@ class Folder:
         moved = Path(shutil.copytree(original, root / "elsewhere" / "model"))
         config = replica_config(moved, None, **fields)
         (root / "made").mkdir()
-        nxd_artifacts.compile_here(Settings.of(config), root / "made")
-        shutil.copytree(root / "made" / nxd_artifacts.MODEL, self.path)
+        artifacts.compile_here(Settings.of(config), root / "made")
+        shutil.copytree(root / "made" / artifacts.MODEL, self.path)
         for file in original.iterdir():
             if file.suffix != ".safetensors":
                 shutil.copy(file, self.path)
@@ -302,10 +303,10 @@ def recorded(llama: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     installed, compiler = metadata.version, {"neuronx-cc": "2.16.372.0"}
     monkeypatch.setattr(metadata, "version", lambda name: compiler.get(name) or installed(name))
     made = Path(shutil.copytree(llama.path, llama.path.parent / "entry" / "model"))
-    from workers.engines.nxd_package import import_package
-    from workers.neff_cache.files import parts
+    from workers.engines.nxd_inference.package import import_package
+    from workers.neff_cache.file_states import parts
 
-    manifest = nxd_artifacts.manifest(Settings.of(llama.config()), import_package(), None)
+    manifest = artifacts.manifest(Settings.of(llama.config()), import_package(), None)
     write_record(llama.path / LOCK_FILE, record_of(manifest, files=parts(made.parent)))
     return llama
 

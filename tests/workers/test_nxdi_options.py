@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from placements.engines import NXD_QUANTIZED_OPTIONS, NXD_RELEASES, nxd_release
+from placements.facts.engines import NXD_QUANTIZED_OPTIONS, NXD_RELEASES, nxd_release
 from tests.checkpoints import VOCAB_SIZE
 from tests.contracts import contract
 from tests.workers.nxdi_traffic import replica_config
-from workers.engines.nxd_config import Settings, draft_options, lengths, neuron_options
-from workers.engines.nxd_options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED, lacks
+from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
+from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, OPTIONS, UNSERVED, lacks
 
 CONTRACT = contract("nxd-inference")
 VERSIONS = sorted(CONTRACT.versions)

@@ -17,17 +17,17 @@ import pytest
 
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers import nxdi_traffic, tnx_runs
-from workers import host, offspring
-from workers.compiled import compiling
-from workers.config import ReplicaConfig
-from workers.lifetime import process_start
+from workers.host import host_facts, process_tree
+from workers.host.lifetime import process_start
+from workers.messages.replica_config import ReplicaConfig
+from workers.neff_cache.compiled_artifacts import compiling
 
 Checkpoints = Callable[[str], Path]
 PROJECT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 ROOT = """
 import subprocess, sys
-from workers.compiled import compiling
+from workers.neff_cache.compiled_artifacts import compiling
 with compiling("a model", "its log is here"):
     subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]], check=True)
 """
@@ -42,8 +42,8 @@ time.sleep(3600)
 """
 REPLICA = """
 import sys, msgspec
-from workers.compiled import compiling
-from workers.config import ReplicaConfig
+from workers.neff_cache.compiled_artifacts import compiling
+from workers.messages.replica_config import ReplicaConfig
 from workers.engines import open_engine
 open_engine(msgspec.json.decode(sys.argv[1], type=ReplicaConfig)).load()
 """
@@ -64,7 +64,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for process, began in found:
         process.kill()
         process.wait()
-        offspring.end_marked(process.pid, began, 5.0)
+        process_tree.end_marked(process.pid, began, 5.0)
 
 
 def told(file: Path, count: int) -> list[psutil.Process]:
@@ -106,14 +106,14 @@ def test_whoever_confirms_a_death_has_ended_the_compilers(
     root = started(ROOT, COMPILER, str(tmp_path / "pids"))
     compilers = told(tmp_path / "pids", 2)
     began = process_start(root.pid)
-    watchers = [one for one in psutil.Process(root.pid).children() if "workers.offspring" in one.cmdline()]
+    watchers = [one for one in psutil.Process(root.pid).children() if "workers.host.process_tree" in one.cmdline()]
     assert len(watchers) == 1
     watchers[0].kill()
     root.kill()
     root.wait()
     assert all(one.is_running() for one in compilers)
 
-    assert host.confirm_death(root.pid, began, DEADLINE_S)
+    assert host_facts.confirm_death(root.pid, began, DEADLINE_S)
 
     assert [one for one in compilers if process_start(one.pid) is not None] == []
 
@@ -130,7 +130,7 @@ def test_a_living_root_is_ended_with_its_children(
     )
     children = told(tmp_path / "pids", 2)
 
-    assert host.confirm_death(root.pid, process_start(root.pid), DEADLINE_S)
+    assert host_facts.confirm_death(root.pid, process_start(root.pid), DEADLINE_S)
 
     assert left(children) == []
     assert root.wait(DEADLINE_S) == -signal.SIGKILL
@@ -144,19 +144,19 @@ def test_the_compilers_of_others_are_left_alone(
     told(tmp_path / "pids", 2)
     began = process_start(root.pid)
 
-    assert len(offspring.marked(root.pid, began)) == 2
-    assert offspring.marked(root.pid, began - 100) == []
-    assert offspring.marked(root.pid + 1, began) == []
+    assert len(process_tree.marked(root.pid, began)) == 2
+    assert process_tree.marked(root.pid, began - 100) == []
+    assert process_tree.marked(root.pid + 1, began) == []
 
 
 def test_a_compile_that_fails_leaves_no_compiler_behind() -> None:
     """Its child died alone; what that had started would go on writing into the folder."""
-    with contextlib.suppress(ChildProcessError), offspring.watched():
+    with contextlib.suppress(ChildProcessError), process_tree.watched():
         below = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         raise ChildProcessError
 
     assert below.wait(DEADLINE_S) == -signal.SIGKILL
-    assert offspring.MARK not in os.environ
+    assert process_tree.MARK not in os.environ
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_a_replica_that_is_killed_takes_its_compilers_with_it(
 
 def test_a_compile_is_told_when_it_begins_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     """What, and where its output goes; how long it took, or that it failed."""
-    caplog.set_level("INFO", "workers.compiled")
+    caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
     with compiling("a with an engine", "the compilers write to a.log"):
         assert caplog.messages == ["compiling a with an engine; the compilers write to a.log"]
     assert caplog.messages[1:] == ["compiled a with an engine in 0 s"]

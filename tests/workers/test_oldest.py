@@ -17,7 +17,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys, workers
 names = [module.name for module in pkgutil.walk_packages(workers.__path__, "workers.")]
 for name in names:
-    if name != "workers.replica":  # it is Ray's
+    if name != "workers.serving.replica":  # it is Ray's
         importlib.import_module(name)
 assert not {"torch", "ray"} & set(sys.modules)
 print(len(names))

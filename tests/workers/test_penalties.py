@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 from tests.workers.tables import TableEngine, answers, generated, table
-from workers.penalties import _Ngrams
-from workers.requests import FinishReason, GenerateRequest
+from workers.batching.penalties import _Ngrams
+from workers.messages.requests import FinishReason, GenerateRequest
 
 VOCAB = 257
 MODEL = table(VOCAB)

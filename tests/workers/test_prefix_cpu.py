@@ -13,9 +13,9 @@ from tests.checkpoints import FAMILIES, VOCAB_SIZE
 from tests.workers.test_cpu_engine import MAX_LEN, ROUNDINGS, Reference, Served
 from tests.workers.test_speculation import config
 from workers.engines import open_engine
-from workers.engines.cpu import DTYPES, PREFIX_BLOCK, CpuEngine
+from workers.engines.cpu.engine import DTYPES, PREFIX_BLOCK, CpuEngine
 from workers.engines.speculative import SpeculativeEngine
-from workers.requests import FinishReason
+from workers.messages.requests import FinishReason
 
 Checkpoints = Callable[[str], Path]
 SYSTEM = list(range(100, 100 + PREFIX_BLOCK + 3))  # what all conversations begin with

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.workers.test_batcher import Received, request, run_out
-from workers.batcher import Batcher
-from workers.engine import EngineSpec
+from workers.batching.batcher import Batcher
+from workers.batching.slot_prefixes import Reuse, SlotPrefixes
+from workers.batching.slots import SlotError, Slots
 from workers.engines.echo import EchoEngine, echo_tokens
-from workers.prefixes import Prefixes, Reuse
-from workers.requests import FinishReason
-from workers.slots import SlotError, Slots
-from workers.tokenizer import ByteTokenizer
-from workers.wire import FrameReader, Welcome
+from workers.messages.engine_protocol import EngineSpec
+from workers.messages.requests import FinishReason
+from workers.messages.wire import FrameReader, Welcome
+from workers.text.tokenizer import ByteTokenizer
 
 BLOCK = 4
 tokens = st.lists(st.sampled_from([0, 1, 70_000]), max_size=20)
 
 
-def holding(*held: Sequence[int]) -> Prefixes:
+def holding(*held: Sequence[int]) -> SlotPrefixes:
     """Slots that were filled in their order, the first longest ago; none for one that holds nothing."""
-    prefixes = Prefixes(len(held), BLOCK)
+    prefixes = SlotPrefixes(len(held), BLOCK)
     for slot, ids in enumerate(held):
         prefixes.hold(slot, ids)
     return prefixes

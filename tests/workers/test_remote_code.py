@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from workers.engine import EngineLoadError
-from workers.engines.cpu import CpuEngine
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.engine_protocol import EngineLoadError
 
 CODE = """\
 from pathlib import Path

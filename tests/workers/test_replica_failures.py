@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.workers.test_facts_reading import tool
-from workers import compiled, host
-from workers.batcher import BatcherStats
-from workers.engine import EngineLoadError
-from workers.replica import Replica
-from workers.status import Failure, Phase, Reaction, ReplicaStatus
+from workers.batching.batcher import BatcherStats
+from workers.host import host_facts
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+from workers.neff_cache import compiled_artifacts
+from workers.serving.replica import Replica
 
 TAKEN = "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc2-nc3 Available:1"
 VAGUE = Failure("load-failed", "RuntimeError: it did not work")
@@ -35,7 +36,7 @@ def test_the_log_says_what_the_error_does_not(tmp_path: Path) -> None:
     log = tmp_path / "m-0.log"
     log.write_text("nrt_execute status=1201\n")
     with log.open("ab") as file:
-        host.mark_log(file.fileno())
+        host_facts.mark_log(file.fileno())
     assert replica(log)._explained(VAGUE, RuntimeError("boom")) == VAGUE
     with log.open("a") as more:
         more.write("ERROR NRT:nrt_load   NEFF version mismatch supported: 1.1 received: 2.0\n")
@@ -52,11 +53,11 @@ def test_it_tells_for_how_long_it_has_compiled(
     batcher: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it loads, where the deadline of its start waits for it, and ever after."""
-    spent = compiled.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
-    monkeypatch.setattr(compiled, "SPENT", spent)
+    spent = compiled_artifacts.Stopwatch(clock=iter([100.0, 160.0, 160.0]).__next__)
+    monkeypatch.setattr(compiled_artifacts, "SPENT", spent)
     made = replica(tmp_path / "m-0.log")
     made._batcher = batcher  # type: ignore[assignment]
-    with compiled.SPENT.running():
+    with compiled_artifacts.SPENT.running():
         assert made._reading().compile_s == 60.0
 
 
@@ -106,7 +107,7 @@ def test_taken_cores_are_told_with_their_owner(
     device["neuron_processes"] = [{"pid": holder.pid, "command": "python", "neuron_runtime_version": "2.22"}]
     (tmp_path / "told.json").write_text(json.dumps([device]))
     tool(tmp_path / "opt/aws/neuron/bin", "neuron-ls", f"cat {tmp_path}/told.json")
-    monkeypatch.setenv(host.ROOT_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(host_facts.ROOT_VARIABLE, str(tmp_path))
 
     told = replica(tmp_path / "none.log")._explained(VAGUE, RuntimeError(TAKEN))
 

@@ -15,12 +15,12 @@ import pytest
 from obstore.store import MemoryStore
 
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
-from workers.artifacts.listing import SourceError
-from workers.artifacts.patience import Patience
-from workers.artifacts.s3 import WORK, Bucket, wrong_with
-from workers.artifacts.s3_complaints import by_code, of_obstore
+from workers.artifacts.fetch.retry_policy import RetryPolicy
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.sources.s3 import WORK, Bucket, wrong_with
+from workers.artifacts.sources.s3_errors import by_code, of_obstore
 
-AT_ONCE = Patience(seconds=0.0)
+AT_ONCE = RetryPolicy(seconds=0.0)
 
 
 def failed(work: Callable[[], object]) -> SourceError:
@@ -285,7 +285,7 @@ def test_patience_grows_is_spread_and_ends() -> None:
     def tell(silent_s: float, why: str) -> None:
         told.append((silent_s, why))
 
-    patience = Patience(seconds=30.0, first_s=0.1, longest_s=5.0, clock=lambda: now[0], wait=wait, told=tell)
+    patience = RetryPolicy(seconds=30.0, first_s=0.1, longest_s=5.0, clock=lambda: now[0], wait=wait, told=tell)
     assert [patience.pause_s(attempt, 1.0) for attempt in (0, 1, 2, 99)] == [0.1, 0.2, 0.4, 5.0]
     assert patience.pause_s(2, 0.0) == 0.2
     waiting = patience.begin()

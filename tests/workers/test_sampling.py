@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from workers.requests import GenerateRequest
-from workers.sampling import FULL_UP_TO, GREEDY_BELOW, SHORTLIST, Sampling, _place, check_sampling, sample
-from workers.sampling import start_sampling as start
+from workers.batching.sampling import FULL_UP_TO, GREEDY_BELOW, SHORTLIST, Sampling, _place, check_sampling, sample
+from workers.batching.sampling import start_sampling as start
+from workers.messages.requests import GenerateRequest
 
 LARGE = 5000  # ids: above FULL_UP_TO, and no multiple of the blocks
 DRAWS = 4000

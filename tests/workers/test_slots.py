@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from workers.slots import SlotError, Slots
+from workers.batching.slots import SlotError, Slots
 
 COUNT = 4
 

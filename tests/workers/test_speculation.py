@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, set_eos
-from workers.batcher import Batcher
-from workers.config import ReplicaConfig
-from workers.engine import EngineLoadError
+from workers.batching.batcher import Batcher
+from workers.batching.speculation import agreed
 from workers.engines import open_engine
-from workers.engines.cpu import CpuEngine
+from workers.engines.cpu.engine import CpuEngine
 from workers.engines.speculative import SpeculativeEngine
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.speculation import agreed
-from workers.tokenizer import load_tokenizer
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.text.tokenizer import load_tokenizer
 
 Checkpoints = Callable[[str], Path]
 MAX_LEN = 96

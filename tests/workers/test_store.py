@@ -20,16 +20,16 @@ import pytest
 from blake3 import blake3
 
 from tests.workers.fake_remote import DEADLINE_S, ROOT, FakeRemote, Fetcher
-from workers import lifetime
-from workers.artifacts import locks, manifest
-from workers.artifacts.blobs import digest_of
-from workers.artifacts.digests import Digests
-from workers.artifacts.listing import Listing, SourceError, Stopped
-from workers.artifacts.manifest import OURS, WHOLE, Artifact
-from workers.artifacts.progress import Progress
-from workers.artifacts.room import Room
-from workers.artifacts.store import Store
-from workers.artifacts.uses import using
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Listing, SourceError, Stopped
+from workers.artifacts.store import locks, manifest
+from workers.artifacts.store.artifact_uses import using
+from workers.artifacts.store.blobs import digest_of
+from workers.artifacts.store.eviction import DiskRoom
+from workers.artifacts.store.file_digests import Digests
+from workers.artifacts.store.manifest import OURS, WHOLE, Artifact
+from workers.artifacts.store.store import Store
+from workers.host import lifetime
 
 BIG = "sub/model-2.safetensors"
 FILES = {"config.json": b"{}", "model-1.safetensors": b"a" * 200_000, BIG: os.urandom(300_000)}
@@ -267,7 +267,7 @@ KILLED = f"""
 import os, signal, sys
 from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
-from workers.artifacts.store import Store
+from workers.artifacts.store.store import Store
 
 CHANGES = {{"os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod"}}
 
@@ -425,8 +425,8 @@ def test_what_the_disk_cannot_read_any_more_is_fetched_again(
     store, remote = Store(tmp_path), FakeRemote(FILES)
     artifact = store.get(remote)
     os.utime(Path(artifact.folder) / BIG, (0, 0))
-    monkeypatch.setattr("workers.artifacts.blobs.digest_of", unreadable)
-    monkeypatch.setattr("workers.artifacts.digests.digest_of", unreadable)
+    monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
+    monkeypatch.setattr("workers.artifacts.store.file_digests.digest_of", unreadable)
     remote.moved.clear()
     if when == "whole":
         after_a_crash(monkeypatch)
@@ -441,7 +441,7 @@ def test_verify_finds_what_the_disk_cannot_read(tmp_path: Path, monkeypatch: pyt
     store = Store(tmp_path)
     artifact = store.get(FakeRemote(FILES))
     os.utime(Path(artifact.folder) / BIG, (0, 0))
-    monkeypatch.setattr("workers.artifacts.blobs.digest_of", unreadable)
+    monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
     assert store.verify(artifact.key) == [BIG]
 
 
@@ -480,7 +480,7 @@ def test_what_costs_least_to_bring_back_makes_room(tmp_path: Path) -> None:
 
 def test_of_equal_costs_the_one_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load from the store is a use."""
-    monkeypatch.setattr("workers.artifacts.store._whole_fetch_s", lambda size, moved, seconds: 1.0)
+    monkeypatch.setattr("workers.artifacts.store.store._whole_fetch_s", lambda size, moved, seconds: 1.0)
     store = Store(tmp_path, budget=2100, grace_s=0)
     remotes = [FakeRemote({"a": os.urandom(1000)}, f"s3://models/{name}") for name in ("first", "second", "third")]
     for remote in [*remotes[:2], remotes[0], remotes[2]]:
@@ -491,7 +491,7 @@ def test_of_equal_costs_the_one_not_used_for_longest_goes(tmp_path: Path, monkey
 def test_even_the_dearest_goes_when_nobody_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one that goes raises the level of the store, from which those that come begin: its root remembers it."""
     costs = iter([5.0, *[1.0] * 9])
-    monkeypatch.setattr("workers.artifacts.store._whole_fetch_s", lambda size, moved, seconds: next(costs))
+    monkeypatch.setattr("workers.artifacts.store.store._whole_fetch_s", lambda size, moved, seconds: next(costs))
     for number in range(6):
         Store(tmp_path, budget=2100, grace_s=0).get(FakeRemote({"a": os.urandom(1000)}, f"s3://models/{number}"))
     assert Store(tmp_path).held("s3://models/0") is None
@@ -553,13 +553,13 @@ def test_what_somebody_gets_while_room_is_made_stays(tmp_path: Path, monkeypatch
     path = Path(old.folder) / WHOLE
     path.write_text(path.read_text().replace(f'"fetched_at":{old.fetched_at}', '"fetched_at":1.0'))
     use.write_text(f"{1.0:<20.6f} 0.0\n")
-    store, remove, got = Store(tmp_path, budget=budget), Room.remove, list[str]()
+    store, remove, got = Store(tmp_path, budget=budget), DiskRoom.remove, list[str]()
 
-    def late(room: Room, key: str, **how: bool) -> bool:
+    def late(room: DiskRoom, key: str, **how: bool) -> bool:
         got.append(Store(tmp_path).get(FakeRemote(FILES)).folder)
         return remove(room, key, **how)
 
-    monkeypatch.setattr(Room, "remove", late)
+    monkeypatch.setattr(DiskRoom, "remove", late)
     assert failure(lambda: store.get(FakeRemote(OTHER, "s3://models/other"))) == "store-full"
     with using(got[0]):
         assert got == [old.folder]
@@ -775,8 +775,8 @@ SMALL_DISK = """
 import os, sys
 from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
-from workers.artifacts.listing import SourceError
-from workers.artifacts.store import Store
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.store.store import Store
 
 root = Path(sys.argv[1])
 store = Store(root / "store", grace_s=0)
@@ -836,10 +836,10 @@ UNPRIVILEGED = """
 import ctypes, json, sys
 from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
-from workers.artifacts.listing import SourceError
-from workers.artifacts.locks import is_held
-from workers.artifacts.store import Store
-from workers.artifacts.uses import using
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.store.locks import is_held
+from workers.artifacts.store.store import Store
+from workers.artifacts.store.artifact_uses import using
 
 header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(header, none) == 0
@@ -923,7 +923,7 @@ def test_a_damaged_byte_is_not_copied_into_memory(tmp_path: Path, monkeypatch: p
         flip(path)
     else:
         os.utime(path, (0, 0))
-        monkeypatch.setattr("workers.artifacts.blobs.digest_of", unreadable)
+        monkeypatch.setattr("workers.artifacts.store.blobs.digest_of", unreadable)
 
     def send(target: int, source: int, at: int, count: int) -> int:
         if damage == "unreadable" and os.fstat(source).st_mtime == 0:
@@ -977,9 +977,9 @@ BUSY = """
 import os, random, sys, threading, traceback
 from pathlib import Path
 from tests.workers.fake_remote import FakeRemote
-from workers.artifacts.listing import SourceError, Stopped
-from workers.artifacts.store import Store
-from workers.artifacts.uses import using
+from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.artifacts.store.store import Store
+from workers.artifacts.store.artifact_uses import using
 
 CONTENTS = [bytes([number]) * 1000 * (number + 1) for number in range(6)]
 

@@ -15,13 +15,13 @@ import pytest
 
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote, Fetcher
 from workers import engines
-from workers.artifacts import arriving
-from workers.artifacts.arriving import coming, wait_for, wait_for_all, wait_for_small
-from workers.artifacts.listing import SourceError, Stopped
-from workers.artifacts.manifest import Artifact
-from workers.artifacts.store import Store
-from workers.engine import LOADS_ARRIVING, EngineLoadError
-from workers.engines.cpu import CpuEngine
+from workers.artifacts.fetch import arrival
+from workers.artifacts.fetch.arrival import coming, wait_for, wait_for_all, wait_for_small
+from workers.artifacts.sources.listing import SourceError, Stopped
+from workers.artifacts.store.manifest import Artifact
+from workers.artifacts.store.store import Store
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.engine_protocol import LOADS_ARRIVING, EngineLoadError
 
 FILES = {"config.json": b"{}", "model-1.safetensors": b"1" * 100_000, "model-2.safetensors": b"2" * 100_000}
 LAST, LAST_SHARD = "model-2.safetensors", "model-4.safetensors"
@@ -74,7 +74,7 @@ def gated(tmp_path: Path) -> Iterator[Callable[..., Gated]]:
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set as soon as somebody finds that a file is still coming."""
-    event, real = threading.Event(), arriving.coming
+    event, real = threading.Event(), arrival.coming
 
     def told(folder: Path) -> frozenset[str]:
         found = real(folder)
@@ -82,7 +82,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             event.set()
         return found
 
-    monkeypatch.setattr(arriving, "coming", told)
+    monkeypatch.setattr(arrival, "coming", told)
     return event
 
 
@@ -111,7 +111,7 @@ def test_where_nothing_is_fetched_nothing_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_fetch_that_ends_too_early_is_told(gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of being waited for without end."""
-    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated()
     fetch.end()
     with pytest.raises(SourceError, match=f"fetch-ended: .* before {LAST}"):
@@ -151,7 +151,7 @@ def test_small_files_are_waited_for_and_large_ones_are_not(
     gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load begins with the config; the fetch brings it first."""
-    monkeypatch.setattr(arriving, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(arrival, "SMALL_BYTES", 1000)
     wait_for_small(gated().folder)
 
 
@@ -159,7 +159,7 @@ def test_all_of_it_is_waited_for_until_it_was_compared(
     gated: Callable[..., Gated], looked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file may be there already; what makes the folder whole is the manifest. A fetch that ends is told."""
-    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     reached, compare = threading.Event(), threading.Event()
     real = Store._checked
 
@@ -186,7 +186,7 @@ def test_of_a_fetch_that_ends_nobody_gets_the_whole(
     gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of one of its files."""
-    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated()
     fetch.end()
     with pytest.raises(SourceError, match=r"fetch-ended: .* before all of it"):
@@ -233,15 +233,15 @@ def test_the_cpu_engine_loads_while_shards_arrive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It begins before the last shard is there, waits for it, and computes what it computes from the whole."""
-    monkeypatch.setattr(arriving, "SMALL_BYTES", len(sharded[LAST_SHARD]) - 1)
-    asked, real = threading.Event(), arriving.wait_for
+    monkeypatch.setattr(arrival, "SMALL_BYTES", len(sharded[LAST_SHARD]) - 1)
+    asked, real = threading.Event(), arrival.wait_for
 
     def wait(folder: Path, name: str) -> Path:
         if name == LAST_SHARD:
             asked.set()
         return real(folder, name)
 
-    monkeypatch.setattr("workers.engines.cpu.wait_for", wait)
+    monkeypatch.setattr("workers.engines.cpu.engine.wait_for", wait)
     fetch = gated(sharded, LAST_SHARD)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(first_logits, fetch.folder)
@@ -256,14 +256,14 @@ def test_the_cpu_engine_is_loaded_when_all_is_there(
     sharded: dict[str, bytes], gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what it does not read: a replica never serves from less than the whole."""
-    monkeypatch.setattr(arriving, "SMALL_BYTES", 100)
-    asked, real = threading.Event(), arriving.wait_for_all
+    monkeypatch.setattr(arrival, "SMALL_BYTES", 100)
+    asked, real = threading.Event(), arrival.wait_for_all
 
     def wait(folder: Path) -> None:
         asked.set()
         real(folder)
 
-    monkeypatch.setattr("workers.engines.cpu.wait_for_all", wait)
+    monkeypatch.setattr("workers.engines.cpu.engine.wait_for_all", wait)
     fetch = gated({**sharded, "z.safetensors": b"of no model" * 100}, "z.safetensors")
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(first_logits, fetch.folder)
@@ -280,7 +280,7 @@ def test_pickled_weights_that_arrive_are_waited_for(
     import torch
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(arriving, "SMALL_BYTES", 2000)
+    monkeypatch.setattr(arrival, "SMALL_BYTES", 2000)
     files = {name: (checkpoint("llama") / name).read_bytes() for name in ("config.json", "generation_config.json")}
     held = io.BytesIO()
     torch.save(load_file(checkpoint("llama") / "model.safetensors"), held)
@@ -288,13 +288,13 @@ def test_pickled_weights_that_arrive_are_waited_for(
     with pytest.raises(EngineLoadError, match="pickle-refused"):
         CpuEngine(fetch.folder, slots=1, max_len=32).load()
 
-    asked, real = threading.Event(), arriving.wait_for
+    asked, real = threading.Event(), arrival.wait_for
 
     def wait(folder: Path, name: str) -> Path:
         asked.set()
         return real(folder, name)
 
-    monkeypatch.setattr("workers.engines.cpu.wait_for", wait)
+    monkeypatch.setattr("workers.engines.cpu.engine.wait_for", wait)
     engine = CpuEngine(fetch.folder, slots=1, max_len=32, allow_pickle=True)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(engine.load)
@@ -307,7 +307,7 @@ def test_pickled_weights_that_arrive_are_waited_for(
 def test_the_engines_that_may_load_early_are_those_that_wait_for_files() -> None:
     """By what their modules use: the controller asks the set and not the engine."""
     folder = Path(engines.__file__).parent
-    waits = {path.stem for path in folder.glob("*.py") if "workers.artifacts.arriving" in path.read_text()}
+    waits = {path.stem for path in folder.glob("*.py") if "workers.artifacts.fetch.arrival" in path.read_text()}
     assert waits == LOADS_ARRIVING
 
 
@@ -315,7 +315,7 @@ def test_the_cpu_engine_says_when_a_shard_does_not_come(
     sharded: dict[str, bytes], gated: Callable[..., Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the problem of the fetch, and not of a missing file."""
-    monkeypatch.setattr(arriving, "HANDOVER_S", 0.1)
+    monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated(sharded, LAST_SHARD)
     fetch.end()
     with pytest.raises(EngineLoadError) as found:

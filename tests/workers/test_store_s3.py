@@ -15,9 +15,9 @@ import pytest
 from tests.fleet import until
 from tests.s3 import FaultProxy, S3Server
 from tests.workers.fake_remote import DEADLINE_S, ROOT
-from workers.artifacts.progress import Progress
-from workers.artifacts.store import Store
-from workers.artifacts.transfer import S3Remote
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.transfer import S3Remote
+from workers.artifacts.store.store import Store
 
 SPAN = 2**16
 NAMES = "config.json", "model-1.safetensors", "model-2.safetensors"
@@ -26,9 +26,9 @@ KEY, OTHER = "m/model-2.safetensors", "m/model-1.safetensors"
 PROCESS = """
 import sys
 from pathlib import Path
-from workers.artifacts.progress import Progress
-from workers.artifacts.store import Store
-from workers.artifacts.transfer import S3Remote
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.store.store import Store
+from workers.artifacts.fetch.transfer import S3Remote
 
 class Told(Progress):
     def enter(self, phase):

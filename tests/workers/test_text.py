@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import BOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, byte_level_tokenizer
-from workers.text import AnswerText, ByteTextStream, FastTextStream, StopScanner, TextStream
+from workers.text.detokenizer import AnswerText, ByteTextStream, FastTextStream, StopScanner, TextStream
 
 any_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=25)
 # Texts whose characters take two to four bytes, so that ids split them.

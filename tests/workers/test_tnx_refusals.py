@@ -14,9 +14,9 @@ import torch
 
 from tests.doubles import Neuron, beside_transformers
 from tests.workers.tnx_runs import config
-from workers.build import compile_all, predict
-from workers.engine import EngineLoadError
-from workers.engines.transformers_neuronx import open_transformers_neuronx
+from workers.compiling.build import compile_all, predict
+from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
+from workers.messages.engine_protocol import EngineLoadError
 
 Checkpoints = Callable[[str], Path]
 

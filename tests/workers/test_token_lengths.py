@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import byte_level_tokenizer, save_tokenizer
-from workers import tokenizer as module
-from workers.token_lengths import token_lengths
-from workers.tokenizer import ByteTokenizer, HubTokenizer, TooManyTokens, _byte_of_character
+from workers.text import tokenizer as module
+from workers.text.token_lengths import token_lengths
+from workers.text.tokenizer import ByteTokenizer, HubTokenizer, TooManyTokens, _byte_of_character
 
 ALPHABET = _byte_of_character()
 

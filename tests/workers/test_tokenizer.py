@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import BOS_ID, VOCAB_SIZE, save_tokenizer
-from workers.engine import EngineLoadError
-from workers.tokenizer import (
+from workers.messages.engine_protocol import EngineLoadError
+from workers.text.tokenizer import (
     ByteTokenizer,
     ChatTemplateError,
     NoChatTemplate,

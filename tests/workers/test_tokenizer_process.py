@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from tests.checkpoints import save_tokenizer
-from workers import tokenizer_process
-from workers.engine import EngineLoadError
-from workers.tokenizer import ChatTemplateError, PromptTokenizer, TooManyTokens, load_tokenizer
-from workers.tokenizer_process import TokenizerFault, load_apart
+from workers.messages.engine_protocol import EngineLoadError
+from workers.text import tokenizer_process
+from workers.text.tokenizer import ChatTemplateError, PromptTokenizer, TooManyTokens, load_tokenizer
+from workers.text.tokenizer_process import TokenizerFault, load_apart
 
 CHAT = [{"role": "user", "content": "hello there"}]
 SURE_S = 30.0

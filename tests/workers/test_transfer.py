@@ -24,16 +24,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
-from workers.artifacts import assembly as assembling
-from workers.artifacts import content as contents
-from workers.artifacts.assembly import Assembly
-from workers.artifacts.blobs import digest_of
-from workers.artifacts.checksums import FIELDS, Checksum, digest
-from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
-from workers.artifacts.patience import Patience
-from workers.artifacts.progress import Progress
-from workers.artifacts.s3 import WORK
-from workers.artifacts.transfer import S3Remote
+from workers.artifacts.fetch import assembly as assembling
+from workers.artifacts.fetch.assembly import Assembly
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.retry_policy import RetryPolicy
+from workers.artifacts.fetch.transfer import S3Remote
+from workers.artifacts.sources.checksums import FIELDS, Checksum, digest
+from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.sources.s3 import WORK
+from workers.artifacts.store import content_digest as contents
+from workers.artifacts.store.blobs import digest_of
 
 ROOT = Path(__file__).parent.parent.parent
 SPAN = 2**16
@@ -41,7 +41,7 @@ SIZE = 10 * SPAN + 1000
 DEADLINE_S = 30.0
 BIG = random.Random(1).randbytes(SIZE)
 FILES = {"config.json": b"{}", "sub/a b/ä%20+#模.txt": b"odd", "empty": b"", "model.safetensors": BIG}
-QUICK = Patience(first_s=0.001, longest_s=0.01)
+QUICK = RetryPolicy(first_s=0.001, longest_s=0.01)
 
 
 class Play:
@@ -54,7 +54,7 @@ class Play:
         self.remote = self.of(self.url)
         self.listing = self.remote.listing()
 
-    def of(self, url: str, patience: Patience = QUICK) -> S3Remote:
+    def of(self, url: str, patience: RetryPolicy = QUICK) -> S3Remote:
         return S3Remote(url, connections=4, span_bytes=SPAN, patience=patience)
 
     def fetch(self, folder: Path, listing: Listing | None = None, remote: S3Remote | None = None) -> Progress:
@@ -121,7 +121,7 @@ def test_a_file_that_is_there_and_wrong_is_replaced(play: Play, tmp_path: Path) 
 
 def test_small_files_come_first(play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load can begin with them."""
-    monkeypatch.setattr("workers.artifacts.transfer.SMALL_BYTES", 100)
+    monkeypatch.setattr("workers.artifacts.fetch.transfer.SMALL_BYTES", 100)
     files = {"a-large": BIG, "z-small": b"1", "y-small": b"2"}
     remote = S3Remote(play.server.bucket(files=files), connections=1, span_bytes=SPAN, patience=QUICK)
     play.fetch(tmp_path, remote.listing(), remote)
@@ -260,7 +260,7 @@ class Outage:
         self._seconds = seconds
         self._lock = threading.Lock()
         self.now = 0.0
-        self.patience = Patience(seconds=60.0, clock=lambda: self.now, wait=self._wait)
+        self.patience = RetryPolicy(seconds=60.0, clock=lambda: self.now, wait=self._wait)
         held = play.proxy.hold("m/model.safetensors", SIZE // 2)
         self._breaker = threading.Thread(target=lambda: held.reached.wait(DEADLINE_S) and play.proxy.away())
         self._breaker.start()
@@ -366,9 +366,9 @@ FETCH = """
 import json, resource, sys, threading
 from pathlib import Path
 import msgspec
-from workers.artifacts.listing import Listing, SourceError
-from workers.artifacts.progress import Progress
-from workers.artifacts.transfer import S3Remote
+from workers.artifacts.sources.listing import Listing, SourceError
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.transfer import S3Remote
 url, listing, folder, span, limit = json.loads(sys.argv[1])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -538,7 +538,7 @@ def test_a_fetch_that_has_ended_names_no_file_any_more(
         return right(assembly)
 
     monkeypatch.setattr(Assembly, "right", slow)
-    monkeypatch.setattr("workers.artifacts.transfer.LEAVE_S", 0.01)
+    monkeypatch.setattr("workers.artifacts.fetch.transfer.LEAVE_S", 0.01)
     before, stop = set(threading.enumerate()), threading.Event()
     threading.Thread(target=lambda: comparing.wait(DEADLINE_S) and stop.set()).start()
     with pytest.raises(Stopped):

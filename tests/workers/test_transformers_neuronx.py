@@ -19,8 +19,8 @@ import msgspec
 import pytest
 import torch
 
-from placements.engines import TNX_SAMPLING
-from placements.tnx_families import FAMILIES as ALL_FAMILIES
+from placements.facts.engines import TNX_SAMPLING
+from placements.facts.tnx_families import FAMILIES as ALL_FAMILIES
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, set_eos
 from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
@@ -37,9 +37,9 @@ from tests.workers.tnx_runs import (
     of_the_cpu_engine,
     requests_for,
 )
-from workers.engine import DeviceSampling, EngineLoadError
-from workers.engines.tnx_options import FIELDS, UNSERVED, Shapes, options_for
-from workers.engines.transformers_neuronx import TransformersNeuronxEngine, open_transformers_neuronx
+from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine, open_transformers_neuronx
+from workers.engines.transformers_neuronx.options import FIELDS, UNSERVED, Shapes, options_for
+from workers.messages.engine_protocol import DeviceSampling, EngineLoadError
 
 Checkpoints = Callable[[str], Path]
 VERSIONS = contract("transformers-neuronx").versions
@@ -579,8 +579,8 @@ def test_a_second_process_compiles_nothing(
     """It finds the NEFFs of the first, by a manifest of all that they depend on, and answers alike."""
     program = (
         "import sys, json, msgspec\n"
-        "from workers.config import ReplicaConfig\n"
-        "from workers.engines.transformers_neuronx import open_transformers_neuronx\n"
+        "from workers.messages.replica_config import ReplicaConfig\n"
+        "from workers.engines.transformers_neuronx.engine import open_transformers_neuronx\n"
         "engine = open_transformers_neuronx(msgspec.json.decode(sys.argv[1], type=ReplicaConfig))\n"
         "engine.load()\n"
         "print(json.dumps([engine.compiled, engine.prefill([0], [[7, 8, 9]])[0].argmax().item()]))\n"
@@ -636,7 +636,7 @@ def test_a_compile_is_told_in_the_log(
     checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When it begins and ends, so that `corewright logs` tells why a start takes an hour; a load of NEFFs is none."""
-    caplog.set_level("INFO", "workers.compiled")
+    caplog.set_level("INFO", "workers.neff_cache.compiled_artifacts")
     fields = {"compiled": str(tmp_path / "compiled"), **BUCKETS}
     opened(checkpoint("llama"), **fields)
     assert [message.split()[0] for message in caplog.messages] == ["compiling", "compiled"]
@@ -657,7 +657,7 @@ def test_the_manifest_tells_what_the_names_of_neffs_do_not(
     if change == "flags":
         monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
     elif change == "compiler":
-        monkeypatch.setattr("workers.engines.tnx_artifacts.COMPILER", "pytest")
+        monkeypatch.setattr("workers.engines.transformers_neuronx.artifacts.COMPILER", "pytest")
     else:
         settings = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-4}))

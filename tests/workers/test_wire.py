@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.wire import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Cancel, FrameReader, Hello, Step, Submit, WireError, encode
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.messages.wire import (
+    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
+    Cancel,
+    FrameReader,
+    Hello,
+    Step,
+    Submit,
+    WireError,
+    encode,
+)
 
 texts = st.text(max_size=20)
 messages = st.one_of(

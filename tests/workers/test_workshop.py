@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.specfile import load
-from placements.memory import PROCESS_GIB, host_memory
+from orchestrator.revisions.spec_file import load
+from placements.resources.memory import PROCESS_GIB, host_memory
 from tests.checkpoints import make_checkpoint
 from tests.workers.tnx_runs import config
-from workers import ahead
-from workers.ahead import Foreseen
-from workers.artifacts.listing import Stopped
-from workers.artifacts.progress import Progress
-from workers.build import Built
-from workers.config import ReplicaConfig
-from workers.status import Failure
-from workers.turns import Turns, need_gib
-from workers.workshop import LOOKS, Workshop, looks_at_once
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Stopped
+from workers.compiling import prefetch
+from workers.compiling.build import Built
+from workers.compiling.compile_service import LOOKS, CompileService, looks_at_once
+from workers.compiling.memory_gate import MemoryGate, need_gib
+from workers.compiling.prefetch import Foreseen
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
 
 DEADLINE_S = 20.0
 
@@ -73,14 +73,14 @@ class Played:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     found = Played()
-    monkeypatch.setattr(ahead, "foresee", found.foresee)
-    monkeypatch.setattr(ahead, "build", found.build)
+    monkeypatch.setattr(prefetch, "foresee", found.foresee)
+    monkeypatch.setattr(prefetch, "build", found.build)
     return found
 
 
 def test_models_that_start_together_do_not_wait_for_each_others_imports(played: Played) -> None:
     """As many looks at once as are allowed, and one for all that wait for the same."""
-    workshop = Workshop(looks=2)
+    workshop = CompileService(looks=2)
     for waiter, name in [("1", "a"), ("2", "a"), ("3", "b"), ("4", "c")]:
         assert workshop.foresee(waiter, model(name), 0.0) is None
     with played._changed:
@@ -100,8 +100,8 @@ def test_looks_are_few(cpus: int) -> None:
 def test_compiles_of_a_host_stay_within_its_memory(played: Played) -> None:
     """Of all models together: who does not fit waits for who has ended, and lets a smaller one pass."""
     needs = {"a": 64.0, "b": 64.0, "c": 20.0}
-    workshop = Workshop(
-        Turns(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model]
+    workshop = CompileService(
+        MemoryGate(lambda: 100.0 - sum(needs[name] for name in played.running)), need=lambda of: needs[of.model]
     )
     assert workshop.compile("1", model("a"), 0.0) is None
     played.until("a")
@@ -118,7 +118,7 @@ def test_compiles_of_a_host_stay_within_its_memory(played: Played) -> None:
 
 def test_who_has_left_is_not_compiled_for(played: Played) -> None:
     """A replica that is not wanted any more gives up its turn before it has come."""
-    workshop = Workshop(Turns(lambda: 10.0), need=lambda _: 10.0)
+    workshop = CompileService(MemoryGate(lambda: 10.0), need=lambda _: 10.0)
     workshop.compile("1", model("a"), 0.0)
     played.until("a")
     workshop.compile("2", model("b"), 0.0)
@@ -133,7 +133,7 @@ def test_who_has_left_is_not_compiled_for(played: Played) -> None:
 
 def test_a_checkpoint_that_cannot_be_read_fails_nobody(played: Played, tmp_path: Path) -> None:
     """The compile itself tells what is wrong with it."""
-    workshop = Workshop(Turns(lambda: 1.0))
+    workshop = CompileService(MemoryGate(lambda: 1.0))
     played.end("a")
     told = workshop.compile("1", config(tmp_path / "nowhere", model="a"), DEADLINE_S)
     assert isinstance(told, Built)
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_read_fails_nobody(played: Played, tmp_path:
 class Crowd:
     """Threads that each take a turn, and stay in it until they are told to go."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: MemoryGate) -> None:
         self._turns = turns
         self.inside: dict[str, float] = {}
         self.stopped: set[str] = set()
@@ -192,7 +192,7 @@ class Crowd:
 
 def test_one_that_needs_more_than_there_is_runs_alone() -> None:
     """What it needs is an estimate; nobody begins beside it."""
-    crowd = Crowd(Turns(lambda: 10.0))
+    crowd = Crowd(MemoryGate(lambda: 10.0))
     crowd.come("large", 64.0)
     crowd.until(lambda: "large" in crowd.inside)
     crowd.come("small", 1.0)
@@ -207,7 +207,7 @@ def test_one_that_needs_more_than_there_is_runs_alone() -> None:
 def test_memory_that_others_have_taken_meanwhile_is_not_given_away() -> None:
     """What was free when nothing was compiled is no longer free when a replica has begun to load."""
     free = [100.0]
-    crowd = Crowd(Turns(lambda: free[0]))
+    crowd = Crowd(MemoryGate(lambda: free[0]))
     crowd.come("first", 40.0)
     crowd.until(lambda: "first" in crowd.inside)
     free[0] = 30.0
@@ -221,7 +221,7 @@ def test_memory_that_others_have_taken_meanwhile_is_not_given_away() -> None:
 
 def test_memory_that_is_not_used_yet_is_not_given_away_twice() -> None:
     """A compile takes its memory by and by."""
-    crowd = Crowd(Turns(lambda: 100.0))
+    crowd = Crowd(MemoryGate(lambda: 100.0))
     crowd.come("first", 60.0)
     crowd.until(lambda: "first" in crowd.inside)
     crowd.come("second", 60.0)
@@ -262,6 +262,6 @@ def test_a_compiler_counts_for_a_checkpoint_that_nobody_knows(tmp_path: Path) ->
 
 def test_a_failure_is_handed_on(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its id, to each that waits."""
-    monkeypatch.setattr(ahead, "build", lambda *_: Failure("compile-failed", "the compiler crashed"))
-    told = Workshop(Turns(lambda: 10.0), need=lambda _: 1.0).compile("1", model("a"), DEADLINE_S)
+    monkeypatch.setattr(prefetch, "build", lambda *_: Failure("compile-failed", "the compiler crashed"))
+    told = CompileService(MemoryGate(lambda: 10.0), need=lambda _: 1.0).compile("1", model("a"), DEADLINE_S)
     assert told == Failure("compile-failed", "the compiler crashed")

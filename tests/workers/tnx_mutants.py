@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from workers.engine import DeviceSampling
-from workers.engines.tnx_rows import ContinuousRows, LockStepRows
-from workers.engines.transformers_neuronx import TransformersNeuronxEngine
+from workers.engines.transformers_neuronx.engine import TransformersNeuronxEngine
+from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows
+from workers.messages.engine_protocol import DeviceSampling
 
 Ints = Sequence[int]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import VOCAB_SIZE
-from workers.batcher import Batcher
-from workers.config import ReplicaConfig
-from workers.engines.cpu import CpuEngine
-from workers.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.tokenizer import load_tokenizer
+from workers.batching.batcher import Batcher
+from workers.engines.cpu.engine import CpuEngine
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.text.tokenizer import load_tokenizer
 
 MAX_LEN = 64
 SLOTS = 3

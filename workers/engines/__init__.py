@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from workers.engine import EngineLoadError
+from workers.messages.engine_protocol import EngineLoadError
 
 if TYPE_CHECKING:
-    from workers.engine import GenerateEngine
+    from workers.messages.engine_protocol import GenerateEngine
 
 CPU_PACKAGES = "python -m pip install torch safetensors numpy, in the Python of the replica"
 
@@ -83,15 +83,15 @@ def open_engine(config: EngineConfig) -> GenerateEngine:
         step_ms = float(config.engine_options.get("step_ms", 0))
         return EchoEngine(slots=config.slots, max_len=config.max_len, step_ms=step_ms)
     if config.engine == "cpu":
-        from workers.engines.cpu import open_cpu
+        from workers.engines.cpu.engine import open_cpu
 
         return open_cpu(config)
     if config.engine == "transformers-neuronx":
-        from workers.engines.transformers_neuronx import open_transformers_neuronx
+        from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 
         return open_transformers_neuronx(config)
     if config.engine == "nxd-inference":
-        from workers.engines.neuronx_distributed import open_neuronx_distributed
+        from workers.engines.nxd_inference.engine import open_neuronx_distributed
 
         return open_neuronx_distributed(config)
     raise EngineLoadError(

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from workers import foreign
-from workers.artifacts.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT
-from workers.engine import EngineLoadError
+from workers.artifacts.sources.layout import COMPILED, INDEX, NEURON_CONFIG, SPLIT
+from workers.host import foreign_files
+from workers.messages.engine_protocol import EngineLoadError
 
 MAX_HEADERS = 64 * 2**20  # bytes of the headers of a checkpoint's files, 8 s of reading; the largest known has 15 MB
 
@@ -23,7 +23,7 @@ def read_config(path: Path) -> dict[str, Any]:
             "model-not-found", f"there is no directory {path}", "`source` must name a local checkpoint"
         )
     try:
-        foreign.check_folder(path)
+        foreign_files.check_folder(path)
     except OSError as error:
         raise EngineLoadError("config-unreadable", f"{error.filename} cannot be read: {error.strerror}") from error
     return read_json(path / "config.json")
@@ -32,7 +32,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in ``file``. Raises ``EngineLoadError``."""
     try:
-        found = foreign.read_json(file)
+        found = foreign_files.read_json(file)
     except FileNotFoundError as error:
         raise EngineLoadError("config-missing", f"{file.parent} has no {file.name}", "is it a checkpoint?") from error
     except (OSError, ValueError) as error:
@@ -169,7 +169,7 @@ def _check_header(file: Path, most: int) -> int:
     """Find a file of safetensors that is cut off or garbled, by its header and its size. Returns the header's length,
     which may be ``most`` bytes."""
     try:
-        foreign.check_regular(file)
+        foreign_files.check_regular(file)
         with file.open("rb") as stream:
             size = file.stat().st_size
             length = int.from_bytes(stream.read(8), "little")

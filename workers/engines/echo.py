@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from workers.buckets import default_decode_buckets, default_prefill_buckets, smallest_bucket
-from workers.engine import EngineLoadError, EngineSpec
+from workers.batching.buckets import default_decode_buckets, default_prefill_buckets, smallest_bucket
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec
 
 VOCAB_SIZE = 257  # the bytes, and EOS
 EOS_ID = 256

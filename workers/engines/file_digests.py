@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.artifacts.manifest import OURS
+from workers.artifacts.store.manifest import OURS
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from workers.engine import EngineLoadError, EngineSpec, PrefixEngine, VerifyingEngine
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec, PrefixEngine, VerifyingEngine
 
 
 class SpeculativeEngine:

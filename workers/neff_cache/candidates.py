@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers import compiled_cache, neuron_cache
-from workers.artifacts.listing import SourceError
-from workers.compiled import MANIFEST, peek
+from workers.artifacts.sources.listing import SourceError
+from workers.neff_cache import compiled_cache, compiler_cache
+from workers.neff_cache.compiled_artifacts import MANIFEST, peek
 from workers.neff_cache.entries import State, listed_entries, read_entries
-from workers.neff_cache.files import damaged
+from workers.neff_cache.file_states import damaged
 from workers.neff_cache.predict import Candidate, has_more_buckets
 from workers.neff_cache.record import LOCK_FILE, Proof, Record, decoded, name_of, place_of, read_record, records_in
-from workers.neff_cache.silence import in_words
 from workers.neff_cache.sync import S3, Localized, localized, place_at, records_at
+from workers.neff_cache.unavailable import in_words
 
 CACHED = "transformers-neuronx"  # the engine whose graphs are in Neuron's cache; the others keep whole folders
 BESIDE = "compiled"  # the folder of a checkpoint in which Optimum has left its NEFFs
@@ -83,7 +83,7 @@ def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -
 
 def given(source: Path, environment: Mapping[str, str]) -> Path | None:
     """A folder of NEFFs that came with the model: Optimum's, or one that is named as the cache and holds them flat."""
-    cache = neuron_cache.location(environment)
+    cache = compiler_cache.location(environment)
     for folder in (source / BESIDE, *([] if cache is None else [cache])):
         if any(folder.glob("*.neff")):
             return folder
@@ -101,7 +101,7 @@ def beside(folder: Path) -> Candidate:
 def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
     """The failures of this very manifest, for an engine whose graphs no other model finds in the cache."""
     place = localized(environment, keep_of(root))
-    cache = neuron_cache.location(environment) if place is None else place.path
+    cache = compiler_cache.location(environment) if place is None else place.path
     told = None if cache is None else read_record(place_of(cache, name_of(wanted)))
     if cache is None or told is None or RETRIED in environment.get("NEURON_CC_FLAGS", "").split():
         return
@@ -113,7 +113,7 @@ def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root:
 def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
     """What the records of the model's NEFF cache tell, those of one elsewhere too; one that is silent comes first."""
     place = localized(environment, keep_of(root))
-    cache = neuron_cache.location(environment) if place is None else place.path
+    cache = compiler_cache.location(environment) if place is None else place.path
     if cache is None:
         return
     name = name_of(wanted)
@@ -160,4 +160,6 @@ def _add_afar(place: Localized, known: dict[str, Record]) -> frozenset[str]:
 
 def _is_stuck(cache: Path, name: str, state: State | None) -> bool:
     """Whether the compiler would not try it again, nor the start before it."""
-    return state is State.FAILED and not neuron_cache.was_killed(neuron_cache.tail_of(cache / name / neuron_cache.LOG))
+    return state is State.FAILED and not compiler_cache.was_killed(
+        compiler_cache.tail_of(cache / name / compiler_cache.LOG)
+    )

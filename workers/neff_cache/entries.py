@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from workers import neuron_cache
-from workers.artifacts.listing import RemoteFile
-from workers.neff_cache.files import about
-from workers.neuron_cache import LOG, NEFF
+from workers.artifacts.sources.listing import RemoteFile
+from workers.neff_cache import compiler_cache
+from workers.neff_cache.compiler_cache import LOG, NEFF
+from workers.neff_cache.file_states import about
 
 DONE = "model.done"
 FLAGS = "compile_flags.json"
@@ -59,7 +59,7 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Of the graph."""
-        return self.module.removeprefix(neuron_cache.GRAPH).partition("+")[0]
+        return self.module.removeprefix(compiler_cache.GRAPH).partition("+")[0]
 
     @property
     def flags_key(self) -> str:
@@ -82,11 +82,11 @@ def read_entries(root: Path, now: float | None = None) -> tuple[CacheEntry, ...]
     A lock is called stale when no compiler of this host works at the graph, its folder has not changed for two seconds
     and lies on a file system of this host alone.
     """
-    folders = sorted(path for path in root.glob(neuron_cache.GRAPHS) if path.is_dir())
+    folders = sorted(path for path in root.glob(compiler_cache.GRAPHS) if path.is_dir())
     locked = any(path.name.endswith(".lock") for folder in folders for path in _files(folder))
-    commands = neuron_cache.compilers() if locked else []
-    shared = locked and neuron_cache.file_system(root) in neuron_cache.SHARED
-    unnamed = any(neuron_cache.GRAPH not in command for command in commands)  # it does not say what it compiles
+    commands = compiler_cache.compilers() if locked else []
+    shared = locked and compiler_cache.file_system(root) in compiler_cache.SHARED
+    unnamed = any(compiler_cache.GRAPH not in command for command in commands)  # it does not say what it compiles
     at = time.time() if now is None else now
     found = []
     for folder in folders:
@@ -116,7 +116,7 @@ def listed_entries(files: Iterable[RemoteFile]) -> tuple[CacheEntry, ...]:
             changed_at=0.0,
         )
         for name, held in sorted(folders.items())
-        if name.partition("/")[2].startswith(neuron_cache.GRAPH)
+        if name.partition("/")[2].startswith(compiler_cache.GRAPH)
     )
 
 
@@ -129,10 +129,10 @@ def _read(folder: Path, busy: bool, now: float) -> CacheEntry:
         changed = max(changed, found.st_mtime)
     if not sizes and (found := about(folder)) is not None:
         changed = found.st_mtime  # a compile that just begins makes the folder first
-    state = state_of(sizes, busy or now - changed < neuron_cache.SETTLE_S)
+    state = state_of(sizes, busy or now - changed < compiler_cache.SETTLE_S)
     if state is State.SUCCESS and not sizes[NEFF]:
         state = State.EMPTY  # what a power failure leaves of a file that was never written to the disk
-    lines = neuron_cache.tail_of(folder / LOG).split("\n") if state is State.FAILED else []
+    lines = compiler_cache.tail_of(folder / LOG).split("\n") if state is State.FAILED else []
     words = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return CacheEntry(
         name=f"{folder.parent.name}/{folder.name}",

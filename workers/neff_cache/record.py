@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
+from workers.neff_cache.compiler_cache import NEFF
 from workers.neff_cache.entries import DONE, OWN, State, read_entry
-from workers.neff_cache.files import Part, damaged, part_of, sync_to_disk
-from workers.neuron_cache import NEFF
+from workers.neff_cache.file_states import Part, damaged, part_of, sync_to_disk
 
 LOCK_FILE = "corewright.lock.json"  # in a folder of artifacts
 SUFFIX = ".lock.json"  # in a cache

@@ -23,13 +23,14 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from workers import neuron_cache
-from workers.artifacts import locks
-from workers.artifacts.listing import Listing, RemoteFile, SourceError, Stopped
-from workers.artifacts.patience import Patience
-from workers.artifacts.progress import Progress
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.fetch.retry_policy import RetryPolicy
+from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.store import locks
+from workers.neff_cache import compiler_cache
+from workers.neff_cache.compiler_cache import LOG, NEFF
 from workers.neff_cache.entries import DONE, OWN, State, listed_entries, read_entries, read_entry
-from workers.neff_cache.files import BLOCK, Part, about, digest, files_below, part_of, sync_folder, sync_to_disk
+from workers.neff_cache.file_states import BLOCK, Part, about, digest, files_below, part_of, sync_folder, sync_to_disk
 from workers.neff_cache.record import (
     SUFFIX,
     Proof,
@@ -42,8 +43,7 @@ from workers.neff_cache.record import (
     records_in,
     write_record,
 )
-from workers.neff_cache.silence import PATIENCE_S
-from workers.neuron_cache import LOG, NEFF
+from workers.neff_cache.unavailable import PATIENCE_S
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,9 @@ class Synced(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
 
 
-class Place(Protocol):
-    """A cache elsewhere. Names are as in ``workers.artifacts.listing``; every method blocks, and raises SourceError."""
+class CachePlace(Protocol):
+    """A cache elsewhere. Names are as in ``workers.artifacts.sources.listing``; every method blocks, and raises
+    SourceError."""
 
     @property
     def url(self) -> str: ...
@@ -94,7 +95,7 @@ class Place(Protocol):
     def put_bytes(self, name: str, data: bytes) -> None: ...
 
 
-def place_at(location: str) -> Place:
+def place_at(location: str) -> CachePlace:
     """``s3://bucket/prefix``, or a folder. Raises SourceError."""
     return BucketPlace(location) if location.startswith(S3) else FolderPlace(Path(location.removeprefix("file://")))
 
@@ -103,9 +104,9 @@ class BucketPlace:
     """A prefix in S3."""
 
     def __init__(self, url: str) -> None:
-        from workers.artifacts.s3 import Bucket
+        from workers.artifacts.sources.s3 import Bucket
 
-        self._patience = Patience(seconds=PATIENCE_S)
+        self._patience = RetryPolicy(seconds=PATIENCE_S)
         self._bucket = Bucket.of(url, self._patience)
 
     @property
@@ -119,14 +120,14 @@ class BucketPlace:
         return self._bucket.read(name)
 
     def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
-        from workers.artifacts.transfer import S3Remote
+        from workers.artifacts.fetch.transfer import S3Remote
 
         listing = Listing(source=self.url, files=tuple(sorted(files, key=lambda file: file.name)))
         S3Remote(self.url, patience=self._patience).fetch(listing, folder, Progress(self.url), stop)
 
     def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
         """``model.done`` comes last: without it an entry is none."""
-        from workers.artifacts.s3 import Bucket
+        from workers.artifacts.sources.s3 import Bucket
 
         there = {file.name for file in Bucket.of(f"{self.url}/{name}", self._patience).files()}
         if DONE in there and not replaced:  # another host was faster
@@ -214,7 +215,7 @@ class FolderPlace:
         own.mkdir(parents=True, exist_ok=True)
         for stray in own.glob(f"{STAGED}*"):
             if (found := about(stray)) is not None and time.time() - found.st_mtime > STRAY_S:
-                neuron_cache.remove(stray)
+                compiler_cache.remove(stray)
         return own / f"{STAGED}{secrets.token_hex(8)}"
 
 
@@ -235,7 +236,7 @@ def localized(environment: Mapping[str, str], keep: Path) -> Localized | None:
     flags = environment.get("NEURON_CC_FLAGS", "").split()
     if any(flag == "--no_cache" or flag.startswith("--cache_dir=") for flag in flags):
         return None
-    url = environment.get(URL) or neuron_cache.DEFAULT
+    url = environment.get(URL) or compiler_cache.DEFAULT
     path = keep / blake2s(url.encode(), digest_size=8).hexdigest()
     if url.startswith(S3):
         return Localized(url, path, "s3")
@@ -244,7 +245,7 @@ def localized(environment: Mapping[str, str], keep: Path) -> Localized | None:
     folder = Path(url.removeprefix("file://"))
     if not is_writable(folder):
         return Localized(url, path, "read-only")
-    if neuron_cache.file_system(folder) in neuron_cache.SHARED:
+    if compiler_cache.file_system(folder) in compiler_cache.SHARED:
         return Localized(url, path, "shared")
     return None
 
@@ -265,7 +266,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def pull(
-    place: Place,
+    place: CachePlace,
     local: Path,
     *,
     record: str = "",
@@ -288,7 +289,7 @@ def pull(
         return _pulled(place, local, record, compiler, stop)  # another host has sent a graph since they were listed
 
 
-def _pulled(place: Place, local: Path, record: str, compiler: str, stop: threading.Event) -> Synced:
+def _pulled(place: CachePlace, local: Path, record: str, compiler: str, stop: threading.Event) -> Synced:
     files = place.files()
     named = _graphs_of(place, files, record)
     wanted = [
@@ -316,7 +317,7 @@ def _pulled(place: Place, local: Path, record: str, compiler: str, stop: threadi
     return Synced(entries=tuple(came), records=records, bytes=sum(file.size for file in moved))
 
 
-def push(local: Path, place: Place) -> Synced:
+def push(local: Path, place: CachePlace) -> Synced:
     """Bring back the finished entries that ``place`` lacks, then the records whose graphs are all there.
 
     What is not as its record has it stays here. No finished entry is replaced, but for one that this process has found
@@ -345,7 +346,7 @@ def push(local: Path, place: Place) -> Synced:
     return Synced(entries=tuple(sent), records=records, bytes=size)
 
 
-def records_at(place: Place, files: Sequence[RemoteFile]) -> Iterator[Record]:
+def records_at(place: CachePlace, files: Sequence[RemoteFile]) -> Iterator[Record]:
     """The records of a cache elsewhere, of which ``files`` are."""
     for file in files:
         if _is_record(file.name) and (told := decoded(place.read(file.name))) is not None:
@@ -373,7 +374,9 @@ def move_in(staged: Path, target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _pull_records(place: Place, files: Sequence[RemoteFile], local: Path, came: Collection[str]) -> tuple[str, ...]:
+def _pull_records(
+    place: CachePlace, files: Sequence[RemoteFile], local: Path, came: Collection[str]
+) -> tuple[str, ...]:
     """Those that are new, and of whose graphs every one is here by now.
 
     The digests are those of what is here, of earlier records as well: two hosts that compile a graph at once do not
@@ -402,7 +405,7 @@ def _digests(files: Sequence[RemoteFile]) -> dict[str, list[str]]:
     return found
 
 
-def _graphs_of(place: Place, files: Sequence[RemoteFile], record: str) -> Mapping[str, Part] | None:
+def _graphs_of(place: CachePlace, files: Sequence[RemoteFile], record: str) -> Mapping[str, Part] | None:
     """None: there is no such record."""
     named = [file for file in files if file.name == f"{OWN}/{record}{SUFFIX}"]
     return next((told.graphs for told in records_at(place, named) if told.graphs), None)
@@ -413,7 +416,7 @@ def _is_good(local: Path, file: Path) -> bool:
     return told is not None and not told.failed and all(is_finished(local, name) for name in told.graphs)
 
 
-def _push_records(local: Path, place: Place, there: set[str], finished: set[str]) -> tuple[str, ...]:
+def _push_records(local: Path, place: CachePlace, there: set[str], finished: set[str]) -> tuple[str, ...]:
     sent = []
     for told in records_in(local):
         name = f"{OWN}/{told.name}{SUFFIX}"

@@ -1,0 +1,1 @@
+"""Who may do what: API keys, TLS, rate limits, allowed sources, and the audit log."""

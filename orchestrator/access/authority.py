@@ -1,0 +1,77 @@
+"""The certificate authority of one fleet, made at its `up`: it signs one certificate for the gateways and one for the
+replicas, and its own key is then forgotten."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from workers.messages.credentials import GATEWAY, REPLICA, Credentials
+
+LIFE = datetime.timedelta(days=3650)  # longer than any fleet lives; the next `up` has another authority
+SKEW = datetime.timedelta(days=1)  # by which the clocks of hosts may differ
+
+
+@dataclass(frozen=True)
+class FleetCredentials:
+    """Both sides of the data plane."""
+
+    gateway: Credentials
+    replica: Credentials
+
+
+def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
+    """New ones, of a new authority. 1 ms."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "corewright fleet")])
+    issuer_key = ec.generate_private_key(ec.SECP256R1())
+
+    def usage(*, signs: bool) -> x509.KeyUsage:
+        return x509.KeyUsage(
+            digital_signature=not signs,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            key_cert_sign=signs,
+            crl_sign=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+
+    def begun(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
+        ends = now + life
+        builder = builder.not_valid_before(min(now, ends) - SKEW).not_valid_after(ends)
+        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+        builder = builder.add_extension(identifier, critical=False)
+        return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+    authority = begun(issuer, issuer_key.public_key())
+    authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    authority = authority.add_extension(usage(signs=True), critical=True)
+    authority_pem = authority.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
+
+    def leaf(name: str, purpose: x509.ObjectIdentifier) -> Credentials:
+        """One that serves for that purpose alone: a replica cannot pass for a gateway."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = begun(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key())
+        certificate = certificate.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        certificate = certificate.add_extension(usage(signs=False), critical=True)
+        certificate = certificate.add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
+        certificate = certificate.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        encoding = serialization.Encoding.PEM
+        form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        return Credentials(
+            certificate=certificate.sign(issuer_key, hashes.SHA256()).public_bytes(encoding).decode(),
+            key=key.private_bytes(encoding, form, plain).decode(),
+            authority=authority_pem,
+        )
+
+    gateway = leaf(GATEWAY, ExtendedKeyUsageOID.CLIENT_AUTH)
+    return FleetCredentials(gateway=gateway, replica=leaf(REPLICA, ExtendedKeyUsageOID.SERVER_AUTH))

@@ -1,0 +1,186 @@
+"""Where a spec may point: what its models may read, and what of it may run: interpreters, and code of checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.fleet.controller_settings import ControllerSettings
+from placements.spec.parse import parse
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec, Spec
+
+S3, HUB = "s3://", "hub:"
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+BARRED = ("source-not-allowed", "interpreter-not-allowed", "remote-code-not-allowed")
+_PATH_STARTS = ("/", "./", "../", "~")
+
+
+@dataclass(frozen=True)
+class SourcePolicy:
+    """None allows everything."""
+
+    prefixes: tuple[str, ...] | None = None  # absolute folders, s3:// prefixes, and hub: with an organisation or an id
+    interpreters: frozenset[str] | None = None  # exact paths
+    remote_code: frozenset[str] | None = None  # sources whose own code may run
+
+    def problems(self, spec: Spec) -> tuple[Problem, ...]:
+        """What the spec may not name, each with its place. Follows links, so that none leads out of a folder. Blocks.
+
+        A folder that is allowed is meant with all that is in it; who can write there, or exchange a link after this
+        look, decides what is loaded.
+        """
+        found = [*self._of_interpreters(spec)]
+        for model in spec.models:
+            found += self._of_model(spec, model)
+            found += self._of_remote_code(spec, model)
+        return tuple(found)
+
+    def allows(self, place: str) -> bool:
+        """Whether an absolute path, an s3:// address or an id of the hub lies at or below one of the prefixes."""
+        if self.prefixes is None:
+            return True
+        if place.startswith(S3):
+            segments = place[len(S3) :].split("/")
+            if any(segment in (".", "..") for segment in segments):
+                return False
+            known = [prefix[len(S3) :].rstrip("/").split("/") for prefix in self.prefixes if prefix.startswith(S3)]
+            return any(segments[: len(prefix)] == prefix for prefix in known)
+        if not place.startswith("/"):
+            known = [prefix[len(HUB) :].strip("/").split("/") for prefix in self.prefixes if prefix.startswith(HUB)]
+            return _HUB_ID.fullmatch(place) is not None and any(
+                prefix == [""] or place.split("/")[: len(prefix)] == prefix for prefix in known
+            )
+        real = _real(place)
+        folders = [_real(prefix) for prefix in self.prefixes if not prefix.startswith((S3, HUB))]
+        if real is None:
+            return False
+        return any(folder is not None and (real == folder or folder in real.parents) for folder in folders)
+
+    def _of_interpreters(self, spec: Spec) -> Iterator[Problem]:
+        for engine in spec.engines:
+            python = spec.python_for(engine)
+            if self.interpreters is None or python is None or os.path.normpath(python) in self.interpreters:
+                continue
+            what = f"engines.{engine}.python: {python} is none of the interpreters of the spec that `up` was given"
+            hint = "an interpreter is a program: name it in the spec of `corewright up`"
+            yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
+
+    def _of_remote_code(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+        if self.remote_code is None or not _trusted(model) - self.remote_code:
+            return
+        what = f"{model.name}: trust_remote_code runs code of {min(_trusted(model) - self.remote_code)}"
+        hint = "code is a program: name the model with trust_remote_code in the spec of `corewright up`"
+        where = spec.where("models", model.name, "trust_remote_code")
+        yield Problem("remote-code-not-allowed", "error", where, what, hint)
+
+    def _of_model(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+        if self.prefixes is None:
+            return
+        for keys, place, shown in _places(model):
+            if not self.allows(place):
+                where = spec.where("models", model.name, *keys)
+                known = ", ".join(self.prefixes) or "nothing"
+                what = f"{model.name}: {'.'.join(keys)} {shown!r} is not below what a spec may read here: {known}"
+                hint = "move it there, or extend the setting allowed_sources and start `up` again"
+                yield Problem("source-not-allowed", "error", where, what, hint)
+
+
+def interpreters_of(spec: Spec) -> frozenset[str]:
+    """Those that a spec names, as ``Allowed`` compares them."""
+    named = [spec.python_for(engine) for engine in spec.engines]
+    return frozenset(os.path.normpath(python) for python in named if python is not None)
+
+
+def allowed_by_setting(fleet: ControllerSettings) -> SourcePolicy:
+    """What `allowed_sources` says, to whoever applies a spec. Unset: everything."""
+    if fleet.allowed_sources is None:
+        return SourcePolicy()
+    return SourcePolicy(fleet.allowed_sources, *_own_programs(fleet))
+
+
+def allowed_to_keys(fleet: ControllerSettings) -> SourcePolicy:
+    """To who comes with an API key, and so need not have a shell here. Unset: the folder of the spec that `up` was
+    given."""
+    prefixes = (fleet.base_dir,) if fleet.allowed_sources is None else fleet.allowed_sources
+    return SourcePolicy(prefixes, *_own_programs(fleet))
+
+
+def _own_programs(fleet: ControllerSettings) -> tuple[frozenset[str], frozenset[str]]:
+    """What the spec of `up` runs: interpreters, and the code of sources."""
+    own = parse(fleet.spec_text, fleet.spec_file, fleet.base_dir).spec
+    if own is None:
+        return frozenset(), frozenset()
+    return interpreters_of(own), frozenset().union(*map(_trusted, own.models))
+
+
+def _trusted(model: ModelSpec) -> frozenset[str]:
+    """The sources whose code the model would run, as `allows` takes them, with their revisions."""
+    if not model.trust_remote_code or model.engine == "echo" or "source" in model.broken:
+        return frozenset()
+    found = {_at(model.source_path or model.source, model.revision)}
+    if model.draft is not None:
+        found.add(_at(model.draft_path or model.draft.source, model.draft.revision))
+    return frozenset(found)
+
+
+def _at(place: str, revision: str | None) -> str:
+    return place if revision is None else f"{place}@{revision}"
+
+
+def _real(path: str) -> Path | None:
+    try:
+        return Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or what is no path
+        return None
+
+
+def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """All that a model's fields have read or written: the keys, the absolute place, and what the spec says."""
+    if model.engine != "echo" and "source" not in model.broken:
+        yield ("source",), model.source_path or model.source, model.source
+    if model.draft is not None:
+        yield ("draft", "source"), model.draft_path or model.draft.source, model.draft.source
+    if model.neff_cache is not None:
+        yield ("neff_cache",), model.neff_cache_location or model.neff_cache, model.neff_cache
+    for text in _texts(model.engine_options):
+        if "/" in text or text.startswith(_PATH_STARTS):
+            yield ("engine_options",), _absolute(model, text), text
+    for text in _words(model.compiler.flags):
+        value = text.partition("=")[2] or text
+        if "/" in value or value.startswith(_PATH_STARTS):
+            written = value if value.startswith((*_PATH_STARTS, S3)) else value[value.index("/") :]  # as in -I/folder
+            yield ("compiler", "flags"), _absolute(model, written), text
+
+
+def _absolute(model: ModelSpec, text: str) -> str:
+    if text.startswith(S3):
+        return text
+    try:
+        return str(Path(model.base_dir) / Path(text).expanduser())
+    except RuntimeError:  # ~ of nobody
+        return ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _words(flags: str) -> Iterable[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError:  # a quote that does not end
+        return flags.split()

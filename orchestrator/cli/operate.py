@@ -1,0 +1,75 @@
+"""Commands that move the fleet by hand, beside its spec: scale, load, unload, cordon, uncordon, drain."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.app import FormatOption, ModelArgument, app, the_fleet
+from orchestrator.cli.output import Format, show
+
+CoresArgument = Annotated[
+    str, typer.Argument(metavar="HOST[:CORES]", help="A host, or some of its cores: inf2.48xlarge/0:0-3.")
+]
+
+
+@app.command()
+def scale(
+    model: ModelArgument,
+    count: Annotated[str, typer.Argument(metavar="N|auto", help="Replicas; auto: as the spec says.")],
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Set the number of a model's replicas, whatever the spec's `min` says."""
+    if count != "auto" and not (count.isascii() and count.isdecimal() and len(count) < 6):
+        raise typer.BadParameter(f"{count!r} is neither a number nor auto", param_hint="N|auto")
+    number = None if count == "auto" else int(count)
+    answer = the_fleet().post("scale", {"model": model, "count": number})
+    replicas = f"{count} replica{'' if number == 1 else 's'}"
+    show(answer, output, f"{model}: {'as the spec says' if number is None else replicas}")
+
+
+@app.command()
+def load(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
+    """Start a model that has no replica."""
+    show(the_fleet().post("load", {"model": model}), output, f"{model}: loading")
+
+
+@app.command()
+def unload(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
+    """End a model's replicas; not even a request starts one until `load`."""
+    show(the_fleet().post("unload", {"model": model}), output, f"{model}: unloading")
+
+
+@app.command()
+def cordon(where: CoresArgument, output: FormatOption = Format.TABLE) -> None:
+    """Place nothing new on a host, or on some of its cores. What runs there goes on."""
+    _cordon(where, "cordon", output)
+
+
+@app.command()
+def uncordon(where: CoresArgument, output: FormatOption = Format.TABLE) -> None:
+    """Take a cordon back."""
+    _cordon(where, "uncordon", output)
+
+
+def _cordon(where: str, verb: str, output: Format) -> None:
+    from placements.facts.core_range import CoreRange
+
+    host, _, cores = where.partition(":")
+    if ":" in where:
+        try:
+            CoreRange.parse(cores)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="HOST[:CORES]") from None
+    answer = the_fleet().post(verb, {"host": host, "cores": cores or None})
+    show(answer, output, f"{host}{f' cores {cores}' if cores else ''}: {verb}ed")
+
+
+@app.command()
+def drain(
+    target: Annotated[str, typer.Argument(metavar="HOST|REPLICA", help="A host's name or a replica's id.")],
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Move a host's replicas elsewhere and cordon it, or replace one replica."""
+    show(the_fleet().post("drain", {"target": target}), output, f"{target}: draining")

@@ -1,0 +1,1 @@
+"""Compiles the models of a spec before anything starts, and publishes compiled artifacts."""

@@ -1,0 +1,742 @@
+"""The loop that brings a fleet to what is wished: observe, aim, reconcile, apply. No Ray in here.
+
+Its effects are a Protocol (`effects.Cluster`); what it knows and has decided is one object (`state.FleetState`).
+Everything runs on one event loop and nothing else writes the state, so there are no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec.structs
+
+from orchestrator.control.controller_metrics import Tally, engine_families, fleet_families, scaling_changes
+from orchestrator.control.host_watch import HostWatch
+from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
+from orchestrator.control.scaler import Scaler
+from orchestrator.control.status import Conditions, route_table, status
+from orchestrator.fleet.controller_settings import ControllerSettings
+from orchestrator.fleet.effects import ClusterClient, Fetched, ReplicaDied, actor_name
+from orchestrator.fleet.lifecycle import AHEAD, STARTING, Signal, State, advance
+from orchestrator.fleet.route_table import RouteTable
+from orchestrator.fleet.snapshot import SETTLED_S, Observed, ReplicaView
+from orchestrator.process.home import Home
+from orchestrator.records.journal import Journal
+from orchestrator.revisions.config_builder import replica_config
+from orchestrator.rollout.rollout_step import ReplicaTarget
+from orchestrator.scaling.demand_report import DemandReport
+from orchestrator.starts.start_pipeline import StartEffects, StartPipeline
+from orchestrator.starts.update_prefetch import UpdatePrefetch
+from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.quarantine import on_failure
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import AUTO_ENGINES
+from placements.spec.schema import Deadlines
+from workers.artifacts.fetch.artifact_fetcher import wanted_by
+from workers.host.lifetime import since_boot
+from workers.host.neuron_faults import after_serving
+from workers.messages.metric_family import MetricFamily, gauge, joined, labelled
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0  # how often the world is read again when nothing happens
+SOONEST_S = 0.05  # between two rounds that nobody has asked for
+LOG_LINES = 8
+LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
+DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
+_NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
+
+
+class Controller:
+    """One fleet. ``run`` is the loop; everything else may be called while it runs, on the same event loop."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        cluster: ClusterClient,
+        journal: Journal,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        resumed: Callable[[], float] = lambda: -math.inf,
+        wall: Callable[[], float] = time.time,
+        tick_s: float = TICK_S,
+        in_thread: Callable[..., Coroutine[Any, Any, Any]] = asyncio.to_thread,
+        restarted: bool = False,
+    ) -> None:
+        """``clock`` is monotonic and may leave pauses out (`AwakeClock`); then ``resumed`` returns when the last one
+        ended. ``in_thread`` runs a function that blocks; ``restarted`` is the state's. Raises ValueError for a spec
+        with errors: `up` has checked it.
+        """
+        self.in_thread = in_thread
+        self.settings = settings
+        self.state = FleetState(settings, journal, clock, wall, restarted)
+        self.scaler = Scaler(self.state)
+        self._cluster = cluster
+        self._clock = clock
+        self._resumed = resumed
+        self._resumed_at = resumed()
+        self._tick_s = tick_s
+        self._home = Home(Path(settings.home))
+        self._conditions = Conditions(wall)
+        self._tally = Tally()
+        self._heard: dict[str, tuple[int, ReplicaStatus]] = {}  # of each replica its epoch, and what it told last
+        self._busy: set[str] = set()  # replicas with an effect under way
+        self._followed: dict[str, int] = {}  # of each replica that somebody listens to, the epoch
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._version = 1
+        self._told: tuple[Any, ...] = ()  # what routes and status were made of when someone was told last
+        self._was_ready = False
+        self._closing = False
+        self._settled = asyncio.Event()  # what lived before is known: only then may anyone ask
+        self._hosts = HostWatch(self.state, cluster, self._home, self._tally)
+        self._readying = StartPipeline(
+            self.state,
+            cluster,
+            StartEffects(
+                view=self._view,
+                put=self._put,
+                signal=self._signal,
+                fail=self._fail,
+                hear_again=self._hear_again,
+                fetched=self._fetched,
+                spawn=self._spawn,
+                wake=self._wake.set,
+            ),
+        )
+        self._preparing = UpdatePrefetch(
+            self.state,
+            cluster,
+            config_of=self._config_of,
+            log_of=lambda model: self._home.logs / f"compile-{model}.log",
+            spawn=self._spawn,
+            fetched=self._fetched,
+            wake=self._wake.set,
+        )
+
+    # The loop
+
+    async def run(self) -> None:
+        """Until ``shutdown``."""
+        await self._adopt()
+        self.state.aim()
+        await self.publish()
+        self._settled.set()
+        while not self._closing:
+            self._wake.clear()
+            began = self._clock()
+            try:
+                await self._round()
+            except Exception:  # whatever it was: the next round reads the world again, and the fleet goes on serving
+                log.exception("a round failed")
+                self._tally.failed_rounds += 1
+            self._tally.rounds.observe(self._clock() - began)
+            soon = self.scaler.due_in() if self.state.hold is None else None
+            rest = self._tick_s if soon is None else max(SOONEST_S, min(soon, self._tick_s))
+            tick = asyncio.get_running_loop().call_later(rest, self._wake.set)
+            await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
+            tick.cancel()
+
+    async def _round(self) -> None:
+        await self._hosts.look()
+        fetching = self._preparing.hosts | self._readying.hosts
+        await asyncio.gather(self._hosts.look_at_held(), self._hosts.look_at_fetches(fetching))
+        self._readying.look()
+        if self._closing:
+            return
+        state = self.state
+        state.try_to_write()
+        self._report_reach()
+        self._listen_to_all()
+        if state.hold is None:
+            await self._decide()
+        else:
+            state.aim()
+        await self.publish()
+
+    async def _decide(self) -> None:
+        """Say what should be now, and begin to do it."""
+        state = self.state
+        self._scale()
+        goal = state.aim()
+        rollback = state.follow_rollout()
+        self._tally.rollout(state.current.number, state.rollout_state()[0])
+        if rollback is not None:
+            current = state.current
+            rollback = await self.in_thread(state.narrowed, rollback)
+            if state.current is not current:
+                return  # somebody has applied another revision meanwhile
+            state.roll_back(rollback)
+            self.renew_deadlines()
+            goal = state.aim()
+        observed = Observed(self._clock(), dict(state.views), self._resumed())
+        if observed.resumed != self._resumed_at:
+            self._resumed_at = observed.resumed
+            state.tell(
+                "warning", "Paused", "the controller was not scheduled for a while: no deadline counts that time"
+            )
+        for action in reconcile(goal.targets, observed, state.replaced()):
+            self._apply(action)
+        self._preparing.round()
+
+    def _report_reach(self) -> None:
+        """An event for each replica that gateways cannot reach any more, or again."""
+        state = self.state
+        before, after = state.unreachable, state.reach.unreachable(self._clock()) & state.views.keys()
+        state.unreachable = after
+        for id in sorted(after - before):
+            state.tell("error", "Unreachable", "it is ready, and a gateway cannot connect to it", view=state.views[id])
+        for id in sorted((before - after) & state.views.keys()):
+            state.tell("info", "Reachable", "the gateways are connected to it again", view=state.views[id])
+
+    def _scale(self) -> None:
+        try:
+            self.scaler.round()
+        except Exception:  # the numbers stay as they are, and what has failed is mended all the same
+            log.exception("no decision about the numbers of replicas")
+            self._tally.failed_rounds += 1
+
+    def wake_up(self) -> None:
+        """Something has changed: do not wait for the next tick."""
+        self._wake.set()
+
+    async def shutdown(self, drain_s: float) -> None:
+        """Drain every replica for at most ``drain_s``, end it, and see its process dead."""
+        self._closing = True
+        self._wake.set()
+        await self.publish()
+        self._preparing.stop()
+        ended = await asyncio.gather(*(self._take_down(id, drain_s) for id in self.state.views), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                log.error("a replica did not end in order", exc_info=error)
+        self.state.tell("info", "FleetStopped", "every replica was drained and ended")
+
+    async def wake(self, model: str) -> None:
+        """A request came for a model without replicas (`min: 0`): start one. Raises KeyError for an unknown model."""
+        spec = self.state.current.spec.model(model)
+        if spec is None:
+            raise KeyError(model)
+        state = self.state
+        if state.hold is not None or state.wanted(spec) or state.sleeps(model) or state.bounds(spec).max == 0:
+            return
+        if spec.scaling.auto and self.scaler.active:  # it may need cores of others
+            self.scaler.wake(model)
+        else:
+            state.tell("info", "Woken", "the first request starts it", model=model)
+            state.woken.add(model)
+        self._wake.set()
+
+    async def demand(self, report: DemandReport) -> None:
+        """What one gateway has seen since its last report."""
+        self.state.reach.hear(report.gateway, report.unreachable, self._clock())
+        if self.scaler.hear(report):
+            self._wake.set()
+
+    # What is there
+
+    async def _adopt(self) -> None:
+        state = self.state
+        survivors, lost = await self._cluster.survivors()
+        for id, epoch in lost.items():
+            state.epochs[id] = max(epoch, state.epochs.get(id, 0))
+        for survivor in survivors:
+            config, seen = survivor.config, survivor.status
+            id = f"{config.model}/{config.replica}"
+            cores = CoreRange(config.cores[0], config.cores[-1]) if config.cores else None
+            phase = {Phase.READY: State.READY, Phase.DRAINING: State.DRAINING}.get(seen.phase, State.LOADING)
+            state.views[id] = ReplicaView(
+                model=config.model,
+                replica=config.replica,
+                epoch=config.epoch,
+                host=config.host,
+                cores=cores,
+                state=phase,
+                since=self._clock(),
+                begun=self._clock() - max(0.0, since_boot() - seen.started),
+                asked=True,
+                pid=seen.pid,
+                started=seen.started,
+                socket=seen.address or config.socket,
+                version=config.version,
+                served=phase is not State.LOADING,
+                load_s=seen.load_s,
+                compile_s=seen.compile_s,
+                heard=self._clock(),
+                restarts=max(0, state.journal.state().starts.get(id, 1) - 1),
+                deadlines=self._deadlines(config.model),
+            )
+            state.configs[id] = config
+            if (config.model, config.version) not in state.pins:  # it may be one that is about to be replaced
+                state.pin(config)
+            state.number_model(config.model, int(Path(config.socket).name.partition("-")[0]))
+            state.epochs[id] = max(config.epoch, state.epochs.get(id, 0))
+            model = state.current.spec.model(config.model)
+            asleep = model is not None and state.wanted(model) == 0 and phase is not State.DRAINING
+            if asleep and not state.sleeps(config.model):
+                state.woken.add(config.model)
+            state.tell("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
+            if phase is State.DRAINING and state.hold is None:
+                self._spawn(self._drain(state.views[id]))
+            if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
+                self._readying.go_on_fetching(id, config)
+            self._listen(id, config.epoch, self._follow(id, config.epoch))
+
+    # What is done
+
+    def _apply(self, action: Action) -> None:
+        if isinstance(action, Start):
+            self._start(action.target, action.previous)
+        elif isinstance(action, Drain):
+            self.state.decide("drain", action.replica, "an update, or no longer planned")
+            self._tally.decided("drain")
+            self._signal(action.replica, Signal.DRAIN)
+            self._spawn(self._drain(action.replica))
+        elif isinstance(action, Stop):
+            self.state.decide("stop", action.replica, action.reason)
+            self._tally.decided("stop")
+            self._signal(action.replica, Signal.STOP, action.reason)
+        elif isinstance(action, Fail):
+            self.state.decide("fail", action.replica, action.reason)
+            self._tally.decided("fail")
+            self._tally.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
+            self._signal(action.replica, Signal.FAILED, action.reason)
+        elif isinstance(action, Release):
+            if action.replica.id not in self._busy:
+                self._busy.add(action.replica.id)
+                self._tally.decided("release")
+                self._spawn(self._release(action.replica))
+        elif isinstance(action, Forget):
+            self.state.decide("forget", action.replica, "gone and no longer planned")
+            self._tally.decided("forget")
+            self._heard.pop(action.replica.id, None)
+            del self.state.views[action.replica.id]
+            self.state.configs.pop(action.replica.id, None)
+            self._wake.set()
+
+    def _start(self, target: ReplicaTarget, previous: ReplicaView | None) -> None:
+        state = self.state
+        epoch = state.epochs.get(target.id, 0) + 1
+        state.epochs[target.id] = epoch
+        view = ReplicaView(
+            model=target.model,
+            replica=target.replica,
+            epoch=epoch,
+            host=target.host,
+            cores=target.cores,
+            state=State.PENDING,
+            since=self._clock(),
+            begun=self._clock(),
+            version=target.version,
+            restarts=0 if previous is None else previous.restarts + 1,
+            failures=0 if previous is None else previous.failures,
+            reason=None if previous is None else previous.reason,
+            log=() if previous is None else previous.log,
+            load_s=None if previous is None else previous.load_s,
+            heard=self._clock(),
+            deadlines=self._deadlines(target.model),
+        )
+        state.decide("start", view, "planned" if previous is None else "started again")
+        self._tally.started(view, again=previous is not None)
+        if target.placement is not None:
+            config = msgspec.structs.replace(self._config_of(target), epoch=epoch)
+        else:  # an older version, which goes on serving for a while
+            config = msgspec.structs.replace(state.configs[target.id], epoch=epoch)
+        config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
+        state.configs[target.id] = config
+        state.views[target.id] = dataclasses.replace(view, socket=config.socket)
+        state.tell("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
+        self._listen(target.id, epoch, self._start_and_follow(target.id, config))
+
+    def _config_of(self, target: ReplicaTarget) -> ReplicaConfig:
+        """What a replica that is placed anew is told, but for its epoch and its socket."""
+        assert target.placement is not None
+        generation = self.state.generation_of(target.model, target.version)
+        return replica_config(generation, target.placement, self._home, self.settings)
+
+    def _socket(self, target: ReplicaTarget, epoch: int) -> Path:
+        """Short, since names may be long."""
+        return self._home.sockets / f"{self.state.model_number(target.model)}-{target.replica}.{epoch}"
+
+    def forgive(self) -> None:
+        """Failed starts so far do not count any more: somebody has mended the cause."""
+        self.state.preparations = {key: one for key, one in self.state.preparations.items() if one.done}
+        for view in list(self.state.views.values()):
+            self._put(dataclasses.replace(view, failures=0, stopped=False))
+        self._wake.set()
+
+    def renew_deadlines(self) -> None:
+        """A new revision may have other ones; they hold for what runs too."""
+        for view in list(self.state.views.values()):
+            if self.state.current.spec.model(view.model) is not None:
+                self._put(dataclasses.replace(view, deadlines=self._deadlines(view.model)))
+
+    def _deadlines(self, name: str) -> Deadlines:
+        model = self.state.current.spec.model(name)
+        return Deadlines() if model is None else model.deadlines
+
+    async def _start_and_follow(self, id: str, config: ReplicaConfig) -> None:
+        try:
+            ready = await self._readying.made_ready(id, config)
+            view, arriving = self._view(id, config.epoch), self._readying.goes_on(id)
+            if ready is None or view is None or view.state not in STARTING:
+                return  # it was told to stop meanwhile
+            if isinstance(ready, Failure):
+                self._fail(view, ready)
+                return
+            self.state.configs[id] = ready
+            if not arriving:
+                self.state.pin(ready)
+            fetched_until = view.since + view.deadlines.fetch_s
+            fetch = view.fetch if arriving else None
+            if view.state in AHEAD:
+                view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
+            taken = self.state.quarantined.get(config.host, {}).keys() & set(config.cores)
+            if taken:  # meanwhile; the next round gives it others
+                self._signal(view, Signal.STOP, f"core {min(taken)} was taken by another process before its start")
+                return
+            # all until here was aside: waiting for what others fetch and compile, and asking the engine, as well
+            now = self._clock()
+            self._put(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
+            if arriving:
+                self._readying.await_rest(id, ready, view, fetched_until)
+            await self._cluster.start(ready)
+            view = self._view(id, config.epoch)
+            if view is None or view.state is State.STOPPING:  # and whoever ended it may have found no process yet
+                await self._cluster.end(actor_name(config.model, config.replica, config.epoch), None, None, config.host)
+        except Exception as error:
+            log.exception("%s cannot be started", id)
+            view = self._view(id, config.epoch)
+            if view is not None:
+                self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
+        else:
+            await self._follow(id, config.epoch)
+
+    def _fetched(self, model: str, found: Fetched | None) -> None:
+        """Count what a fetch brought; None: it failed."""
+        if found is None:
+            self._tally.not_fetched(model)
+            return
+        self._tally.fetched(model, found.moved, found.seconds)
+        self._hosts.fetched()
+
+    def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
+        """Run what hears of that replica until it is over, or fails."""
+        self._followed[id] = epoch
+
+        def over(_: object) -> None:
+            if self._followed.get(id) == epoch:
+                del self._followed[id]
+
+        self._spawn(work).add_done_callback(over)
+
+    def _listen_to_all(self) -> None:
+        """Replicas whose follower has failed are followed by another: else their death would not be heard of."""
+        for id, view in self.state.views.items():
+            lives = view.state in (State.PENDING, State.LOADING, State.READY, State.DRAINING)
+            if lives and not view.gone and self._followed.get(id) != view.epoch:
+                self._listen(id, view.epoch, self._follow(id, view.epoch))
+
+    async def _follow(self, id: str, epoch: int) -> None:
+        """Turn what a replica tells of itself into signals, until it is over."""
+        seen = 0
+        while (view := self._view(id, epoch)) is not None and view.state is not State.STOPPING:
+            try:
+                status = await self._cluster.watch(actor_name(view.model, view.replica, epoch), seen)
+            except ReplicaDied as death:
+                await self._bury(id, epoch, str(death))
+                return
+            view = self._view(id, epoch)
+            if view is None:
+                return
+            self._heard[id] = epoch, status
+            if view.state is not State.FAILED:  # what that one still tells it does no more
+                view = self._put(_with(view, status, self._clock()))
+            if view.step_s > view.deadlines.step_s:
+                self._wake.set()
+            if status.version > seen:
+                seen = status.version
+                self._hear(view, status)
+            if status.phase is Phase.FAILED:
+                return
+
+    async def _bury(self, id: str, epoch: int, death: str) -> None:
+        """A replica is gone without a word. Its log may have the runtime's last ones, which abort the process."""
+        view = self._view(id, epoch)
+        if view is None:
+            return
+        failure = Failure("replica-died", death)
+        if self.state.configs[id].engine in AUTO_ENGINES:
+            fault = await self._last_words(view)
+            if fault is not None:
+                failure = after_serving(fault) if view.served else fault
+                failure = msgspec.structs.replace(failure, what=f"{failure.what}; {death}")
+        view = self._view(id, epoch)
+        if view is not None:
+            self._fail(view, failure)
+
+    async def _last_words(self, view: ReplicaView) -> Failure | None:
+        log_file = str(self._home.log(view.model, view.replica))
+        try:
+            return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LAST_WORDS_S)
+        except Exception:  # the fleet must not wait for a deaf host, nor a death for a log
+            log.warning("the last words of %s cannot be read", view.id, exc_info=True)
+            return None
+
+    def _view(self, id: str, epoch: int) -> ReplicaView | None:
+        view = self.state.views.get(id)
+        return view if view is not None and view.epoch == epoch else None
+
+    def _hear_again(self, id: str, epoch: int) -> None:
+        heard = self._heard.get(id)
+        if heard is not None and heard[0] == epoch:
+            self._hear(self.state.views[id], heard[1])
+
+    def _hear(self, view: ReplicaView, status: ReplicaStatus) -> None:
+        view = self._put(dataclasses.replace(view, pid=status.pid, started=status.started))
+        if view.state is State.PENDING:
+            view = self._signal(view, Signal.STARTED)
+        if status.phase is Phase.READY and view.state is State.LOADING:
+            if view.id in self._readying.arriving:
+                return  # it is heard again when its fetch has ended, in a moment
+            load_s = round(self._clock() - view.begun - view.aside(self._clock()), 3)
+            self._put(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
+            self._signal(view, Signal.LOADED)
+        elif status.failure is not None and view.state is not State.STOPPING:
+            self._fail(view, status.failure)
+
+    def _fail(self, view: ReplicaView, failure: Failure) -> None:
+        """It cannot serve: withhold its cores, or do not try again, as the failure asks for."""
+        before = self.state.views[view.id]
+        if before.state in (State.FAILED, State.STOPPING):
+            return  # the first cause is the cause
+        self._tally.failed(before, failure.id)
+        if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
+            self._tally.quarantined(before.host, "suspect")
+        on_failure(self.state, before, failure)
+        self._put(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
+        self._signal(before, Signal.FAILED, str(failure))
+
+    def _signal(self, view: ReplicaView, signal: Signal, reason: str | None = None) -> ReplicaView:
+        before = self.state.views[view.id]
+        state = advance(before.state, signal)
+        if state is before.state:
+            return before
+        now = self._clock()
+        aside_s = before.aside(now)
+        after = dataclasses.replace(
+            before,
+            state=state,
+            since=now,
+            reason=reason or before.reason,
+            aside_s=aside_s,
+            fetch=before.fetch if state is State.LOADING else None,
+        )
+        if state not in STARTING:
+            self._readying.leave(view.id)
+        if state is State.READY:  # only now is the last failure over
+            after = dataclasses.replace(after, served=True, log=(), reason=None)
+            self.state.compiled_on.add((after.model, after.version, after.host))
+            self._tally.loaded(after)
+            self.state.tell("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
+        elif state is State.FAILED:
+            settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
+            after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, **_NOTHING)
+            pause = f"; the next start in {after.pause_s:.0f} s" if after.pause_s else ""
+            if after.stopped:
+                pause = f"; it is not tried again before an apply, or corewright rollout restart {after.model}"
+            self.state.tell("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
+        elif state is State.DRAINING:
+            self.state.tell("info", "Draining", "its requests may end, new ones go elsewhere", view=after)
+        log.info("%s: %s -> %s%s", view.id, before.state.value, state.value, f" ({reason})" if reason else "")
+        self._wake.set()
+        return self._put(after)
+
+    def _put(self, view: ReplicaView) -> ReplicaView:
+        self.state.views[view.id] = view
+        return view
+
+    async def _drain(self, view: ReplicaView) -> None:
+        await self.publish()  # out of the routes first
+        await self._drained(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
+        current = self._view(view.id, view.epoch)
+        if current is not None and current.state is State.DRAINING:
+            self._signal(current, Signal.STOP, "drained")
+
+    async def _drained(self, name: str, drain_s: float) -> None:
+        """Wait until the replica's live requests have ended, for ``drain_s``. The replica counts pauses, this does not:
+        a drain that was interrupted goes on."""
+        until = self._clock() + drain_s
+        left = drain_s
+        while not await self._cluster.drain(name, left) and (left := until - self._clock()) > 0:
+            pass
+
+    async def _release(self, view: ReplicaView) -> None:
+        try:
+            name = actor_name(view.model, view.replica, view.epoch)
+            gone = await self._cluster.end(name, view.pid, view.started, view.host)
+            if not gone:
+                return
+            if view.pid is not None:
+                self._hosts.seen_dead(view.pid)
+            tail = await self._tail(view)
+            current = self._view(view.id, view.epoch)
+            if current is not None:
+                self._put(dataclasses.replace(current, gone=True, log=tail, **_NOTHING))
+            self._wake.set()
+        finally:  # what is not gone is asked for again by the next round
+            self._busy.discard(view.id)
+
+    async def _tail(self, view: ReplicaView) -> tuple[str, ...]:
+        """The end of its log, as far as that can be had."""
+        log_file = str(self._home.log(view.model, view.replica))
+        try:
+            return tuple(await asyncio.wait_for(self._cluster.log_tail(log_file, LOG_LINES, view.host), LAST_WORDS_S))
+        except Exception:  # the cores of the dead must not wait for a log
+            log.warning("the log of %s cannot be read", view.id, exc_info=True)
+            return ()
+
+    async def _take_down(self, id: str, drain_s: float) -> None:
+        view = self.state.views[id]
+        name = actor_name(view.model, view.replica, view.epoch)
+        if view.state in (State.READY, State.DRAINING):
+            if view.state is State.READY:
+                self._signal(view, Signal.DRAIN)
+            await self._drained(name, drain_s)
+        view = self._signal(self.state.views[id], Signal.STOP, "the fleet ends")
+        gone = await self._cluster.end(name, view.pid, view.started, view.host)
+        log.info("%s: %s", view.id, "gone" if gone else "still alive")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an effect failed; the next round tries again", exc_info=error)
+
+    # What others ask
+
+    async def publish(self) -> None:
+        """Tell those who wait when the routes or the status have changed."""
+        state = self.state
+        serves = any(view.state is State.READY for view in state.views.values())
+        self._was_ready |= (state.hold is not None and serves) or all(
+            state.ready(model.name) >= min(model.replicas.min, state.wanted(model))
+            for model in state.current.spec.models
+        )
+        # All that routes and status are made of: making them each time would cost more than deciding.
+        told = (
+            list(state.views.values()),
+            state.goal,
+            dict(state.ways),
+            state.journal.state().seq,
+            state.lost,
+            state.unreachable,
+            dict(state.preparing),
+            [state.bounds(model) for model in state.current.spec.models],  # schedules move them
+            self._was_ready,
+            self._closing,
+        )
+        if told != self._told:
+            self.status()  # its conditions remember since when they hold
+            self._told = told
+            self._version += 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def settled(self) -> None:
+        """Wait until what lived before is known."""
+        await self._settled.wait()
+
+    async def change(self, seen: int, timeout_s: float) -> int:
+        """The version of the routes and the status, as soon as it is above ``seen``; after ``timeout_s`` as it is.
+
+        Not before the living replicas are adopted: a table without them would end their links.
+        """
+        await self._settled.wait()
+        async with self._changed:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._version > seen), timeout_s)
+        return self._version
+
+    def routes(self) -> RouteTable:
+        """For the gateway."""
+        return route_table(self.state, ready=self._was_ready, closing=self._closing)
+
+    def status(self) -> dict[str, Any]:
+        """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
+        return status(
+            self.state,
+            self._conditions,
+            ready=self._was_ready,
+            log_of=self._home.log,
+            scaling_of=self.scaler.told,
+        )
+
+    async def metrics(self) -> list[MetricFamily]:
+        """For `/metrics`: what has happened, how the fleet is, what its replicas count and its devices measure.
+
+        Takes at most ``DEVICES_S``: a host that has not told by then is left out.
+        """
+        state = self.state
+        replicas = {
+            (view.model, str(view.replica)): told
+            for id, view in state.views.items()
+            if not view.gone and (heard := self._heard.get(id)) is not None
+            for epoch, told in [heard]
+            if epoch == view.epoch
+        }
+        families = [
+            *self._tally.families(),
+            *fleet_families(self.status(), state.views, self._clock()),
+            *engine_families(replicas),
+            scaling_changes(self.scaler.changes()),
+            gauge("corewright_journal_sequence", "The number of the journal's last record.", state.journal.state().seq),
+        ]
+        real = [host.name for host in state.hosts if host.cores and not host.emulated and host.name not in state.lost]
+        for devices in await asyncio.gather(*(self._devices(name) for name in real)):
+            families += devices
+        return joined(families)
+
+    async def _devices(self, host: str) -> list[MetricFamily]:
+        try:
+            measured = await asyncio.wait_for(self._cluster.device_metrics(host), DEVICES_S)
+        except Exception:  # numbers are missing: the scrape must not
+            log.debug("%s does not tell what its devices measure", host, exc_info=True)
+            return []
+        return [labelled(family, "host", host) for family in measured]
+
+
+def _with(view: ReplicaView, status: ReplicaStatus, now: float) -> ReplicaView:
+    """The view with what the replica reports of its work.
+
+    The replica's clock counts pauses. What it measures cannot have grown by more than the time since its last report.
+    """
+    passed = max(0.0, now - view.heard)
+    return dataclasses.replace(
+        view,
+        heard=now,
+        live=status.live,
+        waiting=status.waiting,
+        idle_s=status.idle_s,
+        step_s=min(status.step_s, view.step_s + passed),
+        compile_s=min(status.compile_s, view.compile_s + passed),
+        drafted=status.drafted,
+        accepted=status.accepted,
+    )

@@ -1,0 +1,262 @@
+"""What the controller counts, and what it tells of the fleet at this moment: families for `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.snapshot import ReplicaView
+from workers.batching.batcher import BatcherStats
+from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
+from workers.messages.status import ReplicaStatus
+from workers.serving.replica_metrics import METRICS, Kind
+
+LOAD_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0, 7200.0)
+ROUND_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+CORE_STATES = {  # each with the key of the status that counts it
+    "leased": "leased",
+    "free": "free",
+    "cordoned": "free_cordoned",
+    "quarantined": "quarantined",
+    "reserved": "reserved",
+}
+DECISIONS = ("place", "retry", "drain", "stop", "fail", "release", "forget")
+ROLLOUT_STATES = ("progressing", "paused", "canary", "complete", "failed", "rolled_back")
+ENDED = ("complete", "failed", "rolled_back")
+OF_A_REPLICA = ("model", "replica")
+
+
+class Tally:
+    """What has happened since this controller began. Used from one event loop, so there are no locks.
+
+    A controller that is started again begins at zero, which Prometheus takes for what it is: a reset.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = Histogram(ROUND_S)
+        self.failed_rounds = 0
+        self._decisions: Counter[tuple[str, ...]] = Counter()
+        self._loads: dict[str, Histogram] = {}
+        self._failures: Counter[tuple[str, ...]] = Counter()
+        self._restarts: Counter[tuple[str, ...]] = Counter()
+        self._fetches: dict[str, Histogram] = {}
+        self._fetched_bytes: Counter[tuple[str, ...]] = Counter()
+        self._failed_fetches: Counter[tuple[str, ...]] = Counter()
+        self._rollouts: Counter[tuple[str, ...]] = Counter()
+        self._quarantines: Counter[tuple[str, ...]] = Counter()
+        self._rollout: tuple[int, str] | None = None  # seen last
+
+    def decided(self, action: str) -> None:
+        """One of DECISIONS was carried out."""
+        self._decisions[(action,)] += 1
+
+    def started(self, view: ReplicaView, *, again: bool) -> None:
+        """A replica's process was asked for; ``again``: after one that had ended."""
+        self.decided("retry" if again else "place")
+        self._restarts[(view.model,)] += again
+
+    def loaded(self, view: ReplicaView) -> None:
+        """It is ready, ``view.load_s`` seconds after it was asked for."""
+        self._loads.setdefault(view.model, Histogram(LOAD_S)).observe(view.load_s or 0.0)
+
+    def fetched(self, model: str, moved: int, seconds: float) -> None:
+        """All that a replica loads is on its host; ``moved`` bytes of it came over the network."""
+        self._fetches.setdefault(model, Histogram(LOAD_S)).observe(seconds)
+        self._fetched_bytes[(model,)] += moved
+
+    def not_fetched(self, model: str) -> None:
+        """It could not be fetched."""
+        self._failed_fetches[(model,)] += 1
+
+    def failed(self, view: ReplicaView, problem: str) -> None:
+        """It cannot serve, for ``problem``, the id of a failure."""
+        phase = "serving" if view.state in (State.READY, State.DRAINING) else "loading"
+        self._failures[(view.model, problem, phase)] += 1
+
+    def quarantined(self, host: str, cause: str) -> None:
+        """A core was withheld: ``held`` by a strange process, or ``suspect`` after a failure."""
+        self._quarantines[(host, cause)] += 1
+
+    def rollout(self, revision: int, state: str) -> None:
+        """How the current rollout is; called every round, and counts each end once."""
+        if (revision, state) != self._rollout and state in ENDED:
+            self._rollouts[(state,)] += 1
+        self._rollout = (revision, state)
+
+    def families(self) -> Iterable[MetricFamily]:
+        """All counters. Those with labels of few values are there from the start, at zero."""
+        decisions = {(one,): 0 for one in DECISIONS} | self._decisions
+        yield by_label("corewright_decisions", "counter", "Actions of the controller.", ("action",), decisions)
+        restarts = "Starts of a replica after an earlier process of it had ended."
+        yield by_label("corewright_replica_restarts", "counter", restarts, ("model",), self._restarts)
+        failures = "Replicas that could not serve, by the id of the problem."
+        of_failures = ("model", "problem", "phase")
+        yield by_label("corewright_replica_failures", "counter", failures, of_failures, self._failures)
+        yield MetricFamily(
+            name="corewright_load_seconds",
+            kind="histogram",
+            help="From the start of a replica to its first generation, without fetching and compiling ahead.",
+            labels=("model",),
+            points=tuple(histogram.point(model) for model, histogram in self._loads.items()),
+            buckets=LOAD_S,
+        )
+        yield MetricFamily(
+            name="corewright_fetch_seconds",
+            kind="histogram",
+            help="To bring what a replica loads to its host, where it comes from elsewhere.",
+            labels=("model",),
+            points=tuple(histogram.point(model) for model, histogram in self._fetches.items()),
+            buckets=LOAD_S,
+        )
+        moved = "Bytes that came over the network for it; what a host held already is not among them."
+        yield by_label("corewright_fetched_bytes", "counter", moved, ("model",), self._fetched_bytes)
+        failed = "Fetches that failed."
+        yield by_label("corewright_failed_fetches", "counter", failed, ("model",), self._failed_fetches)
+        rollouts = {(one,): 0 for one in ENDED} | self._rollouts
+        yield by_label("corewright_rollouts", "counter", "Rollouts that have ended.", ("state",), rollouts)
+        quarantines = "Cores that were withheld, by cause."
+        yield by_label("corewright_quarantines", "counter", quarantines, ("host", "cause"), self._quarantines)
+        yield MetricFamily(
+            name="corewright_controller_round_seconds",
+            kind="histogram",
+            help="One round of the controller: observe, decide, act.",
+            points=(self.rounds.point(),),
+            buckets=ROUND_S,
+        )
+        failed = "Rounds that an exception ended."
+        yield by_label("corewright_controller_failed_rounds", "counter", failed, (), {(): self.failed_rounds})
+
+
+def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
+    """The fleet as its ``status`` tells it, and its replicas; ``now`` is on the clock of their times."""
+    yield gauge("corewright_ready", "Whether every model has had its min replicas.", status["ready"])
+    yield gauge("corewright_journal_revision", "The number of the current revision of the spec.", status["revision"])
+    yield from _hosts(status["hosts"])
+    yield from _models(status["models"])
+    yield from _replicas(views, now)
+    rollout = status["rollout"]
+    states = {(one,): float(one == rollout["state"]) for one in ROLLOUT_STATES}
+    yield by_label("corewright_rollout_state", "gauge", "1 for how the current rollout is.", ("state",), states)
+    since = "When the current rollout came into its state, in seconds since the epoch."
+    yield gauge("corewright_rollout_since_timestamp_seconds", since, rollout["since"])
+    conditions = {(one["type"],): float(one["status"]) for one in status["conditions"]}
+    holds = "Whether a condition of the fleet holds."
+    yield by_label("corewright_condition", "gauge", holds, ("type",), conditions)
+
+
+def _hosts(hosts: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    hosts = list(hosts)
+    cores = {(host["name"], state): host[key] for host in hosts for state, key in CORE_STATES.items()}
+    labels = ("host", "state")
+    yield by_label("corewright_cores", "gauge", "NeuronCores by state; together all of the host.", labels, cores)
+    yield by_label(
+        "corewright_host_cores",
+        "gauge",
+        "NeuronCores of the host.",
+        ("host",),
+        {(h["name"],): h["cores"] for h in hosts},
+    )
+    up = {(host["name"],): float(not host["lost"]) for host in hosts}
+    yield by_label("corewright_host_up", "gauge", "Whether the host's Ray node lives.", ("host",), up)
+
+
+def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    models = list(models)
+    wanted = {(model["name"],): model["wanted"] for model in models}
+    yield by_label("corewright_replicas_wanted", "gauge", "Replicas that the model should have.", ("model",), wanted)
+    yield from _scaling(models)
+    counted = {
+        (model["name"], state.value): sum(replica["state"] == state.value for replica in model["replicas"])
+        for model in models
+        for state in State
+    }
+    yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
+    for kind, told in (
+        ("Available", "Whether the model has its min replicas, or as many as are wished."),
+        ("Placed", "Whether every replica that is wished has a place."),
+        ("Reachable", "Whether every gateway is connected to every ready replica of the model."),
+    ):
+        holds = {
+            (model["name"],): float(condition["status"])
+            for model in models
+            for condition in model["conditions"]
+            if condition["type"] == kind
+        }
+        yield by_label(f"corewright_model_{kind.lower()}", "gauge", told, ("model",), holds)
+
+
+def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
+    """What is decided from the demand, and the demand itself as the gateways tell it together."""
+    scaling = {(model["name"],): model["scaling"] for model in models}
+    told = "Replicas that the autoscaler aims at, whatever someone has scaled by hand."
+    targets = {name: one["target"] for name, one in scaling.items()}
+    yield by_label("corewright_target_replicas", "gauge", told, ("model",), targets)
+    for key, told in (("min", "The fewest replicas, as it holds now."), ("max", "The most replicas, as it holds now.")):
+        bound = {name: one[key] for name, one in scaling.items()}
+        yield by_label(f"corewright_replicas_{key}", "gauge", told, ("model",), bound)
+    demand = {name: one["demand"] for name, one in scaling.items() if one["demand"] is not None}
+    told = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
+    rates = {name: one["arrivals_per_s"] for name, one in demand.items()}
+    yield by_label("corewright_demand_arrivals_per_second", "gauge", told, ("model",), rates)
+    told = "Requests at all gateways now: waiting for a slot, or live in one."
+    there = {(*name, state): one[state] for name, one in demand.items() for state in ("waiting", "live")}
+    yield by_label("corewright_demand_requests", "gauge", told, ("model", "state"), there)
+
+
+def scaling_changes(counts: Mapping[tuple[str, ...], int]) -> MetricFamily:
+    """How often the numbers of replicas were changed by demand or schedule, or held back; by model and event."""
+    told = "Decisions about the number of replicas, by the event that tells of them."
+    return by_label("corewright_scaling_decisions", "counter", told, ("model", "kind"), counts)
+
+
+def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
+    living = [view for view in views.values() if not view.gone]
+    starting = {
+        (view.model, str(view.replica)): max(0.0, now - view.begun - view.aside(now))
+        for view in living
+        if view.state in STARTING
+    }
+    told = "How long a replica that is not ready yet has been starting, without fetching and compiling ahead."
+    yield by_label("corewright_replica_starting_seconds", "gauge", told, OF_A_REPLICA, starting)
+    compiling = {(view.model, str(view.replica)): view.compile_s for view in living}
+    told = "How long the replica's process has compiled, or waited for another that compiles the same."
+    yield by_label("corewright_replica_compile_seconds", "gauge", told, OF_A_REPLICA, compiling)
+    stopped = {(view.model, str(view.replica)): float(view.stopped or view.breaker_open) for view in views.values()}
+    told = "Whether the replica failed so often, or so surely, that it is tried seldom or not at all."
+    yield by_label("corewright_replica_given_up", "gauge", told, OF_A_REPLICA, stopped)
+
+
+def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
+    """What each replica counts, by its model and number, as it last told: at most some seconds old."""
+    stats = {key: _stats(status) for key, status in heard.items()}
+    for metric in METRICS:
+        counter = metric.kind is Kind.COUNTER
+        points = tuple(Point(key, float(metric.of(one))) for key, one in stats.items())
+        yield MetricFamily(
+            name=metric.name.removesuffix("_total") if counter else metric.name,
+            kind="counter" if counter else "gauge",
+            help=metric.description,
+            labels=OF_A_REPLICA,
+            points=points,
+        )
+
+
+def _stats(status: ReplicaStatus) -> BatcherStats:
+    return BatcherStats(
+        slots=status.slots,
+        live=status.live,
+        waiting=status.waiting,
+        prefilling=0,
+        steps=status.steps,
+        tokens=status.tokens,
+        step_started_at=None,
+        last_step_at=None,
+        draining=False,
+        failed=None,
+        drafted=status.drafted,
+        accepted=status.accepted,
+        prefix_queries=status.prefix_queries,
+        prefix_hits=status.prefix_hits,
+    )

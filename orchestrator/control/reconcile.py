@@ -1,0 +1,132 @@
+"""From what is planned and what is seen to what is to be done. Pure: the time is in the snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from orchestrator.fleet.lifecycle import STARTING, State
+from orchestrator.fleet.snapshot import Observed, ReplicaView
+from orchestrator.rollout.rollout_step import ReplicaTarget
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a replica's process; ``previous`` is its last start, whose epoch this one follows."""
+
+    target: ReplicaTarget
+    previous: ReplicaView | None
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Take it out of the routes and let its live requests end; then it is stopped."""
+
+    replica: ReplicaView
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End its process."""
+
+    replica: ReplicaView
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """It has not started, or made a step, in time: that is a failure like any other."""
+
+    replica: ReplicaView
+    reason: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Have its host confirm that the process is dead, so that its cores are free."""
+
+    replica: ReplicaView
+
+
+@dataclass(frozen=True)
+class Forget:
+    """It is gone and no longer planned."""
+
+    replica: ReplicaView
+
+
+DRAIN_GRACE_S = 10.0  # beyond the drain's deadline, which the replica itself keeps; it may be deaf
+
+Action = Start | Drain | Stop | Fail | Release | Forget
+
+
+def reconcile(
+    targets: Iterable[ReplicaTarget], observed: Observed, replaced: frozenset[tuple[str, int]] = frozenset()
+) -> list[Action]:
+    """What brings the fleet nearer to its targets. At the fixed point the list is empty.
+
+    For each replica that exists:
+      1. stopping or failed, its process not seen dead    -> Release
+      2. ready or draining, one engine step over deadline -> Fail
+      2b. draining for longer than its deadline            -> Stop
+      3. not wanted, or wanted elsewhere, in another version, or with a new process (``replaced``: id and epoch):
+         3a. seen dead                                     -> Forget
+         3b. ready                                         -> Drain
+         3c. pending, fetching, compiling, loading         -> Stop
+      4. any of these for longer than its deadline         -> Fail
+      5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch; a stopped one never
+    For each target without a replica:
+      6.                                                   -> Start
+    5 and 6 wait while another replica may still hold one of the cores. 2, 2b and 4 wait after a pause of the
+    controller itself, until each replica has had the time to report once more (``Observed.settled``).
+    """
+    wanted = {target.id: target for target in targets}
+    actions: list[Action] = []
+    for id, replica in observed.replicas.items():
+        target = wanted.get(id)
+        ending = replica.state in (State.STOPPING, State.FAILED)
+        serving = replica.state in (State.READY, State.DRAINING)
+        starting = replica.state in STARTING
+        drained_for = observed.now - replica.since
+        draining = replica.state is State.DRAINING
+        overdrawn = observed.settled and draining and drained_for > replica.deadlines.drain_s + DRAIN_GRACE_S
+        if ending and not replica.gone:  # 1
+            actions.append(Release(replica))
+        elif serving and observed.settled and replica.step_s > replica.deadlines.step_s:  # 2
+            what = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
+            actions.append(Fail(replica, f"{what}, the deadline is {replica.deadlines.step_s:.0f} s"))
+        elif overdrawn:  # 2b
+            actions.append(Stop(replica, "its drain is over"))
+        elif target is None or not _meets(replica, target, replaced):  # 3
+            if ending:
+                actions.append(Forget(replica))
+            elif replica.state is State.READY:
+                actions.append(Drain(replica))
+            elif starting:
+                actions.append(Stop(replica, "no longer planned"))
+        elif ending:  # 5
+            if observed.now >= replica.retry_at and not _held(target, observed):
+                actions.append(Start(target, replica))
+        elif starting and observed.settled and (late := replica.overdue(observed.now)) is not None:  # 4
+            actions.append(Fail(replica, late))
+    for id, target in wanted.items():
+        if id not in observed.replicas and not _held(target, observed):  # 6
+            actions.append(Start(target, None))
+    return actions
+
+
+def _meets(replica: ReplicaView, target: ReplicaTarget, replaced: frozenset[tuple[str, int]]) -> bool:
+    return (replica.host, replica.cores, replica.version) == (target.host, target.cores, target.version) and (
+        target.placement is None or (replica.id, replica.epoch) not in replaced
+    )
+
+
+def _held(target: ReplicaTarget, observed: Observed) -> bool:
+    return any(
+        replica.host == target.host
+        and not replica.gone
+        and target.cores is not None
+        and replica.cores is not None
+        and target.cores.overlap(replica.cores) is not None
+        for replica in observed.replicas.values()
+    )

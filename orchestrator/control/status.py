@@ -1,0 +1,417 @@
+"""What is told of a fleet: its status for people and programs, its routes for the gateway. Reads only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.fleet.effects import CoreOwner, Suspect
+from orchestrator.fleet.lifecycle import ModelState, State, model_state
+from orchestrator.fleet.progress_text import problem_text
+from orchestrator.fleet.route_table import ModelRoutes, Route, RouteTable
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.rollout.preparation import Preparation
+from orchestrator.rollout.rollout_step import Step
+from orchestrator.state.fleet_state import FleetState
+from orchestrator.state.unloaded import reason_for_clients, why_unloaded
+from placements.facts.core_range import ranges
+from placements.facts.topology import Host
+from placements.spec.schema import ModelSpec
+from workers.artifacts.fetch.progress import FetchStatus
+
+log = logging.getLogger(__name__)
+
+
+class Finding(NamedTuple):
+    """One condition as it is now."""
+
+    type: str
+    holds: bool
+    reason: str  # CamelCase, one word
+    message: str
+
+
+class Conditions:
+    """Remembers since when each condition has held, or not held."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._since: dict[tuple[str, str], tuple[bool, float]] = {}
+
+    def told(self, about: str, findings: Iterable[Finding]) -> list[dict[str, Any]]:
+        """As the status tells them, in Kubernetes' form."""
+        told = []
+        for finding in findings:
+            key = about, finding.type
+            known = self._since.get(key)
+            if known is None or known[0] is not finding.holds:
+                known = self._since[key] = finding.holds, round(self._wall(), 3)
+            told.append(
+                {
+                    "type": finding.type,
+                    "status": finding.holds,
+                    "reason": finding.reason,
+                    "message": finding.message,
+                    "since": known[1],
+                }
+            )
+        return told
+
+
+def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
+    """For the gateway."""
+    return RouteTable(
+        ready=ready,
+        stopping=closing,
+        token=state.settings.token,
+        credentials=state.settings.gateway,
+        models=[_model_routes(state, model, closing) for model in state.current.spec.models]
+        + [_routes_unknown(state, name, closing) for name in _unknown(state)],
+    )
+
+
+def _unknown(state: FleetState) -> list[str]:
+    """While the fleet is held, the models that serve and that only a lost revision has."""
+    serving = dict.fromkeys(view.model for view in state.views.values() if view.state is State.READY)
+    return [name for name in serving if state.hold is not None and state.current.spec.model(name) is None]
+
+
+def _routes_unknown(state: FleetState, name: str, closing: bool) -> ModelRoutes:
+    """As its replicas were started; what only the spec says is as by default, and without aliases."""
+    views = [view for view in state.replicas_of(name) if view.state is State.READY]
+    first = state.configs[views[0].id]
+    return ModelRoutes(
+        name=name,
+        state=ModelState.READY,
+        reason=None,
+        engine=first.engine,
+        source=first.source,
+        tokenizer=first.tokenizer,
+        max_len=min(state.configs[view.id].max_len for view in views),
+        max_queue=ModelSpec.model_fields["max_queue"].default,
+        loads_on_request=False,
+        replicas=_routes((view for view in views if state.configs[view.id].tokenizer == first.tokenizer), closing),
+    )
+
+
+def _routes(views: Iterable[ReplicaView], closing: bool) -> list[Route]:
+    return [Route(view.id, view.epoch, view.socket) for view in views if view.socket is not None and not closing]
+
+
+def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRoutes:
+    """The versions that do not mix are not routed together: the older one's tokenizer counts until it is gone."""
+    current = state.current
+    step = state.goal.steps.get(model.name)
+    version = current.versions[model.name]
+    views = [view for view in state.replicas_of(model.name) if view.state is State.READY]
+    configs = [state.configs[view.id] for view in views if view.version != version and view.id in state.configs]
+    engine: str = current.engines[model.name]
+    source, max_len = current.folder(model), current.length(model)
+    own = current.tokenizers[model.name]
+    serves_old = step is not None and step.serves_old
+    if state.hold is not None:  # those of a lost revision go on, where there are no others
+        serves_old = not any(view.version == version for view in views)
+    if serves_old and configs:
+        views = [view for view in views if view.version != version]
+        source, engine, max_len = configs[0].source, configs[0].engine, configs[0].max_len
+        own = configs[0].tokenizer
+    else:
+        views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
+        max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
+    if source is None and engine != "echo":  # nobody has seen it from here: the folder that a host has fetched
+        source = next((state.configs[view.id].source for view in views), None)
+    told, reason = _state_of(state, model)
+    canary = current.revision.canary if state.in_canary else None
+    return ModelRoutes(
+        name=model.name,
+        state=told,
+        reason=reason_for_clients(state, model, reason),
+        engine=engine,
+        source=source,
+        tokenizer=own,
+        max_len=max_len,
+        max_queue=model.max_queue,
+        max_queue_bytes=model.max_queue_bytes,
+        max_wait_s=model.max_wait_s,
+        queue_order=model.queue_order,
+        hold_s=model.scaling.hold_s,
+        loads_on_request=_loads_on_request(state, model),
+        holds=state.holds(model),
+        aliases=list(model.aliases),
+        tool_parser=model.tool_parser,
+        canary=canary,
+        canaries=[view.id for view in views if view.version == version] if canary is not None else [],
+        replicas=_routes(views, closing),
+    )
+
+
+def _loads_on_request(state: FleetState, model: ModelSpec) -> bool:
+    held = state.bounds(model)
+    return held.min == 0 and held.max > 0 and not state.sleeps(model.name)
+
+
+def status(
+    state: FleetState,
+    conditions: Conditions,
+    *,
+    ready: bool,
+    log_of: Callable[[str, int], Path],
+    scaling_of: Callable[[ModelSpec], dict[str, Any]],
+) -> dict[str, Any]:
+    """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
+    hosts = [_host_status(state, host) for host in state.hosts]
+    return {
+        "name": state.current.spec.name,
+        "ready": ready,
+        "revision": state.current.number,
+        "index": state.journal.state().index,
+        "rollout": rollout(state),
+        "conditions": conditions.told("fleet", _fleet_findings(state, ready, hosts)),
+        "models": [
+            _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
+        ],
+        "hosts": hosts,
+    }
+
+
+def rollout(state: FleetState) -> dict[str, Any]:
+    """How far the current revision is."""
+    told, reason = state.rollout_state()
+    outcome = state.outcome
+    return {
+        "revision": state.current.number,
+        "state": told,
+        "reason": reason,
+        "since": round(outcome.at if outcome is not None else state.current.revision.at, 3),
+        "canary": state.current.revision.canary if state.in_canary else None,
+        "models": [_model_rollout(state, model, told) for model in state.current.spec.models]
+        + [_model_row(name, told, old=old) for name, old in state.leaving().items()],
+    }
+
+
+def _model_rollout(state: FleetState, model: ModelSpec, told: str) -> dict[str, Any]:
+    step = state.goal.steps.get(model.name, Step())
+    way = state.ways.get(model.name)
+    if told == "complete" or state.settled(model):
+        told = "complete"
+    elif told == "canary" and not step.old and not step.lost:
+        told = "progressing"  # it has no part in the canary, and is repaired
+    strategy = None if way is None else way.strategy
+    return _model_row(model.name, told, strategy, state.wanted(model), step.alive, step.ready, step.old)
+
+
+def _model_row(
+    name: str, told: str, strategy: str | None = None, wanted: int = 0, updated: int = 0, ready: int = 0, old: int = 0
+) -> dict[str, Any]:
+    return {
+        "model": name,
+        "strategy": strategy,
+        "wanted": wanted,
+        "updated": updated,
+        "ready": ready,
+        "old": old,
+        "state": told,
+    }
+
+
+def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]]) -> Iterable[Finding]:
+    yield Finding(
+        "Ready", ready, "Served" if ready else "Loading", "every model has had its min replicas" if ready else ""
+    )
+    writable = state.writable
+    yield Finding(
+        "JournalWritable",
+        writable,
+        "Written" if writable else "DiskFull",
+        "" if writable else "nothing can be applied until the journal can be written; repairs go on",
+    )
+    hold = state.hold
+    intact, why = hold is None, "" if hold is None else problem_text(hold)
+    yield Finding("JournalIntact", intact, "Intact" if intact else "ActionsHeld", why)
+    wrong = [host["name"] for host in hosts if not host["balanced"]]
+    yield Finding("CoresAddUp", not wrong, "Wrong" if wrong else "Counted", ", ".join(wrong))
+    lost = sorted(state.lost)
+    yield Finding("HostsAlive", not lost, "HostLost" if lost else "Alive", ", ".join(lost))
+
+
+def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
+    ready, wanted = state.ready(model.name), state.wanted(model)
+    enough = ready >= min(model.replicas.min, wanted)
+    yield Finding("Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {wanted} replicas are ready")
+    step = state.goal.steps.get(model.name)
+    moving = step is not None and not step.settled(state.wish(model))
+    yield Finding(
+        "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
+    )
+    missing = [one for one in state.goal.plan.unplaced if one.model == model.name]
+    if sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
+        missing = []  # the autoscaler would have more, and may wait
+    what = "; ".join(problem.what for one in missing for problem in one.problems)
+    yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
+    cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
+    yield Finding("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
+    failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
+    yield Finding("Healthy", not failed, _health(failed), "; ".join(f"{view.id}: {view.reason}" for view in failed))
+
+
+def _health(failed: list[ReplicaView]) -> str:
+    if any(view.stopped for view in failed):
+        return "Stopped"
+    return "BreakerOpen" if any(view.breaker_open for view in failed) else "ReplicaFailed" if failed else "Healthy"
+
+
+def _model_status(
+    state: FleetState,
+    model: ModelSpec,
+    conditions: Conditions,
+    log_of: Callable[[str, int], Path],
+    scaling: dict[str, Any],
+) -> dict[str, Any]:
+    told, reason = _state_of(state, model)
+    scale = state.journal.state().scales.get(model.name)
+    return {
+        "name": model.name,
+        "state": told.value,
+        "reason": reason,
+        "wanted": state.wanted(model),
+        "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
+        "scaling": scaling,
+        "version": state.current.versions[model.name],
+        "preparing": [_preparing(state, one) for one in _preparations(state, model)],
+        "conditions": conditions.told(model.name, _model_findings(state, model)),
+        "replicas": [
+            {
+                "id": view.id,
+                "engine": state.configs[view.id].engine if view.id in state.configs else None,
+                "host": view.host,
+                "cores": None if view.cores is None else str(view.cores),
+                "state": view.state.value,
+                "pid": None if view.gone else view.pid,
+                "epoch": view.epoch,
+                "version": view.version,
+                "restarts": view.restarts,
+                "reason": view.reason,
+                "failures": view.failures,
+                "pause_s": view.pause_s if view.state is State.FAILED and not view.stopped else None,
+                "stopped": view.stopped and view.state is State.FAILED,
+                "load_s": view.load_s,
+                "compile_s": round(view.compile_s, 1),
+                "fetch": None if view.fetch is None else _fetch(view.fetch),
+                "live": view.live,
+                "waiting": view.waiting,
+                "speculation": _speculation(view),
+                "log": list(view.log),
+                "log_file": str(log_of(view.model, view.replica)),
+            }
+            for view in state.replicas_of(model.name)
+        ],
+    }
+
+
+def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
+    leases = {
+        view.id: view.cores
+        for view in state.views.values()
+        if view.host == host.name and view.cores is not None and not view.gone
+    }
+    leased = sum(len(cores) for cores in leases.values())
+    taken = {core for cores in leases.values() for core in cores}
+    withheld = state.quarantine(host.name)
+    quarantined = set(withheld) - taken
+    reserved = set(host.reserved_cores) - taken - quarantined
+    free = set(range(host.cores)) - taken - quarantined - reserved
+    balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
+    if not balanced:
+        log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
+    cordoned = state.journal.state().cordons.get(host.name, frozenset())
+    kept = free if cordoned == "whole" else free & cordoned
+    return {
+        "name": host.name,
+        "instance": None if host.topology is None else host.topology.instance,
+        "emulated": host.emulated,
+        "lost": host.name in state.lost,
+        "cores": host.cores,
+        "leased": leased,
+        "free": len(free - kept),
+        "free_cordoned": len(kept),
+        "quarantined": len(quarantined),
+        "reserved": len(reserved),
+        "balanced": balanced,
+        "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
+        "draining": host.name in state.journal.state().drains,
+        "quarantine": [{"core": core, **_told_of(why)} for core, why in sorted(withheld.items())],
+        "fetches": [_fetch(one) for one in state.fetches.get(host.name, ())],
+        "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
+    }
+
+
+def _fetch(status: FetchStatus) -> dict[str, Any]:
+    """How far a fetch is; what nobody knows yet is None."""
+    return {
+        "source": status.source,
+        "phase": status.phase,
+        "bytes": status.done,
+        "total": status.total or None,
+        "bytes_per_s": round(status.rate) if status.rate else None,
+        "left_s": None if status.left_s is None else round(status.left_s, 1),
+        "trouble": status.trouble or None,
+    }
+
+
+def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
+    """What the model's update waits for."""
+    found = {(one := state.preparation(target)).key: one for target in state.coming if target.model == model.name}
+    return list(found.values())
+
+
+def _preparing(state: FleetState, one: Preparation) -> dict[str, Any]:
+    return {
+        "host": one.host,
+        "version": one.version,
+        "state": state.preparing.get(one.key) or ("failed" if one.failures else "waiting"),
+        "failures": one.failures,
+        "reason": one.reason,
+    }
+
+
+def _told_of(why: CoreOwner | Suspect) -> dict[str, Any]:
+    if isinstance(why, CoreOwner):
+        return {"pid": why.pid, "command": why.command, "cause": None}
+    return {"pid": None, "command": None, "cause": why.cause}
+
+
+def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
+    views = state.replicas_of(model.name)
+    failed = any(view.state is State.FAILED for view in views)
+    due = state.wanted(model) if failed else _due(state, model)
+    told = model_state(due, (view.outlook for view in views))
+    reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
+    reasons += [
+        problem.what
+        for missing in state.goal.plan.unplaced
+        if missing.model == model.name
+        for problem in missing.problems
+    ]
+    if reasons and not views:
+        told = ModelState.FAILED  # it has no place
+    if told is ModelState.UNLOADED:
+        reasons = why_unloaded(state, model) or reasons
+    return told, reasons[0] if reasons and told is not ModelState.READY else None
+
+
+def _due(state: FleetState, model: ModelSpec) -> int:
+    """How many replicas it must have; what the autoscaler adds beside the first comes in its time."""
+    return min(state.wanted(model), max(1, state.required(model)))
+
+
+def _speculation(view: ReplicaView) -> dict[str, float] | None:
+    """How many tokens were drafted, and how many of them the model agreed with; None where none is drafted."""
+    if not view.drafted:
+        return None
+    return {
+        "drafted": view.drafted,
+        "accepted": view.accepted,
+        "acceptance": round(view.accepted / view.drafted, 3),
+    }

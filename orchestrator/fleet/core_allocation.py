@@ -1,0 +1,107 @@
+"""Floor: which cores of which host are whose, as far as it is known. What the autoscaler asks where room is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from placements.facts.topology import Host
+
+Place = tuple[int, int]  # host, first core
+Rows = tuple[tuple[tuple[int, float], ...], tuple[frozenset[int], ...]]
+"""Of each host its usable cores with their price, and the numbers of those that nobody may use."""
+Owner = tuple[str, int]  # model, and the how-manyeth of its replicas
+_NOTHING: Mapping[str, Iterable[int]] = MappingProxyType({})
+
+
+def rows_of(
+    hosts: Sequence[Host], prices: Mapping[str, float], withheld: Mapping[str, Iterable[int]] = _NOTHING
+) -> Rows:
+    """``withheld``: cores by host that may not be used now, beside the reserved ones."""
+    blocked = tuple(
+        frozenset(core for core in {*withheld.get(host.name, ()), *host.reserved_cores} if 0 <= core < host.cores)
+        for host in hosts
+    )
+    rows = tuple((host.cores - len(shut), prices[host.name]) for host, shut in zip(hosts, blocked, strict=True))
+    return rows, blocked
+
+
+class CoreAllocation:
+    """Cores, each free, blocked or owned by one replica. A replica lies on consecutive cores, aligned to its size."""
+
+    def __init__(self, hosts: Sequence[tuple[int, float]], blocked: Sequence[frozenset[int]] = ()) -> None:
+        """``hosts``: usable cores and their price; ``blocked``: the cores of each that nobody may use, beside those."""
+        self.prices = [price for _, price in hosts]
+        self._owners: list[list[Owner | bool | None]] = []  # True: blocked
+        for i, (cores, _) in enumerate(hosts):
+            closed = blocked[i] if i < len(blocked) else frozenset()
+            row: list[Owner | bool | None] = [None] * (cores + len(closed))
+            for core in closed:
+                if core < len(row):
+                    row[core] = True
+            self._owners.append(row)
+        self._windows: dict[tuple[int, int], list[tuple[Place, tuple[Owner, ...]]]] = {}  # by host and size
+        self._free = [row.count(None) for row in self._owners]
+
+    @property
+    def free(self) -> int:
+        """Cores of nobody."""
+        return sum(self._free)
+
+    def price(self, place: Place | None) -> float:
+        """Of a core an hour; 0.0 where it is not known where that is."""
+        return 0.0 if place is None else self.prices[place[0]]
+
+    def take(self, owner: Owner, cores: int, place: Place) -> bool:
+        """Give a replica those cores; False when one of them is not there or not free."""
+        host, first = place
+        if not 0 <= host < len(self._owners) or first < 0:
+            return False
+        row = self._owners[host]
+        if first + cores > len(row) or any(row[core] is not None for core in range(first, first + cores)):
+            return False
+        row[first : first + cores] = [owner] * cores
+        self._free[host] -= cores
+        self._changed(host)
+        return True
+
+    def leave(self, owner: Owner, cores: int, place: Place) -> None:
+        """The replica's cores are nobody's again."""
+        host, first = place
+        if self._owners[host][first] == owner:
+            self._owners[host][first : first + cores] = [None] * cores
+            self._free[host] += cores
+            self._changed(host)
+
+    def room(self, cores: int, *, most: float = 0.0) -> Place | None:
+        """Free cores in a row, of at most that price each: the cheapest, then on the fullest host, then the first."""
+        best, rank = None, (0.0, 0)
+        for host, free in enumerate(self._free):
+            price = self.prices[host]
+            if free < cores or price > most or (best is not None and (price, free) >= rank):
+                continue
+            row = self._owners[host]
+            for first in range(0, len(row) - cores + 1, cores):
+                if row[first] is None and all(one is None for one in row[first : first + cores]):
+                    best, rank = (host, first), (price, free)
+                    break
+        return best
+
+    def windows(self, cores: int) -> Iterator[tuple[Place, tuple[Owner, ...]]]:
+        """Where so many cores in a row are free or owned by replicas, and by which; without those that are all free."""
+        for host in range(len(self._owners)):
+            known = self._windows.get((host, cores))
+            if known is None:
+                known = self._windows[host, cores] = list(self._windows_of(host, cores))
+            yield from known
+
+    def _windows_of(self, host: int, cores: int) -> Iterator[tuple[Place, tuple[Owner, ...]]]:
+        row = self._owners[host]
+        for first in range(0, len(row) - cores + 1, cores):
+            owners = dict.fromkeys(one for one in row[first : first + cores] if one is not None)
+            if owners and True not in owners:
+                yield (host, first), tuple(one for one in owners if not isinstance(one, bool))
+
+    def _changed(self, host: int) -> None:
+        for key in [key for key in self._windows if key[0] == host]:
+            del self._windows[key]

@@ -1,0 +1,49 @@
+"""How far a fetch is, and what holds a fleet, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from placements.spec.problems import Problem
+from workers.artifacts.fetch.progress import size_text as size_text
+
+
+def problem_text(problem: Problem) -> str:
+    """In one line, as replicas tell their failures."""
+    return f"{problem.id}: {problem.what} ({problem.hint})"
+
+
+def hold_text(status: Mapping[str, Any]) -> str:
+    """Why the fleet does nothing until an operator confirms its revision; empty: nothing holds it."""
+    conditions = status.get("conditions") or ()
+    return next((one["message"] for one in conditions if one["type"] == "JournalIntact" and not one["status"]), "")
+
+
+def fetch_text(fetch: Mapping[str, Any]) -> str:
+    """One of the status, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
+    parts = []
+    if fetch["total"]:
+        parts.append(f"{size_text(fetch['bytes'])} of {size_text(fetch['total'])}")
+    if fetch["bytes_per_s"]:
+        parts.append(f"{size_text(fetch['bytes_per_s'])}/s")
+    if fetch["left_s"] is not None:
+        parts.append(f"{fetch['left_s']:.0f} s left")
+    if fetch.get("trouble"):  # a fleet of an earlier version does not tell it
+        parts.append(fetch["trouble"])
+    return f"{fetch['phase']} {fetch['source']}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def tenths(fetch: Mapping[str, Any] | None) -> int | None:
+    """How many tenths of it are here; None: nobody knows."""
+    return int(10 * fetch["bytes"] / fetch["total"]) if fetch and fetch["total"] else None
+
+
+def fetched_text(total: int, moved: int, seconds: float, warning: str = "") -> str:
+    """Of ``total`` bytes, ``moved`` of them over the network, such as "13.5 GB in 12.3 s, 1100 MB/s"."""
+    if moved:
+        told = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
+        told += f"; {size_text(total - moved)} were here" if total > moved else ""
+    else:
+        told = f"0 bytes: {size_text(total)} were here"
+    return f"{told}; {warning}" if warning else told

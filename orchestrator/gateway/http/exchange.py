@@ -1,0 +1,145 @@
+"""One request of a client and the answer to it."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from orchestrator.gateway.openai.errors import ApiError
+
+if TYPE_CHECKING:
+    from orchestrator.access.keys import ApiKey
+    from orchestrator.gateway.http.connection import HttpConnection
+    from orchestrator.gateway.limits.key_limits import Grant
+    from orchestrator.gateway.telemetry.request_spans import TraceHandle
+
+Headers = Sequence[tuple[bytes, bytes]]
+JSON = b"application/json"
+_STATUS = {status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus}
+_encode = msgspec.json.encode
+
+
+class Request(msgspec.Struct, eq=False):
+    """What a client sent, whole."""
+
+    method: str
+    path: str  # percent signs and all, without the query
+    query: str
+    headers: dict[bytes, bytes]  # names in lower case; of one that is given twice, the last
+    body: bytes
+    version: str  # "1.1" or "1.0"
+    keep_alive: bool
+    received_at: float  # monotonic, of its last byte
+
+
+class Exchange(msgspec.Struct, eq=False):
+    """One request and its answer: ``respond`` once, or ``begin``, ``write`` and ``end``."""
+
+    request: Request
+    connection: HttpConnection
+    id: str  # of the request, as the client named it
+    key: ApiKey | None = None
+    status: int = 0
+    began: bool = False  # the head is written
+    ended: bool = False
+    on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
+    trace: TraceHandle | None = None
+    note: Any = None  # what its handler has to tell of it
+    code: str | None = None  # of the error that it ended with
+    grant: Grant | None = None  # what its key was charged, to be settled at the end
+    _extra: Headers = ()
+    _chunked: bool = False
+
+    def respond(
+        self, status: int, body: bytes | list[bytes], *, headers: Headers = (), content_type: bytes = JSON
+    ) -> None:
+        """The whole answer; a large body in parts. Nothing happens when the client is gone."""
+        if self.ended:
+            return
+        self.status = status
+        request = self.request
+        parts = [_STATUS[status], self.connection.server.date]
+        if body or status not in (204, 304):
+            size = len(body) if isinstance(body, bytes) else sum(map(len, body))
+            parts.append(b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, size))
+        self._head(parts, headers)
+        if isinstance(body, list):
+            self.connection.write(b"".join(parts))
+            if request.method != "HEAD":
+                self.connection.write_large(body)
+        else:
+            if request.method != "HEAD":
+                parts.append(body)
+            self.connection.write(b"".join(parts))
+        self._finish()
+
+    def fail(self, error: ApiError) -> None:
+        """Answer with an error."""
+        headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+        self.code = error.code or str(error.status)
+        self.respond(error.status, _encode(self.connection.server.body_of(error)), headers=headers)
+
+    def begin(self, status: int, headers: Headers, first: bytes = b"") -> None:
+        """The head of a streamed answer, and its first piece."""
+        if self.ended:
+            return
+        self.began = True
+        self.status = status
+        self._chunked = self.request.version == "1.1"
+        parts = [_STATUS[status], self.connection.server.date]
+        if self._chunked:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self.request.keep_alive = False  # the end of the connection is the end of the answer
+        self._head(parts, headers)
+        if first:
+            parts.append(b"%x\r\n%b\r\n" % (len(first), first) if self._chunked else first)
+        self.connection.write(b"".join(parts))
+
+    def write(self, piece: bytes) -> None:
+        """A further piece of a streamed answer, not empty."""
+        if not self.ended:
+            self.connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+
+    def end(self, last: bytes = b"") -> None:
+        """The end of a streamed answer."""
+        if self.ended:
+            return
+        if self._chunked:
+            last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
+        if last:
+            self.connection.write(last)
+        self._finish()
+
+    def add_headers(self, headers: Headers) -> None:
+        """Send these with the answer, whatever it will be."""
+        self._extra = (*self._extra, *headers)
+
+    def count_for(self, key: str) -> int:
+        """Count the connection as one of the key's; gives how many it has."""
+        return self.connection.count_for(key)
+
+    def gone(self) -> None:
+        """The connection is lost; told to whoever works on the answer."""
+        if not self.ended:
+            self.ended = True
+            if self.on_gone is not None:
+                self.on_gone()
+
+    def _head(self, parts: list[bytes], headers: Headers) -> None:
+        parts.append(b"x-request-id: %b\r\n" % self.id.encode())
+        for name, value in (*headers, *self._extra) if self._extra else headers:
+            parts.append(b"%b: %b\r\n" % (name, value))
+        if not self.request.keep_alive:
+            parts.append(b"connection: close\r\n")
+        elif self.request.version == "1.0":
+            parts.append(b"connection: keep-alive\r\n")
+        parts.append(b"\r\n")
+
+    def _finish(self) -> None:
+        self.ended = True
+        self.on_gone = None
+        self.connection.finished(self)

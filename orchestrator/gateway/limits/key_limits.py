@@ -1,0 +1,101 @@
+"""The limits of API keys: every request takes a place and what it may use, and gives back what it did not use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.access.keys import ApiKey
+from orchestrator.access.rate_limits import Exceeded, Remaining, duration, remaining, settled, taken
+from orchestrator.gateway.limits.usage_counts import UsageCounts
+from orchestrator.gateway.openai import errors
+from orchestrator.gateway.openai.errors import ApiError
+
+RETRY_CONCURRENT_S = 1  # when one of a key's requests ends is not known
+
+
+class Grant:
+    """What one request has taken. Settle it once the request is over, whatever has become of it."""
+
+    __slots__ = ("_at", "_counts", "_key", "least", "reserved")
+
+    def __init__(self, counts: UsageCounts | None, key: ApiKey | None, reserved: int, at: float) -> None:
+        """Without ``counts`` there is nothing to settle."""
+        self._counts = counts
+        self._key = key
+        self._at = at
+        self.reserved = reserved  # tokens
+        self.least = 0  # tokens that count as used, whatever becomes of the request
+
+    def settle(self, tokens_used: int, now: float) -> None:
+        """Give back the place and the tokens that were not used; a second time nothing happens. ``now`` in monotonic
+        seconds."""
+        counts, key = self._counts, self._key
+        if counts is None or key is None:
+            return
+        self._counts = None
+        reserved, at = self.reserved, self._at
+        tokens_used = max(tokens_used, self.least)
+        counts.give(key.id, now, lambda before: settled(before, key, reserved, tokens_used, at, now))
+
+
+FREE = Grant(None, None, 0, 0.0)  # of a key without limits
+
+
+class KeyLimits:
+    """The limits of all keys, as one gateway keeps them together with the other ones of its fleet."""
+
+    def __init__(self, folder: Path, gateways: int) -> None:
+        """``folder`` is of the fleet alone, and is made when a key with limits first comes; ``gateways`` is how many
+        share it. Never raises."""
+        places = 2 * (gateways + 1)  # a spare one, and those that still answer while others have taken their places
+        self._counts = UsageCounts(folder, places)
+
+    def take(self, key: ApiKey | None, tokens: int, now: float, *, least: int | None = None) -> Grant:
+        """Reserve for one request: a place, 1 of the requests, and ``tokens``, which is its prompt and all that it may
+        generate. Where the client has not said how much that is, ``least`` is its prompt alone: then the reservation is
+        no more than a minute's worth, and what the answer uses beyond it is owed. ``now`` in monotonic seconds.
+
+        Raises ApiError, and nothing is taken: 429 when there is not enough now, 400 when there never will be."""
+        if key is None or not key.limited:
+            return FREE
+        per_minute = key.tokens_per_minute
+        if least is not None and per_minute is not None and least <= per_minute < tokens:
+            tokens = per_minute
+        outcome = self._counts.take(
+            key.id, now, lambda counts, live: taken(counts, key, live, tokens, now), key.max_concurrent
+        )
+        if isinstance(outcome, Exceeded):
+            raise _refusal(outcome)
+        return Grant(self._counts, key, tokens, now)
+
+    def headers(self, key: ApiKey | None, now: float) -> Sequence[tuple[bytes, bytes]]:
+        """What a client of the key is told with every answer, as OpenAI names it; nothing without such limits."""
+        if key is None or (key.requests_per_minute is None and key.tokens_per_minute is None):
+            return ()
+        requests, tokens = remaining(self._counts.peek(key.id, now), key, now)
+        return [*_headers(b"requests", requests), *_headers(b"tokens", tokens)]
+
+    def close(self) -> None:
+        """The gateway ends."""
+        self._counts.close()
+
+
+def _headers(of: bytes, bucket: Remaining | None) -> list[tuple[bytes, bytes]]:
+    if bucket is None:
+        return []
+    return [
+        (b"x-ratelimit-limit-" + of, b"%d" % bucket.limit),
+        (b"x-ratelimit-remaining-" + of, b"%d" % bucket.remaining),
+        (b"x-ratelimit-reset-" + of, duration(bucket.reset_s).encode()),
+    ]
+
+
+def _refusal(exceeded: Exceeded) -> ApiError:
+    if not exceeded.ever:
+        return errors.over_rate_limit(exceeded.asked, exceeded.limit)
+    if exceeded.wait_s is None:
+        return errors.too_many_concurrent(exceeded.limit, RETRY_CONCURRENT_S)
+    retry_after_s = max(1, math.ceil(exceeded.wait_s))
+    return errors.rate_limited(exceeded.what, exceeded.limit, exceeded.used, exceeded.asked, retry_after_s)

@@ -1,0 +1,1 @@
+"""OpenAI's API: requests read, answers written, errors, tools, OpenAPI document."""

@@ -1,0 +1,350 @@
+"""The OpenAPI 3.1 document of the gateway, made from the types that its requests are read into."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from orchestrator.gateway.http.openapi_parts import Schema, components, json_content, json_response, operation_id
+from orchestrator.gateway.openai.protocol import (
+    BOUNDS,
+    LONGEST_ID,
+    MAX_ENTRIES,
+    MAX_PROMPTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MOST,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from orchestrator.gateway.openai.tokenize import Detokenized, Tokenized
+from orchestrator.gateway.serving.scheduling_parameters import FLAGS, LONGEST_DEADLINE_MS, LONGEST_SESSION
+from orchestrator.process.version import corewright_version
+
+# What is answered. The gateway writes these by hand; a test reads its answers as these types.
+
+
+class CalledFunction(msgspec.Struct):
+    """``arguments`` are the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(msgspec.Struct):
+    """``content`` is null where the answer is nothing but calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class TextChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class TextCompletion(msgspec.Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class ModelCard(msgspec.Struct):
+    """``root`` is the model's name in the spec; ``parent`` the same for an alias, else null."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class VersionAnswer(msgspec.Struct):
+    version: str
+
+
+class ErrorDetails(msgspec.Struct):
+    """``code`` is listed in docs/errors.md; null: a wrong value in the field ``param``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """Every answer with a status from 400 on, but for the probes."""
+
+    error: ErrorDetails
+
+
+@dataclass(frozen=True)
+class GatewayRoute:
+    """``asks`` are the types that a body may have; ``answer`` None: text."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type | None
+    asks: tuple[type, ...] = ()
+    streams: bool = False  # the answer may be server-sent events
+    probe: bool = False  # it needs no key, and says 503 as text
+    of_a_model: bool = False  # the model may not exist, or not be ready
+
+
+ROUTES = (
+    GatewayRoute(
+        "POST", "/v1/chat/completions", "Answer a chat.", ChatCompletion, (ChatRequest,), streams=True, of_a_model=True
+    ),
+    GatewayRoute(
+        "POST",
+        "/v1/completions",
+        "Continue a prompt.",
+        TextCompletion,
+        (CompletionRequest,),
+        streams=True,
+        of_a_model=True,
+    ),
+    GatewayRoute("GET", "/v1/models", "The models and their aliases.", ModelList),
+    GatewayRoute("GET", "/v1/models/{model}", "One model.", ModelCard, of_a_model=True),
+    GatewayRoute(
+        "POST",
+        "/tokenize",
+        "The tokens of a prompt or of a chat.",
+        Tokenized,
+        (TokenizeTextRequest, TokenizeChatRequest),
+        of_a_model=True,
+    ),
+    GatewayRoute("POST", "/detokenize", "The text of tokens.", Detokenized, (DetokenizeRequest,), of_a_model=True),
+    GatewayRoute("GET", "/version", "The version of corewright.", VersionAnswer),
+    GatewayRoute("GET", "/metrics", "What Prometheus collects.", None),
+    GatewayRoute("GET", "/openapi.json", "This document.", dict),
+    GatewayRoute("GET", "/livez", "Whether the gateway runs.", None, probe=True),
+    GatewayRoute("GET", "/readyz", "Whether every model has been ready.", None, probe=True),
+    GatewayRoute("GET", "/health", "As /readyz.", None, probe=True),
+    GatewayRoute("GET", "/ping", "As /readyz.", None, probe=True),
+)
+
+REFUSED: Mapping[int, str] = MappingProxyType(
+    {
+        400: "The request cannot be read, or the model cannot serve it.",
+        401: "There is no API key, or it is not valid.",
+        403: "The API key, or the page that asks, is not for this.",
+        404: "There is no such model or route.",
+        405: "The route has another method.",
+        408: "The request came too slowly.",
+        413: "The body is too large.",
+        415: "The body is not `application/json`, or it is compressed.",
+        429: "The queue is full, the deadline cannot be kept, or a limit of the key is reached.",
+        431: "The request line and headers are too large.",
+        500: "The engine or the gateway failed.",
+        503: "The model or the fleet is not ready, or there are too many connections.",
+        504: "The request has waited until its deadline.",
+    }
+)
+_OF_ALL = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
+_HEADERS: Mapping[str, tuple[str, Schema]] = MappingProxyType(  # of a request that waits for a slot
+    {
+        "x-session-id": (
+            "Requests of one name go to one replica while that has a free slot.",
+            {"type": "string", "maxLength": LONGEST_SESSION},
+        ),
+        "x-deadline-ms": (
+            "By when the first token is wanted, in milliseconds from now.",
+            {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_DEADLINE_MS},
+        ),
+        "x-corewright-explain": ("The answer tells how it came to its replica.", {"type": "string", "enum": [*FLAGS]}),
+    }
+)
+
+
+def openapi(*, needs_key: bool) -> Schema:
+    """The document of ``ROUTES``. Without ``needs_key`` the gateway answers whoever asks."""
+    told = [kind for route in ROUTES for kind in (*route.asks, route.answer) if kind is not None and kind is not dict]
+    references, schemas = components([*dict.fromkeys([ErrorAnswer, *told])])
+    _narrow(schemas, {kind.__name__ for route in ROUTES for kind in route.asks})
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, references, needs_key)
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "corewright's gateway",
+            "version": corewright_version(),
+            "description": "OpenAI's API for the models of a fleet; docs/api.md says more.",
+        },
+        "security": [{"bearer": []}, {"apiKey": []}] if needs_key else [],
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": schemes if needs_key else {}},
+    }
+
+
+def _operation(route: GatewayRoute, references: Mapping[type, Schema], needs_key: bool) -> dict[str, Any]:
+    responses = {"200": _answer(route, references)}
+    statuses = {*_OF_ALL, *((404,) if route.of_a_model else ()), *((415,) if route.asks else ())}
+    if route.streams:
+        statuses.add(504)
+    if route.probe:
+        statuses -= {401, 429}
+    for status in sorted(statuses):
+        response = json_response(REFUSED[status], references[ErrorAnswer])
+        if route.probe and status == 503:
+            response["content"]["text/plain"] = {"schema": {"type": "string"}}
+        if status in (429, 503) and not route.probe:
+            response["headers"] = {
+                "retry-after": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
+            }
+        responses[str(status)] = response
+    operation: dict[str, Any] = {
+        "operationId": operation_id(route.method, route.path),
+        "summary": route.summary,
+        "responses": responses,
+    }
+    if route.asks:
+        asked = [references[kind] for kind in route.asks]
+        schema = asked[0] if len(asked) == 1 else {"anyOf": asked}
+        operation["requestBody"] = {"required": True, "content": json_content(schema)}
+    if "{model}" in route.path:
+        name = {"type": "string", "minLength": 1}
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": name}]
+    if route.streams:
+        operation["parameters"] = [
+            {"name": name, "in": "header", "required": False, "description": told, "schema": schema}
+            for name, (told, schema) in _HEADERS.items()
+        ]
+    if route.probe and needs_key:
+        operation["security"] = []
+    return operation
+
+
+def _answer(route: GatewayRoute, references: Mapping[type, Schema]) -> dict[str, Any]:
+    if route.answer is None:
+        return {"description": route.summary, "content": {"text/plain": {"schema": {"type": "string"}}}}
+    answer = json_response(route.summary, references.get(route.answer, {"type": "object"}))
+    if route.streams:
+        answer["content"]["text/event-stream"] = {"schema": _EVENT}
+    return answer
+
+
+_EVENT: Schema = {  # before OpenAPI 3.2 the schema of a stream is that of each event
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A piece of the answer in JSON; `[DONE]` in the last."}},
+    "required": ["data"],
+}
+
+
+# What the reader of requests checks beside their types
+
+_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MOST}
+_SOME_TEXT: Schema = {"type": "string", "minLength": 1}
+_REFUSED_FIELD: Schema = {"type": "null", "default": None}
+_FIELDS: Mapping[tuple[str, str], Schema] = MappingProxyType(  # by the field and the type of one of its branches
+    {
+        ("functions", "array"): {"maxItems": 0},
+        ("logit_bias", "object"): {
+            "maxProperties": MAX_ENTRIES,
+            "propertyNames": {"pattern": f"^[0-9]{{1,{LONGEST_ID}}}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        ("messages", "array"): {"minItems": 1},
+        ("seed", "integer"): {"minimum": -(2**63), "maximum": 2**63 - 1},
+        ("stop", "array"): {"maxItems": MAX_STOPS, "items": _SOME_TEXT},
+        ("stop", "string"): {"minLength": 1},
+        ("stop_token_ids", "array"): {"maxItems": MAX_ENTRIES, "items": _ID},
+        ("suffix", "string"): {"maxLength": 0},
+        ("tools", "array"): {"maxItems": MAX_TOOLS},
+        **{
+            (name, kind): {("exclusiveMinimum" if bound.above else "minimum"): bound.lowest, "maximum": bound.highest}
+            for name, bound in BOUNDS.items()
+            for kind in ("integer", "number")
+        },
+    }
+)
+_WHOLE_FIELDS: Mapping[tuple[str, str], Schema] = MappingProxyType(  # by the type and the field
+    {
+        ("ChatRequest", "function_call"): _REFUSED_FIELD,
+        ("ChatMessage", "function_call"): _REFUSED_FIELD,
+        ("ChatMessage", "role"): {"type": "string", "not": {"const": "function"}},
+        ("TextPart", "type"): {"const": "text"},
+        ("ResponseFormat", "type"): {"enum": ["text", "json_object", "json_schema"]},
+        ("CompletionRequest", "prompt"): {
+            "anyOf": [
+                _SOME_TEXT,
+                {"type": "array", "minItems": 1, "items": _ID},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_PROMPTS,
+                    "items": {"anyOf": [_SOME_TEXT, {"type": "array", "minItems": 1, "items": _ID}]},
+                },
+            ]
+        },
+    }
+)
+
+
+def _narrow(schemas: Mapping[str, Schema], asked: Collection[str]) -> None:
+    """Add it to the schemas of requests, whose names are ``asked``, and of what they hold."""
+    for kind in asked:
+        for name, field in schemas[kind]["properties"].items():
+            for branch in field.get("anyOf", [field]):
+                branch |= _FIELDS.get((name, branch.get("type", "")), {})
+    for (kind, name), field in _WHOLE_FIELDS.items():
+        schemas[kind]["properties"][name] = dict(field)

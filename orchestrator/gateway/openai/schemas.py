@@ -1,0 +1,121 @@
+"""A client's JSON schema, reduced to what decides over an answer, within limits that keep its compilation short.
+
+The limits were chosen by measuring llguidance 1.9 with a vocabulary of 64,000: what they admit compiles within 0.2 s,
+in place of 4 s for 8,000 properties and 20 s for `{"multipleOf": 999983}`, and the first mask of an answer takes at
+most 15 ms, for which the other answers of the replica wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from orchestrator.gateway.openai.errors import ApiError, invalid
+
+MAX_CHARACTERS = 2**16  # of the schema as JSON, without what only people read
+MAX_DEPTH = 32
+MAX_PROPERTIES = 1024  # of all objects together: 0.1 s; it grows with the square
+MAX_BRANCHES = 512  # of all anyOf, oneOf and allOf together
+MAX_BRANCHES_OF_ONE = 128  # as many as there may be tools
+MAX_VALUES = 4096  # of all enum and const together
+MAX_TEXT = 4096  # characters of a name, a pattern or a value
+MAX_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, without decimal points: 20 ms
+
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})  # of schemas; `items` may be one schema
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_FOR_PEOPLE = frozenset({"title", "description", "$comment", "default", "examples", "deprecated"})
+_encode = msgspec.json.encode
+
+
+def schema_text(schema: Mapping[str, Any], param: str) -> str:
+    """Returns the schema as compact JSON. Raises ApiError 400 that names the limit, for ``param`` of the request."""
+    text = _encode(_Reduction(param).schema(schema, 1)).decode()
+    if len(text) > MAX_CHARACTERS:
+        raise _over(param, f"{len(text)} characters", MAX_CHARACTERS)
+    return text
+
+
+class _Reduction:
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._properties = self._branches = self._values = 0
+        self._multiple = 1
+
+    def schema(self, schema: Any, depth: int) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema  # true or false; llguidance refuses the rest
+        self._check_depth(depth)
+        reduced: dict[str, Any] = {}
+        for name, value in schema.items():
+            if name in _FOR_PEOPLE:
+                continue
+            if name in _NAMED and isinstance(value, Mapping):
+                self._count_properties(value)
+                value = {key: self.schema(part, depth + 1) for key, part in value.items()}
+            elif name in _LISTS and isinstance(value, list):
+                self._count_branches(name, value)
+                value = [self.schema(part, depth + 1) for part in value]
+            elif name in ("enum", "const"):
+                self._check_value(value, depth)
+            elif name == "multipleOf":
+                self._count_multiple(value)
+            elif isinstance(value, Mapping):
+                value = self.schema(value, depth + 1)
+            else:
+                self._check_value(value, depth)
+            reduced[name] = value
+        return reduced
+
+    def _count_properties(self, properties: Mapping[str, Any]) -> None:
+        self._properties += len(properties)
+        if self._properties > MAX_PROPERTIES:
+            raise _over(self._param, "properties", MAX_PROPERTIES)
+        for name in properties:
+            self._check_value(name, 0)
+
+    def _count_branches(self, name: str, branches: list[Any]) -> None:
+        self._branches += len(branches)
+        if self._branches > MAX_BRANCHES:
+            raise _over(self._param, "branches of anyOf, oneOf and allOf", MAX_BRANCHES)
+        if len(branches) > MAX_BRANCHES_OF_ONE and name not in ("prefixItems", "items"):
+            raise _over(self._param, f"{len(branches)} branches of one {name}", MAX_BRANCHES_OF_ONE)
+
+    def _check_value(self, value: Any, depth: int) -> None:
+        self._check_depth(depth)
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise _over(self._param, "values of enum and const", MAX_VALUES)
+        if isinstance(value, str):
+            if len(value) > MAX_TEXT:
+                raise _over(self._param, f"{len(value)} characters in one name, pattern or value", MAX_TEXT)
+        elif isinstance(value, list):
+            for part in value:
+                self._check_value(part, depth + 1)
+        elif isinstance(value, Mapping):
+            for key, part in value.items():
+                self._check_value(key, depth + 1)
+                self._check_value(part, depth + 1)
+
+    def _count_multiple(self, value: Any) -> None:
+        if isinstance(value, int):
+            self._multiple = math.lcm(self._multiple, value or 1)
+        elif isinstance(value, float):
+            written = Decimal(repr(value)).normalize().as_tuple()
+            digits = int("".join(map(str, written.digits))) * 10 ** max(0, int(written.exponent))
+            self._multiple = math.lcm(self._multiple, digits or 1)
+        if self._multiple > MAX_MULTIPLE:
+            what = f"{self._param}: the numbers of multipleOf in the JSON schema have a least common multiple above"
+            raise invalid(f"{what} {MAX_MULTIPLE}, decimal points left out", param=self._param)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise _over(self._param, "levels", MAX_DEPTH)
+
+
+def _over(param: str, what: str, limit: int) -> ApiError:
+    more = what if what[0].isdigit() else f"more than {limit} {what}"
+    return invalid(f"{param}: the JSON schema has {more}; the limit is {limit}", param=param)

@@ -1,0 +1,141 @@
+"""One call as models write it: a JSON object that holds a name and arguments, in any order, or arguments alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum, auto
+
+import msgspec
+
+from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, JsonScan, Taken
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+class _At(Enum):
+    OPENING = auto()
+    FIRST_KEY = auto()  # or the end
+    KEY = auto()
+    IN_KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    IN_VALUE = auto()
+    COMMA = auto()  # or the end
+
+
+class CallText:
+    """Reads one call, character by character.
+
+    As soon as its name is known and its arguments have begun it counts as a call (``begun``), and when both are there
+    it is ``complete``: what is wrong with the object behind that point (a brace too few is what small models like
+    best) does not matter. ``keys`` are those that it may have; None: any.
+    """
+
+    def __init__(self, name: str | None = None, keys: Collection[str] | None = None) -> None:
+        """With a ``name`` the text is that of the arguments alone."""
+        self.name = name
+        self.arguments: list[str] = []  # their characters, as they were written
+        self.complete = False
+        self._only_arguments = name is not None
+        self._keys = keys
+        self._at = _At.OPENING if name is None else _At.VALUE
+        self._key = "" if name is None else ARGUMENTS[0]
+        self._scan = JsonScan()
+        self._value: list[str] = []
+        self._has_arguments = False
+        self._raw: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        """All that was taken."""
+        return "".join(self._raw)
+
+    @property
+    def begun(self) -> bool:
+        return self.name is not None and bool(self.arguments)
+
+    def take(self, char: str) -> Taken:
+        """``BROKEN`` and ``BEHIND`` have not taken the character."""
+        was_complete = self.complete
+        taken = self._step(char)
+        if taken is Taken.BROKEN and was_complete:
+            return Taken.BEHIND
+        if taken in (Taken.MORE, Taken.LAST):
+            self._raw.append(char)
+        return taken
+
+    def _step(self, char: str) -> Taken:
+        at = self._at
+        if at is _At.IN_VALUE:
+            return self._in_value(char)
+        if at is _At.IN_KEY:
+            return self._in_key(char)
+        if char in SPACE:
+            return Taken.MORE
+        if at is _At.VALUE:
+            return self._first_of_value(char)
+        if at is _At.COLON and char == ":":
+            self._at = _At.VALUE
+        elif at is _At.OPENING and char == "{":
+            self._at = _At.FIRST_KEY
+        elif at in (_At.FIRST_KEY, _At.KEY) and char == '"':
+            self._at, self._scan, self._value = _At.IN_KEY, JsonScan(), [char]
+            self._scan.take(char)
+        elif at is _At.COMMA and char == ",":
+            self._at = _At.KEY
+        elif at is _At.COMMA and char == "}" and self.complete:
+            return Taken.LAST
+        else:
+            return Taken.BROKEN
+        return Taken.MORE
+
+    def _in_key(self, char: str) -> Taken:
+        taken = self._scan.take(char)
+        self._value.append(char)
+        if taken is Taken.LAST:
+            self._key = _text(self._value) or ""
+            self._at = _At.COLON
+            return Taken.MORE if self._keys is None or self._key in self._keys else Taken.BROKEN
+        return taken
+
+    def _first_of_value(self, char: str) -> Taken:
+        first = {"name": '"', **dict.fromkeys(ARGUMENTS, "{")}.get(self._key)
+        if first is not None and char != first and not self.complete:
+            return Taken.BROKEN
+        self._at, self._scan, self._value = _At.IN_VALUE, JsonScan(), []
+        return self._in_value(char)
+
+    def _in_value(self, char: str) -> Taken:
+        taken = self._scan.take(char)
+        if taken is Taken.BROKEN:
+            return taken
+        is_arguments = self._key in ARGUMENTS and not self._has_arguments
+        if taken is Taken.BEHIND:
+            self._at = _At.COMMA
+            return self._step(char)
+        if is_arguments:
+            self.arguments.append(char)
+        elif self._key == "name":
+            self._value.append(char)
+        if taken is Taken.LAST:
+            return self._value_ended(is_arguments)
+        return Taken.MORE
+
+    def _value_ended(self, is_arguments: bool) -> Taken:
+        self._at = _At.COMMA
+        if is_arguments:
+            self._has_arguments = True
+        elif self._key == "name" and self.name is None:
+            self.name = _text(self._value)
+            if not self.name:
+                return Taken.BROKEN
+        self.complete = self.name is not None and self._has_arguments
+        return Taken.LAST if self._only_arguments else Taken.MORE
+
+
+def _text(literal: list[str]) -> str | None:
+    """What a JSON string says; None for one with half a surrogate pair, which no answer could hold."""
+    try:
+        return msgspec.json.decode("".join(literal), type=str)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None

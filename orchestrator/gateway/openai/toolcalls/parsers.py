@@ -1,0 +1,300 @@
+"""The parsers, one for each way in which models write their calls.
+
+Each searches the text for what marks a call and gives what follows to a ``CallText``. What turns out to be no call is
+content, to the letter. Blanks around calls are no content, nor is what separates or closes calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from orchestrator.gateway.openai.toolcalls.call import ARGUMENTS, CallText
+from orchestrator.gateway.openai.toolcalls.events import CallArguments, CallBegin, Content, Event
+from orchestrator.gateway.openai.toolcalls.json_scanner import SPACE, Taken
+
+LONGEST_HEAD = 400  # characters between a mark and what it marks
+
+NewId = Callable[[], str]
+
+
+class _Parser:
+    """What all formats share. ``_state`` takes a text and gives back what of it another state is to read."""
+
+    markers: tuple[str, ...] = ()
+    keys: Collection[str] | None = None  # that a call may have
+    between = SPACE  # what is content only where content follows: before, between and behind calls
+
+    def __init__(self, new_id: NewId, *, streamed: bool, only_one: bool) -> None:
+        """``streamed``: arguments are told as they come, so that what is wrong with their JSON may be seen too late.
+        Otherwise a call is told when it is complete. ``only_one``: further calls are dropped."""
+        self._new_id = new_id
+        self._streamed = streamed
+        self._only_one = only_one
+        self._state: Callable[[str], str] = self._text
+        self._held = ""  # what may become a marker
+        self._fresh = True  # no content since the beginning, or since the last call
+        self._provisional = ""  # of ``between``
+        self._call: CallText | None = None
+        self._opening = ""  # what marked it
+        self._calls = 0
+        self._told = 0  # characters of the arguments
+        self._out: list[Event] = []
+
+    def push(self, text: str) -> list[Event]:
+        self._out = []
+        rest, self._held = self._held + text, ""
+        while rest:
+            rest = self._state(rest)
+        self._tell_call()
+        return self._out
+
+    def flush(self) -> list[Event]:
+        self._out = []
+        call, held, self._held = self._call, self._held, ""
+        if call is not None and not (call.complete or self._told):
+            self._content(self._opening + call.raw)
+        self._call = None
+        self._content(held)
+        if self._provisional and not self._calls:
+            self._out.append(Content(self._provisional))
+        self._provisional = ""
+        return self._out
+
+    def finish_reason(self, reason: str) -> str:
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    # States
+
+    def _text(self, rest: str) -> str:
+        """Content, until something marks a call."""
+        if self._fresh:
+            stripped = rest.lstrip(self.between)
+            self._provisional += rest[: len(rest) - len(stripped)]
+            rest = stripped
+        found = min(((at, mark) for mark in self.markers if (at := rest.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            self._content(rest[:at])
+            return self._marked(mark, rest[at:])
+        keep = max((_overlap(rest, mark) for mark in self.markers), default=0)
+        self._content(rest[: len(rest) - keep])
+        self._held = rest[len(rest) - keep :]
+        return ""
+
+    def _marked(self, mark: str, rest: str) -> str:
+        """``rest`` begins with the mark."""
+        self._open(mark)
+        return rest[len(mark) :]
+
+    def _in_call(self, rest: str) -> str:
+        call = self._call
+        assert call is not None
+        for at, char in enumerate(rest):
+            taken = call.take(char)
+            if taken is Taken.MORE:
+                continue
+            self._tell_call()
+            self._call = None
+            if taken is Taken.BROKEN:
+                self._content("" if self._told else self._opening + call.raw)
+                self._broken()
+                return rest[at:]
+            self._fresh = True
+            self._closed()
+            return rest[at + (taken is Taken.LAST) :]
+        return ""
+
+    def _broken(self) -> None:
+        """What goes on behind what was no call."""
+        self._fresh = False
+        self._state = self._text
+
+    def _closed(self) -> None:
+        """What goes on behind a call."""
+        self._state = self._text
+
+    # What is told
+
+    def _open(self, opening: str, name: str | None = None) -> None:
+        self._call, self._opening, self._told = CallText(name, self.keys), opening, 0
+        self._state = self._in_call
+
+    def _tell_call(self) -> None:
+        """What is new of the call that is being read."""
+        call = self._call
+        if call is None or not (call.complete or (self._streamed and call.begun)):
+            return
+        if not self._told:
+            self._provisional = ""
+            assert call.name is not None
+            self._tell(CallBegin(self._calls, self._id(), call.name))
+            self._calls += 1
+        if len(call.arguments) > self._told:
+            self._tell(CallArguments(self._calls - 1, "".join(call.arguments[self._told :])))
+            self._told = len(call.arguments)
+
+    def _tell(self, event: CallBegin | CallArguments) -> None:
+        if not (self._only_one and event.index):
+            self._out.append(event)
+
+    def _id(self) -> str:
+        return self._new_id()
+
+    def _content(self, text: str) -> None:
+        if not text:
+            return
+        self._fresh = False
+        text, self._provisional = self._provisional + text, ""
+        if self._out and isinstance(self._out[-1], Content):
+            text = self._out.pop().text + text  # type: ignore[union-attr]
+        self._out.append(Content(text))
+
+
+class HermesParser(_Parser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one pair of tags for each call: Hermes, Qwen."""
+
+    markers = ("<tool_call>",)
+    _END = "</tool_call>"
+
+    def _closed(self) -> None:
+        self._state = self._end_tag
+
+    def _end_tag(self, rest: str) -> str:
+        """Which may be missing."""
+        stripped = rest.lstrip(SPACE)
+        if stripped.startswith(self._END):
+            self._state = self._text
+            return stripped[len(self._END) :]
+        if self._END.startswith(stripped):
+            self._held = rest
+            return ""
+        self._state = self._text
+        return rest
+
+    def flush(self) -> list[Event]:
+        if self._state == self._end_tag:
+            self._held = ""  # the tag was cut off, not the call
+        return super().flush()
+
+
+class LlamaParser(_Parser):
+    """`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`, several separated by `;`: Llama 3."""
+
+    markers = ("<|python_tag|>", "{")
+    keys = ("name", *ARGUMENTS, "type", "id")  # so that other JSON is soon seen to be no call
+    between = SPACE + ";"
+
+    def _marked(self, mark: str, rest: str) -> str:
+        if mark == "{":
+            self._open("")
+            return rest
+        return super()._marked(mark, rest)
+
+
+class _ArrayParser(_Parser):
+    """`[{"name": ..., "arguments": {...}}, ...]`."""
+
+    def _between_calls(self, rest: str) -> str:
+        char = rest[0]
+        if char == ",":
+            self._provisional += char
+            self._open("")
+        elif char in SPACE:
+            self._provisional += char
+        else:
+            self._state = self._text
+            return rest[1:] if char == "]" else rest
+        return rest[1:]
+
+
+class MistralParser(_ArrayParser):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer `[TOOL_CALLS]name{...}`, also with
+    `[CALL_ID]id` and `[ARGS]` behind the name."""
+
+    markers = ("[TOOL_CALLS]",)
+    _HEAD = re.compile(r"[ \t\r\n]*(?P<name>[\w.\-]+)(\[CALL_ID\](?P<id>[\w\-]+))?(\[ARGS\])?[ \t\r\n]*")
+    _HEAD_GOES_ON = re.compile(r"[\w.\-\[\] \t\r\n]*")
+
+    def __init__(self, new_id: NewId, *, streamed: bool, only_one: bool) -> None:
+        super().__init__(new_id, streamed=streamed, only_one=only_one)
+        self._in_array = False
+        self._given_id: str | None = None
+
+    def _marked(self, mark: str, rest: str) -> str:
+        self._opening, self._state = mark, self._head
+        self._given_id = None
+        return rest[len(mark) :]
+
+    def _head(self, rest: str) -> str:
+        """What stands between the mark and the first brace or bracket; it is held until that comes."""
+        head = rest[: LONGEST_HEAD + 1]
+        blank = len(head) - len(head.lstrip(SPACE))
+        if head[blank : blank + 1] == "[":
+            self._in_array = True
+            self._open(self._opening + rest[: blank + 1])
+            return rest[blank + 1 :]
+        at = head.find("{")
+        found = self._HEAD.fullmatch(head[:at]) if at >= 0 else None
+        if found is not None:
+            self._in_array, self._given_id = False, found["id"]
+            self._open(self._opening + rest[:at], found["name"])
+            return rest[at:]
+        if at < 0 and len(rest) <= LONGEST_HEAD and self._HEAD_GOES_ON.fullmatch(rest):
+            self._held = rest
+            return ""
+        self._content(self._opening)
+        self._broken()
+        return rest
+
+    def _id(self) -> str:
+        return self._given_id or super()._id()
+
+    def _closed(self) -> None:
+        self._state = self._between_calls if self._in_array else self._text
+
+    def flush(self) -> list[Event]:
+        if self._state == self._head:
+            self._held = self._opening + self._held
+        return super().flush()
+
+
+class RequiredParser(_ArrayParser):
+    """The answer to `tool_choice: required`, which a guide has kept to a JSON array of calls."""
+
+    markers: tuple[str, ...] = ("[",)
+
+    def _closed(self) -> None:
+        self.markers = ()  # there is but one array
+        self._state = self._between_calls
+
+
+class NamedParser:
+    """The answer where `tool_choice` names a function: a guide has kept it to the arguments.
+
+    As OpenAI's and vLLM's servers do, it ends by "stop" and not by "tool_calls".
+    """
+
+    def __init__(self, new_id: NewId, name: str) -> None:
+        self._begin: list[Event] = [CallBegin(0, new_id(), name)]
+
+    def push(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        begin, self._begin = self._begin, []
+        return [*begin, CallArguments(0, text)]
+
+    def flush(self) -> list[Event]:
+        begin, self._begin = self._begin, []
+        return begin
+
+    def finish_reason(self, reason: str) -> str:
+        return reason
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

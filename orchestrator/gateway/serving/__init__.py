@@ -1,0 +1,1 @@
+"""A request from the queue to a replica and back."""

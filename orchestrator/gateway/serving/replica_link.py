@@ -1,0 +1,262 @@
+"""The gateway's end of the data plane: one connection to one replica, and the requests that are on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import workers
+from orchestrator.dispatch.prefix_index import PrefixIndex
+from orchestrator.dispatch.replica_choice import Pace
+from orchestrator.fleet.route_table import Route
+from orchestrator.gateway.openai.errors import our_fault
+from orchestrator.gateway.serving.ticket import Ticket
+from orchestrator.process.version import corewright_version
+from workers.messages.requests import FinishReason
+from workers.messages.wire import Cancel, FrameReader, Hello, Message, Refused, Room, Step, Welcome, WireError, encode
+
+if TYPE_CHECKING:
+    from orchestrator.gateway.telemetry.gateway_metrics import ModelMetrics
+
+log = logging.getLogger(__name__)
+
+NEVER = -math.inf
+
+
+class ReplicaLink(asyncio.Protocol):
+    """Open from the replica's Welcome until the end of file. Counts the replica's slots by what was sent and ended."""
+
+    def __init__(
+        self,
+        route: Route,
+        *,
+        gateway: str,
+        token: str,
+        on_change: Callable[[], None],
+        on_ended: Callable[[Ticket, float], None],
+        on_lost: Callable[[ReplicaLink, list[Ticket]], None],
+        on_busy: Callable[[Ticket], None],
+        later: Callable[[Callable[[], None]], object],
+    ) -> None:
+        """``on_change`` is called at the Welcome, and when other gateways have left a slot; ``on_ended`` with a request
+        that is over, and the seconds that it has held its slot. ``on_lost`` gets back the requests that the replica
+        will not answer: at the end of the connection, and one that it refuses because it is draining. ``on_busy`` gets
+        back one for which another gateway has taken the slot. ``later`` calls at the end of the event loop's turn."""
+        self.route = route
+        self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
+        self.welcome: Welcome | None = None
+        self._hello = Hello(gateway, token, route.epoch)
+        self._on_change = on_change
+        self._on_ended = on_ended
+        self._on_lost = on_lost
+        self._on_busy = on_busy
+        self._later = later
+        self._full = False  # other gateways have its slots; it will say when one is free
+        self._reader = FrameReader()
+        self._transport: asyncio.WriteTransport | None = None
+        self._live: dict[str, Ticket] = {}
+        self._unstarted: set[str] = set()  # of these, those without a token
+        self._outgoing: list[bytes] = []  # frames of this turn of the event loop
+        self._touched: list[Ticket] = []  # those with news, in the order in which it came
+        self._retired = False
+        self._drains = False  # it has refused a request: to send it there again would use up its retries
+        self.stepped_at = NEVER  # monotonic, when its last tokens came; NEVER while it has no request of ours
+        self._pace = Pace()
+        self.metrics: ModelMetrics | None = None  # once a request has been counted there
+        self.prefixes: PrefixIndex | None = None  # of an engine that keeps what it has read
+        self.closed = asyncio.Event()
+        self.refused = False  # by the replica; to ask again would give the same answer
+        self.broken = False  # the replica sent something invalid, and would send it again
+
+    @property
+    def free_slots(self) -> int:
+        if self.welcome is None or self._transport is None or self._retired or self._drains or self._full:
+            return 0
+        return self.welcome.slots - len(self._live)
+
+    @property
+    def prefilling(self) -> int:
+        """Requests that were sent and have not had a token."""
+        return len(self._unstarted)
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def pace(self) -> float:
+        """Seconds that a token takes there; 0.0 before it is known."""
+        return self._pace.value
+
+    @property
+    def tickets(self) -> Iterable[Ticket]:
+        """The requests that it has."""
+        return self._live.values()
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV caches of the slots that this gateway fills."""
+        return sum(len(ticket.request.prompt_ids) + ticket.produced for ticket in self._live.values())
+
+    def send(self, ticket: Ticket) -> None:
+        """Give the request a slot. The caller has seen that one is free."""
+        assert self._transport is not None
+        id = ticket.request.id
+        self._live[id] = ticket
+        self._unstarted.add(id)
+        self._outgoing.append(ticket.sent_to(self))
+        if len(self._outgoing) == 1:  # all that is sent in one turn of the loop is one write
+            self._later(self._flush)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Tell the replica that nobody reads the answer; the slot counts as taken until the replica says otherwise."""
+        if self._transport is not None and ticket.id in self._live:
+            self._flush()  # it may be among these
+            self._transport.write(encode(Cancel(ticket.id)))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and self._transport is not None:
+            self._transport.write(b"".join(outgoing))
+
+    def resume(self) -> None:
+        """The replica is in the routes again."""
+        self._retired = False
+
+    def retire(self) -> None:
+        """The replica left the routes: send it nothing more, and hang up when its requests have ended."""
+        self._retired = True
+        self._hang_up_when_idle()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one, without the base class
+        self._transport.write(encode(self._hello))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._receive(message)
+        except WireError as error:
+            log.error("%s is disconnected: %s", self.route.id, error)
+            self.broken = True
+            self.close()
+        self._tell()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        lost, self._live = list(self._live.values()), {}
+        self._unstarted.clear()
+        self.closed.set()
+        self._on_lost(self, lost)
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Step):
+            self._deliver(message)
+        elif isinstance(message, Room):
+            self._full = False
+            self._on_change()
+        elif isinstance(message, Welcome):
+            self._receive_welcome(message)
+        elif isinstance(message, Refused):
+            self.refused = True
+            log.error("%s refused the connection: %s", self.route.id, message.reason)
+        else:
+            raise WireError(f"a replica does not send {type(message).__name__}")
+
+    def _receive_welcome(self, welcome: Welcome) -> None:
+        ours = (corewright_version(), str(Path(workers.__file__).parent))
+        # a replica in an interpreter of its own names no folder: its corewright lies elsewhere, and has been looked at
+        if (welcome.version, welcome.package or ours[1]) != ours:
+            self.refused = True
+            log.error(
+                "%s runs corewright %s from %s, and this is %s from %s",
+                self.route.id,
+                welcome.version,
+                welcome.package,
+                *ours,
+            )
+            self.close()
+            return
+        self.welcome = welcome
+        if welcome.prefix_block:
+            self.prefixes = PrefixIndex(max(1, welcome.slots * welcome.max_len // welcome.prefix_block))
+        self._on_change()
+
+    def _deliver(self, step: Step) -> None:
+        busy: list[Ticket] = []
+        for event in step.events:
+            ticket = self._live.get(event.id)
+            if ticket is None:
+                continue
+            finish = event.finish
+            if finish is None:
+                ticket.deliver(event)
+                if not ticket.touched:
+                    self._touch(ticket)
+                continue
+            self._unstarted.discard(event.id)
+            del self._live[event.id]
+            if finish is FinishReason.BUSY:
+                self._full = True
+                busy.append(ticket)
+                continue
+            if finish is FinishReason.REFUSED:
+                self._drains = True
+                self._on_lost(self, [ticket])
+                continue
+            if finish is not FinishReason.CANCELLED:
+                ticket.deliver(event)
+                if not ticket.touched:
+                    self._touch(ticket)
+            self._full = False  # the slot that it had
+            self._measure(ticket, time.monotonic())
+        for ticket in reversed(busy):  # each goes before all others: so they keep their order
+            self._on_busy(ticket)
+        self._hang_up_when_idle()
+
+    def _measure(self, ticket: Ticket, now: float) -> None:
+        """It is over: learn from it."""
+        if ticket.produced > 1 and ticket.first_at:
+            self._pace.ended(now - ticket.first_at, ticket.produced - 1)
+        if not self._live:
+            self.stepped_at = NEVER
+        self._on_ended(ticket, now - ticket.sent_at)
+
+    def _touch(self, ticket: Ticket) -> None:
+        """It has news in this read."""
+        ticket.touched = True
+        self._touched.append(ticket)
+        self._unstarted.discard(ticket.id)
+
+    def _tell(self) -> None:
+        """Tell the sinks, once for all steps that came in one read."""
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, []
+        now = time.monotonic()
+        if self._live:
+            self.stepped_at = now
+        for ticket in touched:
+            ticket.touched = False
+            if not ticket.left and ticket.events:
+                try:
+                    ticket.sink.came(ticket, now)
+                except Exception:  # one answer must not end the connection that all share
+                    log.exception("the answer to %s cannot be written", ticket.known_as)
+                    ticket.leave()
+                    ticket.sink.failed(ticket, our_fault())
+
+    def _hang_up_when_idle(self) -> None:
+        if self._retired and not self._live:
+            self.close()

@@ -1,0 +1,201 @@
+"""The links to one model's replicas: one for each of its routes, opened again when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec.structs
+
+from orchestrator.fleet.route_table import ModelRoutes, Route
+from orchestrator.gateway.openai.request_builder import RequestLimits
+from orchestrator.gateway.serving.dial import open_link
+from orchestrator.gateway.serving.replica_link import ReplicaLink
+from orchestrator.gateway.serving.ticket import Ticket
+from workers.messages.credentials import Credentials
+
+log = logging.getLogger(__name__)
+
+CONNECT_DEADLINE_S = 5.0
+RECONNECT_S = 0.1  # before the first retry; it doubles
+RECONNECT_MOST_S = 2.0
+UNREACHABLE_S = 3.0  # without a link for so long: a start, an end or a retry is no reason any more
+
+
+class ReplicaLinks:
+    """Those that are open, in the order in which they were. Owned by the gateway's event loop."""
+
+    def __init__(
+        self,
+        routes: ModelRoutes,
+        make: Callable[[Route], ReplicaLink],
+        *,
+        credentials: Credentials | None,
+        on_open: Callable[[], None],
+        on_unusable: Callable[[], None],
+    ) -> None:
+        """``credentials`` are for replicas on other hosts. ``on_open`` is called when a link is there, ``on_unusable``
+        when a replica would not serve us and no other one does."""
+        self._routes = routes
+        self._make = make
+        self._credentials = credentials
+        self._on_open = on_open
+        self._on_unusable = on_unusable
+        self._links: dict[Route, ReplicaLink] = {}
+        self._keeping: dict[Route, asyncio.Task[None]] = {}
+        self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
+        self._last: dict[Route, float] = {}  # of each route when its last link ended, or when it came (monotonic)
+        self._limits: RequestLimits | None = None  # until something changes
+        self._prefix_block: int | None = None  # likewise
+        self._slots: int | None = None  # likewise
+
+    def __iter__(self) -> Iterator[ReplicaLink]:
+        return iter(self._links.values())
+
+    @property
+    def tickets(self) -> Iterator[Ticket]:
+        """The requests that the replicas have."""
+        return (ticket for link in self for ticket in link.tickets)
+
+    @property
+    def live(self) -> int:
+        return sum(link.live for link in self)
+
+    @property
+    def slots(self) -> int:
+        """Of all connected replicas."""
+        if self._slots is None:
+            self._slots = sum(link.welcome.slots for link in self if link.welcome is not None)
+        return self._slots
+
+    @property
+    def usable(self) -> bool:
+        """Whether some replica is there that has not refused us."""
+        return len(self._routes.replicas) > len(self._refused)
+
+    def unreachable(self, now: float) -> list[Route]:
+        """The replicas in the routes that have had no link for ``UNREACHABLE_S``."""
+        return [
+            route
+            for route, since in self._last.items()
+            if now - since >= UNREACHABLE_S and ((link := self._links.get(route)) is None or link.welcome is None)
+        ]
+
+    def cut_off(self, now: float) -> bool:
+        """Whether there are replicas in the routes, and all are unreachable."""
+        return bool(self._routes.replicas) and len(self.unreachable(now)) == len(self._routes.replicas)
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the largest prefill bucket, as a replica has said it; None before one has."""
+        return max((link.welcome.max_prompt for link in self if link.welcome is not None), default=None)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below this; None before a replica has said it."""
+        return next((link.welcome.vocab_size for link in self if link.welcome is not None), None)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Of a request of this model, as far as a replica has told them."""
+        if self._limits is None:
+            longest = self.longest_prompt or self._routes.max_len
+            self._limits = RequestLimits(self._routes.max_len, longest, self.vocab_size)
+        return self._limits
+
+    @property
+    def prefix_block(self) -> int:
+        """Tokens of a block that engines keep; 0 where none does."""
+        if self._prefix_block is None:
+            blocks = [link.welcome.prefix_block for link in self if link.welcome is not None]
+            self._prefix_block = max(blocks, default=0)
+        return self._prefix_block
+
+    def of_version(self, canary: bool) -> list[ReplicaLink]:
+        """Those of the version that is being tried, or the others."""
+        return [link for link in self if (link.route.id in self._routes.canaries) is canary]
+
+    def update(self, routes: ModelRoutes) -> None:
+        """Open links to new replicas, retire those that left."""
+        self._routes = routes
+        self.forget()
+        self._refused &= set(routes.replicas)
+        now = time.monotonic()
+        self._last = {route: self._last.get(route, now) for route in routes.replicas}
+        for route, link in list(self._links.items()):
+            link.resume() if route in routes.replicas else link.retire()
+        for route in routes.replicas:
+            self._keep_link(route)
+
+    def forget(self) -> None:
+        """What replicas have said may be otherwise now."""
+        self._limits = self._prefix_block = self._slots = None
+
+    def lost(self, link: ReplicaLink) -> None:
+        """Its connection has ended."""
+        self._links.pop(link.route, None)
+        if link.welcome is not None and link.route in self._last:
+            self._last[link.route] = time.monotonic()
+        self.forget()
+
+    async def stop(self) -> None:
+        """Let go of the replicas: the gateway ends."""
+        self._routes = msgspec.structs.replace(self._routes, replicas=[])
+        pending = set(self._keeping.values())
+        while pending:  # more than once: up to Python 3.11 wait_for may swallow a cancellation
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.1)
+        for link in list(self):
+            link.close()
+
+    def _keep_link(self, route: Route) -> None:
+        if route in self._routes.replicas and route not in self._keeping and route not in self._refused:
+            task = asyncio.get_running_loop().create_task(self._keep(route))
+            self._keeping[route] = task
+            task.add_done_callback(lambda task: self._let_go(route, task))
+
+    def _let_go(self, route: Route, task: asyncio.Task[None]) -> None:
+        """Nobody keeps it any more. It may have come into the routes again since the task has seen that it left."""
+        del self._keeping[route]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._keep_link(route)
+        else:
+            log.error("the link to %s is not kept", route.id, exc_info=error)
+            asyncio.get_running_loop().call_later(RECONNECT_S, self._keep_link, route)
+
+    async def _keep(self, route: Route) -> None:
+        """Hold a link to the replica for as long as it is in the routes: a lost link is not a lost replica."""
+        loop, pause_s = asyncio.get_running_loop(), RECONNECT_S
+        while route in self._routes.replicas:
+            try:
+                connecting = open_link(loop, lambda: self._make(route), route.socket, self._credentials)
+                _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
+            except (OSError, asyncio.TimeoutError) as error:
+                level = logging.WARNING if pause_s < RECONNECT_MOST_S else logging.DEBUG
+                log.log(level, "%s cannot be reached on %s: %s", route.id, route.socket, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RECONNECT_MOST_S)
+                continue
+            if route not in self._routes.replicas:  # it left while the link was being opened
+                link.close()
+                return
+            if not link.closed.is_set():
+                self._links[route] = link
+                self._on_open()  # its Welcome may be here already
+            await link.closed.wait()
+            if link.refused:
+                self._refused.add(route)
+                if not self.slots:
+                    self._on_unusable()
+                return
+            if link.welcome is None:  # it hung up at once; do not spin
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RECONNECT_MOST_S)
+            else:
+                pause_s = RECONNECT_S

@@ -1,0 +1,175 @@
+"""What one gateway keeps of its requests for `corewright trace export`: when each came, how long it was, no texts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+from orchestrator.records.request_traces import parts
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 4 * 2**20  # of one file; about 80,000 requests
+FILES = 32  # of all gateways together; the oldest goes
+BUFFERED = 1024  # requests until they are written without being asked to
+MOST_BUFFERED = 64 * 1024  # while the disk takes nothing; those that come then are not recorded
+
+Noted = tuple[float, str, int, int, str, float, float]
+
+
+class RequestRecorder:
+    """A line of CSV for each request: time, model, prompt and output tokens, key, first_ms, decode_ms.
+
+    The files are ``folder/<gateway>.<bytes that this gateway had written before>.csv``, so that a place in them has a
+    number that stays the same when the oldest is deleted (`orchestrator.records.request_traces.read_page`). A disk that
+    is full, or a folder that cannot be written, costs lines, never a request.
+    """
+
+    def __init__(self, folder: Path, gateway: str, *, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
+        """``gateway`` is part of a file's name. A gateway of the same name goes on behind what the last one wrote."""
+        self.dropped = 0  # requests that could not be written
+        self._folder = folder
+        self._gateway = gateway
+        self._file_bytes = file_bytes
+        self._files = files
+        self._notes: list[Noted] = []
+        self._writer: ThreadPoolExecutor | None = None  # of one thread
+        self._writing: Future[None] | None = None
+        self._file: BinaryIO | None = None
+        self._written = 0  # in this file
+        self._told_dropped: int | None = None  # how many had been when it was complained of; None: all is well
+
+    def note(
+        self,
+        wall_time: float,
+        model: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        key_id: str = "",
+        first_s: float = 0.0,
+        decode_s: float = 0.0,
+    ) -> None:
+        """A request has ended that came at ``wall_time``, in seconds since the epoch.
+
+        ``first_s`` is from when it was sent to its replica until its first token, ``decode_s`` from there to its last;
+        0.0: unknown.
+        """
+        if len(self._notes) >= MOST_BUFFERED:
+            self.dropped += 1
+            return
+        self._notes.append((wall_time, model, prompt_tokens, output_tokens, key_id, first_s, decode_s))
+        if len(self._notes) >= BUFFERED:
+            self.write_soon()
+
+    def write_soon(self) -> None:
+        """Write what was noted, in a thread: the disk may take its time. While it does, the next ones wait."""
+        if not self._notes or (self._writing is not None and not self._writing.done()):
+            return
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "recorder")
+        notes, self._notes = self._notes, []
+        self._writing = self._writer.submit(self._write_down, notes)
+
+    def flush(self) -> None:
+        """Write all that was noted. Blocks for as long as the disk takes."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+        notes, self._notes = self._notes, []
+        if notes:
+            self._write_down(notes)
+
+    def close(self) -> None:
+        """Write what is left. It may be used again."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # Inside
+
+    def _write_down(self, notes: Sequence[Noted]) -> None:
+        """Of one thread at a time."""
+        lines = "".join(
+            f"{at:.3f},{model},{prompt},{output},{key},{first * 1000:.1f},{decode * 1000:.1f}\n"
+            for at, model, prompt, output, key, first, decode in notes
+        )
+        try:
+            self._write(lines.encode())
+            if self._told_dropped is not None:
+                log.warning("requests are recorded again; %d were not", self.dropped - self._told_dropped)
+                self._told_dropped = None
+        except OSError as error:
+            if self._told_dropped is None:
+                log.warning("requests are not recorded in %s: %s", self._folder, error)
+                self._told_dropped = self.dropped
+            self.dropped += len(notes)
+            self._mend()
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = self._open()
+        if self._file.write(data) != len(data):  # the disk is full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._written += len(data)
+        if self._written >= self._file_bytes:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> BinaryIO:
+        """The next file, which begins where the last one ends."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        there = parts(self._folder).get(self._gateway, [])
+        start = 0
+        if there:
+            start, last = there[-1]
+            size = last.stat().st_size
+            if size < self._file_bytes and _ends_whole(last, size):
+                self._written = size
+                return _opened(last)
+            start += size
+        self._make_room()
+        self._written = 0
+        return _opened(self._folder / f"{self._gateway}.{start}.csv")
+
+    def _make_room(self) -> None:
+        """For one file more. Other gateways may do the same at this moment."""
+        ages: list[tuple[float, Path]] = []
+        for path in (path for files in parts(self._folder).values() for _, path in files):
+            with contextlib.suppress(FileNotFoundError):
+                ages.append((path.stat().st_mtime, path))
+        for _, path in sorted(ages)[: max(0, len(ages) - self._files + 1)]:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def _mend(self) -> None:
+        """After an error: half a line must not be what the next one is appended to."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), self._written)
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+
+
+def _ends_whole(path: Path, size: int) -> bool:
+    """Whether the last line was written to its end."""
+    if not size:
+        return True
+    with path.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) == b"\n"

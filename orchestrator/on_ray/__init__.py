@@ -1,0 +1,1 @@
+"""Everything that imports Ray: the cluster client, actors, host actor and nodes."""

@@ -1,0 +1,413 @@
+"""What the controller does to replicas and hosts, by Ray: named actors, each on the node of its host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec.structs
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.fleet.effects import (
+    Arrives,
+    CoreOwner,
+    Fetched,
+    FetchedFiles,
+    HostLost,
+    ReplicaDied,
+    Survivor,
+    actor_name,
+)
+from orchestrator.on_ray.host_actor import HostActor
+from orchestrator.on_ray.ray_nodes import NAMESPACE, RayNode, host_labels, ray_nodes
+from orchestrator.process.awake_clock import AwakeClock
+from workers.artifacts.fetch.artifact_fetcher import (
+    ArrivingArtifact,
+    FetchedArtifact,
+    WantedArtifact,
+    meanwhile,
+    wanted_by,
+    with_folders,
+)
+from workers.artifacts.fetch.progress import FetchStatus
+from workers.artifacts.store.store_settings import StoreSettings
+from workers.host.interpreter import Interpreter
+from workers.messages.metric_family import MetricFamily
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, ReplicaStatus
+from workers.serving.dataplane import TLS_SCHEME
+from workers.serving.replica import Replica
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 5.0  # a watch answers at least this often
+CALL_DEADLINE_S = 10.0  # silence for longer is a hung process: a call takes a millisecond
+ADOPT_S = 3.0  # for a living replica to say what it is, while nobody is served anew
+CONFIRM_DEATH_S = 10.0
+LONG_S = 2.0  # one question about what goes on for long
+UNKNOWN_ENDS = (
+    "its process ended without a word: killed by a signal (for want of memory?), or crashed",
+    "the connection to its process has ended",
+)
+BY_SIGKILL = "was killed by SIGKILL"
+SOON_S = 0.5  # the same, where what goes on is told meanwhile
+
+
+class RayCluster:
+    """``effects.Cluster`` on Ray nodes of this machine. Used from one event loop."""
+
+    def __init__(self, store: StoreSettings, labels: Mapping[str, str] | None = None, *, clock: AwakeClock) -> None:
+        """``store`` is what each host keeps of artifacts; ``clock`` is kept by its maker.
+
+        ``labels``: for each of the planner's hosts the label of its Ray node. A host that is not among them has the
+        label of its number (`inf2.48xlarge/1`: `emu-1`), and ``lost_hosts`` tells of it once it has been named."""
+        self._store = store
+        self._clock = clock
+        self._labels = dict(labels or {})
+        self._here: str = ray.get_runtime_context().get_node_id()
+        self._nodes: list[RayNode] = ray_nodes()
+        self._host_actors: dict[str, Any] = {}  # by node id
+        self._answered: set[str] = set()  # replicas that have answered: from then on silence is a hang
+        self._actors: dict[str, Any] = {}
+        self._configs: dict[str, ReplicaConfig] = {}
+        self._processes: dict[str, tuple[int, float]] = {}  # pid and start of those that their hosts attend to
+        for node in self._nodes:
+            if node.alive:
+                self._host_actor(node)  # before the first question comes
+
+    async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
+        began = time.monotonic()
+        both = wanted_by(config)
+        landed: list[FetchedArtifact | None] = []
+
+        def goes_on(going: ArrivingArtifact) -> None:
+            now = meanwhile(config, both, landed, going)
+            if arrives is not None and now is not None:
+                arrives(FetchedFiles(now, going.left, going.moved))
+
+        for wanted in both:
+            heard = None if arrives is None else goes_on
+            ended = None if wanted is None else await self._wait_for(config.host, "fetch", wanted, heard)
+            if isinstance(ended, Failure):
+                return ended
+            landed.append(ended)
+        here = [one for one in landed if one is not None]
+        return Fetched(
+            with_folders(config, both, (landed[0], landed[1])),
+            bytes=sum(one.bytes for one in here),
+            moved=sum(one.moved for one in here),
+            seconds=time.monotonic() - began,
+            warning="; ".join(one.warning for one in here if one.warning),
+        )
+
+    async def progress(self, host: str) -> Sequence[FetchStatus]:
+        found: list[FetchStatus] = await self._ask(host, "progress")
+        return found
+
+    async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
+        async def of(host: str) -> frozenset[str]:
+            try:
+                return frozenset(await self._ask(host, "held", list(sources)))
+            except (HostLost, RayTaskError) as error:
+                log.warning("%s does not tell what it holds: %s", host, error)
+                return frozenset()
+
+        hosts = list(self._labels)
+        return dict(zip(hosts, await asyncio.gather(*map(of, hosts)), strict=True))
+
+    async def check(self, config: ReplicaConfig) -> Failure | None:
+        ended = await self._wait_for(config.host, "check", config)
+        return ended if isinstance(ended, Failure) else None
+
+    async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
+        told = await self._wait_for(config.host, "foresee", config)
+        trouble = told.what if isinstance(told, Failure) else told.trouble
+        if trouble:
+            return Failure("foresee-failed", f"what {config.model} would compile cannot be told: {trouble}")
+        missing: list[str] = told.missing
+        return missing
+
+    async def compile(self, config: ReplicaConfig) -> Failure | None:
+        ended = await self._wait_for(config.host, "compile", config)
+        return ended if isinstance(ended, Failure) else None
+
+    async def _wait_for(
+        self,
+        host: str,
+        question: str,
+        about: WantedArtifact | ReplicaConfig,
+        goes_on: Callable[[ArrivingArtifact], None] | None = None,
+    ) -> Any:
+        """Ask, again and again, until it has ended: a host actor that is started again goes on where it was."""
+        waiter, each_s = secrets.token_hex(8), LONG_S if goes_on is None else SOON_S
+        try:
+            while (ended := await self._ask(host, question, waiter, about, each_s)) is None or isinstance(
+                ended, ArrivingArtifact
+            ):
+                if ended is not None and goes_on is not None:
+                    goes_on(ended)
+        except asyncio.CancelledError:
+            node = self._node_of(host)
+            if node is not None and node.alive:
+                self._host_actor(node).leave.remote(waiter)
+            raise
+        return ended
+
+    async def start(self, config: ReplicaConfig) -> None:
+        node = self._node_of(config.host)
+        if node is None or not node.alive:
+            await self._look()
+            node = self._node_of(config.host)
+        if node is None or not node.alive:
+            raise HostLost(f"the Ray node of {config.host} is gone")
+        config = self._reachable(config, node)
+        name = actor_name(config.model, config.replica, config.epoch)
+        self._configs[name] = config
+        named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class's name
+        shown = ray.remote(concurrency_groups={"ctl": 8})(named)
+        self._actors[name] = shown.options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",  # a controller that is started again finds it alive
+            num_cpus=0,
+            resources={f"nc{core}": 1.0 for core in config.cores},
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            runtime_env={
+                "env_vars": config.env,
+                **({} if config.python is None else {"py_executable": config.python}),
+            },
+        ).remote(config)
+
+    def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
+        """Where the gateways, which are on this host, can reach the replica: on its unix socket, or from another host
+        on TCP."""
+        here = next((known.address for known in self._nodes if known.id == self._here), node.address)
+        if not config.listen and node.address == here:
+            return config
+        address = f"[{node.address}]" if ":" in node.address else node.address
+        return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
+
+    def know_hosts(self, names: Iterable[str]) -> None:
+        """All of the planner's hosts, in its order: ``lost_hosts`` tells of those that are not there."""
+        self._labels.update(host_labels(names))
+
+    async def watch(self, name: str, seen: int) -> ReplicaStatus:
+        # A process that is still being started cannot answer; the controller's start deadline is for that.
+        deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
+        try:
+            answer = _of(self._actors[name].watch.remote(seen, WATCH_S))
+            status: ReplicaStatus = await (answer if deadline is None else self._clock.within(answer, deadline))
+            self._answered.add(name)
+        except asyncio.TimeoutError:
+            what = f"it has not answered for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
+            raise ReplicaDied(what) from None
+        except RayTaskError as error:
+            raise ReplicaDied(f"the actor failed: {error.cause}") from None
+        except RayError as error:
+            death = _death(error)
+            ending = await self._ending(name) if death in UNKNOWN_ENDS else None
+            raise ReplicaDied(death if ending is None else f"its process {ending}") from None
+        if name not in self._processes and (config := self._configs.get(name)) is not None:
+            self._processes[name] = status.pid, status.started
+            if (node := self._node_of(config.host)) is not None and node.alive:
+                self._host_actor(node).attend.remote(status.pid, status.started)
+        return status
+
+    async def _ending(self, name: str) -> str | None:
+        """How the process of that replica ended, as its host tells it."""
+        if name not in self._processes:
+            return None
+        config, process = self._configs[name], self._processes[name]
+        try:
+            ending: str | None = await self._ask(config.host, "ending", *process, config.log)
+        except (HostLost, RayError):
+            return None
+        return f"{ending}: by hand, or by the kernel for want of memory" if ending == BY_SIGKILL else ending
+
+    async def drain(self, name: str, timeout_s: float) -> bool:
+        try:
+            return bool(await self._actors[name].drain.remote(timeout_s))
+        except RayError:
+            return True
+
+    async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
+        actor = self._actors.get(name)
+        if actor is not None:
+            with contextlib.suppress(RayActorError, ValueError):
+                ray.kill(actor, no_restart=True)
+        if pid is None or started is None:
+            dead = actor is None or await self._is_dead(actor)
+        else:
+            dead = await self._confirm_death(pid, started, host)
+        if dead:
+            for known in (self._actors, self._configs, self._processes):
+                known.pop(name, None)
+            self._answered.discard(name)
+        return dead
+
+    async def _confirm_death(self, pid: int, started: float, host: str | None) -> bool:
+        """Whether the process is gone. On a lost machine it is: Ray has declared the node dead, and all on it."""
+        try:
+            return bool(await self._ask(host, "confirm_death", pid, started, CONFIRM_DEATH_S))
+        except HostLost:
+            node = self._node_of(host)
+            return node is None or not node.alive
+
+    async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
+        try:
+            tail: list[str] = await self._ask(host, "log_tail", path, lines)
+        except HostLost:
+            return []
+        return tail
+
+    async def log_part(
+        self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
+    ) -> tuple[str, int]:
+        try:
+            text, end = await self._ask(host, "log_part", path, offset, most, lines)
+        except HostLost:
+            return "", offset or 0
+        return str(text), int(end)
+
+    async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
+        try:
+            fault: Failure | None = await self._ask(host, "fault_in_log", path)
+        except HostLost:
+            return None
+        return fault
+
+    async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
+        found: Interpreter = await self._ask(host, "interpreter", python)
+        return found
+
+    async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
+        try:
+            held = await self._ask(host, "held_cores", claims)
+        except HostLost:
+            if (node := self._node_of(host)) is not None and node.alive:
+                raise  # not knowing is not the same as knowing of none
+            return {}
+        return {core: CoreOwner(pid, command) for core, (pid, command) in held.items()}
+
+    async def device_metrics(self, host: str) -> list[MetricFamily]:
+        node = self._node_of(host)
+        if node is None or not node.alive:
+            return []  # nobody else measures them
+        measured: list[MetricFamily] = await _of(self._host_actor(node).device_metrics.remote())
+        return measured
+
+    async def lost_hosts(self) -> frozenset[str]:
+        await self._look()
+        living = {node.label for node in self._nodes if node.alive}
+        return frozenset(name for name, label in self._labels.items() if label not in living)
+
+    async def _look(self) -> None:
+        self._nodes = await asyncio.to_thread(ray_nodes)
+
+    def _node_of(self, host: str | None) -> RayNode | None:
+        """The Ray node of that host, a living one if there is any; without ``host`` the one that this process is on."""
+        label = None if host is None else self._labels.setdefault(host, f"emu-{host.rpartition('/')[2]}")
+        found = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
+        return max(found, key=lambda node: node.alive, default=None)
+
+    async def _ask(self, host: str | None, question: str, *arguments: Any) -> Any:
+        """The answer of that host's actor. When its Ray node is dead, of another one on the same machine: they share
+        one kernel. Raises HostLost when none answers."""
+        silent: set[str] = set()
+        while True:
+            node = self._node_of(host)
+            machine = node or self._node_of(None)
+            near = [other for other in self._nodes if machine is not None and other.address == machine.address]
+            order = near if node is None else [node, *near]
+            asked = next((one for one in order if one.alive and one.id not in silent), None)
+            if asked is None:
+                raise HostLost(f"nobody answers for {host or 'this host'}")
+            try:
+                call = getattr(self._host_actor(asked), question).remote(*arguments)
+                return await self._clock.within(_of(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
+            except RayTaskError:
+                raise  # it answers, that it failed
+            except (RayError, asyncio.TimeoutError) as error:
+                log.warning("the host actor of %s does not answer: %s", asked.label, str(error).partition("\n")[0])
+                self._host_actors.pop(asked.id, None)
+                silent.add(asked.id)
+                await self._look()
+
+    def _host_actor(self, node: RayNode) -> Any:
+        if node.id not in self._host_actors:
+            self._host_actors[node.id] = HostActor.options(  # type: ignore[attr-defined]
+                name=f"host/{node.label or node.id[:8]}",
+                namespace=NAMESPACE,
+                get_if_exists=True,
+                lifetime="detached",
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            ).remote(self._store)
+        return self._host_actors[node.id]
+
+    async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
+        names = [
+            entry["name"]
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if entry["namespace"] == NAMESPACE and "/" in entry["name"] and not entry["name"].startswith("host/")
+        ]
+        found = await asyncio.gather(*(self._survivor(name) for name in names))
+        lost: dict[str, int] = {}
+        for name, survivor in zip(names, found, strict=True):
+            if survivor is None:
+                id, _, epoch = name.rpartition(".")
+                lost[id] = max(int(epoch), lost.get(id, 0))
+        return [survivor for survivor in found if survivor is not None], lost
+
+    async def _survivor(self, name: str) -> Survivor | None:
+        """What the replica says of itself; None, and its end, when it says nothing."""
+        try:
+            actor = ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            return None
+        try:
+            config, status = await self._clock.within(_of(actor.describe.remote()), ADOPT_S)
+        except (RayError, asyncio.TimeoutError) as error:
+            log.warning("%s does not answer and is ended: %s", name, error)
+            ray.kill(actor, no_restart=True)
+            return None
+        self._actors[name], self._configs[name] = actor, config
+        self._answered.add(name)
+        return Survivor(config, status)
+
+    async def _is_dead(self, actor: Any) -> bool:
+        try:
+            await self._clock.within(_of(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
+        except RayActorError:
+            return True
+        except (RayError, asyncio.TimeoutError):
+            return False
+        return False
+
+
+async def _of(reference: Any) -> Any:
+    return await reference
+
+
+def _death(error: RayError) -> str:
+    """Ray's account of an actor's death, without its advice and frames."""
+    text = str(error)
+    if "killed by `ray.kill`" in text:
+        return "it was ended"
+    if "SYSTEM_ERROR" in text:  # Ray saw only the end of its connection
+        return UNKNOWN_ENDS[0]
+    if "is not schedulable" in text:
+        return "its host is lost"
+    if "temporarily unavailable" in text:  # the connection has ended before Ray knows why
+        return UNKNOWN_ENDS[1]
+    if "creation task" in text:
+        return text.strip().splitlines()[-1]
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,79 @@
+"""Work in a child process that may end at any time without a message, as a process that uses Ray may.
+
+Ray's own code ends the process, by `_exit`, when its raylet is gone, and no `finally` runs. The parent reports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from workers.host.process_tree import end_with
+
+
+class Ended(NamedTuple):
+    """How the child has ended."""
+
+    marks: bytes  # all that it has marked
+    code: int  # its exit code, or the signal that killed it as a negative number
+
+
+def apart(work: Callable[[Callable[[bytes], None]], int], signals: Collection[int]) -> Ended:
+    """Run ``work`` in a child process, which ends with this one, and wait for it. Call it from the main thread.
+
+    ``work`` gets a function that hands marks to this process, and gives the exit code. ``signals`` that come here are
+    handed on to the child alone: it begins with the handlers of this process, in a process group of its own, so that
+    Ctrl-C does not reach it twice. They stay with the child until the caller sets other handlers.
+    """
+    reading, writing = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none is lost between two handlers
+    parent = os.getpid()
+    _flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            end_with(parent)
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal with `stty tostop` would stop it
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            code = work(lambda mark: _write(writing, mark))
+        except BaseException:  # noqa: BLE001 - it must not become a second copy of the caller
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+        finally:
+            try:
+                _flush()
+            finally:  # whatever else may be wrong with them
+                os._exit(code)
+    os.close(writing)
+    process = os.pidfd_open(child)
+    for number in signals:
+        signal.signal(number, lambda number, _: signal.pidfd_send_signal(process, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _, status = os.waitpid(child, 0)
+    for number in signals:  # the child that they were passed to is gone
+        signal.signal(number, signal.SIG_IGN)
+    os.set_blocking(reading, False)  # a process that the child has started may hold the other end
+    try:
+        marks = os.read(reading, 4096)
+    except BlockingIOError:
+        marks = b""
+    os.close(reading)
+    os.close(process)
+    return Ended(marks, os.waitstatus_to_exitcode(status))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # they may be files on a full disk
+            stream.flush()
+
+
+def _write(descriptor: int, mark: bytes) -> None:
+    os.write(descriptor, mark)

@@ -1,0 +1,42 @@
+"""Progress lines of a command that waits, after each silence."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+SILENCE_S = 3.0  # a busy interpreter is late by a second or two, and five are the promise
+
+
+class WaitingNotice:
+    """Passes progress lines on. Any thread may use it."""
+
+    def __init__(self, say: Callable[[str], None], silence_s: float = SILENCE_S) -> None:
+        self._say = say
+        self._silence_s = silence_s
+        self._said = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        self._said = time.monotonic()
+        self._say(line)
+
+    @contextlib.contextmanager
+    def waiting(self, what: Callable[[], str]) -> Iterator[None]:
+        """While the body runs, a line that names ``what`` follows each silence."""
+        over = threading.Event()
+        self._said = time.monotonic()
+        thread = threading.Thread(target=self._beat, args=(what, over), name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _beat(self, what: Callable[[], str], over: threading.Event) -> None:
+        begun = time.monotonic()
+        while not over.wait(max(0.0, self._said + self._silence_s - time.monotonic())):
+            if (now := time.monotonic()) >= self._said + self._silence_s:
+                self(f"waiting for {what()} ({now - begun:.0f} s)")

@@ -1,0 +1,1 @@
+"""Files that outlive the controller's process: the journal and request traces."""

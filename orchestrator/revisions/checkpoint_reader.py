@@ -1,0 +1,302 @@
+"""Reading what the planner and the controller must know of a checkpoint: small files, never its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2s
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from placements.facts.checkpoints import FAMILIES, Checkpoint, CheckpointError
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec, Spec
+from workers.host import foreign_files
+
+if TYPE_CHECKING:
+    from workers.artifacts.sources.listing import SourceError
+    from workers.artifacts.sources.source_metadata import Asked, Metadata, Seen, SourceMetadata
+
+AT_ONCE = 8  # sources that are asked together
+_SKIPPED = "rules about heads, memory and lengths are skipped for it"
+
+
+class CheckpointPart(NamedTuple):
+    """One of the two checkpoints that a model may have."""
+
+    model: ModelSpec
+    is_draft: bool
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        return self.model.name, self.is_draft
+
+    @property
+    def source(self) -> str:
+        return self.model.draft.source if self.is_draft and self.model.draft else self.model.source
+
+    @property
+    def folder(self) -> str | None:
+        """Where it is on this machine; None: elsewhere."""
+        return self.model.draft_path if self.is_draft else self.model.source_path
+
+    @property
+    def revision(self) -> str | None:
+        return self.model.draft.revision if self.is_draft and self.model.draft else self.model.revision
+
+    def where(self, spec: Spec) -> str:
+        return spec.where("models", self.model.name, "draft" if self.is_draft else "source")
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What was read of a spec's checkpoints, by model, and of its drafts; and what could not be read."""
+
+    checkpoints: Mapping[str, Checkpoint]
+    drafts: Mapping[str, Checkpoint]
+    problems: tuple[Problem, ...]
+    heads: Mapping[tuple[str, bool], Metadata] = field(default_factory=lambda: MappingProxyType({}))
+    """The small files of sources elsewhere, by model, and whether they are its draft's."""
+
+
+def parts(spec: Spec) -> Iterator[CheckpointPart]:
+    """Every checkpoint that a replica of the spec would read."""
+    for model in spec.models:
+        if model.engine != "echo" and "source" not in model.broken:
+            yield CheckpointPart(model, False)
+            if model.draft is not None:
+                yield CheckpointPart(model, True)
+
+
+def read_facts(
+    spec: Spec,
+    *,
+    fresh: bool = True,
+    pinned: Mapping[tuple[str, bool], Metadata] | None = None,
+    here: bool | None = None,
+) -> CheckpointFacts:
+    """The config.json of each model and draft. Blocks.
+
+    A source elsewhere (the hub, S3) is asked for it; not ``fresh``: only where nothing is known of it; never where it
+    is ``pinned``. What cannot be read gives a warning, and the rules that need it are skipped; a checkpoint that no
+    engine here can serve gives an error. ``here``: this machine will load the folders, so that one that cannot be
+    loaded is an error; False: another machine will, and it is a warning; None: their weights and tokenizers are not
+    looked at.
+    """
+    checkpoints: dict[str, Checkpoint] = {}
+    drafts: dict[str, Checkpoint] = {}
+    problems: list[Problem] = []
+    every = list(parts(spec))
+    heads = _heads_of(spec, [part for part in every if part.folder is None], fresh, pinned or {}, problems)
+    for part in every:
+        head = heads.get(part.key)
+        folder = part.folder if head is None else head.folder
+        if folder is None:
+            continue  # told already
+        read = _read(part, folder, head, part.where(spec))
+        if isinstance(read, Checkpoint):
+            (drafts if part.is_draft else checkpoints)[part.model.name] = read
+        problem = None if isinstance(read, Checkpoint) else read
+        if here is not None and head is None and (problem is None or problem.severity == "warning"):
+            problem = _unloadable(part, folder, part.where(spec), here, isinstance(read, Checkpoint)) or problem
+        if problem is not None:
+            problems.append(problem)
+    return CheckpointFacts(checkpoints, drafts, tuple(problems), heads)
+
+
+def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) -> Checkpoint | Problem:
+    model, source = part.model.name, part.source
+    file = Path(folder) / "config.json"
+    shown = str(file) if part.folder is not None else f"the config.json of {source}"
+    try:
+        config = foreign_files.read_json(file)
+        code = remote_code(config)
+        if code is not None and not is_known(config):
+            what = (
+                f"{model}: the family {config.get('model_type')!r} of {shown} is known to {code} of the checkpoint only"
+            )
+            if part.model.trust_remote_code:
+                return Problem("checkpoint-unreadable", "warning", where, what, _SKIPPED)
+            hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
+            return Problem("remote-code-refused", "error", where, what, hint)
+        if unsupported := _unsupported(part, folder, head, config):
+            return Problem("layout-unsupported", "error", where, f"{model}: {unsupported}", _CONVERT)
+        return Checkpoint.from_config(config)
+    except CheckpointError as error:
+        return Problem(error.id, "error", where, f"{model}: {error.what}", error.hint)
+    except OSError as error:
+        what = f"{model}: {shown} cannot be read: {error.strerror or error}"
+        begins = f"{_BEGINS}; " if source.startswith(".") else ""
+        hint = f"{begins}{_ENOUGH} {_SKIPPED}"
+        return Problem("checkpoint-unreadable", "warning", where, what, hint)
+    except ValueError as error:
+        what = f"{model}: {shown} is not JSON: {error}"
+        return Problem("checkpoint-unreadable", "warning", where, what, "fetch the checkpoint again")
+
+
+def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, known: bool) -> Problem | None:
+    """Why a start would not load that folder; None: nothing is found. ``known``: its config.json was read."""
+    from workers.engines.checkpoint_files import check_checkpoint
+    from workers.messages.engine_protocol import EngineLoadError
+    from workers.text.tokenizer import check_tokenizer_files
+
+    try:
+        check_checkpoint(Path(folder), allow_pickle=part.model.allow_pickle)
+        if not part.is_draft:
+            check_tokenizer_files(Path(folder))
+    except EngineLoadError as error:
+        what = f"{part.model.name}: {error.what}"
+        begins = f"{_BEGINS}; " if error.id == "model-not-found" and part.source.startswith(".") else ""
+        if here:
+            return Problem(error.id, "error", where, what, begins + error.hint)
+        what += "; the machine that will load it was not checked"
+        hint = error.hint if known else f"{begins}{_ENOUGH} {_SKIPPED}"
+        return Problem("checkpoint-unreadable", "warning", where, what, hint)
+    return None
+
+
+_BEGINS = "a relative path begins at the spec file"
+_ENOUGH = "config.json alone is enough to plan with; until it is there"
+_CONVERT = "take the model's original checkpoint: corewright compiles it, and keeps what was compiled"
+_LAID_OUT = ("checkpoint", "compiled", "weights", "pytorch_model.bin", "neuron_config.json", "model.pt")
+
+
+def _unsupported(part: CheckpointPart, folder: str, head: Metadata | None, config: Any) -> str | None:
+    """Why the model's engine does not load its files as they are laid out; None: it does, or nobody knows yet."""
+    marked = isinstance(config, dict) and ("neuron" in config or "neuron_sharded_weights" in config)
+    if head is None and not marked and not any((Path(folder) / name).exists() for name in _LAID_OUT):
+        return None
+    from workers.artifacts.sources.layout import layout_of, names_in, served_by
+
+    names, engine = names_in(Path(folder)) if head is None else head.names, part.model.engine
+    layout = layout_of(names, config)
+    engines = served_by(layout, names)
+    if engine in engines or (engine == "auto" and engines):
+        return None
+    shown = f"only {' and '.join(engines)} does" if engines else "no engine of this version does"
+    return f"{part.source} has the layout {layout}, which {engine} does not load: {shown}"
+
+
+def is_known(config: object) -> bool:
+    """Whether the family has a class that is no part of the checkpoint."""
+    return isinstance(config, dict) and config.get("model_type") in FAMILIES
+
+
+def remote_code(config: object) -> str | None:
+    """The Python code that a decoded config.json names as its model's, as "file.Class"; None: none."""
+    named = config.get("auto_map") if isinstance(config, dict) else None
+    if not isinstance(named, dict):
+        return None
+    return next((str(value) for value in named.values() if value), None)
+
+
+# Sources elsewhere
+
+
+def heads_here() -> SourceMetadata:
+    """The heads of this machine's home."""
+    from orchestrator.process.home import Home
+    from workers.artifacts.sources.source_metadata import SourceMetadata
+
+    return SourceMetadata(Home.from_environment().path / "store" / "heads")
+
+
+def asked_of(part: CheckpointPart) -> Asked:
+    """The question to the source of a part that lies elsewhere."""
+    from workers.artifacts.sources.source_metadata import Asked
+
+    model = part.model
+    return Asked(
+        source=part.source,
+        revision=part.revision,
+        allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def is_of_the_hub(part: CheckpointPart) -> bool:
+    """Whether its source is a hub id."""
+    return (part.model.draft_kind if part.is_draft else part.model.source_kind) == "hub"
+
+
+def _heads_of(
+    spec: Spec,
+    away: list[CheckpointPart],
+    fresh: bool,
+    pinned: Mapping[tuple[str, bool], Metadata],
+    problems: list[Problem],
+) -> dict[tuple[str, bool], Metadata]:
+    """By part; what is equal is asked once. Nothing is imported where there is nothing to ask."""
+    if not away:
+        return {}
+    from workers.artifacts.sources.listing import SourceError
+
+    heads, found = heads_here(), {}
+    asked = {part.key: asked_of(part) for part in away if "revision" not in part.model.broken and not _misplaced(part)}
+    unknown = {question for key, question in asked.items() if key not in pinned}
+
+    def answer(question: Asked) -> Seen | SourceError:
+        try:
+            return heads.look(question) if fresh else heads.get(question)
+        except SourceError as error:
+            return error
+
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="heads") as pool:
+        answers = dict(zip(unknown, pool.map(answer, unknown), strict=True))
+    for part in away:
+        if part.key in pinned:
+            found[part.key] = pinned[part.key]
+        elif part.key in asked:
+            told = answers[asked[part.key]]
+            if isinstance(told, SourceError):
+                problems.append(_problem(part, told, part.where(spec)))
+                continue
+            if told.away is not None:
+                what = f"{part.model.name}: {told.away.what}; what was seen of it before counts"
+                problems.append(Problem("source-away", "warning", part.where(spec), what, told.away.hint))
+            found[part.key] = told.head
+    return found
+
+
+def _misplaced(part: CheckpointPart) -> bool:
+    """A revision of what has none: told by a rule."""
+    return part.revision is not None and part.source.startswith("s3://")
+
+
+def _problem(part: CheckpointPart, error: SourceError, where: str) -> Problem:
+    """What a source says of itself is an error; that it is not reached from here is none: the host may reach it."""
+    if error.id in _SAID:
+        return Problem(error.id, "error", where, f"{part.model.name}: {error.what}", error.hint)
+    what = f"{part.model.name}: its config.json cannot be read: {error.what}"
+    return Problem("checkpoint-unreadable", "warning", where, what, f"{error.hint or 'later'}; until then {_SKIPPED}")
+
+
+_SAID = ("pickle-refused", "name-unsafe", "layout-unknown")
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def tokenizer_key(engine: str, folder: str | None) -> str:
+    """Equal for two sources whose tokenizers and chat templates are made of the same files. Blocks."""
+    if engine == "echo" or folder is None:
+        return engine if engine == "echo" else f"{engine}:{folder}"
+    digest = blake2s(digest_size=8)
+    for name in _TOKENIZER_FILES:
+        with contextlib.suppress(OSError):
+            digest.update(
+                name.encode()
+                + b"\0"
+                + blake2s(foreign_files.read_bytes(Path(folder) / name, foreign_files.MAX_TOKENIZER_BYTES)).digest()
+            )
+    return digest.hexdigest()

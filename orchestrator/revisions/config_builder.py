@@ -1,0 +1,95 @@
+"""What a replica is told at its start, from the spec and the place that the plan gives it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec.structs
+
+from workers.messages.replica_config import ReplicaConfig
+
+if TYPE_CHECKING:
+    from orchestrator.fleet.controller_settings import ControllerSettings
+    from orchestrator.process.home import Home
+    from orchestrator.revisions.resolved_revision import ResolvedRevision
+    from placements.facts.engines import Engine
+    from placements.planner.placement import Placement
+    from placements.spec.schema import ModelSpec
+
+
+def replica_config(
+    generation: ResolvedRevision,
+    placement: Placement,
+    home: Home,
+    fleet: ControllerSettings | None = None,
+) -> ReplicaConfig:
+    """Of a replica that has no epoch and no socket yet; ``fleet`` None: nobody will reach it.
+
+    Sources elsewhere are still to be fetched: see bringing.py.
+    """
+    model = generation.spec.model(placement.model)
+    assert model is not None
+    index, host = next((i, host) for i, host in enumerate(generation.hosts) if host.name == placement.host)
+    engine = generation.engines[model.name]
+    return msgspec.structs.replace(
+        unplaced_config(
+            model,
+            engine,
+            source=generation.source(model),
+            draft_source=generation.draft_source(model),
+            length=generation.length(model),
+        ),
+        replica=placement.replica,
+        host=placement.host,
+        revision=generation.commit(model),
+        draft_revision=generation.draft_commit(model),
+        cores=[] if placement.cores is None else list(placement.cores),
+        claims=str(home.claims(index)) if host.emulated else None,
+        env=dict(placement.env),
+        log=str(home.log(model.name, placement.replica)),
+        token="" if fleet is None else fleet.token,
+        listen="tls" if fleet is not None and fleet.data_plane == "tcp" else "",
+        credentials=None if fleet is None else fleet.replica,
+        compiled=str(home.compiled),
+        python=generation.spec.python_for(engine),
+        version=generation.versions[model.name],
+        tokenizer=generation.tokenizers[model.name],
+    )
+
+
+def unplaced_config(
+    model: ModelSpec, engine: Engine, *, source: str | None, draft_source: str | None, length: int
+) -> ReplicaConfig:
+    """What concerns the engine, for a replica that has no place. ``length``: tokens of a slot."""
+    return ReplicaConfig(
+        model=model.name,
+        replica=0,
+        epoch=0,
+        host="",
+        engine=engine,
+        source=source,
+        dtype=model.dtype_on(engine),
+        slots=model.max_batch,
+        max_len=length,
+        cores=[],
+        claims=None,
+        env={},
+        log="",
+        socket="",
+        token="",
+        engine_options=model.given_options,
+        draft_source=draft_source,
+        draft_k=0 if model.draft is None else model.draft.k,
+        allow_pickle=model.allow_pickle,
+        trust_remote_code=model.trust_remote_code,
+        tp_degree=model.tp_degree,
+        sampling=model.sampling,
+        prefill_buckets=list(model.buckets.prefill),
+        decode_buckets=list(model.buckets.decode),
+        quantize=model.quantize,
+        quantize_kv=model.quantize_kv,
+        group_query_attention=model.group_query_attention,
+        fuse_qkv=model.fuse_qkv,
+        compile_workers=model.compiler.workers,
+        neff_cache=model.neff_cache_location,
+    )

@@ -1,0 +1,50 @@
+"""Sources that bring compiled or divided weights along, compared with what the spec asks for: by their small files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.revisions.checkpoint_reader import CheckpointFacts, CheckpointPart
+from orchestrator.revisions.config_builder import unplaced_config
+from placements.facts.engines import Engine
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec, Spec
+
+_ENGINE: Engine = "nxd-inference"  # what ``auto`` is on Neuron is known on the host
+_NEEDED = frozenset(
+    {"allow_pickle", "buckets", "draft", "dtype", "engine", "engine_options", "fuse_qkv", "max_batch", "max_len"}
+    | {"quantize", "quantize_kv", "sampling", "source", "tp_degree"}
+)
+
+
+def given_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem]:
+    """What starts of these models would fail with, as an error each; nothing where config.json is not known. Blocks."""
+    for model in spec.models:
+        if model.engine == _ENGINE and model.name in facts.checkpoints and not _NEEDED & model.broken:
+            problem = _problem(spec, model, facts)
+            if problem is not None:
+                yield problem
+
+
+def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | None:
+    from workers.engines.nxd_inference.precompiled import foreseen
+
+    own = CheckpointPart(model, False)
+    source = _folder(own, facts)
+    draft = None if model.draft is None else _folder(CheckpointPart(model, True), facts)
+    if model.draft is not None and draft is None:
+        return None  # what depends on it cannot be compared
+    config = unplaced_config(
+        model, _ENGINE, source=source, draft_source=draft, length=model.length(facts.checkpoints[model.name])
+    )
+    error = foreseen(config)
+    if error is None:
+        return None
+    what, hint = (text if source is None else text.replace(source, own.source) for text in (error.what, error.hint))
+    return Problem(error.id, "error", own.where(spec), f"{model.name}: {what}", hint)
+
+
+def _folder(part: CheckpointPart, facts: CheckpointFacts) -> str | None:
+    """Where its small files are on this machine."""
+    head = facts.heads.get(part.key)
+    return part.folder if head is None else head.folder

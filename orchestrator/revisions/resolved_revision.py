@@ -1,0 +1,131 @@
+"""A revision as it is acted upon: its spec, the hosts that it means, and what was read of its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from orchestrator.records.journal import Revision
+from orchestrator.revisions.checkpoint_reader import (
+    CheckpointFacts,
+    CheckpointPart,
+    asked_of,
+    heads_here,
+    is_of_the_hub,
+    parts,
+    read_facts,
+    tokenizer_key,
+)
+from orchestrator.rollout.changes import interpreters, version_of
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import Engine, resolve
+from placements.facts.topology import Host
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.spec.parse import parse
+from placements.spec.schema import ModelSpec, Spec
+
+if TYPE_CHECKING:
+    from workers.artifacts.sources.source_metadata import Metadata
+
+
+@dataclass(frozen=True)
+class ResolvedRevision:
+    """``revision.text`` and what follows from it on this machine."""
+
+    revision: Revision
+    spec: Spec
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint]
+    tokenizers: Mapping[str, str]  # by model: equal where the same text gives the same tokens
+    heads: Mapping[tuple[str, bool], Metadata] = field(default_factory=lambda: MappingProxyType({}))
+    """The small files of sources elsewhere, by model, and whether they are its draft's."""
+
+    @property
+    def number(self) -> int:
+        return self.revision.number
+
+    @cached_property
+    def engines(self) -> Mapping[str, Engine]:
+        """Resolved, by model."""
+        return {model.name: resolve(model.engine, self.hosts[0]) for model in self.spec.models}
+
+    @cached_property
+    def versions(self) -> Mapping[str, str]:
+        """Of each model: what its replicas are told, as a short name."""
+        return {model.name: self.version(model) for model in self.spec.models}
+
+    def version(self, model: ModelSpec) -> str:
+        engine = self.engines[model.name]
+        return version_of(model, engine, self.length(model), interpreters(self.spec, engine))
+
+    def length(self, model: ModelSpec) -> int:
+        """Tokens of a slot."""
+        return model.length(self.checkpoints.get(model.name))
+
+    def source(self, model: ModelSpec) -> str | None:
+        """What its replicas are told: the folder of its checkpoint, or a hub id or s3://... that their host fetches.
+        None for the echo engine."""
+        return None if self.engines[model.name] == "echo" else model.source_path or model.source
+
+    def draft_source(self, model: ModelSpec) -> str | None:
+        """As ``source``, of its draft; None without one."""
+        return None if model.draft is None else model.draft_path or model.draft.source
+
+    def commit(self, model: ModelSpec) -> str | None:
+        """The commit of a hub id that every replica of this fleet gets; None for other sources. Where the hub was never
+        reached, the revision as the spec names it."""
+        return self._commit(CheckpointPart(model, False))
+
+    def draft_commit(self, model: ModelSpec) -> str | None:
+        """As ``commit``, of its draft."""
+        return None if model.draft is None else self._commit(CheckpointPart(model, True))
+
+    def _commit(self, part: CheckpointPart) -> str | None:
+        head = self.heads.get(part.key)
+        return part.revision if head is None else head.commit
+
+    def folder(self, model: ModelSpec) -> str | None:
+        """Where its config and its tokenizer are on this machine: its checkpoint, or the small files of it. None for
+        the echo engine, and where the source is away and was never seen."""
+        if self.engines[model.name] == "echo":
+            return None
+        head = self.heads.get((model.name, False))
+        return model.source_path if head is None else head.folder
+
+
+def read_generation(revision: Revision, machine: Machine) -> ResolvedRevision:
+    """Read what the revision names. Blocks. Raises ValueError when its text has errors: an apply has checked it.
+
+    A source elsewhere is asked only if nothing is known of it: an apply has asked. The commit of a hub's branch stays
+    what it was when the fleet first saw it.
+    """
+    parsed = parse(revision.text, revision.file, revision.base_dir)
+    if parsed.spec is None:
+        raise ValueError(f"{revision.file} has errors")
+    spec = parsed.spec
+    hosts = hosts_for(spec, machine)
+    facts = _pinned_facts(spec, revision.fleet)
+    tokenizers = {}
+    for model in spec.models:
+        engine = resolve(model.engine, hosts[0])
+        head = facts.heads.get((model.name, False))
+        tokenizers[model.name] = tokenizer_key(engine, model.source_path if head is None else head.folder)
+    return ResolvedRevision(revision, spec, hosts, facts.checkpoints, tokenizers, facts.heads)
+
+
+def _pinned_facts(spec: Spec, fleet: str) -> CheckpointFacts:
+    hub = {part.key: asked_of(part).digest for part in parts(spec) if is_of_the_hub(part)}
+    if not hub or not fleet:
+        return read_facts(spec, fresh=False)
+    heads = heads_here()
+    pins = heads.pins(fleet)
+    facts = read_facts(spec, fresh=False, pinned={key: pins[digest] for key, digest in hub.items() if digest in pins})
+    more = {digest: facts.heads[key] for key, digest in hub.items() if digest not in pins and key in facts.heads}
+    if more:
+        with contextlib.suppress(OSError):  # then they are looked up again
+            heads.pin(fleet, more)
+    return facts

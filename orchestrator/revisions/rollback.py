@@ -1,0 +1,90 @@
+"""A rollback takes back what a failed update has changed, and nothing that other revisions have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec.structs
+import yaml
+
+from orchestrator.records.journal import Revision
+from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
+from orchestrator.rollout.changes import interpreters
+from placements.planner.plan import plan
+from placements.planner.spec_hosts import Machine
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import has_errors
+from placements.spec.schema import Spec
+from placements.spec.yaml_tree import read
+
+_ABSENT = object()
+
+
+def without(now: Any, after: Any, before: Any) -> Any:
+    """``now`` without the change from ``before`` to ``after``, key by key; what has changed again since stays."""
+    if now == after:
+        return before
+    if not (isinstance(now, dict) and isinstance(after, dict) and isinstance(before, dict)):
+        return now
+    merged = {
+        key: without(now.get(key, _ABSENT), after.get(key, _ABSENT), before.get(key, _ABSENT))
+        for key in dict.fromkeys((*now, *before))
+    }
+    return {key: value for key, value in merged.items() if value is not _ABSENT}
+
+
+def culprits(specs: Sequence[Spec], model: str) -> list[int]:
+    """The places, the last first, of the specs that have changed what replicas of the model are started with.
+
+    Only since that was last as in the first spec.
+    """
+    kinds = [_process(spec, model) for spec in specs]
+    found = []
+    for place in range(len(specs) - 1, 0, -1):
+        if kinds[place] == kinds[0]:
+            break
+        if kinds[place] != kinds[place - 1]:
+            found.append(place)
+    return found
+
+
+def _process(spec: Spec, name: str) -> object:
+    model = spec.model(name)
+    return None if model is None else (model.started_with, interpreters(spec, model.engine))
+
+
+def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tuple[ResolvedRevision, list[int]] | None:
+    """The last revision without those that have changed the failed model, and their numbers. Blocks.
+
+    ``revisions`` begins with the last complete one. None where all later ones have to go, or where what is left is no
+    spec that the fleet could run: then only the first one is known to work.
+    """
+    first, last = revisions[0], revisions[-1]
+    specs = [parse(one.text, one.file, one.base_dir).spec for one in revisions]
+    known = [spec for spec in specs if spec is not None]
+    if len(known) < len(specs) or any(one.base_dir != first.base_dir for one in revisions):
+        return None
+    places = culprits(known, model)
+    if not places or len(places) == len(revisions) - 1:
+        return None
+    data = [read(one.text, one.file).value for one in revisions]
+    left = data[-1]
+    for place in places:
+        left = without(left, data[place], data[place - 1])
+    numbers = sorted(revisions[place].number for place in places)
+    title = f"# revision {last.number} without the changes of {', '.join(map(str, numbers))}\n"
+    text = title + yaml.safe_dump(left, sort_keys=False, allow_unicode=True, width=120)
+    spec = parse(text, last.file, last.base_dir).spec
+    if spec is None or _process(spec, model) != _process(known[0], model):
+        return None
+    try:
+        generation = read_generation(msgspec.structs.replace(last, text=text), machine)
+    except ValueError:
+        return None
+    problems = check(generation.spec, generation.hosts, generation.checkpoints, {})
+    ever = plan(generation.spec, generation.hosts, generation.checkpoints)
+    if has_errors(problems) or any(one.required for one in ever.unplaced):
+        return None
+    return generation, numbers

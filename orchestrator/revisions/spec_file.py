@@ -1,0 +1,167 @@
+"""A spec file as the commands and the daemon see it: read, parsed, checked against the machine and the checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from orchestrator.access.source_policy import SourcePolicy
+from orchestrator.revisions.checkpoint_reader import is_of_the_hub, parts, read_facts
+from orchestrator.revisions.precompiled_checkpoint import given_problems
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import Engine, resolve
+from placements.facts.topology import Host
+from placements.planner.spec_hosts import Machine, hosts_for
+from placements.rules.checks import check
+from placements.spec.parse import parse
+from placements.spec.problems import Problem, in_order
+from placements.spec.schema import Spec
+from workers.host import host_facts as this_host
+
+ANYTHING = SourcePolicy()
+STANDARD_INPUT = "-"
+MAX_BYTES = 4 * 2**20
+MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes some 150 MB
+Folders = Literal["load", "plan", "ignore"]
+"""How sources that are folders are judged: as what will be loaded, so that one that cannot be is an error if this
+machine is to do it, else a warning; as what is planned with, so that it is a warning; or by config.json alone."""
+
+SERVED_ENGINES: tuple[Engine, ...] = ("cpu", "echo", "transformers-neuronx", "nxd-inference")
+"""What `up` of this version can start."""
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """One file and all that is known of it before anything is started."""
+
+    text: str
+    name: str
+    base_dir: str
+    spec: Spec | None  # None when it could not be read as a spec
+    machine: Machine
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint]
+    problems: tuple[Problem, ...]  # of the file, the spec and its checkpoints
+    drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))  # those of drafts, by model
+
+
+def this_machine() -> Machine:
+    """The CPUs that we may use, and the instance type where there are Neuron devices."""
+    return Machine(this_host.usable_cpus(), this_host.instance_type())
+
+
+def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "load") -> SpecFile:
+    """Read a spec (`-` is standard input) and find all its problems; that it cannot be read at all is one of them.
+
+    ``folders``: as for ``examine``."""
+    if path == STANDARD_INPUT:
+        data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
+    else:
+        name, base_dir = path, str(Path(path).absolute().parent)
+        try:
+            with Path(path).open("rb") as stream:
+                data = stream.read(MAX_BYTES + 1)
+        except OSError as error:
+            return _unreadable(name, base_dir, f"{path} cannot be read: {error.strerror}", "is the path right?")
+    if len(data) > MAX_BYTES:
+        return _unreadable(name, base_dir, f"{name} is larger than {MAX_BYTES} bytes", "that is no spec")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        what = f"{name} is not UTF-8: byte {error.start} is {data[error.start]:#04x}"
+        return _unreadable(name, base_dir, what, "save it as UTF-8")
+    return examine(text, name, base_dir, this_machine(), allowed, folders=folders)
+
+
+def _unreadable(name: str, base_dir: str, what: str, hint: str) -> SpecFile:
+    problem = Problem("spec-unreadable", "error", f"{name}:1:1", what, hint)
+    return SpecFile("", name, base_dir, None, this_machine(), (), {}, (problem,))
+
+
+def examine(
+    text: str,
+    name: str,
+    base_dir: str,
+    machine: Machine,
+    allowed: SourcePolicy = ANYTHING,
+    *,
+    folders: Folders = "load",
+) -> SpecFile:
+    """All that `validate` says of a text: what the parser finds, then every rule. Of a spec that names what is not
+    ``allowed``, nothing is read. ``folders`` says how sources that are folders are judged."""
+    parsed = parse(text, name, base_dir)
+    if parsed.spec is None:
+        return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
+    refused = allowed.problems(parsed.spec)
+    if refused:
+        problems = in_order((*parsed.problems, *refused))
+        return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
+    folders_meant = tuple(_folders_meant(parsed.spec, allowed))
+    if folders_meant:  # the hub is not asked
+        problems = in_order((*parsed.problems, *folders_meant))
+        return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
+    hosts = hosts_for(parsed.spec, machine)
+    facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
+    found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
+    given = given_problems(parsed.spec, facts)
+    problems = in_order((*parsed.problems, *facts.problems, *found, *given, *_unserved_engines(parsed.spec, hosts)))
+    return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
+
+
+def start_problems(file: SpecFile) -> tuple[Problem, ...]:
+    """What a valid spec asks for that `up` of this version, or this machine, cannot start."""
+    spec = file.spec
+    if spec is None:
+        return ()
+    problems = []
+    many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places else ("hosts", "count")))
+    if len(file.hosts) > 1 and not file.hosts[0].emulated:
+        what = f"{len(file.hosts)} machines are asked for, and `up` of this version starts one"
+        hint = "one entry with count: 1" if len(spec.hosts) > 1 else "count: 1"
+        problems.append(Problem("hosts-not-served", "error", many, what, hint))
+    elif len(file.hosts) > MAX_EMULATED:
+        what = f"{len(file.hosts)} emulated hosts are asked for, and `up` starts at most {MAX_EMULATED} Ray nodes"
+        problems.append(Problem("hosts-not-served", "error", many, what, f"count: {MAX_EMULATED} or less"))
+    if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
+        what = f"this machine is no {_instance(file.hosts[0])}: it has " + (
+            f"the devices of an {file.machine.instance}" if file.machine.instance else "no Neuron devices"
+        )
+        hint = f"hosts: {{emulate: {_instance(file.hosts[0])}}} runs the same spec on emulated cores"
+        if len(spec.hosts) > 1:
+            hint = "emulate in place of instance, in each entry of hosts, runs the same spec on emulated cores"
+        problems.append(Problem("host-differs", "error", spec.where("hosts"), what, hint))
+    return tuple(problems)
+
+
+def _folders_meant(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
+    """An error for each hub id that is also the relative path of a checkpoint's folder beside the spec. Blocks."""
+    for part in parts(spec):
+        folder = (Path(spec.base_dir) / part.source).resolve()
+        if is_of_the_hub(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
+            key = "draft.source" if part.is_draft else "source"
+            what = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
+            hint = f"write {key}: ./{part.source} to load the folder; to fetch from the hub, rename the folder"
+            yield Problem("source-ambiguous", "error", part.where(spec), what, hint)
+
+
+def _unserved_engines(spec: Spec, hosts: tuple[Host, ...]) -> Iterator[Problem]:
+    """An error for each model whose engine `up` cannot start on any host."""
+    for model in spec.models:
+        engine = resolve(model.engine, hosts[0]) if hosts else model.engine
+        if engine not in (*SERVED_ENGINES, "auto"):  # what auto is on Neuron is known on the host, at the start
+            where = spec.where("models", model.name, "engine")
+            what = f"{model.name}: `up` of this version cannot start the engine {engine}"
+            yield Problem("engine-not-served", "error", where, what, f"use one of: {', '.join(SERVED_ENGINES)}")
+
+
+def _loads(machine: Machine, hosts: tuple[Host, ...]) -> bool:
+    """Whether the replicas of these hosts run on that machine: emulated ones do."""
+    return all(host.emulated for host in hosts) or [_instance(host) for host in hosts] == [machine.instance]
+
+
+def _instance(host: Host) -> str | None:
+    return None if host.topology is None else host.topology.instance

@@ -1,0 +1,148 @@
+"""What a new spec changes: each difference with its tag, and how each model gets from one to the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from hashlib import blake2s
+from typing import Any
+
+from orchestrator.fleet.lifecycle import State
+from orchestrator.fleet.snapshot import ReplicaView
+from orchestrator.rollout.rollout_step import Goal
+from placements.facts.engines import AUTO_ENGINES, HOST_ENGINES, Engine
+from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
+
+
+class Tag(str, Enum):
+    """What a change costs, from nothing to hours; a model's tag is the greatest of its fields'."""
+
+    NONE = "none"
+    RECONFIGURE = "reconfigure"  # takes effect while the replicas run
+    RESTART = "restart"  # needs new processes
+    RECOMPILE = "recompile"  # needs new processes and, unless it is cached, a new NEFF
+
+
+_ORDER = tuple(Tag)
+
+
+class Action(str, Enum):
+    """What becomes of a model."""
+
+    NONE = "none"
+    CREATE = "create"
+    UPDATE = "update"  # its processes stay, or there are none
+    REPLACE = "replace"  # new processes take the place of those that run
+    DELETE = "delete"
+
+
+@dataclass(frozen=True)
+class FieldChange:
+    """One field, as the spec's JSON writes its values."""
+
+    field: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """One model of the old spec, the new one, or both."""
+
+    model: str
+    tag: Tag
+    fields: tuple[FieldChange, ...] = ()
+    action: Action = Action.NONE  # never REPLACE: whether anything runs is not known here
+
+
+def tag_of(name: str, engine: Engine) -> Tag:
+    """What a change of that field of `ModelSpec` costs on a resolved engine. KeyError for one that no spec may give."""
+    reach = REACHES[name]
+    if reach is Reach.LIVE:
+        return Tag.RECONFIGURE
+    compiles = reach is Reach.SHAPE and engine not in HOST_ENGINES  # a new process where nothing is compiled
+    return Tag.RECOMPILE if compiles else Tag.RESTART
+
+
+def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engine) -> ModelChange:
+    """What is different about one model. A model that comes or goes has the tag of a process."""
+    one = after or before
+    if one is None:
+        raise ValueError("no model on either side")
+    if before is None or after is None:
+        tag = Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART
+        return ModelChange(one.name, tag, action=Action.CREATE if after else Action.DELETE)
+    old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
+    for told, model in ((old, before), (new, after)):  # the same folder may be written in two ways
+        told["source"] = model.source_path or model.source
+        if model.draft is not None:
+            told["draft"] = {**told["draft"], "source": model.draft_path or model.draft.source}
+    fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
+    tags = [tag_of(change.field, engine) for change in fields]
+    tag = max(tags, key=_ORDER.index, default=Tag.NONE)
+    return ModelChange(one.name, tag, fields, Action.UPDATE if fields else Action.NONE)
+
+
+def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
+    """Where the spec names another Python for a resolved engine, by engine; ``auto`` may become any of two."""
+    meant = AUTO_ENGINES if engine == "auto" else (engine,)
+    return {one: python for one in meant if (python := spec.python_for(one)) is not None}
+
+
+def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[str, str] | None = None) -> str:
+    """A name for what a replica's process is told: processes of the same version are interchangeable.
+
+    ``pythons`` are the spec's `interpreters` for the engine.
+    """
+    told = (engine, model.dtype_on(engine), max_len, *model.started_with)
+    told += tuple(sorted((pythons or {}).items()))
+    return blake2s(repr(told).encode(), digest_size=4).hexdigest()
+
+
+def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) -> list[ModelChange]:
+    """Every model of either spec, those of the new one first. ``engines`` are resolved, by model."""
+    old = {model.name: model for model in before.models} if before is not None else {}
+    changes = []
+    for model in after.models:
+        engine, earlier = engines[model.name], old.pop(model.name, None)
+        change = model_change(earlier, model, engine)
+        if before is not None and earlier is not None:
+            change = _with_interpreters(change, interpreters(before, engine), interpreters(after, engine))
+        changes.append(change)
+    return changes + [model_change(model, None, model.engine) for model in old.values()]
+
+
+def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Mapping[str, str]) -> ModelChange:
+    """The same with the interpreters that differ, each a restart."""
+    fields = tuple(
+        FieldChange(f"engines.{engine}.python", before.get(engine), after.get(engine))
+        for engine in dict.fromkeys((*before, *after))
+        if before.get(engine) != after.get(engine)
+    )
+    if not fields:
+        return change
+    tag = max(change.tag, Tag.RESTART, key=_ORDER.index)
+    return replace(change, tag=tag, fields=(*change.fields, *fields), action=Action.UPDATE)
+
+
+def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> list[dict[str, str]]:
+    """One entry for each replica that an apply would start, stop, move to other cores or restart on the same.
+
+    ``goal`` is the first step of the update, ``settled`` the plan when it is over.
+    """
+    kept = {target.id for target in goal.targets if target.placement is None}
+    now = {view.id: view for view in views if view.state not in (State.DRAINING, State.STOPPING)}
+    changes: list[dict[str, str]] = []
+    for target in settled.targets:
+        view = now.pop(target.id, None)
+        if view is None:
+            change = "start"
+        elif (view.host, view.cores) != (target.host, target.cores):
+            change = "move"
+        elif view.version != target.version or view.id in kept:
+            change = "restart"
+        else:
+            continue
+        changes.append({"replica": target.id, "change": change})
+    return changes + [{"replica": id, "change": "stop"} for id in now]

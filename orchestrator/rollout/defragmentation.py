@@ -1,0 +1,94 @@
+"""What would have to move so that so many cores in a row are free: the JSON of `corewright plan --defrag`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.rollout.relocation import move_costs
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange, ranges
+from placements.facts.topology import Host
+from placements.planner.ledger import ledger
+from placements.planner.plan import Move, Placement, Plan, Running, Window, defragment
+from placements.resources.threads import threads
+from placements.spec.problems import Problem
+from placements.spec.schema import Spec
+
+
+def defragmentation(
+    spec: Spec,
+    hosts: Sequence[Host],
+    checkpoints: Mapping[str, Checkpoint],
+    running: Sequence[Running],
+    cores: int,
+    *,
+    quarantined: Mapping[str, frozenset[int]] | None = None,
+    cordoned: Mapping[str, frozenset[int]] | None = None,
+    load_s: Mapping[str, float] | None = None,
+    traffic: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The window and its moves; a window of null, and a problem, where there is none.
+
+    ``load_s`` and ``traffic`` are those of `room.move_costs`.
+    """
+    known = load_s or {}
+    costs = move_costs(spec, known, traffic or {})
+    blocked = {
+        host.name: (quarantined or {}).get(host.name, frozenset()) | (cordoned or {}).get(host.name, frozenset())
+        for host in hosts
+    }
+    window = defragment(spec, hosts, checkpoints, running, blocked, cores=cores, costs=costs)
+    moves = window.moves if window is not None else ()
+    placements = _after(spec, hosts, running, moves)
+    book = ledger(spec, hosts, Plan(placements), checkpoints, {}, quarantined, cordoned)
+    measured = [known[move.after.model] for move in moves if move.after.model in known]
+    return {
+        "cores": cores,
+        "window": None if window is None else {"host": window.host, "cores": str(window.cores)},
+        "moves": [{**move.as_dict(), "load_s": known.get(move.after.model)} for move in moves],
+        "load_s": round(float(sum(measured)), 3) if len(measured) == len(moves) else None,
+        "placements": [placement.as_dict() for placement in placements],
+        "hosts": [host.as_dict() for host in book.hosts],
+        "problems": [problem.as_dict() for problem in _problems(window, hosts, placements, blocked, cores)],
+    }
+
+
+def _after(
+    spec: Spec, hosts: Sequence[Host], running: Sequence[Running], moves: Sequence[Move]
+) -> tuple[Placement, ...]:
+    """What runs, once the moves are made."""
+    machines = {host.name: host for host in hosts}
+    models = {model.name: model for model in spec.models}
+    moved = {move.before: move.after for move in moves}
+    found = []
+    for one in running:
+        host, model = machines.get(one.host), models.get(one.model)
+        if one in moved:
+            found.append(moved[one])
+        elif host is not None and model is not None:
+            count = threads(model.threads, model.tp_degree, host)
+            found.append(Placement(one.model, one.replica, one.host, one.cores, count, host, model))
+    return tuple(found)
+
+
+def _problems(
+    window: Window | None,
+    hosts: Sequence[Host],
+    placed: Sequence[Placement],
+    blocked: Mapping[str, frozenset[int]],
+    cores: int,
+) -> list[Problem]:
+    if window is not None:
+        return []
+    taken = {host.name: {core for one in placed if one.host == host.name for core in one.cores or ()} for host in hosts}
+    usable = {host.name: set(range(host.cores)) - host.reserved_cores - blocked[host.name] for host in hosts}
+    free = {name: len(cores - taken[name]) for name, cores in usable.items()}
+    name = max(free, key=lambda name: free[name], default=None)
+    if name is None:
+        return [Problem("no-window", "error", "", "there is no host", "")]
+    runs = [CoreRange.parse(run) for run in ranges(usable[name])]
+    longest = max(runs, key=len, default=None)
+    allowed = "none of its cores may be used" if longest is None else f"replicas may use {longest} there"
+    what = f"no moves open a window of {cores} cores: most are free on {name}, {free[name]}, and {allowed}"
+    return [Problem("no-window", "error", "", what, "fewer cores, fewer replicas, or another host")]

@@ -1,0 +1,116 @@
+"""Which way a model's replicas are replaced: what interrupts least. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from orchestrator.fleet.lifecycle import State
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from placements.spec.schema import Pin, Strategy
+
+END_S = 2.0  # from the last answer of a replica to its cores being free: a kill and the host's look at the process
+
+
+@dataclass(frozen=True)
+class UpdateStrategy:
+    """How a model's replicas are replaced, and what that costs."""
+
+    strategy: Strategy
+    outage_s: float | None  # how long no replica of the model serves; None: nobody has measured a start of it yet
+    why: str
+    lender: str | None = None
+    possible: bool = True
+
+
+def choose(situation: Situation, name: str) -> UpdateStrategy:
+    """The way for a model with old replicas: the spec's, or under ``auto`` the first of these.
+
+    1. surge, where a replica more finds free cores (all of them where the versions do not mix)   no outage
+    2. in_place, one replica at a time, where another one serves meanwhile                        no outage
+    3. borrow, where an idle replica of no higher priority lies on enough cores                   no outage
+    4. hold, where the predicted swap takes at most ``max_swap_s``                                requests wait
+    5. in_place                                                                                   requests are refused
+    """
+    wish = situation.wishes[name]
+    asked = wish.model.update.strategy
+    ready = sum(view.model == name and view.state is State.READY for view in situation.views)
+    load_s = situation.load_s(name)
+    swap_s = None if load_s is None else load_s + END_S
+    cause: str | None = f"update.strategy is {asked}"
+    if asked in ("auto", "surge", "borrow"):
+        cause = _obstacle(situation, replace(wish, strategy="surge", lender=None))
+    if asked in ("auto", "surge"):
+        if cause is None:
+            return UpdateStrategy("surge", 0.0, "free cores hold the new replica while the old one serves")
+        if asked == "surge":
+            return UpdateStrategy("surge", None, cause, possible=False)
+    if asked in ("auto", "in_place") and ready > 1 and wish.mixes:
+        return UpdateStrategy("in_place", 0.0, f"one of {ready} replicas at a time, the others serve")
+    if asked in ("auto", "borrow"):
+        lender = _lender(situation, wish)
+        if lender is not None:
+            return UpdateStrategy("borrow", 0.0, f"{lender} is idle and lends its cores meanwhile", lender)
+        if asked == "borrow":
+            none = f"no idle replica of priority {wish.model.priority} or lower can lend its cores"
+            return UpdateStrategy("borrow", None, none + (f", and {cause}" if cause else ""), possible=False)
+    if ready == 0:
+        return UpdateStrategy("in_place", 0.0, "no replica serves now")
+    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= wish.model.update.max_swap_s):
+        return UpdateStrategy("hold", swap_s, f"{cause}; requests wait while the replica is swapped")
+    return UpdateStrategy("in_place", swap_s, f"{cause}; the replica stops before the new one starts")
+
+
+def _obstacle(situation: Situation, wish: DesiredModel) -> str | None:
+    """Why the new replicas find no place beside the old ones, with what would help; None where they find one."""
+    name, pins = wish.model.name, wish.model.cores
+    trial = aim(situation.with_wish(wish))
+    if sum(placement.model == name for placement in trial.plan.placements) >= trial.steps[name].count:
+        return None
+    problem = next((one.problems[0] for one in trial.plan.unplaced if one.model == name), None)
+    if problem is None:
+        return "its replica is lent to another model"
+    if problem.id != "pin-taken":
+        return problem.what
+    plural, are = ("s", "are") if len(pins) > 1 else ("", "is")
+    taken = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
+    model = wish.model.model_copy(update={"cores": ()})
+    models = tuple(model if one.name == name else one for one in situation.spec.models)
+    free = replace(situation, spec=situation.spec.model_copy(update={"models": models}))
+    without = _obstacle(free, replace(wish, model=model))
+    if without is not None:
+        return f"{taken}, and without the pin{plural} {without}"
+    places = aim(free.with_wish(replace(wish, model=model))).plan.placements
+    host, cores = next((one.host, one.cores) for one in places if one.model == name and one.cores is not None)
+    range = Pin(cores, host if len(situation.hosts) > 1 else None)
+    return (
+        f"{taken} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "
+        f"without the pin{plural}, the new replica would start beside the old one"
+    )
+
+
+def _free_cores(situation: Situation) -> int:
+    free = 0
+    for host in situation.hosts:
+        held = {
+            core for view in situation.views if view.host == host.name and not view.gone for core in view.cores or ()
+        }
+        free += len(set(range(host.cores)) - held - host.reserved_cores - situation.blocked.get(host.name, frozenset()))
+    return free
+
+
+def _lender(situation: Situation, wish: DesiredModel) -> str | None:
+    """The idle replica of the lowest priority whose cores would let the model surge."""
+    specs = {model.name: model for model in situation.spec.models}
+    idle = [
+        view
+        for view in situation.views
+        if view.model != wish.model.name
+        and view.model in specs
+        and view.state is State.READY
+        and view.idle
+        and specs[view.model].priority <= wish.model.priority
+    ]
+    for view in sorted(idle, key=lambda view: (specs[view.model].priority, len(view.cores or ()), view.id)):
+        if _obstacle(situation, replace(wish, strategy="borrow", lender=view.id)) is None:
+            return view.id
+    return None

@@ -1,0 +1,1 @@
+"""How many replicas each model gets: demand, forecast, queueing model, schedules, autoscaler. Pure."""

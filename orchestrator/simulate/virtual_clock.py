@@ -1,0 +1,54 @@
+"""Time that passes as fast as it can be computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from typing import Any
+
+from orchestrator.simulate.simulated_request import Arrival
+
+
+class Clock:
+    """Calls what is to be called, in the order of its times; at one time in the order in which it was asked for."""
+
+    __slots__ = ("_calls", "_count", "arriving", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.arriving = True  # whether arrivals are still to come
+        self._calls: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._count = 0
+
+    def at(self, time: float, call: Callable[[Any], None], about: Any = None) -> None:
+        """Call ``call(about)`` at that time; never, if it is infinite."""
+        if time != math.inf:
+            self._count += 1
+            heappush(self._calls, (time, self._count, call, about))
+
+    def run(self, arrivals: Iterable[Arrival], arrive: Callable[[Arrival], None], until: float = math.inf) -> None:
+        """Until all arrivals are in and nothing is left to be called, or ``until``. An arrival goes before what else is
+        to be called at its time. Raises ValueError for one that is earlier than the one before it."""
+        calls, coming = self._calls, iter(arrivals)
+        arrival = next(coming, None)
+        self.arriving = arrival is not None
+        while True:
+            if arrival is not None and (not calls or arrival.at <= calls[0][0]):
+                if arrival.at > until:
+                    break
+                if arrival.at < self.now:
+                    raise ValueError(f"an arrival at {arrival.at} s comes after one at {self.now} s")
+                self.now = arrival.at
+                arrive(arrival)
+                arrival = next(coming, None)
+                if arrival is None:
+                    self.arriving = False
+            elif calls and calls[0][0] <= until:
+                time, _, call, about = heappop(calls)
+                self.now = time
+                call(about)
+            else:
+                break
+        if until != math.inf:
+            self.now = until

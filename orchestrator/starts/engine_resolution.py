@@ -1,0 +1,94 @@
+"""What is found out before a replica's process is asked for: its engine, and whether its interpreter will do."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.metadata import version
+from typing import Protocol
+
+import msgspec.structs
+
+from orchestrator.process.version import corewright_version
+from orchestrator.revisions.resolved_revision import ResolvedRevision
+from placements.facts.engines import AUTO_ENGINES, Engine, NoEngine, choose_engine, needs_neuron
+from placements.facts.tnx_families import MISREAD_HINT
+from workers.host.interpreter import Interpreter, refusal
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure
+
+
+class Hosts(Protocol):
+    """What is asked before a start; `effects.Cluster` answers it, and a machine without a fleet."""
+
+    async def interpreter(self, python: str | None, host: str) -> Interpreter:
+        """What an interpreter of the host holds; ``python`` None: the fleet's own. Raises HostLost."""
+
+
+async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, hosts: Hosts) -> ReplicaConfig | Failure:
+    """The configuration with its engine chosen; or why no process is to be asked for.
+
+    1. ``auto`` becomes an engine that the host has, in its own interpreter or in the one that the spec names.
+    2. An interpreter that the spec names, and the host's own where an engine needs a package of AWS's, is looked at.
+       Beside its transformers, transformers-neuronx reads the model's rotary positions as they are.
+    Raises HostLost, as ``Hosts.interpreter``.
+    """
+    if config.engine == "auto":  # 1
+        return await _chosen(config, generation, hosts)
+    if config.python is not None or any(engine == config.engine and needs_neuron(engine) for engine in AUTO_ENGINES):
+        found = await hosts.interpreter(config.python, config.host)
+        refused = _refusal(found, config.engine) or _misread(found, config.engine, config.model, generation)  # 2
+        if refused is not None:
+            return refused
+    return config
+
+
+async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Hosts) -> ReplicaConfig | Failure:
+    spec = generation.spec
+    model = spec.model(config.model)
+    assert model is not None
+    found: dict[Engine, Interpreter] = {}
+    refusals: list[Failure] = []
+    for engine in AUTO_ENGINES:
+        python = spec.python_for(engine)
+        asked = await hosts.interpreter(python, config.host)
+        refused = _refusal(asked, engine)
+        if refused is None:
+            found[engine] = asked
+        elif python is not None:  # somebody meant it to be there
+            refusals.append(refused)
+    host = next(host for host in generation.hosts if host.name == config.host)
+    checkpoint = generation.checkpoints.get(config.model)
+    chosen = choose_engine(
+        None if checkpoint is None else checkpoint.model_type,
+        None if host.topology is None else host.topology.instance,
+        {engine: asked.engines[engine] for engine, asked in found.items()},
+    )
+    if isinstance(chosen, NoEngine):
+        also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
+        return Failure(chosen.id, chosen.what + also, chosen.hint)
+    if chosen in found and (misread := _misread(found[chosen], chosen, config.model, generation)):
+        return misread
+    return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=spec.python_for(chosen))
+
+
+def _refusal(found: Interpreter, engine: str) -> Failure | None:
+    return refusal(found, engine, ray=_ray_version(), python_minor=_minor(), corewright=corewright_version())
+
+
+def _misread(found: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
+    checkpoint = generation.checkpoints.get(model)
+    if engine != "transformers-neuronx" or checkpoint is None:
+        return None
+    how = checkpoint.on_tnx.misread(found.packages.get("transformers"))
+    what = f"transformers-neuronx misreads the rotary positions of {model} in {found.python}: {how}"
+    return Failure("rotary-misread", what, MISREAD_HINT) if how else None
+
+
+def _minor() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@cache
+def _ray_version() -> str:
+    return version("ray")

@@ -1,0 +1,206 @@
+"""Does all of an update that needs no cores before an old replica goes: what a new one loads is fetched, checked and
+compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec.structs
+
+from orchestrator.fleet.effects import ClusterClient, Fetched
+from orchestrator.fleet.progress_text import fetched_text
+from orchestrator.fleet.snapshot import LOOKING_S
+from orchestrator.rollout.preparation import Preparation, get_ready
+from orchestrator.rollout.rollout_step import ReplicaTarget
+from orchestrator.starts.engine_resolution import resolve_engine
+from orchestrator.state.fleet_state import FleetState
+from placements.spec.schema import Deadlines
+from workers.messages.replica_config import ReplicaConfig
+from workers.messages.status import Failure, Reaction
+
+log = logging.getLogger(__name__)
+
+_LATE = {"fetching": "fetch-deadline", "compiling": "compile-deadline"}  # by phase; else it is the start's
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class UpdatePrefetch:
+    """Of one controller, on its event loop. How far each preparation is stands in the state."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        cluster: ClusterClient,
+        *,
+        config_of: Callable[[ReplicaTarget], ReplicaConfig],
+        log_of: Callable[[str], Path],
+        spawn: Spawn,
+        fetched: Callable[[str, Fetched | None], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """``config_of`` gives what the replica of a target with a placement is told, ``log_of`` the log of what is
+        compiled for a model; ``fetched`` hears, by model, what a fetch brought, or None where it failed; ``wake`` asks
+        for a round."""
+        self._state = state
+        self._cluster = cluster
+        self._config_of = config_of
+        self._log_of = log_of
+        self._spawn = spawn
+        self._fetched = fetched
+        self._wake = wake
+        self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by `Preparation.key`
+        self._looked: dict[tuple[str, str, str], int] = {}  # of each, `FleetState.looked` when it began
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Where something is prepared."""
+        return frozenset(host for _, _, host in self._tasks)
+
+    def round(self) -> None:
+        """Begin what is to come, and stop what is needed no more."""
+        state, now = self._state, self._state.clock()
+        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.coming}
+        for key in self._tasks.keys() - {key for key in wanted if self._looked.get(key) == state.looked[key[0]]}:
+            self._tasks.pop(key).cancel()  # nobody needs it, or what it brings
+        for key, (preparation, target) in wanted.items():
+            if key not in self._tasks and now >= preparation.retry_at and target.placement is not None:
+                self._looked[key] = state.looked[key[0]]
+                self._tasks[key] = self._spawn(self._prepare(preparation, self._config_of(target)))
+        state.preparing = {key: state.preparing.get(key, "waiting") for key in self._tasks}
+
+    def stop(self) -> None:
+        """The fleet ends."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
+        state, looked = self._state, self._state.looked[before.model]
+        ready = await self._made_ready(before, config)
+        if looked != state.looked[before.model]:
+            return  # it is what the source had, and another task brings what it has now
+        if isinstance(ready, Failure):
+            after = before.failed(ready, state.clock(), stopped=ready.reaction is Reaction.STOP)
+            what = f"{ready}; the old replicas go on serving"
+            state.tell("error", "PreparationFailed", what, model=before.model, host=before.host)
+        else:
+            after = dataclasses.replace(before, done=True, failures=0, reason=None)
+            state.pin(ready)
+            state.compiled_on.add(before.key)
+        state.preparations[before.key] = after
+        self._tasks.pop(before.key, None)
+        self._wake()
+
+    async def _made_ready(self, before: Preparation, config: ReplicaConfig) -> ReplicaConfig | Failure:
+        state = self._state
+        model = state.current.spec.model(before.model)
+        deadlines = Deadlines() if model is None else model.deadlines
+        try:
+            ready = await resolve_engine(config, state.generation_of(config.model, config.version), self._cluster)
+            if isinstance(ready, Failure):
+                return ready
+            # not into the log of the replica that serves with that number
+            ready = msgspec.structs.replace(state.pinned(ready), log=str(self._log_of(before.model)))
+            watching = _Watching(state, before, self._fetched, self._wake)
+            work = get_ready(ready, self._cluster, watching, state.clock, checks=True)
+            return await self._within(deadlines, watching, work)
+        except Exception as error:  # the old replicas serve, and it is tried again
+            log.exception("%s cannot be made ready on %s", before.model, before.host)
+            return Failure("start-failed", f"{type(error).__name__}: {error}")
+
+    @staticmethod
+    async def _either(task: asyncio.Future[Any], changed: asyncio.Event, left_s: float) -> None:
+        other = asyncio.ensure_future(changed.wait())
+        try:
+            await asyncio.wait({task, other}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            other.cancel()
+
+    async def _within(
+        self, deadlines: Deadlines, watching: _Watching, work: Coroutine[Any, Any, ReplicaConfig | Failure]
+    ) -> ReplicaConfig | Failure:
+        """Its result, where each phase keeps its deadline."""
+        limits = {"fetching": deadlines.fetch_s, "compiling": deadlines.compile_s}
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                phase = watching.phase
+                limit_s = limits.get(phase, LOOKING_S)
+                left_s = limit_s - (self._state.clock() - watching.since)
+                if left_s <= 0.0:
+                    what = f"it has been {phase} for {limit_s:.0f} s on {watching.host}"
+                    return Failure(_LATE.get(phase, "start-deadline"), what)
+                watching.changed.clear()
+                await self._either(task, watching.changed, left_s)
+            return task.result()
+        finally:
+            task.cancel()
+
+
+class _Watching:
+    """Tells of what an update waits for (`ahead.Watching`)."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        of: Preparation,
+        fetched: Callable[[str, Fetched | None], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._state = state
+        self._of = of
+        self._fetched = fetched
+        self._wake = wake
+        self.host = of.host
+        self.phase = "looking"
+        self.since = state.clock()
+        self.changed = asyncio.Event()
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self.since = phase, self._state.clock()
+        self._state.preparing = {**self._state.preparing, self._of.key: phase}
+        self.changed.set()
+        self._wake()
+
+    def fetching(self, sources: list[str]) -> None:
+        self._enter("fetching")
+        self._tell("Fetching", f"{', '.join(sources)}, while the old replicas serve")
+
+    def fetched(self, found: Fetched) -> None:
+        self._fetched(self._of.model, found)
+        what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
+        self._state.tell(
+            "warning" if found.warning else "info", "Fetched", what, model=self._of.model, host=self._of.host
+        )
+
+    def arrives(self, config: ReplicaConfig, left_s: float) -> None:
+        """No old replica goes for what is not there as a whole: nobody asks for this."""
+
+    def not_fetched(self, failure: Failure) -> None:
+        self._fetched(self._of.model, None)
+        self._state.tell("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
+
+    def checking(self) -> None:
+        self._enter("checking")
+
+    def looking(self) -> None:
+        self._enter("looking")
+
+    def unforeseen(self, failure: Failure) -> None:
+        what = f"{failure}; the start compiles on its cores what it must"
+        self._state.tell("warning", "ForeseeFailed", what, model=self._of.model, host=self._of.host)
+
+    def compiling(self, missing: list[str]) -> None:
+        self._enter("compiling")
+        self._tell("WillCompile", "; ".join(missing))
+
+    def compiled(self, seconds: float) -> None:
+        self._tell("Compiled", f"ahead, in {seconds:.0f} s")
+
+    def _tell(self, reason: str, message: str) -> None:
+        self._state.tell("info", reason, message, model=self._of.model, host=self._of.host)

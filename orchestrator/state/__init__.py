@@ -1,0 +1,1 @@
+"""What the controller knows and has decided, with the journal behind it."""

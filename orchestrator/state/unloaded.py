@@ -1,0 +1,28 @@
+"""Why a model is unloaded, where no failure is the reason. Pure."""
+
+from __future__ import annotations
+
+from orchestrator.state.fleet_state import FleetState
+from placements.spec.schema import ModelSpec
+
+
+def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
+    """For an operator: what was done by hand, with the command that undoes it, or what the autoscaler says.
+
+    Empty: it is at zero because nobody asks.
+    """
+    scale = state.journal.state().scales.get(model.name)
+    if scale is not None and scale.sleep:
+        return [f"unloaded by hand: corewright load {model.name}"]
+    if scale is not None and scale.count == 0:
+        return [f"scaled to 0 by hand: corewright scale {model.name} auto"]
+    return [state.held_back[model.name]] if model.name in state.held_back else []
+
+
+def reason_for_clients(state: FleetState, model: ModelSpec, reason: str | None) -> str | None:
+    """``reason`` without what is an operator's business: commands, and the figures of a decision."""
+    scale = state.journal.state().scales.get(model.name)
+    if scale is not None and (scale.sleep or scale.count == 0):
+        return "by hand" if scale.sleep else "scaled to 0 by hand"
+    held = state.held_back.get(model.name)
+    return reason if held is None or reason != held else held.partition(";")[0]

@@ -1,0 +1,313 @@
+"""A plan as a picture for the terminal: the devices of each host, how they are joined, and who lies on their cores."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from placements.facts.core_range import CoreRange, ranges
+from placements.facts.topology import Host
+from placements.planner.plan import Placement, Plan
+
+WIDTH = 80  # columns of a terminal that nobody has made wider
+DRAWN_APART = 4  # so many hosts have a picture each, whatever is on them
+MOST_PICTURES = 12  # of more hosts, after those that look alike have been drawn together
+
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase
+_NUMBERS = string.digits + string.ascii_lowercase  # of replicas, modulo 36
+_MANY = "*"
+_FREE, _RESERVED, _CORDONED, _QUARANTINED, _WINDOW = "..", "##", "//", "!!", "[]"
+_SIGNS = {
+    _WINDOW: "the window",
+    _FREE: "free",
+    _RESERVED: "reserved",
+    _CORDONED: "cordoned",
+    _QUARANTINED: "quarantined",
+}
+_SIGN_COLORS = {_WINDOW: "1", _FREE: "2", _RESERVED: "2", _CORDONED: "33", _QUARANTINED: "31"}
+_MODEL_COLORS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+_TORUS = 4  # devices in a row, and rows
+_JOINTS = {2: 3, 4: 2}  # columns between the devices of a torus, by cores of a device; 1 where there are more
+_INDENT = "         "
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """How models are called and coloured, on every host the same."""
+
+    letters: Mapping[str, str]
+    color: bool
+
+    @classmethod
+    def of(cls, plan: Plan, color: bool) -> _Pen:
+        models = list(dict.fromkeys(placement.model for placement in plan.placements))
+        letters = {model: _LETTERS[i] if i < len(_LETTERS) else _MANY for i, model in enumerate(models)}
+        return cls(letters, color)
+
+    def paint(self, cell: str) -> str:
+        """A cell, or a model's letter, in the model's colour; a sign in its own."""
+        if not self.color:
+            return cell
+        if cell in _SIGN_COLORS:
+            return f"\x1b[{_SIGN_COLORS[cell]}m{cell}\x1b[0m"
+        number = _LETTERS.find(cell[0])
+        if number < 0:
+            return cell
+        return f"\x1b[7;{_MODEL_COLORS[number % len(_MODEL_COLORS)]}m{cell}\x1b[0m"
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """One host and all that is drawn of it. Two that look alike have equal ``look``s."""
+
+    host: Host
+    placements: tuple[Placement, ...]
+    marks: tuple[str, ...]  # the sign of each core, where no replica lies
+    taken: frozenset[int]
+    cordoned_in_use: tuple[str, ...]
+
+    @property
+    def look(self) -> tuple[object, ...]:
+        """Everything but the host's name and the replicas' numbers."""
+        there = tuple((placement.model, placement.cores, placement.threads) for placement in self.placements)
+        host = self.host
+        return (host.topology, host.emulated, len(host.cpus), self.marks, there, self.cordoned_in_use)
+
+    @property
+    def empty(self) -> bool:
+        return not self.placements and set(self.marks) <= {_FREE, _RESERVED}
+
+
+def core_map(
+    plan: Plan,
+    hosts: Sequence[Host],
+    quarantined: Mapping[str, frozenset[int]] | None = None,
+    cordoned: Mapping[str, frozenset[int]] | None = None,
+    *,
+    window: tuple[str, CoreRange] | None = None,
+    color: bool = False,
+) -> str:
+    """A picture of each host: its devices in the shape in which they are joined, two columns for each core.
+
+    A core shows the letter of its model and the number of its replica in base 36, the last digit of it, or a sign; the
+    legend says which. ``window`` is a host and the range on it that is to be marked as the one that was looked for. Of
+    more than four hosts those that are equal but for the replicas' numbers share a picture, empty ones share a line,
+    and at most twelve pictures are drawn. At most 80 columns wide. ``color`` adds ANSI codes, a colour for each model.
+    """
+    pen = _Pen.of(plan, color)
+    on_host: dict[str, list[Placement]] = {}
+    for placement in plan.placements:
+        on_host.setdefault(placement.host, []).append(placement)
+    drawn = [
+        _drawn(
+            host,
+            on_host.get(host.name, ()),
+            (quarantined or {}).get(host.name, frozenset()),
+            (cordoned or {}).get(host.name, frozenset()),
+            window[1] if window is not None and window[0] == host.name else None,
+        )
+        for host in hosts
+    ]
+    if len(drawn) <= DRAWN_APART:
+        return "\n".join(_block([one], pen) for one in drawn)
+    return "\n".join(_summarised(drawn, pen))
+
+
+def _drawn(
+    host: Host,
+    placements: Iterable[Placement],
+    quarantined: frozenset[int],
+    cordoned: frozenset[int],
+    window: CoreRange | None,
+) -> _Drawn:
+    own = tuple(sorted(placements, key=lambda p: (p.cores is None, p.cores.first if p.cores else 0)))
+    taken = frozenset(core for placement in own for core in placement.cores or ())
+    marks = []
+    for core in range(host.cores):
+        if core in quarantined:
+            marks.append(_QUARANTINED)
+        elif core in host.reserved_cores:
+            marks.append(_RESERVED)
+        elif core in cordoned:
+            marks.append(_CORDONED)
+        else:
+            marks.append(_WINDOW if window is not None and core in window else _FREE)
+    return _Drawn(host, own, tuple(marks), taken, tuple(ranges(cordoned & taken)))
+
+
+def _summarised(drawn: Sequence[_Drawn], pen: _Pen) -> list[str]:
+    """Blocks and lines for more hosts than anybody looks at one by one."""
+    alike: dict[tuple[object, ...], list[_Drawn]] = {}
+    for one in drawn:
+        alike.setdefault(one.look, []).append(one)
+    groups = list(alike.values())
+    pictured = [group for group in groups if not group[0].empty]
+    blocks = [_block(group, pen) for group in pictured[:MOST_PICTURES]]
+    rest = [one for group in pictured[MOST_PICTURES:] for one in group]
+    if rest:
+        used, cores = sum(len(one.taken) for one in rest), sum(one.host.cores for one in rest)
+        many = f"{len(rest)} more hosts" if len(rest) > 1 else "1 more host"
+        blocks.append(f"{many}: {used} of {cores} cores in use; `-o json` has every replica\n")
+    for group in groups:
+        if group[0].empty:
+            host = group[0].host
+            words = ["nothing runs there", *([f"{host.cores} cores"] if host.cores else []), *_kind(host)]
+            blocks.append("\n".join(_filled(f"{_hosts(group)}: ", words, ", ", "  ")) + "\n")
+    return blocks
+
+
+def host_names(names: Sequence[str]) -> str:
+    """ "5 hosts, inf2.48xlarge/0-3,7": which they are, as far as that is short."""
+    if len(names) == 1:
+        return names[0]
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        kind, _, number = name.rpartition("/")
+        if not (kind and number.isdecimal()):
+            return f"{len(names)} hosts like {names[0]}"
+        numbers.setdefault(kind, []).append(int(number))
+    told = []
+    for kind, found in numbers.items():
+        runs = ranges(found)
+        told.append(f"{kind}/{','.join(runs[:3])}" + (",..." if len(runs) > 3 else ""))
+    return f"{len(names)} hosts, {', '.join(told[:2])}" + (", ..." if len(told) > 2 else "")
+
+
+def _hosts(group: Sequence[_Drawn]) -> str:
+    return host_names([one.host.name for one in group])
+
+
+def _kind(host: Host) -> list[str]:
+    """What the machine is, in a few words."""
+    topology = host.topology
+    if topology is None:
+        return [f"{len(host.cpus)} CPUs, no NeuronCores"]
+    shape = {"ring": "a ring", "line": "a line", "torus": "a 4 x 4 torus"}
+    words = [f"{topology.devices} devices in {shape[topology.link]}"] if topology.link in shape else []
+    if topology.lnc is not None:
+        words.append(f"LNC {topology.lnc}")
+    if host.emulated:
+        words.append("emulated")
+    return words
+
+
+def _block(group: Sequence[_Drawn], pen: _Pen) -> str:
+    """The header, the picture and the legend of a host, or of several that look alike."""
+    one = group[0]
+    host, apart = one.host, len(group) == 1
+    if host.topology is None:
+        lines = [f"{_hosts(group)}: {', '.join(_kind(host))}"]
+    else:
+        used = f"{len(one.taken)} of {host.cores} cores in use" + ("" if apart else " on each")
+        lines = _filled(f"{_hosts(group)}: ", [used, *_kind(host)], ", ", "  ")
+        lines += _picture(host, _cells(one, pen, apart), pen)
+    lines += _legend(one, pen, apart)
+    present = dict.fromkeys(mark for core, mark in enumerate(one.marks) if core not in one.taken)
+    signs = [f"{pen.paint(sign)} {word}" for sign, word in _SIGNS.items() if sign in present]
+    if one.cordoned_in_use:
+        signs.append(f"cordoned in use: {','.join(one.cordoned_in_use)}")
+    if signs:
+        lines.append("  " + "   ".join(signs))
+    return "\n".join(lines) + "\n"
+
+
+def _filled(start: str, parts: Sequence[str], separator: str, indent: str) -> list[str]:
+    """The parts after the start, on as many lines as they need."""
+    lines = [start]
+    for i, part in enumerate(parts):
+        text = part + (separator.rstrip() if i + 1 < len(parts) else "")
+        if i and len(lines[-1]) + len(text) + 1 > WIDTH:
+            lines.append(indent + text)
+        else:
+            lines[-1] += (" " if i else "") + text
+    return lines
+
+
+def _cells(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
+    """The two columns of each core. Where the picture stands for several hosts, replicas are counted on each."""
+    cells = list(one.marks)
+    counted: dict[str, int] = {}
+    for placement in one.placements:
+        number = placement.replica if apart else counted.get(placement.model, 0)
+        counted[placement.model] = counted.get(placement.model, 0) + 1
+        sign = _NUMBERS[number % len(_NUMBERS)]
+        for core in placement.cores or ():
+            if core < len(cells):
+                cells[core] = pen.letters[placement.model] + sign
+    return cells
+
+
+def _picture(host: Host, cells: Sequence[str], pen: _Pen) -> list[str]:
+    """The devices, their first cores' numbers, and the links between them."""
+    assert host.topology is not None
+    topology = host.topology
+    per, width = topology.cores_per_device, 2 * topology.cores_per_device
+    firsts = list(range(0, len(cells), per))
+    devices = ["".join(pen.paint(cell) for cell in cells[first : first + per]) for first in firsts]
+    if topology.link == "torus":
+        return _torus(devices, firsts, width, _JOINTS.get(per, 1))
+    numbers = "  core   " + " ".join(f"{first:<{width}}" for first in firsts).rstrip()
+    if topology.link != "ring":
+        return [numbers, _INDENT + "-".join(devices)]
+    inside = len(devices) * (width + 1) - 1
+    return [numbers, f"{_INDENT[:-2]},-{'-'.join(devices)}-.", f"{_INDENT[:-2]}'{'-' * (inside + 2)}'"]
+
+
+def _torus(devices: Sequence[str], firsts: Sequence[int], width: int, joint: int) -> list[str]:
+    """Rows of devices; the bars and dashes at the edges lead to the opposite edge."""
+    lines = []
+    gap = "-" * joint
+    margin = " " * (len(_INDENT) - joint if joint < 3 else len(_INDENT))
+    for row in range(0, len(devices), _TORUS):
+        bars = [f"|{first}".ljust(width + joint) for first in firsts[row : row + _TORUS]]
+        head = "  core" if row == 0 else ""
+        lines.append(head.ljust(len(margin) + joint) + "".join(bars).rstrip())
+        lines.append(margin + gap + gap.join(devices[row : row + _TORUS]) + gap)
+    lines.append(" " * (len(margin) + joint) + "".join("|".ljust(width + joint) for _ in range(_TORUS)).rstrip())
+    return [*lines, f"{_INDENT}(a link at an edge leads to the opposite edge)"]
+
+
+def _legend(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
+    """A line for each model on the host: its letter, and where its replicas are, as far as the line is long enough."""
+    lines = []
+    for model in dict.fromkeys(placement.model for placement in one.placements):
+        own = [placement for placement in one.placements if placement.model == model]
+        each = _threads([placement.threads for placement in own])
+        start = f"{pen.letters[model]} {model}  "
+        if len(own) == 1 and apart:
+            start = f"{pen.letters[model]} {model}/{own[0].replica}  "
+            what = f"{_range(own[0].cores)}, {each}"
+        elif own[0].cores is None:
+            what = f"{_replicas(own)}, no cores, {each}"
+        else:
+            what = ", ".join(f"{placement.replica} on {placement.cores}" for placement in own) + f"; {each}"
+            if not apart or len(start) + len(what) + 2 > WIDTH:
+                what = f"{_replicas(own)} of {_cores(len(own[0].cores))}, {each}"
+        text = start + what
+        if len(text) + 2 > WIDTH:
+            text = f"{start.rstrip()}\n      {what}"
+        lines.append("  " + pen.paint(text[0]) + text[1:])
+    return lines
+
+
+def _replicas(own: Sequence[Placement]) -> str:
+    return "1 replica" if len(own) == 1 else f"{len(own)} replicas"
+
+
+def _range(cores: CoreRange | None) -> str:
+    if cores is None:
+        return "no cores"
+    return f"core {cores}" if len(cores) == 1 else f"cores {cores}"
+
+
+def _cores(number: int) -> str:
+    return "1 core" if number == 1 else f"{number} cores"
+
+
+def _threads(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    if least != most:
+        return f"{least} to {most} threads each"
+    noun = "1 thread" if most == 1 else f"{most} threads"
+    return noun + (" each" if len(counts) > 1 else "")

@@ -1,0 +1,557 @@
+"""Why a model is where it is, or what keeps it from a place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+from placements.explain.remedies import Question, Suggestion, changed, count_text, place_text, remedies, without
+from placements.facts.core_range import CoreRange, ranges
+from placements.facts.engines import may_run, resolve, runs_on
+from placements.facts.topology import DEGREES, Host, alignment
+from placements.planner.plan import Placement, Running, Unplaced, plan
+from placements.planner.replica_demand import demands, kinds_of, suits
+from placements.resources.memory import estimate, usable_hbm
+from placements.resources.threads import arithmetic
+from placements.rules.checks import check
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec, Spec
+
+_MOST_HOLDERS = 6  # models that are named as holding cores
+_MOST_HOSTS = 3  # that are named in a line
+_MEMORY_HINT = "host_memory_gib, if you measured that it needs less; or another host"
+_SKIPPED = "unknown-key"  # the error of what was left out, so that the rest can be judged as it stands
+_ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short", "vcpus-short", "no-room")
+_ENGINE = frozenset({"engine-unsupported-here", "family-unsupported"})
+_DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {  # what is told where it holds -> the problems that say that it does not
+        "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
+        "heads": frozenset({"heads-not-divisible", "gqa-not-divisible", "experts-not-divisible"}),
+        "memory": frozenset({"hbm-exceeded", "no-suitable-host"}),
+        "host memory": frozenset({"host-memory-short", "host-memory-exceeded"}),
+        "threads": frozenset({"vcpus-short"}),
+        "pins": frozenset({"pin-taken", "pin-overlap", "pin-reserved", "pin-length", "pin-misaligned"})
+        | {"pin-outside-host", "pin-unknown-host", "too-many-pins"},
+        "spread": frozenset({"spread-blocks", "spread-too-narrow"}),
+        "cores": frozenset({"no-room", "pin-taken"}),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One demand of a model. ``id`` is a problem's where it fails, else the dimension's."""
+
+    id: str
+    what: str  # with its numbers
+    details: tuple[str, ...] = ()
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"id": self.id, "what": self.what, "details": list(self.details), "hint": self.hint}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A replica that has a place, and why there."""
+
+    placement: Placement
+    why: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        placement = self.placement
+        return {
+            "replica": f"{placement.model}/{placement.replica}",
+            "host": placement.host,
+            "cores": None if placement.cores is None else str(placement.cores),
+            "threads": placement.threads,
+            "why": list(self.why),
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All that there is to say about one model on these hosts."""
+
+    model: str
+    priority: int
+    required: int  # replicas that ``min`` asks for
+    wanted: int  # that were planned for; 1 for a model that nobody wants now
+    places: tuple[Place, ...] = ()
+    failed: tuple[Constraint, ...] = ()  # in the order in which they are judged
+    holds: tuple[Constraint, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()  # the smallest change first
+    tried: Literal["nothing", "some", "all"] = (
+        "nothing"  # of the changes that are known; some: then there were too many
+    )
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has every replica that ``min`` asks for, or the one of a model that nobody wants now."""
+        return len(self.places) >= (min(self.required, self.wanted) or self.wanted) and not self.broken
+
+    @property
+    def broken(self) -> bool:
+        """Whether its part of the spec has errors, so that nothing of it is placed."""
+        return not self.places and bool(self.failed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON of `corewright explain`."""
+        return {
+            "model": self.model,
+            "fits": self.fits,
+            "priority": self.priority,
+            "min": self.required,
+            "wanted": self.wanted,
+            "replicas": [place.as_dict() for place in self.places],
+            "failed": [constraint.as_dict() for constraint in self.failed],
+            "holds": [constraint.as_dict() for constraint in self.holds],
+            "suggestions": [suggestion.as_dict() for suggestion in self.suggestions],
+            "tried": self.tried,
+        }
+
+
+def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
+    """Why the model is placed so, or what keeps it from its replicas, and what would mend that.
+
+    ``problems`` are findings about the file beyond those of `check`.
+
+    Every suggestion has been tried: `check` finds no error that the spec did not have elsewhere, `plan` gives the model
+    all replicas that are wanted, and no other model has fewer than before, but for one whose own ``min`` is the change.
+    They come in this order, one of a kind:
+
+    1. give cordoned cores back; move 1, 2 or 4 running replicas                      (nothing of the spec changes)
+    2. padded heads; other pins, or none; a smaller tp_degree, a greater one; more replicas on a host
+                                                                                      (it serves what it served)
+    3. fewer threads; fewer slots; a shorter max_len; int8 weights                    (it serves less, or otherwise)
+    4. fewer replicas of it; other pins of a rival, or none; a lower ``min`` of one   (somebody has less)
+    5. more hosts
+    6. where none of these helps: two of them together
+
+    An unknown key is only skipped, so that changes are tried all the same; what could not be read, and what reserves
+    name, has to be mended first. See `remedies.remedies` for how many changes are tried.
+    """
+    question, errors, hopeless = _judged(asked, tuple(problems))
+    facts = _Facts(question)
+    failed = (*errors, *facts.refusals(errors))
+    found = None
+    if any(constraint.id != _SKIPPED for constraint in failed) and not hopeless:
+        found = remedies(question)
+    return Explanation(
+        asked.model.name,
+        question.model.priority,
+        question.model.replicas.min,
+        question.target,
+        () if errors else tuple(Place(one, tuple(facts.reasons(one))) for one in question.placed),
+        failed,
+        tuple(facts.holds({constraint.id for constraint in failed})),
+        found.suggestions if found else (),
+        ("all" if found.exhaustive else "some") if found else "nothing",
+    )
+
+
+def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, tuple[Constraint, ...], bool]:
+    """The question, the errors of the model's part of the spec, and whether no other value of a field mends them."""
+    spec, model, name = asked.spec, asked.model, asked.model.name
+
+    def errors_of(part: Spec) -> list[Problem]:
+        return [
+            one
+            for one in check(part, asked.hosts, asked.checkpoints, asked.drafts, room=False)
+            if one.severity == "error"
+        ]
+
+    every = errors_of(spec)
+    beyond = [one for one in problems if one.severity == "error" and one not in every]
+    unreadable = [one for one in beyond if _concerns(spec, name, one)]
+    unread = [one for one in unreadable if one.id != _SKIPPED]
+    elsewhere = set(errors_of(without(spec, name))) if every else set()
+    own = [one for one in every if one not in elsewhere or _about_hosts(one)]
+    others = [one for one in every if one not in own]
+    sound = spec
+    for rival in spec.models if others or beyond else ():
+        alone = spec.model_copy(update={"models": (rival,)})
+        wrong = any(not _about_hosts(one) for one in errors_of(alone)) or any(
+            _concerns(spec, rival.name, one) for one in beyond if one not in unreadable and one.id != _SKIPPED
+        )
+        if rival is not model and wrong:
+            sound = without(sound, rival.name)
+    count = asked.wanted.get(name, model.replicas.min) or 1
+    question = replace(
+        asked,
+        spec=sound,
+        running=tuple(dict.fromkeys(asked.running)),
+        wanted=MappingProxyType({**asked.wanted, name: max(1, min(count, model.replicas.max))}),
+        wrong=bool(unread or own),
+        tolerated=frozenset((one.id, one.what) for one in others),
+    )
+    constraints = tuple(
+        Constraint(one.id, one.what, (one.where,) if one.where else (), one.hint) for one in (*unreadable, *own)
+    )
+    return question, constraints, bool(unread) or any(map(_about_hosts, own))
+
+
+def _about_hosts(problem: Problem) -> bool:
+    return problem.id.startswith("reserve-")
+
+
+def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
+    """Whether a finding about the file stands in the model's own lines, or in none of any model."""
+    _, line, column = (":::" + problem.where).rsplit(":", 2)
+    if not line.isdecimal():
+        return True
+    models = {path[1]: place for path, place in spec.places.items() if len(path) == 2 and path[0] == "models"}
+    starts = {model: place.line for model, place in models.items()}
+    if column.isdecimal() and all(place.column > int(column) for place in models.values()):
+        return True  # it is no part of ``models``
+    above = [(start, model) for model, start in starts.items() if start <= int(line)]
+    return not above or max(above, key=lambda one: one[0])[1] == name
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What follows from a question: what fails, what holds, and the reasons for places. The numbers of everything."""
+
+    asked: Question
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.asked.model
+
+    # What fails
+
+    def refusals(self, errors: Sequence[Constraint]) -> tuple[Constraint, ...]:
+        """What keeps missing replicas from a place: what `plan` says, and every other demand that no host meets."""
+        missing = self.asked.target - len(self.asked.placed)
+        if missing <= 0:
+            return ()
+        found = {constraint.id: constraint for constraint in self._unmet()}
+        more = "" if missing == 1 else f"; {missing} of {count_text(self.asked.target, 'replica')} have no place"
+        said: set[str] = set()
+        for problem in (problem for unplaced in self._missing for problem in unplaced.problems):
+            if problem.id not in said:  # the words of `plan`, for the first of them
+                said.add(problem.id)
+                told = found.get(problem.id, Constraint(problem.id, "", (), problem.hint))
+                found[problem.id] = replace(told, what=problem.what + more)
+                more = ""
+        wrong = {constraint.id for constraint in errors}
+        if wrong & (_DIMENSIONS["degree"] | _ENGINE | {"hbm-exceeded"}):
+            found.pop("no-suitable-host", None)  # that is what it says
+        for name in ("host memory", "spread"):
+            if wrong & _DIMENSIONS[name]:
+                found = {id: constraint for id, constraint in found.items() if id not in _DIMENSIONS[name]}
+        if found.keys() & {"no-room", "pin-taken"}:
+            last = max(found.keys() & {"no-room", "pin-taken"}, key=_ORDER.index)
+            found[last] = replace(found[last], details=(*found[last].details, *self._holders()))
+        return tuple(sorted(found.values(), key=lambda one: _ORDER.index(one.id) if one.id in _ORDER else len(_ORDER)))
+
+    @cached_property
+    def _missing(self) -> list[Unplaced]:
+        """Its replicas without a place, the first one first."""
+        return sorted(
+            (one for one in self.asked.drawn.unplaced if one.model == self.model.name), key=lambda one: one.replica
+        )
+
+    def _unmet(self) -> Iterator[Constraint]:
+        """Each demand by itself, for one replica more than are placed."""
+        asked, model = self.asked, self.model
+        checkpoint = asked.checkpoints.get(model.name)
+        suited = [host for host in asked.own_hosts if suits(model, host, checkpoint)]
+        name = f"{model.name}/{self._missing[0].replica if self._missing else len(asked.placed)}"
+        if not suited:
+            lines = tuple(line for host in asked.kinds for line in [self._why_unsuited(host)] if line)
+            what = f"{name} finds no suitable host"
+            yield Constraint("no-suitable-host", what, lines, "take another tp_degree or host type")
+        judged = suited or asked.own_hosts  # each demand by itself
+        on = Counter(placement.host for placement in asked.placed)
+        spread = model.spread
+        if judged and spread is not None and all(on[host.name] >= spread.host for host in judged):
+            limit = f"at most {count_text(spread.host, 'replica')} on one host"
+            what = f"{name}: {limit}, and each of {count_text(len(judged), 'host')} has as many"
+            yield Constraint("spread-blocks", what, (), "another host, or a larger spread")
+        kinds = kinds_of(asked.hosts)
+        kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
+        asks = dict(
+            zip(
+                (one.name for one in asked.spec.models),
+                demands(asked.spec, kinds.hosts, asked.checkpoints),
+                strict=True,
+            )
+        )
+        memory = {host.name: host.memory_gib for host in judged if host.memory_gib is not None}
+        cpus = {host.name: float(len(host.usable_cpus)) for host in judged if not host.emulated}
+        for placement in asked.drawn.placements:
+            kind, ask = kind_of[placement.host], asks[placement.model]
+            if placement.host in memory and ask.memory:
+                memory[placement.host] -= ask.memory[kind]
+            if placement.host in cpus:
+                cpus[placement.host] -= placement.threads
+        own = asks[model.name]
+        for id, wanted, left, unit, hint in (
+            ("host-memory-short", own.memory, memory, "GiB of host memory", _MEMORY_HINT),
+            ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "fewer threads, or another host"),
+        ):
+            if (
+                judged
+                and wanted
+                and len(left) == len(judged)
+                and all(left[host.name] < wanted[kind_of[host.name]] for host in judged)
+            ):
+                best = max(judged, key=lambda host: left[host.name])
+                what = f"{name} needs {wanted[kind_of[best.name]]:.4g} {unit}"
+                yield Constraint(id, f"{what}, {max(0.0, left[best.name]):.4g} are left on {best.name}", (), hint)
+        room = self._room()
+        if room is not None:
+            yield room
+
+    def _why_unsuited(self, host: Host) -> str:
+        model, checkpoint = self.model, self.asked.checkpoints.get(self.model.name)
+        if host.topology is None:
+            return f"{host.name} has no NeuronCores"
+        topology = host.topology
+        if model.tp_degree > host.cores:
+            return f"{topology.instance} has {host.cores} cores, and tp_degree is {model.tp_degree}"
+        if model.tp_degree not in (*DEGREES[topology.family], *model.allow_degrees):
+            return f"{topology.instance}: {topology.family} has the degrees {_listed(DEGREES[topology.family])}"
+        family = checkpoint.model_type if checkpoint else None
+        if not may_run(model.engine, host, family):
+            runs = runs_on(model.engine, topology.family)
+            return f"{topology.instance}: {model.engine} " + (
+                f"serves no {family} there" if runs else "does not run there"
+            )
+        if checkpoint is None:
+            return ""
+        need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))
+        on_cores = need.on_cores(model.tp_degree)
+        return f"{_instance(host)}: {need} {on_cores}, and {usable_hbm(topology):.2f} GiB are usable on each"
+
+    def _room(self) -> Constraint | None:
+        """Whether there would be cores enough if nothing but cores counted."""
+        asked, model = self.asked, self.model
+        fields: dict[str, object] = {
+            "allow_degrees": (*model.allow_degrees, model.tp_degree),
+            "spread": None,
+            "host_memory_gib": None,
+            "threads": "share",
+            "cores": (),
+        }
+        relaxed = changed(asked.spec, model.name, fields)
+        known = {name: checkpoint for name, checkpoint in asked.checkpoints.items() if name != model.name}
+        drawn = plan(relaxed, asked.hosts, known, asked.running, asked.wanted, asked.blocked)
+        refused = [one for one in drawn.unplaced if one.model == model.name]
+        if not refused or not refused[0].problems:
+            return None
+        problem = refused[0].problems[0]
+        if problem.id != "no-room":
+            return None
+        return Constraint(problem.id, problem.what, (), problem.hint)
+
+    def _holders(self) -> Iterator[str]:
+        """Who has the cores: what is free, then each model with its priority, then what nobody may use."""
+        asked = self.asked
+        tp = self.model.tp_degree
+        for topology in dict.fromkeys(host.topology for host in asked.own_hosts if host.topology):
+            same = [host for host in asked.own_hosts if host.topology == topology]
+            free = {host.name: self._free[host.name] for host in same}
+            runs = [(CoreRange.parse(run), name) for name, left in free.items() for run in ranges(left)]
+            longest, where = max(runs, key=lambda run: len(run[0]), default=(None, ""))
+            run = "" if longest is None else f", the longest run is {len(longest)} ({longest} of {where})"
+            total, cores = sum(map(len, free.values())), sum(host.cores for host in same)
+            step = alignment(topology.family, tp).legal
+            needs = f"{tp} cores from a multiple of {step} on" if tp > 1 else "1 core"
+            yield f"{topology.instance}: {total} of {cores} cores are free{run}; it needs {needs}"
+        held: Counter[str] = Counter()
+        count: Counter[str] = Counter()
+        for placement in asked.drawn.placements:
+            held[placement.model] += len(placement.cores or ())
+            count[placement.model] += placement.cores is not None
+        holders = [(name, cores) for name, cores in held.most_common() if cores]
+        for name, cores in holders[:_MOST_HOLDERS]:
+            rival = asked.spec.model(name)
+            who = "itself" if rival is self.model or rival is None else f"priority {rival.priority}"
+            with_replicas = count_text(count[name], "replica")
+            yield f"{name} ({who}) holds {count_text(cores, 'core')} with {with_replicas}"
+        if len(holders) > _MOST_HOLDERS:
+            rest = sum(cores for _, cores in holders[_MOST_HOLDERS:])
+            yield f"{len(holders) - _MOST_HOLDERS} more models hold {rest} cores"
+        yield from self._forbidden()
+
+    def _forbidden(self) -> Iterator[str]:
+        """Cores that nobody may use."""
+        asked = self.asked
+        quarantined = {name: cores - asked.cordoned.get(name, frozenset()) for name, cores in asked.blocked.items()}
+        reserved = {host.name: host.reserved_cores for host in asked.own_hosts}
+        for word, cores_of in (("reserved", reserved), ("cordoned", asked.cordoned), ("quarantined", quarantined)):
+            where = [f"{','.join(ranges(cores))} of {name}" for name, cores in cores_of.items() if cores]
+            if where:
+                total = sum(map(len, cores_of.values()))
+                more = f" and {len(where) - _MOST_HOSTS} more hosts" if len(where) > _MOST_HOSTS else ""
+                verb = "is" if total == 1 else "are"
+                yield f"{count_text(total, 'core')} {verb} {word}: {', '.join(where[:_MOST_HOSTS])}{more}"
+
+    @cached_property
+    def _free(self) -> dict[str, set[int]]:
+        """Cores that nobody has and that may be used, by host."""
+        free = {
+            host.name: set(range(host.cores)) - host.reserved_cores - self.asked.blocked.get(host.name, frozenset())
+            for host in self.asked.hosts
+        }
+        for placement in self.asked.drawn.placements:
+            free[placement.host] -= set(placement.cores or ())
+        return free
+
+    # What holds
+
+    def holds(self, failed: set[str]) -> Iterator[Constraint]:
+        """The demands that are met, with their numbers."""
+        told = {name: (what, details) for name, what, details in self._numbers()}
+        for name, ids in _DIMENSIONS.items():
+            if name in told and not ids & failed:
+                yield Constraint(name, *told[name])
+
+    def _numbers(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+        """(name, what, details); a detail for each type of host where these differ."""
+        asked, model, tp = self.asked, self.model, self.model.tp_degree
+        checkpoint, draft = asked.checkpoints.get(model.name), asked.drafts.get(model.name)
+        suited = [host for host in asked.kinds if suits(model, host, checkpoint)]
+        families = dict.fromkeys(host.topology.family for host in asked.kinds if host.topology)
+        if families:
+            known = tuple(f"{family} has {_listed(DEGREES[family])}" for family in families)
+            yield "degree", *_lines(f"tp_degree {tp}", known, ": ")
+        if checkpoint is not None and families:
+            each = f"{checkpoint.heads // tp} on each core" if checkpoint.heads % tp == 0 else "padded with zeros"
+            yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} of keys and values: {each}", ()
+            if suited:  # real and emulated hosts never stand together, so that the engine is one
+                need = estimate(model, checkpoint, resolve(model.engine, suited[0]), draft)
+                where = dict.fromkeys(
+                    f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_kind(host)}"
+                    for host in suited
+                    if host.topology
+                )
+                yield "memory", *_lines(str(need), tuple(where), " ")
+        kinds = kinds_of(asked.own_hosts)
+        asks = demands(asked.spec, kinds.hosts, asked.checkpoints)
+        order = [one.name for one in asked.spec.models].index(model.name)
+        loads = [
+            (need, host)
+            for need, host in zip(asks[order].memory, kinds.hosts, strict=False)
+            if need and (not suited or suits(model, host, checkpoint))
+        ]
+        if loads:
+            limits = dict.fromkeys(f"of the {host.memory_gib:g} GiB of {_instance(host)}" for _, host in loads)
+            yield "host memory", *_lines(f"{loads[0][0]:.1f} GiB to load", tuple(limits), ", ")
+        lies = {placement.host for placement in asked.placed}
+        there = [host for host in asked.hosts if host.name in lies] or suited or [*asked.own_hosts, *asked.hosts][:1]
+        sums = dict.fromkeys(f"{arithmetic(model.threads, tp, host)} on {_instance(host)}" for host in there)
+        if sums:
+            first, *rest = sums
+            yield "threads", first, tuple(rest)
+        if model.cores:
+            yield "pins", ", ".join(f'"{pin}"' for pin in model.cores), ()
+        if model.spread is not None:
+            hosts = count_text(len(asked.own_hosts), "host")
+            yield "spread", f"at most {count_text(model.spread.host, 'replica')} on one of {hosts}", ()
+        if asked.own_hosts:
+            free = sum(len(self._free[host.name]) for host in asked.own_hosts)
+            yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free", ()
+
+    # Why there
+
+    def reasons(self, placement: Placement) -> Iterator[str]:
+        """For one replica's place."""
+        asked, model, cores = self.asked, self.model, placement.cores
+        if placement.running in asked.running:
+            yield "it runs there, and what runs stays"
+        pins = [pin for pin in model.cores if pin.cores == cores and pin.host in (None, placement.host)]
+        if pins:
+            yield f'it is pinned to "{pins[0]}"'
+        host = self._hosts.get(placement.host)
+        if cores is None or host is None or host.topology is None:
+            yield "its engine takes no cores there"
+        else:
+            per = host.topology.cores_per_device
+            first, last = cores.first // per, cores.last // per
+            devices = f"device {first}" if first == last else f"devices {first} to {last}"
+            known = alignment(host.topology.family, model.tp_degree)
+            if len(cores) == 1:
+                yield devices
+            elif cores.aligned(known.preferred):
+                yield f"{devices}; it begins at a multiple of {known.preferred}, as tp_degree {len(cores)} prefers"
+            else:
+                yield (
+                    f"{devices}; it begins at a multiple of {known.legal}, which is legal; one of {known.preferred}"
+                    + (" would be better")
+                )
+        surplus = self._order[placement.replica] >= model.replicas.min
+        yield f"priority {model.priority}, " + ("beyond its min" if surplus else "asked for by its min")
+        yield from self._displaced(placement)
+        if self._order[placement.replica] == 0 and self._would_gain:
+            yield f"without this model {', '.join(self._would_gain)} would have a place"
+
+    @cached_property
+    def _hosts(self) -> dict[str, Host]:
+        return {host.name: host for host in self.asked.hosts}
+
+    @cached_property
+    def _order(self) -> dict[int, int]:
+        """Each placed replica's place among them."""
+        return {placement.replica: i for i, placement in enumerate(self.asked.placed)}
+
+    @cached_property
+    def _leaving(self) -> dict[str, list[Running]]:
+        """Running replicas of other models that end, or move, by host."""
+        staying = {one.running for one in self.asked.drawn.placements}
+        found: dict[str, list[Running]] = {}
+        for one in self.asked.running:
+            if one not in staying and one.model != self.model.name:
+                found.setdefault(one.host, []).append(one)
+        return found
+
+    def _displaced(self, placement: Placement) -> Iterator[str]:
+        """Those of them whose cores this one gets."""
+        moved = {move.before: move.after for move in self.asked.drawn.moves}
+        for one in self._leaving.get(placement.host, ()):
+            if placement.cores is not None and one.cores is not None and placement.cores.overlap(one.cores):
+                rival = self.asked.spec.model(one.model)
+                what = f"priority {rival.priority}" if rival else "not in the spec"
+                goes = moved.get(one)
+                where = "it ends" if goes is None else f"it moves to {place_text(goes.host, goes.cores)}"
+                yield f"it displaces {one.model}/{one.replica} ({what}) from {one.cores}: {where}"
+
+    @cached_property
+    def _would_gain(self) -> list[str]:
+        """Replicas that have no place because of this model."""
+        asked = self.asked
+        missing = Counter(one.model for one in asked.drawn.unplaced if one.model != self.model.name)
+        if not missing:
+            return []
+        none = {**asked.wanted, self.model.name: 0}
+        alone = plan(asked.spec, asked.hosts, asked.checkpoints, asked.running, none, asked.blocked)
+        gained = missing - Counter(one.model for one in alone.unplaced)
+        return [f"{count_text(count, 'replica')} of {model}" for model, count in gained.items()]
+
+
+def _kind(host: Host) -> str:
+    """Its type. Of an emulated one: whose memory it is, which counts for a place and is never filled."""
+    return f"an emulated {_instance(host)}" if host.emulated else _instance(host)
+
+
+def _instance(host: Host) -> str:
+    """Its type, or its name where it has none."""
+    topology = host.topology
+    if topology is None:
+        return host.name
+    return topology.instance if topology.lnc is None else f"{topology.instance} lnc {topology.lnc}"
+
+
+def _lines(what: str, each: tuple[str, ...], joint: str) -> tuple[str, tuple[str, ...]]:
+    """One in the same line; several as details."""
+    return (f"{what}{joint}{each[0]}", ()) if len(each) == 1 else (what, each)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -1,0 +1,229 @@
+"""The JSON Schema and the table of instance types as the markdown tables of docs/spec.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from placements.facts.checkpoints import FAMILIES
+from placements.facts.engines import NXD_FAMILIES, NXD_VERSIONS, PACKAGES, serves
+from placements.facts.topology import DEGREES, LNC_CHOICES, TOPOLOGIES, Topology
+from placements.rules.options.option import Option
+from placements.rules.options.owned import FIELDS, UNSERVED
+from placements.rules.options.tables import TABLES as OPTION_TABLES
+from placements.spec.schema import TYPE_IN_WORDS, json_schema
+
+_BLOCK = re.compile(
+    r"(?P<begin><!-- generated from the (?:schema|topology|contracts): (?P<name>[a-z]+) -->\n)"
+    r".*?(?P<end><!-- end of generated -->)",
+    re.DOTALL,
+)
+_SECTION = re.compile(r"\bSee ([A-Z][a-z]+)\.")
+_Schema = Mapping[str, Any]
+
+
+def renewed(page: str) -> str:
+    """The page with each generated block made anew. KeyError for a block of a name that is no table's.
+
+    A block stands between ``<!-- generated from the schema: NAME -->`` (or ``topology``, ``contracts``) and
+    ``<!-- end of generated -->``.
+    """
+    return _BLOCK.sub(lambda found: found["begin"] + "\n" + TABLES[found["name"]]() + "\n" + found["end"], page)
+
+
+def _file() -> str:
+    schema = json_schema()
+    return _fields(
+        row for name, field in schema["properties"].items() for row in [_row(name, field, name in schema["required"])]
+    )
+
+
+def _hosts() -> str:
+    schema = json_schema()
+    return _fields(_rows("hosts.", schema["$defs"]["Hosts"], schema))
+
+
+def _model() -> str:
+    schema = json_schema()
+    # the schema itself cannot require a source: the echo engine has none
+    return _fields(_rows("", {**schema["$defs"]["Model"], "required": ["source"]}, schema))
+
+
+def _instances() -> str:
+    lines = [
+        "| type | devices | cores | HBM of a core | vCPUs | memory | devices are joined as |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for topology in TOPOLOGIES.values():
+        mark = " (*)" if topology.note else ""
+        cores, hbm = (
+            _by_lnc(topology, told) for told in (lambda t: str(t.cores), lambda t: f"{t.hbm_per_core_gib} GiB")
+        )
+        link = {"none": "-", "torus": "4 x 4 torus"}.get(topology.link, topology.link)
+        lines.append(
+            f"| {topology.instance}{mark} | {topology.devices} | {cores} | {hbm} | {topology.vcpus} "
+            f"| {topology.memory_gib} GiB | {link} |"
+        )
+    notes = "".join(f"\n(*) {one.instance}: {one.note}.\n" for one in TOPOLOGIES.values() if one.note)
+    return "\n".join(lines) + "\n" + notes
+
+
+def _by_lnc(topology: Topology, told: Callable[[Topology], str]) -> str:
+    if topology.lnc is None:
+        return told(topology)
+    others = [lnc for lnc in LNC_CHOICES if lnc != topology.lnc]
+    return told(topology) + "".join(f"; {told(topology.at_lnc(lnc))} with `lnc: {lnc}`" for lnc in others)
+
+
+def _degrees() -> str:
+    lines = ["| family | tp_degree | legal | preferred |", "|---|---|---|---|"]
+    lines.extend(
+        f"| {family} | {row.tp} | {row.legal} | {row.preferred} |"
+        for family, table in DEGREES.items()
+        for row in table.values()
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _engines() -> str:
+    schema = json_schema()
+    return _fields(_rows("engines.ENGINE.", schema["$defs"]["EngineSettings"], schema))
+
+
+def _served() -> str:
+    lines = ["| family | transformers-neuronx | nxd-inference |", "|---|---|---|"]
+    for family in FAMILIES:
+        series = NXD_FAMILIES.get(family)
+        one = "yes" if serves("transformers-neuronx", family) else "-"
+        other = "-" if series is None else "yes" if series == NXD_VERSIONS[0] else f"from {series} on"
+        lines.append(f"| {family} | {one} | {other} |")
+    return "\n".join(lines) + "\n"
+
+
+def _options() -> str:
+    """By class and kind, those that a spec may give."""
+    lines = ["| of | must be | options |", "|---|---|---|"]
+    inner = {
+        f"{table.partition('.')[0]}.{option.table}"
+        for table, held in OPTION_TABLES.items()
+        for name, option in held.items()
+        if option.table and not _is_owned(table, name)
+    }
+    for table, held in OPTION_TABLES.items():
+        if not (table.endswith("NeuronConfig") or ":" in table or table in inner):
+            continue  # no option that may be given holds it
+        kinds: dict[str, list[str]] = {}
+        for name, option in held.items():
+            if not _is_owned(table, name):
+                since = f" ({_series(option)})" if option.first and table.startswith("neuronx") else ""
+                kinds.setdefault(option.table or option.wanted, []).append(f"`{name}`{since}")
+        package, family = table.partition(":")[::2]
+        of = f"{package.partition('.')[0]}, the class of {family}" if family else table
+        lines.extend(f"| {of} | {kind} | {', '.join(names)} |" for kind, names in sorted(kinds.items()))
+    return "\n".join(lines) + "\n"
+
+
+def _is_owned(table: str, name: str) -> bool:
+    package = table.partition(":")[0] if ":" in table else table
+    return any(name in owned.get(package, {}) for owned in (FIELDS, UNSERVED))
+
+
+def _series(option: Option) -> str:
+    if option.last == NXD_VERSIONS[-1]:
+        return f"{option.first}+"
+    return option.first if option.first == option.last else f"{option.first} to {option.last}"
+
+
+def _owned() -> str:
+    lines = ["| engine | option | say |", "|---|---|---|"]
+    for engine, package in PACKAGES.items():
+        by_field: dict[str, list[str]] = {}
+        for table in (f"{package}.NeuronConfig", package):
+            for name, field in FIELDS.get(table, {}).items():
+                by_field.setdefault(field, []).append(f"`{name}`")
+        lines.extend(f"| {engine} | {', '.join(names)} | {field} |" for field, names in by_field.items())
+    return "\n".join(lines) + "\n"
+
+
+TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {
+        "file": _file,
+        "hosts": _hosts,
+        "instances": _instances,
+        "engines": _engines,
+        "served": _served,
+        "model": _model,
+        "degrees": _degrees,
+        "owned": _owned,
+        "options": _options,
+    }
+)
+"""What can be generated, by name, in the order of the page."""
+
+
+def _fields(rows: Iterator[tuple[str, str, str, str]]) -> str:
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    lines.extend(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return "\n".join(lines) + "\n"
+
+
+def _rows(prefix: str, kind: _Schema, schema: _Schema) -> Iterator[tuple[str, str, str, str]]:
+    """A row for each field, and after it those of the mapping that it holds."""
+    for name, field in kind["properties"].items():
+        yield _row(prefix + name, field, name in kind.get("required", ()))
+        for inner in _mappings(field, schema):
+            yield from _rows(f"{prefix}{name}.", inner, schema)
+
+
+def _mappings(field: _Schema, schema: _Schema) -> Iterator[_Schema]:
+    if "$ref" in field:
+        yield from _mappings(schema["$defs"][field["$ref"].rpartition("/")[2]], schema)
+    elif "properties" in field:
+        yield field
+    elif "items" in field:
+        yield from _mappings(field["items"], schema)
+    for one in field.get("anyOf", ()):
+        yield from _mappings(one, schema)
+
+
+def _row(name: str, field: _Schema, required: bool) -> tuple[str, str, str, str]:
+    meaning = _SECTION.sub(lambda found: f"See [{found[1]}](#{found[1].lower()}).", field["description"])
+    return f"`{name}`", _type(field), "required" if required else _default(field), meaning
+
+
+def _type(field: _Schema) -> str:
+    """The type in words, with its bounds."""
+    if TYPE_IN_WORDS in field:
+        return str(field[TYPE_IN_WORDS])
+    if "anyOf" in field:
+        return ", or ".join(_type(one) for one in field["anyOf"] if one.get("type") != "null")
+    if "const" in field or "enum" in field:
+        return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
+    kind = field.get("type", "object")
+    if kind == "array":
+        return "list of " + _type(field["items"]).replace("number", "numbers", 1)
+    words = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
+    return words.get(kind, "a mapping") + _bounds(field)
+
+
+def _bounds(field: _Schema) -> str:
+    if "exclusiveMinimum" in field:
+        return f" above {_number(field['exclusiveMinimum'])}, at most {_number(field['maximum'])}"
+    return f", {_number(field['minimum'])} to {_number(field['maximum'])}" if "minimum" in field else ""
+
+
+def _default(field: _Schema) -> str:
+    value = field.get("default")
+    if value is None:
+        return "unset"
+    if isinstance(value, dict):
+        return "`{}`"  # each field has its own default
+    return f"`{value if isinstance(value, str) and value else _number(value)}`"
+
+
+def _number(value: object) -> str:
+    """A whole one without a point."""
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)

@@ -1,0 +1,684 @@
+"""What would give a model its replicas, found by trying: each suggestion has been planned."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import resolve, runs_on, takes_cores
+from placements.facts.topology import DEGREES, TOPOLOGIES, Host, Topology, alignment
+from placements.planner.plan import Placement, Plan, Running, plan
+from placements.planner.replica_demand import suits
+from placements.planner.spec_hosts import default_reserve
+from placements.resources.memory import estimate, fits, host_memory, usable_hbm
+from placements.rules.checks import check
+from placements.spec.schema import HostsSpec, ModelSpec, Pin, Replicas, Spec, Spread
+
+MOVES = (1, 2, 4)
+"""So many running replicas may be moved in one suggestion."""
+
+_MOST_HOSTS = 8  # whose cordons are tried one by one
+_MOST_RIVALS = 6  # models whose ``min`` is tried lower
+_MOST_SPOTS = 4  # places that are named
+_LENGTH_STEP = 128  # tokens; lengths that are suggested are multiples of it
+_NEAREST = 4  # ranges near a pin that are tried
+_MANY_HOSTS = 100  # from so many on fewer numbers of new ones are tried
+_UNCERTAIN = frozenset({"trn2.3xlarge"})  # types that are never suggested: see their notes
+
+MOST_PLANS = 200
+"""Plans that one search may draw."""
+
+MOST_WORK = 16_000
+"""Plans x hosts that one search may draw: 16 plans of 1000 hosts, some seconds."""
+
+_KINDS_SHARE = 4  # of these plans one kind of change may have a fourth, so that each has its turn
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Arguments of `check` and `plan`, and what is changed in them."""
+
+    id: str  # the kind of change
+    change: str  # what to do, in words
+    spec: Spec
+    hosts: tuple[Host, ...]
+    wanted: Mapping[str, int]
+    blocked: Mapping[str, frozenset[int]]
+    moves: int = 0
+    losers: frozenset[str] = frozenset()  # models that the change itself takes replicas from
+
+    def and_then(self, other: Trial) -> Trial:
+        """Both: ``other`` was made from this one."""
+        return replace(other, id=f"{self.id}+{other.id}", change=f"{self.change}, and {other.change}")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change after which the model has its replicas: ``plan`` is what `plan` says of it."""
+
+    trial: Trial
+    plan: Plan
+    gives: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `explain -o json` prints it."""
+        return {
+            "id": self.trial.id,
+            "change": self.trial.change,
+            "gives": self.gives,
+            "moves": [move.as_dict() for move in self.plan.moves],
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about one model, and the plan as it is without any change.
+
+    `explain.explain` takes one whose last two fields are not known, with the whole spec and any ``wanted``.
+    """
+
+    model: ModelSpec
+    spec: Spec  # for `remedies` without other models that have errors: those run nowhere
+    hosts: tuple[Host, ...]
+    checkpoints: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
+    drafts: Mapping[str, Checkpoint] = field(default_factory=lambda: MappingProxyType({}))
+    running: tuple[Running, ...] = ()
+    wanted: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # for `remedies` of this never 0
+    blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    cordoned: Mapping[str, frozenset[int]] = field(  # the part of ``blocked`` that an operator can give back
+        default_factory=lambda: MappingProxyType({})
+    )
+    wrong: bool = False  # the model's part of the spec has errors, so that nothing of it is placed
+    tolerated: frozenset[tuple[str, str]] = frozenset()  # (id, what) of errors elsewhere
+
+    @property
+    def target(self) -> int:
+        """Replicas that are planned for."""
+        return self.wanted[self.model.name]
+
+    @cached_property
+    def drawn(self) -> Plan:
+        return plan(self.spec, self.hosts, self.checkpoints, self.running, self.wanted, self.blocked)
+
+    @cached_property
+    def placed(self) -> tuple[Placement, ...]:
+        """Of this model."""
+        return tuple(placement for placement in self.drawn.placements if placement.model == self.model.name)
+
+    @cached_property
+    def own_hosts(self) -> tuple[Host, ...]:
+        """Those where it takes cores."""
+        return tuple(host for host in self.hosts if takes_cores(self.model.engine, host))
+
+    @cached_property
+    def kinds(self) -> tuple[Host, ...]:
+        """One host of each type where it takes cores."""
+        kinds: dict[object, Host] = {}
+        for host in self.own_hosts:
+            kinds.setdefault((host.topology, host.emulated, len(host.usable_cpus), host.memory_gib), host)
+        return tuple(kinds.values())
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What a search found."""
+
+    suggestions: tuple[Suggestion, ...]
+    exhaustive: bool  # False: the budget of plans was used up before all changes were tried
+
+
+def remedies(question: Question, plans: int | None = None) -> Remedies:
+    """Changes that work, the smallest first; `explain.explain` says in which order, and what "works" means.
+
+    At most so many ``plans`` are drawn for it: by default MOST_PLANS, and on large fleets as many as MOST_WORK allows.
+    """
+    most = max(_KINDS_SHARE, min(MOST_PLANS, MOST_WORK // max(1, len(question.hosts)))) if plans is None else plans
+    search = _Search(question, most)
+    return Remedies(tuple(search.found()), search.exhaustive)
+
+
+class _Search:
+    """Tries changes of one question."""
+
+    def __init__(self, question: Question, plans: int) -> None:
+        self._asked = question
+        self._model = question.model
+        self._left = plans
+        self._share = max(1, plans // _KINDS_SHARE)
+        self._turn = 0  # plans that the kind whose turn it is may still draw
+        self._helped: set[str] = set()  # kinds that work
+        self.exhaustive = True
+
+    def found(self) -> Iterator[Suggestion]:
+        """The numbers are those of `explain`."""
+        asked = self._asked
+        start = Trial("", "", asked.spec, asked.hosts, asked.wanted, asked.blocked)
+        found = False
+        for kind in self._single(start):
+            tried = self._first(kind)
+            if tried is not None:
+                found = True
+                self._helped.add(tried.trial.id)
+                yield tried
+        if not found:
+            yield from self._pairs(start)
+
+    def _single(self, start: Trial) -> Iterator[Iterator[Trial]]:
+        """Each kind of change, as trials of which the first that works is enough."""
+        # 1.
+        yield self._uncordoned(start)
+        if self._asked.running and not self._asked.wrong:
+            yield (replace(start, id="move", change="", moves=moves) for moves in MOVES)
+        # 2.
+        yield self._padded(start)
+        yield self._other_pins(start)
+        if self._model.cores:
+            yield iter([self._changed(start, "pins", "without its pins", cores=())])
+        yield self._with_degrees(start, smaller=True)
+        yield self._with_degrees(start, smaller=False)
+        yield self._wider_spread(start)
+        # 3.
+        yield self._fewer_threads(start)
+        yield self._shared_threads(start)
+        yield self._fewer_slots(start)
+        yield self._shorter(start)
+        yield self._quantized(start)
+        # 4.
+        yield self._fewer_replicas(start)
+        yield self._other_pins_of_rivals(start)
+        yield self._lower_rivals(start)
+        # 5.
+        yield self._more_hosts(start)
+
+    def _pairs(self, start: Trial) -> Iterator[Suggestion]:
+        # 6.
+        ways: list[Callable[[Trial], Iterator[Trial]]] = [
+            self._fewer_slots,
+            self._shorter,
+            self._quantized,
+            self._fewer_replicas,
+            self._more_hosts,
+        ]
+        firsts = [trial for smaller in (False, True) for trial in self._with_degrees(start, smaller)]
+        firsts += self._padded(start)
+        if self._model.max_batch > 1:
+            firsts.append(self._changed(start, "slots", "max_batch: 1", max_batch=1))
+        firsts += self._quantized(start)
+        seen: set[str] = set()
+        for way in ways:
+            for first in firsts:
+                if way.__name__ == "_fewer_slots" and first.id == "slots":
+                    continue
+                tried = self._first(first.and_then(second) for second in way(first))
+                if tried is not None and tried.trial.id not in seen:
+                    seen.add(tried.trial.id)
+                    yield tried
+                    break
+
+    def _first(self, trials: Iterable[Trial]) -> Suggestion | None:
+        self._turn = self._share
+        for trial in trials:
+            tried = self._tried(trial)
+            if tried is not None:
+                return tried
+        return None
+
+    def _tried(self, trial: Trial) -> Suggestion | None:
+        """The suggestion, if it works."""
+        asked, name = self._asked, self._model.name
+        for problem in check(trial.spec, trial.hosts, asked.checkpoints, asked.drafts, room=False):
+            if problem.severity == "error" and (problem.id, problem.what) not in asked.tolerated:
+                return None
+        if not self._may_plan():
+            return None
+        drawn = self._planned(trial)
+        before, after = (Counter(one.model for one in of.placements) for of in (asked.drawn, drawn))
+        if after[name] < trial.wanted[name]:
+            return None
+        if any(after[one] < count for one, count in before.items() if one != name and one not in trial.losers):
+            return None
+        if trial.moves:
+            moved = [
+                f"{move.after.model}/{move.after.replica} from {place_text(move.before.host, move.before.cores)}"
+                f" to {place_text(move.after.host, move.after.cores)}"
+                for move in drawn.moves
+            ]
+            trial = replace(trial, change=f"move {', '.join(moved)}")
+        return Suggestion(trial, drawn, self._gives(trial, drawn))
+
+    def _may_plan(self) -> bool:
+        """Whether the budget has one plan more; it is taken."""
+        if min(self._left, self._turn) < 1:
+            self.exhaustive = False
+            return False
+        self._left, self._turn = self._left - 1, self._turn - 1
+        return True
+
+    def _planned(self, trial: Trial) -> Plan:
+        asked = self._asked
+        return plan(
+            trial.spec, trial.hosts, asked.checkpoints, asked.running, trial.wanted, trial.blocked, moves=trial.moves
+        )
+
+    def _gives(self, trial: Trial, drawn: Plan) -> str:
+        """How many replicas, where the new ones lie, and what the memory is like there."""
+        asked = self._asked
+        own = [placement for placement in drawn.placements if placement.model == self._model.name]
+        new = [placement for placement in own if placement.running not in asked.running]
+        parts = [f"{len(own)} of {count_text(trial.wanted[self._model.name], 'replica')}"]
+        if new:
+            shown = ", ".join(_spots(new[:_MOST_SPOTS]))
+            parts.append(shown + (f" and {len(new) - _MOST_SPOTS} more" if len(new) > _MOST_SPOTS else ""))
+        model, checkpoint = self._now(trial), asked.checkpoints.get(self._model.name)
+        host = next((one for one in trial.hosts if own and one.name == own[0].host), None)
+        if checkpoint is not None and host is not None and host.topology is not None and own[0].cores is not None:
+            need = estimate(model, checkpoint, resolve(model.engine, host), asked.drafts.get(model.name))
+            on_cores = need.on_cores(model.tp_degree)
+            parts.append(f"{need.total:.2f} of {usable_hbm(host.topology):.2f} GiB {on_cores}")
+        return "; ".join(parts)
+
+    def _changed(self, trial: Trial, id: str, change: str, **fields: object) -> Trial:
+        """The trial with other fields of the model."""
+        return replace(trial, id=id, change=change, spec=changed(trial.spec, self._model.name, fields))
+
+    def _uncordoned(self, trial: Trial) -> Iterator[Trial]:
+        """What one host's cordon takes, then what all of them take."""
+        cordons = {name: cores for name, cores in self._asked.cordoned.items() if cores}
+        choices = [[name] for name in list(cordons)[:_MOST_HOSTS]]
+        if len(cordons) > 1:
+            choices.append(list(cordons))
+        for names in choices:
+            given = {name: trial.blocked.get(name, frozenset()) - cordons[name] for name in names}
+            more = f" and {len(names) - 3} more hosts" if len(names) > 3 else ""
+            change = ", ".join(f"corewright uncordon {name}" for name in names[:3]) + more
+            yield replace(trial, id="uncordon", change=change, blocked={**trial.blocked, **given})
+
+    def _degrees(self, smaller: bool) -> list[int]:
+        """Documented degrees of the hosts' families on one side of the model's own, the nearest first."""
+        tp = self._model.tp_degree
+        found = {
+            known.tp
+            for host in self._asked.kinds
+            if host.topology is not None
+            for known in DEGREES[host.topology.family].values()
+            if known.documented and known.tp <= host.cores and (known.tp < tp if smaller else known.tp > tp)
+        }
+        return sorted(found, key=lambda one: abs(math.log2(one / tp)))
+
+    def _with_degrees(self, trial: Trial, smaller: bool) -> Iterator[Trial]:
+        """Those that divide the heads before those that ask for padding."""
+        degrees = self._degrees(smaller)
+        for tp in degrees:
+            yield from self._with_degree(trial, tp)
+        for tp in degrees:
+            if self._wants_padding(tp):
+                for other in self._with_degree(trial, tp):
+                    yield from (other.and_then(padded) for padded in self._padded(other))
+
+    def _with_degree(self, trial: Trial, tp: int) -> Iterator[Trial]:
+        yield self._changed(trial, "degree", f"tp_degree: {tp}", tp_degree=tp)
+        if self._model.cores and "pins" not in self._helped:  # their lengths are those of the degree
+            yield self._changed(trial, "degree", f"tp_degree: {tp}, without its pins", tp_degree=tp, cores=())
+
+    def _wants_padding(self, tp: int) -> bool:
+        checkpoint = self._asked.checkpoints.get(self._model.name)
+        return checkpoint is not None and checkpoint.heads % tp != 0 and not self._model.allow_head_padding
+
+    def _padded(self, trial: Trial) -> Iterator[Trial]:
+        """Heads of zeros, where the degree does not divide them."""
+        if self._wants_padding(self._now(trial).tp_degree):
+            yield self._changed(trial, "padding", "allow_head_padding: true", allow_head_padding=True)
+
+    def _other_pins(self, trial: Trial) -> Iterator[Trial]:
+        """Each pin that cannot be had moved to the nearest legal range that can, then to the next one, and so on."""
+        pins = self._model.cores
+        if not pins or len({pin.cores for pin in pins}) > _MOST_RIVALS:
+            return
+        for rank in range(_NEAREST):
+            moved: list[Pin] = []
+            for pin in pins:
+                others = [*moved, *(other for other in pins if other is not pin)]
+                if not self._near(pin, others, itself=True):
+                    near = self._near(pin, others)
+                    if len(near) <= rank:
+                        return
+                    pin = near[rank]
+                moved.append(pin)
+            if tuple(moved) == pins:
+                return
+            parts = [f'"{one}" -> "{new}"' for one, new in zip(pins, moved, strict=True) if one != new]
+            yield self._changed(trial, "pins", f"cores: {', '.join(parts)}", cores=tuple(moved))
+
+    def _near(self, pin: Pin, others: Iterable[Pin], *, itself: bool = False) -> list[Pin]:
+        """Legal ranges that no other model has, the nearest first; ``itself``: the pin's own, if it is one."""
+        asked, tp = self._asked, self._model.tp_degree
+        others = list(others)
+        found: dict[Pin, int] = {}
+        for host in asked.own_hosts[:_MOST_HOSTS] if pin.host is None else asked.own_hosts:
+            if pin.host not in (None, host.name) or host.topology is None or tp > host.cores:
+                continue
+            taken = host.reserved_cores | asked.blocked.get(host.name, frozenset())
+            held = {
+                core
+                for placement in asked.drawn.placements
+                if placement.host == host.name and placement.model != self._model.name
+                for core in placement.cores or ()
+            }
+            held |= {core for one in others if one.host in (None, host.name) for core in one.cores}
+            step = alignment(host.topology.family, tp).legal
+            for first in range(0, host.cores - tp + 1, step):
+                cores = CoreRange.of_length(first, tp)
+                if not (set(cores) & taken or set(cores) & held) and (not itself or cores == pin.cores):
+                    found.setdefault(Pin(cores, pin.host), abs(first - pin.cores.first))
+        return sorted(found, key=lambda one: found[one])
+
+    def _other_pins_of_rivals(self, trial: Trial) -> Iterator[Trial]:
+        """The pins of one rival changed, or left out; then those of all."""
+        rivals = [one for one in trial.spec.models if one.cores and one.name != self._model.name]
+        choices = [[one] for one in rivals[:_MOST_RIVALS]] + ([rivals] if 1 < len(rivals) <= _MOST_RIVALS else [])
+        for chosen in choices:
+            spec = trial.spec
+            for rival in chosen:
+                spec = changed(spec, rival.name, {"cores": ()})
+            names = " and ".join(rival.name for rival in chosen)
+            freed = replace(trial, id="rival-pins", change=f"without the pins of {names}", spec=spec)
+            tried = self._tried(freed)
+            if tried is None:
+                continue
+            parts = []
+            for rival in chosen:  # the same as pins
+                places = [one for one in tried.plan.placements if one.model == rival.name]
+                cores = [
+                    Pin(one.cores, pin.host and one.host)
+                    for one, pin in zip(places, rival.cores, strict=False)
+                    if one.cores is not None
+                ]
+                if len(cores) == len(rival.cores) and tuple(cores) != rival.cores:
+                    spec = changed(spec, rival.name, {"cores": tuple(cores)})
+                    before, after = (", ".join(f'"{pin}"' for pin in pins) for pins in (rival.cores, cores))
+                    parts.append(f"cores of {rival.name}: {before} -> {after}")
+                else:
+                    spec = changed(spec, rival.name, {"cores": rival.cores})
+            if parts:
+                yield replace(freed, change=", and ".join(parts), spec=spec)
+            yield freed
+
+    def _fewer_threads(self, trial: Trial) -> Iterator[Trial]:
+        """The greatest number that works."""
+        if isinstance(self._model.threads, int) and self._short_of_cpus:
+
+            def with_threads(count: int) -> Trial:
+                return self._changed(trial, "threads", f"threads: {count}", threads=count)
+
+            low, high = 0, self._model.threads - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._tried(with_threads(middle)) is None:
+                    high = middle - 1
+                else:
+                    low = middle
+            if low:
+                yield with_threads(low)
+
+    def _shared_threads(self, trial: Trial) -> Iterator[Trial]:
+        if isinstance(self._model.threads, int) and self._short_of_cpus:
+            yield self._changed(trial, "threads", "threads: share", threads="share")
+
+    @cached_property
+    def _short_of_cpus(self) -> bool:
+        return any(
+            problem.id == "vcpus-short"
+            for unplaced in self._asked.drawn.unplaced
+            if unplaced.model == self._model.name
+            for problem in unplaced.problems
+        )
+
+    def _wider_spread(self, trial: Trial) -> Iterator[Trial]:
+        spread = self._model.spread
+        for most in range(spread.host + 1, self._asked.target + 1) if spread is not None else ():
+            yield self._changed(trial, "spread", f"spread: {{host: {most}}}", spread=Spread(host=most))
+
+    def _now(self, trial: Trial) -> ModelSpec:
+        model = trial.spec.model(self._model.name)
+        return self._model if model is None else model
+
+    def _has_memory(self, model: ModelSpec, host: Host) -> bool:
+        """Whether an empty host of that type has the memory for one replica."""
+        checkpoint, draft = self._asked.checkpoints[model.name], self._asked.drafts.get(model.name)
+        engine = resolve(model.engine, host)
+        if host.topology is not None and not fits(estimate(model, checkpoint, engine, draft), host.topology):
+            return False
+        return host.memory_gib is None or host_memory(model, checkpoint, engine, draft).load <= host.memory_gib
+
+    def _memory_short(self, model: ModelSpec) -> list[Host]:
+        """One host of each type that has too little memory for the model, those with most on a core first."""
+        if model.name not in self._asked.checkpoints:
+            return []
+        found = [host for host in self._asked.kinds if host.topology is not None and not self._has_memory(model, host)]
+        return sorted(found, key=lambda host: -(host.topology.hbm_per_core_gib if host.topology else 0))
+
+    def _fewer_slots(self, trial: Trial) -> Iterator[Trial]:
+        model = self._now(trial)
+        yield from self._smaller(trial, "slots", "max_batch", model.max_batch, 1)
+
+    def _shorter(self, trial: Trial) -> Iterator[Trial]:
+        model = self._now(trial)
+        checkpoint = self._asked.checkpoints.get(model.name)
+        positions = checkpoint.max_positions if checkpoint is not None else None
+        length = model.length(checkpoint)
+        if positions and length > positions:
+            length = positions
+            yield self._changed(trial, "length", f"max_len: {length}", max_len=length)
+        yield from self._smaller(trial, "length", "max_len", length, _LENGTH_STEP if length > _LENGTH_STEP else 1)
+
+    def _smaller(self, trial: Trial, id: str, name: str, now: int, step: int) -> Iterator[Trial]:
+        """The greatest multiple of ``step`` below ``now`` with which a replica fits into memory."""
+        model = self._now(trial)
+        tried: set[int] = set()
+        for host in self._memory_short(model):
+            low, high = 0, (now - 1) // step
+            while low < high:
+                middle = (low + high + 1) // 2
+                smaller = model.model_copy(update={name: middle * step})
+                if self._has_memory(smaller, host):
+                    low = middle
+                else:
+                    high = middle - 1
+            value = low * step
+            if value >= (2 if name == "max_len" else 1) and value not in tried:
+                tried.add(value)
+                yield self._changed(trial, id, f"{name}: {value}", **{name: value})
+
+    def _quantized(self, trial: Trial) -> Iterator[Trial]:
+        model = self._now(trial)
+        if model.quantize is None and self._memory_short(model):
+            yield self._changed(trial, "int8", "quantize: int8", quantize="int8")
+
+    def _fewer_replicas(self, trial: Trial) -> Iterator[Trial]:
+        """As many as have a place."""
+        model = self._now(trial)
+        if trial.spec is self._asked.spec:
+            drawn = self._asked.drawn
+        elif self._may_plan():
+            drawn = self._planned(trial)
+        else:
+            return
+        count = sum(placement.model == model.name for placement in drawn.placements)
+        if 0 < count < self._asked.target:
+            most = model.replicas.max
+            word = f"replicas: {count}" if most == model.replicas.min else f"replicas: {{min: {count}, max: {most}}}"
+            least = min(model.replicas.min, count)
+            replicas = Replicas(min=least, max=count if most == model.replicas.min else most)
+            fewer = self._changed(trial, "replicas", word, replicas=replicas, cores=model.cores[: replicas.max])
+            yield replace(fewer, wanted={**trial.wanted, model.name: count})
+
+    def _lower_rivals(self, trial: Trial) -> Iterator[Trial]:
+        """The least that one rival gives up, among those that this model does not outrank anyhow."""
+        counts = Counter(placement.model for placement in self._asked.drawn.placements if placement.cores is not None)
+        rivals = [
+            model
+            for model in trial.spec.models
+            if model.name != self._model.name and model.priority >= self._model.priority and counts[model.name]
+        ]
+        rivals.sort(key=lambda model: (model.priority, model.tp_degree))
+        options = [
+            (less * rival.tp_degree, rival, less)
+            for rival in rivals[:_MOST_RIVALS]
+            for less in _doubling(-(-self._short() // rival.tp_degree), counts[rival.name])
+        ]
+        for _, rival, less in sorted(options, key=lambda option: option[0]):
+            left = counts[rival.name] - less
+            replicas = Replicas(min=min(rival.replicas.min, left), max=rival.replicas.max)
+            yield replace(
+                trial,
+                id="rival",
+                change=f"replicas of {rival.name}: min {rival.replicas.min} -> {left}",
+                spec=changed(trial.spec, rival.name, {"replicas": replicas}),
+                wanted={**trial.wanted, rival.name: left},
+                losers=frozenset({rival.name}),
+            )
+
+    def _more_hosts(self, trial: Trial) -> Iterator[Trial]:
+        """The fewest that help of a type that is there, else of one that is not."""
+        model, asked = self._now(trial), self._asked
+        real = not any(host.emulated for host in asked.hosts)
+        there = {host.topology: host for host in asked.kinds if host.topology is not None}
+        families = {topology.family for topology in there}
+        instances = {topology.instance for topology in there}
+        others = [
+            _new_host(topology, asked.hosts[0], real)
+            for topology in sorted(TOPOLOGIES.values(), key=lambda one: (one.family not in families, one.cores))
+            if topology.instance not in instances | _UNCERTAIN and runs_on(model.engine, topology.family)
+        ]
+        for template in (*there.values(), *others):
+            if suits(model, template, asked.checkpoints.get(model.name)):
+                yield from self._fewest(trial, template)
+
+    def _fewest(self, trial: Trial, template: Host) -> Iterator[Trial]:
+        """Nothing, if no number that is tried works."""
+        asked, tp = self._asked, self._now(trial).tp_degree
+        missing = max(1, asked.target - (0 if asked.wrong else len(asked.placed)))
+        own = self._short() if not asked.wrong and trial.spec is asked.spec else tp * missing
+        usable = max(1, template.cores - len(template.reserved_cores))
+        ranks = {model.name: model.priority for model in asked.spec.models}
+        equals = [one for one in asked.drawn.unplaced if ranks[one.model] >= self._model.priority]
+        sizes = {model.name: model.tp_degree for model in asked.spec.models}
+        theirs = sum(sizes[one.model] for one in equals if one.model != self._model.name)
+        most = missing + sum(one.model != self._model.name for one in equals)  # a host for each
+        least, both = -(-own // usable), -(-(own + theirs) // usable)
+        steps = sorted({number for number in (least, *_doubling(least, missing), both, both + both // 8) if number})
+        low = 0
+        for number in steps if len(asked.hosts) < _MANY_HOSTS else sorted({least, both, both + both // 8}):
+            if number > max(most, missing):
+                return
+            if self._tried(self._with_hosts(trial, template, number)) is None:
+                low = number
+                continue
+            high = number
+            while high - low > 1 and self._turn > 1 and self._left > 1:
+                middle = (low + high) // 2
+                if middle < least:
+                    break
+                if self._tried(self._with_hosts(trial, template, middle)) is None:
+                    low = middle
+                else:
+                    high = middle
+            self._turn, self._left = self._turn + 1, self._left + 1  # the last of these was drawn already
+            yield self._with_hosts(trial, template, high)
+            return
+
+    def _short(self) -> int:
+        """Cores that are missing at the least, however they lie."""
+        asked = self._asked
+        unusable = {host.name: host.reserved_cores | asked.blocked.get(host.name, frozenset()) for host in asked.hosts}
+        total = sum(host.cores - len(unusable[host.name]) for host in asked.own_hosts)
+        taken = sum(len(placement.cores or ()) for placement in asked.drawn.placements)
+        return max(1, (asked.target - len(asked.placed)) * self._model.tp_degree - (total - taken))
+
+    def _with_hosts(self, trial: Trial, template: Host, number: int) -> Trial:
+        topology = template.topology
+        assert topology is not None
+        instance = topology.instance
+        same = [host for host in trial.hosts if host.topology is not None and host.topology.instance == instance]
+        new = tuple(replace(template, name=f"{instance}/{len(same) + i}") for i in range(number))
+        key = "emulate" if template.emulated else "instance"
+        wishes = [*trial.spec.hosts]
+        at = next(
+            (
+                i
+                for i, wish in enumerate(wishes)
+                if getattr(wish, key) == instance and TOPOLOGIES[instance].at_lnc(wish.lnc) == topology
+            ),
+            None,
+        )
+        lnc = topology.lnc if topology != TOPOLOGIES[instance] else None
+        if at is None:
+            wishes.append(HostsSpec.model_validate({key: instance, "count": number, "lnc": lnc}))
+        else:
+            wishes[at] = wishes[at].model_copy(update={"count": wishes[at].count + number})
+        with_lnc = "" if lnc is None else f" (lnc {lnc})"
+        article = "an" if instance[0] in "aeio" else "a"
+        count = f"{'one' if number == 1 else number} more" if same else article if number == 1 else str(number)
+        spec = trial.spec.model_copy(update={"hosts": tuple(wishes)})
+        hosts = (*trial.hosts, *new)
+        return replace(trial, id="host", change=f"{count} {instance}{with_lnc}", spec=spec, hosts=hosts)
+
+
+def _doubling(least: int, most: int) -> Iterator[int]:
+    """From the least on with ever greater steps, up to ``most``: 3, 4, 6, 10, ..."""
+    step, number = 1, max(1, least)
+    while number < most:
+        yield number
+        number += step
+        step *= 2
+    if most > 0:
+        yield most
+
+
+def _new_host(topology: Topology, like: Host, real: bool) -> Host:
+    if not real:
+        return replace(
+            like, name=f"{topology.instance}/0", topology=topology, reserved_cores=frozenset(), emulated=True
+        )
+    cpus = tuple(range(topology.vcpus))
+    name, reserve = f"{topology.instance}/0", default_reserve(len(cpus))
+    return Host(name, topology, cpus, reserve, memory_gib=float(topology.memory_gib))
+
+
+def without(spec: Spec, name: str) -> Spec:
+    return spec.model_copy(update={"models": tuple(model for model in spec.models if model.name != name)})
+
+
+def changed(spec: Spec, name: str, fields: Mapping[str, object]) -> Spec:
+    """The spec with other fields of one model."""
+    models = (model.model_copy(update=dict(fields)) if model.name == name else model for model in spec.models)
+    return spec.model_copy(update={"models": tuple(models)})
+
+
+def _spots(placements: Iterable[Placement]) -> Iterator[str]:
+    """Each host once, with the cores of all of them there: "inf2.48xlarge/0 cores 0-7, 8-15"."""
+    on_host: dict[str, list[CoreRange | None]] = {}
+    for placement in placements:
+        on_host.setdefault(placement.host, []).append(placement.cores)
+    for host, found in on_host.items():
+        text = place_text(host, found[0])
+        yield ", ".join([text, *(str(cores) for cores in found[1:] if cores is not None)])
+
+
+def place_text(host: str, cores: CoreRange | None) -> str:
+    """ "inf2.48xlarge/0 cores 0-7"."""
+    if cores is None:
+        return host
+    return f"{host} {'core' if len(cores) == 1 else 'cores'} {cores}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """ "1 host", "2 hosts"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,1 @@
+"""From a spec and hosts to a plan: which replica gets which cores."""

@@ -1,0 +1,458 @@
+"""Draft: a plan in the making. The numbered steps are those of `plan.plan`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from types import MappingProxyType
+
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import needs_neuron, takes_cores
+from placements.planner.free_cores import FreeCores, bits
+from placements.planner.host_pool import HostPool
+from placements.planner.locality import go_where_held
+from placements.planner.packer import Packer
+from placements.planner.pins import assign
+from placements.planner.placement import Move, Placement, Running, Unplaced
+from placements.planner.refine import move_fewer, serve_more
+from placements.planner.refusals import Refusal, Refusals
+from placements.planner.replica_demand import demands
+from placements.planner.tenants import NEVER, Demand, Grade, Space, Tenant
+from placements.resources.threads import threads
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec, Pin, Spec
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """A replica to be placed."""
+
+    tenant: Tenant
+    pin: Pin | None = None
+    number: int = 0  # of the pin, in the model's list
+
+
+_LEAST = (1 << 30, True, True)
+"""The grade of what may cost nobody anything."""
+
+
+class Draft:
+    """The plan in the making: what is free, what is placed, what is not. The numbers are those of `plan`."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        ground: HostPool,
+        checkpoints: Mapping[str, Checkpoint],
+        numbered: Mapping[str, frozenset[int]],
+        moves: int | None,
+        costs: Mapping[str, float],
+        held: Mapping[str, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
+        self._spec = spec
+        self._ground = ground
+        self._names = [model.name for model in spec.models]
+        self._numbered = numbered
+        self._moves = moves
+        self._costs = costs
+        self._held = {
+            order: frozenset(number for host, number in ground.numbers.items() if name in held.get(host, ()))
+            for order, name in enumerate(self._names if held else ())
+        }
+        self._demands = demands(spec, ground.kinds.hosts, checkpoints)
+        self._taken = [0] * len(ground.hosts)
+        self._tenants: list[Tenant] = []  # that lie somewhere, before the packer takes over: running and pinned ones
+        self._items: list[Item] = []
+        self._coreless_items: list[Item] = []
+        self._coreless: dict[tuple[int, int], tuple[int, int]] = {}  # (model, replica) -> (host, threads)
+        self._busy: Counter[int] = Counter()  # threads of replicas that take no cores, by host
+        self._unplaced: list[tuple[int, Unplaced]] = []  # with the order of the model
+        self._blocked_pins: list[Item] = []
+        self._idle_pins: list[Pin] = []
+        self._thread_counts: list[dict[int, int]] = [{} for _ in spec.models]  # by kind of host
+        self._coreless_hosts = [self._hosts_without_cores(model) for model in spec.models]
+
+    def _hosts_without_cores(self, model: ModelSpec) -> list[int]:
+        """Hosts where the model runs without taking cores. Where there is one, the model takes cores nowhere."""
+        kinds = [
+            kind
+            for kind, host in enumerate(self._ground.kinds.hosts)
+            if not takes_cores(model.engine, host) and (host.topology or not needs_neuron(model.engine))
+        ]
+        return [i for i, kind in enumerate(self._ground.kinds.of) if kind in kinds] if kinds else []
+
+    # 1.
+    def keep(self, running: Iterable[Running], wanted: Mapping[str, int]) -> None:
+        """Keep what runs and fits the spec, and name the replicas that are missing."""
+        by_model: dict[str, list[Running]] = {}
+        for replica in running:
+            by_model.setdefault(replica.model, []).append(replica)
+        for order, model in enumerate(self._spec.models):
+            count = max(0, min(wanted.get(model.name, model.replicas.min), model.replicas.max))
+            own = sorted(by_model.get(model.name, ()), key=attrgetter("replica"))
+            self._keep(model, order, count, own)
+
+    def _keep(self, model: ModelSpec, order: int, count: int, running: Sequence[Running]) -> None:
+        pins = () if self._coreless_hosts[order] else model.cores
+        on_pin, loose = self._on_pins(pins, self._fitting(model, order, running))
+        pinned = min(len(pins), count)
+        candidates: list[tuple[int | None, Running]] = [*list(on_pin.items())[:pinned]]
+        candidates.extend((None, replica) for replica in loose[: count - pinned])
+        used: dict[int, int | None] = {}  # replica index -> pin
+        low, tp, demand = model.replicas.min, model.tp_degree, self._demands[order]
+        cost = self._costs.get(model.name, 1.0)
+        grades = self._grades(model, runs=True)
+        numbers, occupied, tenants = self._ground.numbers, self._taken, self._tenants
+        for pin, replica in candidates:
+            index, cores = replica.replica, replica.cores
+            if index in used:
+                continue
+            if cores is None:
+                self._keep_coreless(order, replica)
+            else:
+                host, first = numbers[replica.host], cores.first
+                mask = ((1 << tp) - 1) << first
+                if occupied[host] & mask:
+                    continue  # another replica that is kept holds some of its cores
+                occupied[host] |= mask
+                grade = grades[len(used) < low]
+                fixed = pin is not None
+                tenants.append(
+                    Tenant(order, index, tp, grade, demand, cost, host, first, fixed, host, first, True, replica)
+                )
+            used[index] = pin
+        taken = {pin for pin in used.values() if pin is not None}
+        to_pin = [i for i in range(len(pins)) if i not in taken]
+        if len(to_pin) > pinned - len(taken):  # an older version may still serve on the first ones
+            to_pin.sort(key=lambda i: not self._is_open(pins[i]))
+        missing = to_pin[: pinned - len(taken)]
+        if len(missing) < len(to_pin):
+            self._idle_pins.extend(pins[i] for i in to_pin[len(missing) :])
+        if len(used) < count:
+            self._name_missing(model, order, count, used, missing)
+
+    def _is_open(self, pin: Pin) -> bool:
+        """Whether no core of it is blocked, on one of its hosts."""
+        ground, mask = self._ground, bits(pin.cores)
+        return any(
+            ground.allowed[host] & mask == mask for name, host in ground.numbers.items() if pin.host in (None, name)
+        )
+
+    def _on_pins(self, pins: Sequence[Pin], running: Sequence[Running]) -> tuple[dict[int, Running], Sequence[Running]]:
+        """Which replica lies on which pin, one that names its host before one that does not; and the others."""
+        if not pins:
+            return {}, running
+        open_pins: dict[tuple[str | None, int, int], list[int]] = {}
+        for i in reversed(range(len(pins))):
+            open_pins.setdefault((pins[i].host, pins[i].cores.first, pins[i].cores.last), []).append(i)
+        on_pin: dict[int, Running] = {}
+        loose: list[Running] = []
+        for replica in running:
+            cores = replica.cores
+            if cores is not None:
+                found = open_pins.get((replica.host, cores.first, cores.last))
+                found = found or open_pins.get((None, cores.first, cores.last))
+                if found:
+                    on_pin[found.pop()] = replica
+                    continue
+            loose.append(replica)
+        return on_pin, loose
+
+    def _name_missing(
+        self, model: ModelSpec, order: int, count: int, used: Mapping[int, int | None], pins: Sequence[int]
+    ) -> None:
+        elsewhere = self._numbered.get(model.name, frozenset())
+        unused = (i for i in itertools.count() if i not in used and i not in elsewhere)
+        indices = list(itertools.islice(unused, count - len(used)))
+        left = dict.fromkeys(indices)
+        chosen: dict[int, int] = {}
+        for pin in pins:  # pin i for replica i where that is possible
+            index = pin if pin in left else next(iter(left))
+            del left[index]
+            chosen[index] = pin
+        required = max(0, model.replicas.min - len(used))
+        items = self._coreless_items if self._coreless_hosts[order] else self._items
+        tp, demand, cost = model.tp_degree, self._demands[order], self._costs.get(model.name, 1.0)
+        grades = self._grades(model, runs=False)
+        for place, index in enumerate([*sorted(chosen), *left]):
+            tenant = Tenant(order, index, tp, grades[place < required], demand, cost)
+            number = chosen.get(index, -1)
+            items.append(Item(tenant, model.cores[number] if number >= 0 else None, number))
+
+    def _fitting(self, model: ModelSpec, order: int, running: Sequence[Running]) -> list[Running]:
+        """Those that run as the spec has it, and lie where they may."""
+        numbers, cores_of, reserved = self._ground.numbers, self._ground.cores, self._ground.reserved
+        if self._coreless_hosts[order]:
+            hosts = set(self._coreless_hosts[order])
+            return [one for one in running if one.cores is None and numbers.get(one.host) in hosts and one.replica >= 0]
+        found = []
+        tp = model.tp_degree
+        for one in running:
+            host, cores = numbers.get(one.host, -1), one.cores
+            if host < 0 or cores is None or one.replica < 0:
+                continue
+            first, last = cores.first, cores.last
+            if last - first + 1 == tp and last < cores_of[host] and not reserved[host] >> first & ((1 << tp) - 1):
+                found.append(one)
+        return found
+
+    def _keep_coreless(self, order: int, replica: Running) -> None:
+        host = self._ground.numbers[replica.host]
+        count = self._threads(order, host)
+        self._coreless[order, replica.replica] = (host, count)
+        self._busy[host] += count
+
+    def _grades(self, model: ModelSpec, *, runs: bool) -> tuple[Grade, Grade]:
+        """Of what exceeds ``min``, and of what it asks for."""
+        return (-model.priority, True, not runs), (-model.priority, False, not runs)
+
+    # 2.
+    def place_pinned(self) -> None:
+        items = sorted((item for item in self._items if item.pin is not None), key=_rank)
+        if not items:
+            return
+        ground = self._ground
+        masks = zip(ground.hosts, ground.allowed, self._taken, strict=True)
+        free = {host.name: FreeCores("", host.cores, allowed & ~taken) for host, allowed, taken in masks}
+        pins = [_pin(item) for item in items]
+        able = [frozenset(ground.hosts[host].name for host in self._pin_hosts(item)) for item in items]
+        left = [
+            item
+            for item, pin, name in zip(items, pins, assign(pins, free, able), strict=True)
+            if name is None or not self._admits_pin(item, name) or not self._put_on_pin(item, pin, name)
+        ]
+        for item in left:  # the search for hosts is bounded, and knows cores only
+            names = sorted(ground.hosts[host].name for host in self._pin_hosts(item))
+            names.sort(key=lambda name: not self._admits_pin(item, name))
+            if not any(self._put_on_pin(item, _pin(item), name) for name in names):
+                self._blocked_pins.append(item)
+                self._idle_pins.append(_pin(item))  # it may come free: others had better go elsewhere
+
+    def _pin_hosts(self, item: Item) -> list[int]:
+        """Where a pin may lie: on the host that it names, else on any whose cores can hold it."""
+        pin, ground = _pin(item), self._ground
+        if pin.host is not None:
+            return [ground.numbers[pin.host]] if pin.host in ground.numbers else []
+        kinds = item.tenant.demand.kinds or range(len(ground.kinds.hosts))
+        hosts = [
+            host for host, kind in enumerate(ground.kinds.of) if kind in kinds and pin.cores.last < ground.cores[host]
+        ]
+        return [host for host in hosts if ground.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1]
+
+    def _admits_pin(self, item: Item, name: str) -> bool:
+        """Whether the host has the memory for it, and no more replicas of the model than spread allows."""
+        host, demand = self._ground.numbers[name], item.tenant.demand
+        if demand.plain:
+            return True
+        there = [tenant for tenant in self._tenants if tenant.host == host]
+        if demand.most and sum(tenant.model == demand.model for tenant in there) >= demand.most:
+            return False
+        kind, memory = self._ground.kinds.of[host], self._ground.hosts[host].memory_gib
+        if not demand.memory or memory is None:
+            return True
+        used = sum(tenant.demand.memory[kind] for tenant in there if tenant.demand.memory)
+        return used + demand.memory[kind] <= memory
+
+    def _put_on_pin(self, item: Item, pin: Pin, name: str) -> bool:
+        host, mask = self._ground.numbers[name], bits(pin.cores)
+        if pin.cores.last >= self._ground.cores[host] or mask & (self._taken[host] | ~self._ground.allowed[host]):
+            return False
+        item.tenant.host, item.tenant.first, item.tenant.fixed = host, pin.cores.first, True
+        self._taken[host] |= mask
+        self._tenants.append(item.tenant)
+        return True
+
+    # 3.
+    def place_coreless(self) -> None:
+        for item in sorted(self._coreless_items, key=_rank):
+            order = item.tenant.model
+            near = self._held.get(order, frozenset())
+            host = min(self._coreless_hosts[order], key=lambda host: (self._busy[host], host not in near))
+            count = self._threads(order, host)
+            self._coreless[order, item.tenant.replica] = (host, count)
+            self._busy[host] += count
+
+    # 4. to 7.
+    def place_floating(self) -> None:
+        packer = self._packer()
+        self._fill_pins(packer)
+        missing: list[Tenant] = []
+        waiting = sorted((item.tenant for item in self._items if item.pin is None), key=_tenant_rank)
+        while waiting or packer.displaced:
+            waiting = sorted([*waiting, *packer.displaced], key=_tenant_rank)
+            packer.displaced.clear()
+            grade = waiting[0].grade
+            rivals = [tenant for tenant in waiting if tenant.grade == grade]
+            waiting = waiting[len(rivals) :]
+            missing = serve_more(packer, [*missing, *packer.place_all(rivals)])
+        move_fewer(packer)
+        self._try_pins_again(packer)
+        missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]
+        if self._held:
+            go_where_held(packer, sorted((item.tenant for item in self._items), key=_tenant_rank), self._held)
+        if missing:
+            self._number_anew({tenant.model for tenant in missing})
+        if missing or self._blocked_pins:
+            self._refuse(missing)
+
+    def _fill_pins(self, packer: Packer) -> None:
+        """Pins whose cores are held: their holders give way where they may."""
+        for item in self._blocked_pins:
+            if packer.place_at(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
+                item.tenant.fixed = True
+                self._tenants.append(item.tenant)
+
+    def _try_pins_again(self, packer: Packer) -> None:
+        """What held their cores may lie elsewhere by now."""
+        for item in self._blocked_pins:
+            if item.tenant.host < 0 and packer.take(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
+                item.tenant.fixed = True
+                self._tenants.append(item.tenant)
+
+    def _number_anew(self, models: set[int]) -> None:
+        """Of a model's new replicas those with the lowest numbers get the places that there are."""
+        found: dict[int, list[Tenant]] = {}
+        for item in self._items:
+            if item.pin is None and item.tenant.model in models:
+                found.setdefault(item.tenant.model, []).append(item.tenant)
+        for own in found.values():
+            numbers = sorted(tenant.replica for tenant in own)
+            own.sort(key=lambda tenant: (tenant.host < 0, tenant.replica))
+            for tenant, number in zip(own, numbers, strict=True):
+                tenant.replica = number
+
+    def _refuse(self, missing: Sequence[Tenant]) -> None:
+        """What is missing below ``min`` is an error, what is missing beyond it a warning."""
+        refusals = Refusals(self._spec, self._ground, self._all_tenants())
+        placed = Counter(tenant.model for tenant in self._all_tenants() if tenant.host >= 0)
+        placed.update(order for order, _ in self._coreless)
+        blocked = {id(item.tenant): item for item in self._blocked_pins if item.tenant.host < 0}
+        tenants = sorted(
+            [*(item.tenant for item in blocked.values()), *missing], key=lambda one: (one.model, one.replica)
+        )
+        for tenant in tenants:
+            required = placed[tenant.model] < self._spec.models[tenant.model].replicas.min
+            placed[tenant.model] += 1
+            item = blocked.get(id(tenant))
+            if item is None:
+                self._leave_out(tenant, required, refusals.no_room(tenant))
+            else:
+                self._leave_out(tenant, required, refusals.pin_taken(_pin(item)), item.number)
+
+    def _leave_out(self, tenant: Tenant, required: bool, why: Refusal, pin: int | None = None) -> None:
+        name = self._names[tenant.model]
+        where = self._spec.where("models", name) if pin is None else self._spec.where("models", name, "cores", pin)
+        what = f"{name}/{tenant.replica} {why.what}"
+        problem = Problem(why.id, "error" if required else "warning", where, what, why.hint)
+        self._unplaced.append((tenant.model, Unplaced(name, tenant.replica, (problem,))))
+
+    def open(self, cores: int) -> tuple[str, CoreRange] | None:
+        """Make room for a range of ``cores``, which belongs to nobody: (host, range)."""
+        kinds = frozenset(kind for kind, host in enumerate(self._ground.kinds.hosts) if host.cores >= cores)
+        if not kinds:
+            return None
+        packer = self._packer()
+        nobody = len(self._spec.models)
+        tenant = Tenant(nobody, 0, cores, _LEAST, Demand(nobody, cores, kinds))
+        if not packer.clear(tenant):
+            return None
+        return self._ground.hosts[tenant.host].name, CoreRange.of_length(tenant.first, cores)
+
+    def _packer(self) -> Packer:
+        """Takes over with the pins and what runs in place."""
+        ground = self._ground
+        fixed = [0] * len(ground.hosts)
+        for tenant in self._tenants:
+            if tenant.fixed:
+                fixed[tenant.host] |= tenant.mask
+        idle = [self._idle_mask(host.name) if self._idle_pins else 0 for host in ground.hosts]
+        spaces = []
+        for i, host in enumerate(ground.hosts):
+            allowed = ground.allowed[i]
+            memory = NEVER if host.memory_gib is None else host.memory_gib
+            cpus = NEVER if host.emulated else len(host.usable_cpus)
+            spaces.append(Space(ground.kinds.of[i], ground.grid(i, fixed[i]), allowed, allowed, idle[i], memory, cpus))
+        packer = Packer(spaces, self._moves)
+        for tenant in self._tenants:
+            packer.settle(tenant)
+        return packer
+
+    def _idle_mask(self, host: str) -> int:
+        mask = 0
+        for pin in self._idle_pins:
+            if pin.host is None or pin.host == host:
+                mask |= bits(pin.cores)
+        return mask
+
+    # The result
+
+    def placements(self) -> tuple[Placement, ...]:
+        """In the order of the spec, then of their numbers."""
+        by_model: list[list[Placement]] = [[] for _ in self._spec.models]
+        models, hosts, kinds = self._spec.models, self._ground.hosts, self._ground.kinds.of
+        for tenant in self._all_tenants():
+            host = tenant.host
+            if host < 0:
+                continue
+            order, ran = tenant.model, tenant.ran
+            at_home = ran is not None and tenant.at_home
+            cores = ran.cores if ran is not None and at_home else CoreRange.of_length(tenant.first, tenant.size)
+            count = self._thread_counts[order].get(kinds[host]) or self._threads(order, host)
+            machine = hosts[host]
+            model = models[order]
+            by_model[order].append(Placement(model.name, tenant.replica, machine.name, cores, count, machine, model))
+        for (order, replica), (host, count) in self._coreless.items():
+            machine, model = hosts[host], models[order]
+            by_model[order].append(Placement(model.name, replica, machine.name, None, count, machine, model))
+        for own in by_model:
+            own.sort(key=attrgetter("replica"))
+        return tuple(itertools.chain.from_iterable(by_model))
+
+    def unplaced(self) -> tuple[Unplaced, ...]:
+        """In the same order."""
+        return tuple(one for _, one in sorted(self._unplaced, key=lambda entry: (entry[0], entry[1].replica)))
+
+    def moves(self) -> tuple[Move, ...]:
+        """In the same order; what ran and lies elsewhere."""
+        hosts = self._ground.hosts
+        found = []
+        for tenant in self._tenants:
+            ran = tenant.ran
+            if ran is not None and ran.cores is not None and tenant.host >= 0 and not tenant.at_home:
+                machine = hosts[tenant.host]
+                cores = CoreRange.of_length(tenant.first, tenant.size)
+                if (ran.host, ran.cores) != (machine.name, cores):
+                    count = self._threads(tenant.model, tenant.host)
+                    model = self._spec.models[tenant.model]
+                    placement = Placement(ran.model, ran.replica, machine.name, cores, count, machine, model)
+                    found.append((tenant.model, tenant.replica, Move(ran, placement)))
+        return tuple(move for *_, move in sorted(found, key=itemgetter(0, 1)))
+
+    def _all_tenants(self) -> list[Tenant]:
+        return [*self._tenants, *(item.tenant for item in self._items if item.pin is None)]
+
+    def _threads(self, order: int, host: int) -> int:
+        counts, kind = self._thread_counts[order], self._ground.kinds.of[host]
+        if kind not in counts:
+            model = self._spec.models[order]
+            counts[kind] = threads(model.threads, model.tp_degree, self._ground.hosts[host])
+        return counts[kind]
+
+
+def _rank(item: Item) -> tuple[object, ...]:
+    return _tenant_rank(item.tenant)
+
+
+def _tenant_rank(tenant: Tenant) -> tuple[object, ...]:
+    """By grade; then largest first, and each model's first before any second."""
+    return (tenant.grade, -tenant.size, tenant.replica, tenant.model)
+
+
+def _pin(item: Item) -> Pin:
+    if item.pin is None:
+        raise LookupError("it has no pin")
+    return item.pin

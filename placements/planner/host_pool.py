@@ -1,0 +1,39 @@
+"""Ground: the hosts of one planning, by number, and which of their cores may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from placements.facts.topology import Host
+from placements.planner.grid import Grid, grid_of
+from placements.planner.replica_demand import kinds_of
+
+
+class HostPool:
+    """Hosts are numbered in their order. Sets of cores are bit masks: bit i stands for core i."""
+
+    def __init__(self, hosts: Sequence[Host], blocked: Mapping[str, frozenset[int]]) -> None:
+        """``blocked``: cores by host that may not be used though nothing runs there (cordons, quarantine)."""
+        self.hosts = tuple(hosts)
+        self.blocked = blocked
+        self.kinds = kinds_of(self.hosts)
+        self.numbers = {host.name: i for i, host in enumerate(self.hosts)}
+        self.cores = [host.cores for host in self.hosts]
+        self.reserved = [sum(1 << core for core in host.reserved_cores) for host in self.hosts]
+        self.allowed = [self._usable(host) for host in self.hosts]
+
+    def _usable(self, host: Host) -> int:
+        mask = (1 << host.cores) - 1
+        for core in (*host.reserved_cores, *self.blocked.get(host.name, ())):
+            if 0 <= core < host.cores:
+                mask &= ~(1 << core)
+        return mask
+
+    def family(self, host: int) -> str:
+        """Of its instance type, "" for a plain CPU host."""
+        topology = self.hosts[host].topology
+        return topology.family if topology else ""
+
+    def grid(self, host: int, fixed: int = 0) -> Grid:
+        """Of the cores that may be used, but for those that are ``fixed`` to someone."""
+        return grid_of(self.family(host), self.cores[host], self.allowed[host] & ~fixed)

@@ -1,0 +1,105 @@
+"""Placement: one replica, where it lies and what it gets; and what else a plan says of single replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from placements.facts.core_range import CoreRange
+from placements.facts.engines import resolve
+from placements.facts.topology import Host
+from placements.resources.environ import compiling, environment
+from placements.resources.threads import cpu_mask
+from placements.spec.problems import Problem
+from placements.spec.schema import ModelSpec
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One replica, where it lies and what it gets."""
+
+    model: str
+    replica: int  # index within the model, from 0
+    host: str
+    cores: CoreRange | None  # None: it takes none (cpu engine on a real host)
+    threads: int
+    machine: Host | None = field(default=None, compare=False, repr=False)  # the host itself, where it is known
+    spec: ModelSpec | None = field(default=None, compare=False, repr=False)  # the model itself, likewise
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """CPU ids that it is bound to; () means not bound."""
+        return () if self.machine is None else cpu_mask(self.machine, self.cores, self.threads)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables of its process."""
+        topology = None if self.machine is None else self.machine.topology
+        lnc = None if topology is None else topology.lnc
+        told: dict[str, str] = {}
+        if self.spec is not None and self.machine is not None:
+            told = compiling(self.spec, resolve(self.spec.engine, self.machine))
+        return environment(self.model, self.replica, self.cores, self.threads, self.cpus, lnc, told)
+
+    @property
+    def running(self) -> Running:
+        """The same replica as it is seen once it runs."""
+        return Running(self.model, self.replica, self.host, self.cores)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `plan -o json` prints it; ``cores`` equals NEURON_RT_VISIBLE_CORES."""
+        cores = None if self.cores is None else str(self.cores)
+        return {
+            "model": self.model,
+            "replica": self.replica,
+            "host": self.host,
+            "cores": cores,
+            "threads": self.threads,
+            "env": self.env,
+        }
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """One replica that fits nowhere, and why."""
+
+    model: str
+    replica: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def required(self) -> bool:
+        """Whether the model falls below its ``min`` without it."""
+        return any(problem.severity == "error" for problem in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `plan -o json` prints it."""
+        problems = [problem.as_dict() for problem in self.problems]
+        return {"model": self.model, "replica": self.replica, "problems": problems}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A replica that holds cores now."""
+
+    model: str
+    replica: int
+    host: str
+    cores: CoreRange | None
+
+
+@dataclass(frozen=True)
+class Move:
+    """A running replica that gets other cores, to make room."""
+
+    before: Running
+    after: Placement
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `plan -o json` prints it."""
+        return {
+            "model": self.after.model,
+            "replica": self.after.replica,
+            "from": {"host": self.before.host, "cores": None if self.before.cores is None else str(self.before.cores)},
+            "to": {"host": self.after.host, "cores": None if self.after.cores is None else str(self.after.cores)},
+        }

@@ -1,0 +1,84 @@
+"""What the replicas of each model ask of a host, by kind of host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import may_run, resolve, takes_cores
+from placements.facts.topology import Host, degree
+from placements.planner.tenants import Demand
+from placements.resources.memory import estimate, fits, host_memory
+from placements.resources.threads import threads
+from placements.spec.schema import ModelSpec, Spec
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Hosts that a model cannot tell apart, but for what is free on them."""
+
+    hosts: tuple[Host, ...]  # one of each kind
+    of: tuple[int, ...]  # the kind of each host
+
+
+def kinds_of(hosts: Sequence[Host]) -> Kinds:
+    """In the order of their first host."""
+    numbers: dict[tuple[object, ...], int] = {}
+    first: list[Host] = []
+    of: list[int] = []
+    for host in hosts:
+        topology = host.topology
+        name = None if topology is None else (topology.instance, topology.lnc)
+        key = (name, host.emulated, len(host.cpus), host.reserve_vcpus, host.memory_gib is None)
+        number = numbers.get(key)
+        if number is None:
+            number = numbers[key] = len(first)
+            first.append(host)
+        of.append(number)
+    return Kinds(tuple(first), tuple(of))
+
+
+def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpoint]) -> tuple[Demand, ...]:
+    """One for each model, in the order of the spec.
+
+    Memory is counted where a host has a limit; CPUs only where a model insists on a number of threads.
+    """
+    counts_cpus = any(isinstance(model.threads, int) for model in spec.models)
+    return tuple(
+        _demand(order, model, kinds, checkpoints.get(model.name), counts_cpus)
+        for order, model in enumerate(spec.models)
+    )
+
+
+def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> bool:
+    """Whether the model may lie on such a host at all: it takes cores there, the degree is one, the engine
+    runs there and serves the family, and HBM is enough."""
+    if host.topology is None or not takes_cores(model.engine, host) or model.tp_degree > host.cores:
+        return False
+    if degree(host.topology.family, model.tp_degree) is None and model.tp_degree not in model.allow_degrees:
+        return False
+    if not may_run(model.engine, host, checkpoint.model_type if checkpoint else None):
+        return False
+    if checkpoint is None:
+        return True
+    return fits(estimate(model, checkpoint, resolve(model.engine, host)), host.topology)
+
+
+def _demand(
+    order: int, model: ModelSpec, kinds: Sequence[Host], checkpoint: Checkpoint | None, counts_cpus: bool
+) -> Demand:
+    suitable = frozenset(kind for kind, host in enumerate(kinds) if suits(model, host, checkpoint))
+    memory = tuple(_host_memory(model, host, checkpoint) for host in kinds)
+    cpus = tuple(threads(model.threads, model.tp_degree, host) for host in kinds) if counts_cpus else ()
+    most = 0 if model.spread is None else model.spread.host
+    insists = isinstance(model.threads, int)
+    return Demand(order, model.tp_degree, suitable, memory if any(memory) else (), cpus, insists, most)
+
+
+def _host_memory(model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> float:
+    if host.memory_gib is None:
+        return 0.0
+    if model.host_memory_gib is not None:
+        return model.host_memory_gib
+    return 0.0 if checkpoint is None else host_memory(model, checkpoint, resolve(model.engine, host)).load

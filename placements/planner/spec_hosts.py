@@ -1,0 +1,82 @@
+"""Which hosts a spec means."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placements.facts.topology import TOPOLOGIES, Host, Topology
+from placements.spec.schema import HostsSpec, Spec
+
+DEFAULT_EMULATION = "inf2.48xlarge"
+"""What is emulated when neither the spec nor the machine names an instance type."""
+
+RESERVED_SHARE = 0.04
+"""Part of a real host's vCPUs left to the system by default, rounded up: 8 of 192."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that the command runs on, as observed by the caller."""
+
+    cpus: tuple[int, ...]  # ids of the CPUs this process may use, ordered by NUMA node
+    instance: str | None = None  # instance type when it has Neuron devices
+
+
+def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
+    """The hosts to plan for, called "<instance>/<i>" with i counted over all hosts of that type.
+
+    ``instance``: from the topology alone, whatever this machine is. ``emulate``: the topology's cores with this
+    machine's CPUs, divided among the emulated hosts. Without ``hosts``: this machine if its type is known, else one
+    emulated inf2.48xlarge. () when the spec's ``hosts`` could not be read.
+    """
+    if "hosts" in spec.broken:
+        return ()
+    wishes = spec.hosts or (_what_is_there(machine),)
+    emulated = sum(wish.count for wish in wishes if wish.instance is None)
+    hosts: list[Host] = []
+    numbers: Counter[str] = Counter()
+    at = 0  # emulated hosts so far
+    for wish in wishes:
+        name = wish.instance or wish.emulate or DEFAULT_EMULATION
+        topology = TOPOLOGIES[name].at_lnc(wish.lnc)
+        real = tuple(range(topology.vcpus)) if spec.hosts else machine.cpus
+        for _ in range(wish.count):
+            called = f"{name}/{numbers[name]}"
+            numbers[name] += 1
+            if wish.instance is not None:
+                hosts.append(_real(called, topology, wish, real))
+            else:
+                share = machine.cpus[at * len(machine.cpus) // emulated : (at + 1) * len(machine.cpus) // emulated]
+                at += 1
+                hosts.append(_emulated(called, topology, wish, share or machine.cpus))
+    return tuple(hosts)
+
+
+def prices(spec: Spec, hosts: Sequence[Host]) -> dict[str, float]:
+    """What an hour of one core costs on each of the hosts that the spec means, by name."""
+    each = [wish.price_per_core_hour for wish in spec.hosts for _ in range(wish.count)]
+    return {host.name: each[i] if i < len(each) else 0.0 for i, host in enumerate(hosts)}
+
+
+def _what_is_there(machine: Machine) -> HostsSpec:
+    if machine.instance in TOPOLOGIES:
+        return HostsSpec(instance=machine.instance)
+    return HostsSpec(emulate=DEFAULT_EMULATION)
+
+
+def default_reserve(vcpus: int) -> int:
+    """vCPUs left to the system on a real host: 4 %, rounded up, at least 1."""
+    return max(1, math.ceil(vcpus * RESERVED_SHARE))
+
+
+def _real(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> Host:
+    reserve = default_reserve(len(cpus)) if wish.reserve.vcpus is None else wish.reserve.vcpus
+    memory = max(0.0, topology.memory_gib - wish.reserve.memory_gib)
+    return Host(name, topology, cpus, reserve, frozenset(wish.reserve.cores), memory_gib=memory)
+
+
+def _emulated(name: str, topology: Topology, wish: HostsSpec, cpus: tuple[int, ...]) -> Host:
+    return Host(name, topology, cpus, wish.reserve.vcpus or 0, frozenset(wish.reserve.cores), emulated=True)

@@ -1,0 +1,309 @@
+"""Memory that one replica needs, by class: HBM on each of its cores, and of its host. From config.json alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import BYTES, HOST_ENGINES, NXD_ENGINES, Engine, serves
+from placements.facts.topology import Topology
+from placements.spec.schema import GroupQueryAttention, ModelSpec
+
+GIB = 1 << 30
+
+SCRATCH_GIB = 1.0
+"""The scratchpad that all NEFFs of a core share. From the one measured case, as are the next two: 1024 MiB on each core
+with Llama-3.1-8B, tp 8, batch 32, length 4096, inf2.48xlarge (optimum-neuron,
+benchmark/vllm/memory_capacity_analysis.md)."""
+
+RUNTIME_GIB = 0.6
+"""Collectives (126 MiB), DMA rings (220), NEFF code (228), notifications and the like (6): 580 MiB on an ordinary rank.
+The surplus of 34 MiB is what its weights took beyond their formula. Probably high for small models, as SCRATCH_GIB is;
+``hbm_overhead_gib`` replaces both."""
+
+NXD_RANK0_RUNTIME_GIB = 0.6
+"""What rank 0 holds beyond that in the backends built on NeuronX Distributed: 472 + 392 + 319 + 7 MiB, 610 more."""
+
+USABLE_HBM = 0.95
+"""The part of a core's HBM that an estimate may fill."""
+
+PROCESS_GIB = 1.0
+"""A replica's process before it has a model. Importing torch and transformers takes 0.32 GiB (measured, on CPU); what
+the Neuron runtime takes beside them is documented nowhere, so this is a guess on the safe side."""
+
+COMPILE_WORKER_GIB = 64.0
+"""One compiler's: neuron_parallel_compile takes one worker for each 64 GiB of the host. The compiler was killed for
+want of memory with Llama-3.1-8B on 32 GiB (trn1.2xlarge)."""
+
+CPU_COMPILE_GIB = 3.0
+"""What torch.compile takes beside the model: two g++ at once, and torch's own graphs. Not measured for large models: a
+guess on the safe side."""
+
+_SCORE_BYTES = 2  # of an attention score in the prefill
+_SCALE_BYTES = 4  # of a channel's scale; transformers-neuronx `quantize.maybe_quantize_weights` makes them in float32
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """HBM in GiB on the fullest core of a replica, rank 0; ``others`` is that of its other cores."""
+
+    sharded: float  # weights that the cores divide, heads' padding included
+    replicated: float  # weights that each core has: norms, biases, learned positions, copies of the KV projections
+    kv: float  # this core's part of the KV cache of all slots
+    scratch: float  # shared scratchpad, a prefill's attention scores included
+    runtime: float  # collectives, DMA rings, NEFF code, notifications
+    draft_weights: float = 0.0
+    draft_kv: float = 0.0
+    rank0_weights: float = 0.0  # embedding and head, which rank 0 holds whole (NxD engines), beyond its shard
+    rank0_runtime: float = 0.0
+    overhead: float = 0.0  # the spec's hbm_overhead_gib, in place of scratch and runtime
+
+    @property
+    def weights(self) -> float:
+        """Of the model on an ordinary rank, in GiB."""
+        return self.sharded + self.replicated
+
+    @property
+    def rank0(self) -> float:
+        """What rank 0 holds more than the others, in GiB."""
+        return self.rank0_weights + self.rank0_runtime
+
+    @property
+    def total(self) -> float:
+        """All classes on rank 0, in GiB."""
+        return sum(size for _, size in self.classes())
+
+    @property
+    def others(self) -> float:
+        """All classes on any other core, in GiB."""
+        return self.total - self.rank0
+
+    def on_cores(self, tp_degree: int) -> str:
+        """Which cores hold ``total``: "on each core", or "on the first core (8.54 on the others)"."""
+        alike = tp_degree == 1 or f"{self.total:.2f}" == f"{self.others:.2f}"
+        return "on each core" if alike else f"on the first core ({self.others:.2f} on the others)"
+
+    def classes(self, *, rank0: bool = True) -> tuple[tuple[str, float], ...]:
+        """(name, GiB) of each class that this replica has; its terms add up to ``total``.
+
+        With ``rank0`` False those of the other cores: the same names, in the same order, so that the two fit into one
+        table.
+        """
+        sizes = (
+            ("weights, sharded", self.sharded, 0.0),
+            ("weights, replicated", self.replicated, 0.0),
+            ("embedding", 0.0, self.rank0_weights),
+            ("KV cache", self.kv, 0.0),
+            ("draft weights", self.draft_weights, 0.0),
+            ("draft KV cache", self.draft_kv, 0.0),
+            ("scratch", self.scratch, 0.0),
+            ("runtime", self.runtime, self.rank0_runtime),
+            ("overhead", self.overhead, 0.0),
+        )
+        return tuple((name, each + (more if rank0 else 0.0)) for name, each, more in sizes if each or more)
+
+    def __str__(self) -> str:
+        terms = " + ".join(f"{name} {size:.2f}" for name, size in self._brief if f"{size:.2f}" != "0.00")
+        return f"{terms} = {self.total:.2f} GiB"
+
+    @property
+    def _brief(self) -> tuple[tuple[str, float], ...]:
+        """The classes with the model's weights as one."""
+        return (("weights", self.weights), *(term for term in self.classes() if not term[0].startswith("weights,")))
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of the host that one replica needs, in GiB."""
+
+    serving: float  # as long as it serves
+    load: float  # at most, from its start until it serves; never less than ``serving``
+    compile: float  # beside that, while a graph that is not cached is compiled; 0 for engines that compile nothing
+
+    def __str__(self) -> str:
+        return f"load {self.load:.1f}, serving {self.serving:.1f}, compile {self.compile:.1f} GiB"
+
+
+def usable_hbm(topology: Topology) -> float:
+    """GiB that a replica may fill on each core."""
+    return USABLE_HBM * topology.hbm_per_core_gib
+
+
+def fits(need: MemoryEstimate, topology: Topology) -> bool:
+    """Whether a replica has room on the cores of this instance type."""
+    return need.total <= usable_hbm(topology)
+
+
+def padded_heads(checkpoint: Checkpoint, tp_degree: int) -> int:
+    """Query heads rounded up to a multiple of tp_degree; the surplus is zeros."""
+    return -(-checkpoint.heads // tp_degree) * tp_degree
+
+
+def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int, strategy: GroupQueryAttention | None = None) -> int:
+    """KV heads held by all cores together, copies and padding included; slots are not divided.
+
+    Grouped queries with kv heads that tp_degree divides stay as they are; fewer kv heads than cores, dividing
+    tp_degree, are copied to one a core; anything else becomes full multi-head attention with padded heads. So the KV
+    cache of a core stops shrinking once tp_degree exceeds the kv heads. (transformers-neuronx
+    `utils.get_qkv_padding`, NxD Inference `get_shardable_head_counts`.) ``replicated-heads`` makes full multi-head
+    attention even where tp_degree divides the kv heads, unless the queries of a core share one kv head.
+    ``all-gather-heads`` computes heads in parts and caches them whole, at least one a core.
+    """
+    kv, tp = checkpoint.kv_heads, tp_degree
+    padded = padded_heads(checkpoint, tp)
+    if kv == checkpoint.heads:
+        return padded
+    if _gathers_heads(checkpoint, tp, strategy):
+        return -(-kv // tp) * tp
+    if strategy == "replicated-heads" and padded * kv == checkpoint.heads * tp:
+        return max(kv, tp)
+    if kv % tp == 0 and strategy != "replicated-heads":
+        return kv
+    if tp % kv == 0:
+        return tp
+    return padded
+
+
+def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttention | None) -> bool:
+    """Whether all-gather-heads is asked for and possible; transformers-neuronx falls back to its default otherwise
+    (`decoder.check_gqa_fallback`)."""
+    surplus = padded_heads(checkpoint, tp) - checkpoint.heads
+    possible = checkpoint.kv_heads * checkpoint.head_dim % tp == 0 and surplus % checkpoint.kv_heads == 0
+    return strategy == "all-gather-heads" and possible
+
+
+def _shards_batch(model: ModelSpec, checkpoint: Checkpoint) -> bool:
+    """Whether the cores divide the slots instead of the KV heads; the same fallback."""
+    grouped = checkpoint.kv_heads != checkpoint.heads
+    wanted = model.group_query_attention == "shard-over-batch"
+    return grouped and wanted and model.max_batch % model.tp_degree == 0
+
+
+def estimate(
+    model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
+) -> MemoryEstimate:
+    """What a replica of ``model`` needs on its fullest core; weights and KV cache of a ``draft`` beside it included.
+
+    ``engine`` is the resolved engine, by default the one the model names; it decides the default dtype, whether rank 0
+    holds the embeddings whole, and whether they are on the device at all. ``auto`` is what needs most of those that it
+    may turn out to be: NxD Inference where that serves the family. Every core holds
+
+    - its shard of the matrices and the whole of what is small, in the dtype; matrices of one byte, int8 or fp8, with a
+      scale a channel;
+    - KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 where it is quantized;
+    - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
+      They lie in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that they
+      are no class of their own. The engines on the host's CPUs prefill in chunks;
+    - RUNTIME_GIB.
+    """
+    engine = engine or model.engine
+    held = _weights(model, checkpoint, engine)
+    drafted = _weights(model, draft, engine) if draft else _Weights(0.0, 0.0, 0.0)
+    on_nxd, overhead = _on_nxd(engine, checkpoint), model.hbm_overhead_gib
+    estimated = overhead is None
+    return MemoryEstimate(
+        sharded=held.sharded / GIB,
+        replicated=held.replicated / GIB,
+        kv=_kv_cache(model, checkpoint, engine) / GIB,
+        scratch=_scratch(model, checkpoint, engine) if estimated else 0.0,
+        runtime=RUNTIME_GIB if estimated else 0.0,
+        draft_weights=(drafted.sharded + drafted.replicated) / GIB,
+        draft_kv=_kv_cache(model, draft, engine, model.length(checkpoint)) / GIB if draft else 0.0,
+        rank0_weights=(held.rank0 + drafted.rank0) / GIB,
+        rank0_runtime=NXD_RANK0_RUNTIME_GIB if on_nxd and estimated else 0.0,
+        overhead=overhead or 0.0,
+    )
+
+
+def _on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
+    """Whether the model may run in a backend built on NeuronX Distributed."""
+    return engine in NXD_ENGINES or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Bytes on a core, and what rank 0 has more."""
+
+    sharded: float
+    replicated: float
+    rank0: float
+
+
+def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weights:
+    tp, width = model.tp_degree, BYTES[model.dtype_on(engine)]
+    groups, strategy = checkpoint.groups, model.group_query_attention
+    embeddings, small = groups.embedding + groups.head, groups.small + groups.positions
+    if engine == "transformers-neuronx":  # the embeddings are looked up on the host, the head stays
+        embeddings, small = groups.head or groups.embedding, groups.small
+    attention = groups.attention * padded_heads(checkpoint, tp) // checkpoint.heads
+    projected = padded_kv_heads(checkpoint, tp, strategy)
+    if _shards_batch(model, checkpoint) or _gathers_heads(checkpoint, tp, strategy):
+        projected = checkpoint.kv_heads
+    copies = groups.kv * projected // checkpoint.kv_heads - groups.kv
+
+    quantized = model.quantize is not None and engine not in HOST_ENGINES
+    matrix = 1 if quantized else width
+    sharded = embeddings * width + (attention + groups.kv + groups.feed_forward) * matrix
+    replicated = float(small * width + copies * matrix / tp)
+    if quantized:
+        experts = checkpoint.experts or 1
+        into = (padded_heads(checkpoint, tp) + 2 * projected) * checkpoint.head_dim
+        into += experts * (checkpoint.feed_forward_matrices - 1) * checkpoint.ffn
+        sharded += checkpoint.layers * into * _SCALE_BYTES
+        replicated += checkpoint.layers * (1 + experts) * checkpoint.hidden * _SCALE_BYTES
+    rank0 = embeddings * width * (1 - 1 / tp) if _on_nxd(engine, checkpoint) else 0.0
+    return _Weights(sharded / tp, replicated, rank0)
+
+
+def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
+    """Bytes on a core; ``length`` in tokens, by default the model's own."""
+    tp, batch = model.tp_degree, model.max_batch
+    if _shards_batch(model, checkpoint):
+        cached = checkpoint.kv_heads * batch // tp
+    else:
+        cached = padded_kv_heads(checkpoint, tp, model.group_query_attention) // tp * batch
+    tokens = cached * (length or model.length(checkpoint))
+    width = 1 if model.quantize_kv is not None and engine not in HOST_ENGINES else BYTES[model.dtype_on(engine)]
+    return 2 * checkpoint.layers * tokens * checkpoint.head_dim * width
+
+
+def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
+    """GiB on a core."""
+    if engine in HOST_ENGINES:
+        return SCRATCH_GIB
+    heads = padded_heads(checkpoint, model.tp_degree) // model.tp_degree
+    return max(SCRATCH_GIB, heads * model.length(checkpoint) ** 2 * _SCORE_BYTES / GIB)
+
+
+def host_memory(
+    model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
+) -> HostMemory:
+    """What a replica of ``model`` needs of its host; ``engine`` as for `estimate`.
+
+    - Loading: the process and the whole checkpoint, in the dtype of its files or the one it is served in, whichever is
+      wider. transformers-neuronx reads safetensors layer by layer, but other files at once, and config.json does not
+      tell which there are, so that it counts in full too. ``host_memory_gib`` of the model replaces this.
+    - Serving on Neuron: the process, and embeddings where the engine may look them up on the host, which
+      transformers-neuronx does, and ``auto`` may be. On the host's CPUs: the process, weights and KV cache.
+    - Compiling: one worker of the compiler; on the host's CPUs what torch.compile takes, where the model wants it.
+    """
+    engine = engine or model.engine
+    width = BYTES[model.dtype_on(engine)]
+    held = tuple(each for each in (checkpoint, draft) if each is not None)
+    if engine == "echo":
+        serving = loading = PROCESS_GIB
+    elif engine == "cpu":
+        alone = model.model_copy(update={"tp_degree": 1, "group_query_attention": None})
+        length = model.length(checkpoint)
+        sizes = sum(each.parameters * width + _kv_cache(alone, each, engine, length) for each in held)
+        serving = loading = PROCESS_GIB + sizes / GIB  # tensors are mapped from the files and converted one by one
+    else:
+        on_host = engine in ("transformers-neuronx", "auto")
+        embeddings = sum(each.groups.embedding + each.groups.positions for each in held) if on_host else 0
+        files = sum(each.parameters * max(width, each.stored_bytes or 0) for each in held)
+        serving, loading = PROCESS_GIB + embeddings * width / GIB, PROCESS_GIB + files / GIB
+    if model.host_memory_gib is not None:
+        loading = model.host_memory_gib
+    on_cpu = CPU_COMPILE_GIB if engine == "cpu" and model.engine_options.get("compile") is True else 0.0
+    compiling = on_cpu if engine in HOST_ENGINES else COMPILE_WORKER_GIB
+    return HostMemory(min(serving, loading), loading, compiling)

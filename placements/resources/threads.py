@@ -1,0 +1,59 @@
+"""How many CPU threads a replica gets, and which CPUs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from placements.facts.core_range import CoreRange
+from placements.facts.topology import Host
+
+Policy = Literal["share", "lmi"] | int  # an int is a fixed number of threads
+
+
+def threads(policy: Policy, tp_degree: int, host: Host) -> int:
+    """OMP_NUM_THREADS of one replica, at least 1.
+
+    ``share``: floor((cpus - reserve) x tp_degree / host cores), whatever else runs, so that starting one replica never
+    changes another's. On a plain CPU host, where no cores divide the CPUs, tp_degree threads but not above the budget.
+    ``lmi``: 2 x tp_degree, as LMI's Connection.java does. A number: that number.
+    """
+    if isinstance(policy, int):
+        return policy
+    if policy == "lmi":
+        return 2 * tp_degree
+    budget = len(host.usable_cpus)
+    if not host.cores:
+        return max(1, min(tp_degree, budget))
+    return max(1, budget * tp_degree // host.cores)
+
+
+def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
+    """The sum behind ``threads``, for people: "floor((192 - 8) x 8 / 24) = 61"."""
+    result = threads(policy, tp_degree, host)
+    if isinstance(policy, int):
+        return f"fixed = {result}"
+    if policy == "lmi":
+        return f"2 x {tp_degree} = {result}"
+    budget = f"({len(host.cpus)} - {host.reserve_vcpus})"
+    if not host.cores:
+        return f"min({tp_degree}, {budget}) = {result}"
+    floor = len(host.usable_cpus) * tp_degree // host.cores
+    rounded = ", at least 1" if floor < 1 else ""
+    return f"floor({budget} x {tp_degree} / {host.cores}) = {floor}{rounded}"
+
+
+def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]:
+    """The CPUs of the replica on ``cores`` with ``count`` threads; () where it is not bound to any.
+
+    Of B usable CPUs and C cores the range a-b gets usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1: masks of disjoint
+    ranges are disjoint by construction, and since the CPUs are ordered by NUMA node a mask crosses nodes only where
+    its range must. No mask when the share is under one CPU, or when the policy gives more threads than the mask holds.
+    """
+    if cores is None or not host.cores:
+        return ()
+    usable = host.usable_cpus
+    if len(usable) * len(cores) < host.cores:
+        return ()
+    start, stop = cores.first * len(usable) // host.cores, (cores.last + 1) * len(usable) // host.cores
+    mask = usable[start:stop]
+    return mask if count <= len(mask) else ()

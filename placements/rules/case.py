@@ -1,0 +1,135 @@
+"""Case: one model to be judged, with the hosts that a rule looks at; and Rule, what judges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from placements.facts.checkpoints import Checkpoint
+from placements.facts.engines import AUTO_ENGINES, Engine, may_run, resolve, runs_on, serves, takes_cores
+from placements.facts.topology import Host, Topology, degree
+from placements.resources.memory import MemoryEstimate, estimate, fits
+from placements.spec.problems import Problem, Severity
+from placements.spec.schema import ModelSpec, Spec
+from placements.spec.source_positions import Path
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The hosts that a rule looks at."""
+
+    hosts: Sequence[Host]
+    names: Mapping[str, Host]
+    kinds: Sequence[tuple[Host, int]]  # one host for each type, reserve and memory, and how many are like it
+
+    @classmethod
+    def of(cls, hosts: Sequence[Host]) -> Fleet:
+        kinds: dict[tuple[object, ...], tuple[Host, int]] = {}
+        for host in hosts:
+            key = (host.topology, host.reserved_cores, host.memory_gib)
+            first, count = kinds.get(key, (host, 0))
+            kinds[key] = (first, count + 1)
+        return cls(hosts, {host.name: host for host in hosts}, tuple(kinds.values()))
+
+    @property
+    def types(self) -> list[Topology]:
+        """The instance types, each once."""
+        return list(dict.fromkeys(host.topology for host, _ in self.kinds if host.topology is not None))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to be judged. ``fleet`` holds the hosts where it takes cores; a model is legal if one type can take
+    it."""
+
+    spec: Spec
+    model: ModelSpec
+    fleet: Fleet
+    all_hosts: Fleet
+    checkpoint: Checkpoint | None
+    draft: Checkpoint | None = None
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        return self.fleet.hosts
+
+    @property
+    def engine(self) -> Engine:
+        """Resolved where the hosts are known; real and emulated ones never stand together."""
+        hosts = self.all_hosts.hosts
+        return resolve(self.model.engine, hosts[0]) if hosts else self.model.engine
+
+    @property
+    def family(self) -> str | None:
+        """The model_type of the checkpoint, where it is known."""
+        return self.checkpoint.model_type if self.checkpoint else None
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """The families of the machines where the model takes cores, each once."""
+        return tuple(dict.fromkeys(topology.family for topology in self.fleet.types))
+
+    @property
+    def candidates(self) -> tuple[Engine, ...]:
+        """What the engine can turn out to be: itself; for ``auto`` on Neuron what runs on one of the machines and
+        serves the family."""
+        if self.engine != "auto":
+            return (self.engine,)
+        places = self.machines or ("",)
+        family = self.family
+        return tuple(
+            one
+            for one in AUTO_ENGINES
+            if any(runs_on(one, place) and (family is None or serves(one, family, place)) for place in places)
+        )
+
+    def has_degree(self, topology: Topology) -> bool:
+        """Whether the model's degree may lie on hosts of the type."""
+        return has_degree(self.model, topology)
+
+    def memory(self, tp_degree: int | None = None) -> MemoryEstimate | None:
+        """What a core needs, at the model's degree or another; None without a checkpoint."""
+        if self.checkpoint is None:
+            return None
+        model = self.model.model_copy(update={"tp_degree": tp_degree or self.model.tp_degree})
+        return estimate(model, self.checkpoint, self.engine, self.draft)
+
+    def has_room(self, tp_degree: int, topology: Topology) -> bool:
+        """Whether a replica of another degree would have the HBM there, as far as that is known."""
+        need = self.memory(tp_degree)
+        return has_tp(topology, tp_degree) and (need is None or fits(need, topology))
+
+    def suits(self, host: Host) -> bool:
+        """Whether a replica could lie on the host if it were empty, as far as engine, degree and HBM decide it."""
+        if host.topology is None or not takes_cores(self.model.engine, host):
+            return True
+        need = self.memory()
+        if not may_run(self.model.engine, host, self.checkpoint.model_type if self.checkpoint else None):
+            return False
+        return self.has_degree(host.topology) and (need is None or fits(need, host.topology))
+
+    def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
+        """At the place of a field of the model, or of what it holds."""
+        return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
+
+
+Rule = Callable[[Case], Iterator[Problem]]
+
+
+class Judged(NamedTuple):
+    """A rule, and the fields it reads: it is skipped when one of them could not be read."""
+
+    rule: Rule
+    needs: frozenset[str]
+
+
+def has_degree(model: ModelSpec, topology: Topology) -> bool:
+    """Whether hosts of the type have the model's degree, by the table or by ``allow_degrees``, and enough cores."""
+    known = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
+    return known and model.tp_degree <= topology.cores
+
+
+def has_tp(topology: Topology, tp: int) -> bool:
+    """Whether hosts of the type have the degree by the table."""
+    return tp <= topology.cores and degree(topology.family, tp) is not None

@@ -1,0 +1,50 @@
+"""Places: where in a file each key of a spec is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+Path = tuple[str | int, ...]  # ("models", "tiny", "cores", 0)
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """Line and column of a key (of the item itself inside a list), both counted from 1."""
+
+    line: int
+    column: int
+
+
+class SourcePositions(Mapping[Path, SourcePosition]):
+    """Path of keys -> Place, for one file. All compare equal: where a thing is written is not what it means."""
+
+    def __init__(self, filename: str = "<spec>", places: Mapping[Path, SourcePosition] | None = None) -> None:
+        self.filename = filename
+        self._places = dict(places or {})
+
+    def where(self, *path: str | int) -> str:
+        """ "file:line:column" of the path or of the nearest written key above it; "" for a spec without a file."""
+        for length in range(len(path), -1, -1):
+            place = self._places.get(path[:length])
+            if place is not None:
+                return f"{self.filename}:{place.line}:{place.column}"
+        return ""
+
+    def __getitem__(self, path: Path) -> SourcePosition:
+        return self._places[path]
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SourcePositions)
+
+    def __hash__(self) -> int:
+        return hash(SourcePositions)
+
+    def __repr__(self) -> str:
+        return f"Places({self.filename!r}, {len(self)} keys)"

@@ -1,0 +1,343 @@
+"""YAML text -> plain data that remembers where everything was written.
+
+PyYAML composes the node graph (its safe loader, nothing is constructed by tag); the walk below turns nodes into dicts,
+lists and scalars, with a Place for each key and the text of each value as written. It reports what a loader would
+hide: duplicate keys, YAML 1.1's surprising numbers, tags, recursive and exploding aliases.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from placements.spec.problems import Problem
+from placements.spec.source_positions import Path, SourcePosition
+
+MAX_CHARACTERS = 1 << 18
+MAX_NODES = 20_000  # after aliases are followed; a spec of 200 models has some 3,000
+MAX_DEPTH = 20
+
+Kind = Literal["text", "a number", "a boolean", "empty", "a list", "a mapping"]
+
+_PREFIX = "tag:yaml.org,2002:"
+_OCTAL = re.compile(r"[-+]?0[0-7_]*[0-7]")
+_NUMBER = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]{0,39})")
+_TRUE = ("yes", "true", "on")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A value as it stands in the file."""
+
+    text: str  # one line, shortened when long
+    kind: Kind
+    plain: bool  # a scalar without quotes
+
+
+class Broken:
+    """Stands in the data for a value that has been reported already."""
+
+
+BROKEN = Broken()
+
+
+@dataclass
+class Tree:
+    """The data of one document and what was noticed on the way. ``value`` is BROKEN when nothing could be read."""
+
+    filename: str
+    value: Any = BROKEN
+    places: dict[Path, SourcePosition] = field(default_factory=dict)
+    written: dict[Path, Written] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def report(self, id: str, place: SourcePosition | None, what: str, hint: str = "") -> None:
+        """Add an error at a place, by default the beginning of the file."""
+        place = place or SourcePosition(1, 1)
+        where = f"{self.filename}:{place.line}:{place.column}"
+        self.problems.append(Problem(id, "error", where, what, hint))
+
+
+class _Unreadable(Exception):
+    """Ends the walk; the problem has been reported."""
+
+
+def read(text: str | bytes, filename: str) -> Tree:
+    """Read one document. Never raises for what the text holds."""
+    tree = Tree(filename)
+    try:
+        decoded = _decoded(text, tree)
+        node = _composed(decoded, tree)
+        tree.value = _Walk(decoded, tree).value(node, (), 0)
+    except _Unreadable:
+        tree.value = BROKEN
+    except RecursionError:
+        tree.value = BROKEN
+        tree.report("yaml-too-large", None, f"the document is nested more than {MAX_DEPTH} levels deep", _SHRINK)
+    return tree
+
+
+_SHRINK = "a spec is a flat file of a few hundred lines; write it out without nesting or aliases"
+
+
+def _decoded(text: str | bytes, tree: Tree) -> str:
+    if isinstance(text, bytes):
+        raw = text
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            before = raw[: error.start].decode("utf-8")
+            byte = f"byte 0x{raw[error.start]:02x}"
+            tree.report("yaml-syntax", _place_after(before), f"{byte} is not UTF-8", "save the file as UTF-8")
+            raise _Unreadable from None
+    if len(text) > MAX_CHARACTERS:
+        tree.report("yaml-too-large", None, f"the file has {len(text)} characters, more than {MAX_CHARACTERS}", _SHRINK)
+        raise _Unreadable
+    return text
+
+
+def _composed(text: str, tree: Tree) -> yaml.Node:
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_node() if loader.check_node() else None
+            if node is not None and loader.check_node():
+                second = loader.get_node()
+                place = _place(second.start_mark) if second is not None else None
+                tree.report(
+                    "yaml-many-documents",
+                    place,
+                    "a second document begins here; a spec is one document",
+                    'remove the line "---" or put the document into a file of its own',
+                )
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        code = error.character if isinstance(error.character, int) else ord(str(error.character))
+        what = f"the character U+{code:04X} is not allowed in YAML"
+        tree.report("yaml-syntax", _place_after(text[: error.position]), what, "remove it")
+        raise _Unreadable from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = _syntax_fact(error)
+        tree.report("yaml-syntax", _place(mark) if mark else None, what, _syntax_hint(what))
+        raise _Unreadable from None
+    except (yaml.YAMLError, ValueError, IndexError, OverflowError) as error:  # PyYAML lets some of its own slips out
+        tree.report("yaml-syntax", None, f"the file is not YAML: {error}", _syntax_hint(str(error)))
+        raise _Unreadable from None
+    if node is None or (isinstance(node, yaml.ScalarNode) and _kind(node) == "empty"):
+        tree.report("spec-empty", None, "the file has no content", "begin with: models: {NAME: {source: ...}}")
+        raise _Unreadable
+    return node
+
+
+_PLAIN_WORDS = {
+    "'<stream end>'": "the end of the file",
+    "<block end>": "the end of this block",
+    "'<block mapping start>'": "another indentation",
+    "'<block sequence start>'": "another indentation",
+    "end of stream": "end of the file",
+    "the node content": "a value",
+    "a flow node": "what stands in brackets",
+    "a flow sequence": "a list in [ ]",
+    "a flow mapping": "a mapping in { }",
+    "a block collection": "a list",
+    "a block mapping": "a mapping",
+    "scalar": "text",
+}
+
+
+def _syntax_fact(error: yaml.MarkedYAMLError) -> str:
+    """PyYAML's words, the fact before the circumstance."""
+    what = error.problem or error.context or "the file is not YAML"
+    if "'\\t'" in what:
+        return "a tab stands where only spaces may indent"
+    if error.problem and error.context:
+        begin = f", which begins at line {error.context_mark.line + 1}" if error.context_mark else ""
+        what = f"{error.problem}, {error.context}{begin}"
+    for jargon, word in _PLAIN_WORDS.items():
+        what = what.replace(jargon, word)
+    return what
+
+
+def _syntax_hint(what: str) -> str:
+    if what.startswith("a tab"):
+        return "indent with spaces, not with tabs"
+    if "mapping values are not allowed" in what:
+        return 'a value that holds ": " needs quotes; otherwise check the indentation of this line and the one before'
+    if "undefined alias" in what:
+        return "write *name only after &name; a value that begins with * needs quotes"
+    return "check quotes, brackets and indentation of this line and the one before"
+
+
+def _place(mark: yaml.Mark) -> SourcePosition:
+    return SourcePosition(mark.line + 1, mark.column + 1)
+
+
+def _place_after(text: str) -> SourcePosition:
+    line_start = text.rfind("\n") + 1
+    return SourcePosition(text.count("\n") + 1, len(text) - line_start + 1)
+
+
+class _Walk:
+    def __init__(self, text: str, tree: Tree) -> None:
+        self._text = text
+        self._tree = tree
+        self._nodes = 0
+        self._above: list[yaml.Node] = []
+
+    def value(self, node: yaml.Node, path: Path, depth: int) -> Any:
+        self._nodes += 1
+        place = _place(node.start_mark)
+        self._tree.places.setdefault(path, place)
+        if any(node is above for above in self._above):
+            self._tree.report("yaml-too-large", place, "this alias holds itself", "write the value out")
+            raise _Unreadable
+        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            limit = f"more than {MAX_NODES} values" if self._nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
+            self._tree.report("yaml-too-large", place, f"the document has {limit}, aliases followed", _SHRINK)
+            raise _Unreadable
+        self._tree.written[path] = self._written(node)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, place)
+        if node.tag not in (_PREFIX + "map", _PREFIX + "seq"):
+            return self._tagged(node, place)
+        self._above.append(node)
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return [self.value(item, (*path, i), depth + 1) for i, item in enumerate(node.value)]
+            return self._mapping(node, path, depth)
+        finally:
+            self._above.pop()
+
+    def _mapping(self, node: yaml.Node, path: Path, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
+        for key_node, value_node in node.value:
+            place = _place(key_node.start_mark)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._tree.report("wrong-type", place, f"the key {self._written(key_node).text} is not a word", "")
+                continue
+            if key_node.tag == _PREFIX + "merge":
+                merged.extend(self._merged(value_node, depth))
+                continue
+            key = self._characters(key_node, place)
+            if key is BROKEN:
+                continue
+            where = (*path, key)
+            if key in result:
+                first = self._tree.places[where]
+                what = f'"{key}" is given twice; the first is at line {first.line}'
+                self._tree.report("duplicate-key", place, what, "keep one of the two")
+                continue
+            self._check_key(key_node, place)
+            self._tree.places[where] = place
+            result[key] = self.value(value_node, where, depth + 1)
+        for key_node, value_node in merged:  # what a mapping says itself outweighs what it merges
+            key = key_node.value
+            if isinstance(key_node, yaml.ScalarNode) and key not in result:
+                where = (*path, key)
+                self._tree.places[where] = _place(key_node.start_mark)
+                result[key] = self.value(value_node, where, depth + 1)
+        return result
+
+    def _merged(self, node: yaml.Node, depth: int) -> list[tuple[yaml.Node, yaml.Node]]:
+        """The pairs that "<<: *alias" or "<<: [*alias, *alias]" brings in; the earlier ones outweigh the later."""
+        self._nodes += 1
+        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            self._tree.report("yaml-too-large", _place(node.start_mark), "too many merged mappings", _SHRINK)
+            raise _Unreadable
+        if isinstance(node, yaml.SequenceNode):
+            return [pair for item in node.value for pair in self._merged(item, depth + 1)]
+        if not isinstance(node, yaml.MappingNode):
+            what = f'"<<" merges mappings, and {self._written(node).text} is none'
+            self._tree.report("wrong-type", _place(node.start_mark), what, 'write "<<: *name" after "&name"')
+            return []
+        own = [pair for pair in node.value if pair[0].tag != _PREFIX + "merge"]
+        self._nodes += len(own)
+        further = [pair[1] for pair in node.value if pair[0].tag == _PREFIX + "merge"]
+        return own + [pair for deeper in further for pair in self._merged(deeper, depth + 1)]
+
+    def _check_key(self, node: yaml.ScalarNode, place: SourcePosition) -> None:
+        kind = _kind(node)
+        if kind not in ("text", None):
+            what = f"the key {node.value or '~'} is {_reading(node)} in YAML, not text"
+            self._tree.report("yaml-unquoted", place, what, f'write "{node.value}" in quotes')
+
+    def _scalar(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
+        kind = _kind(node)
+        if kind is None:
+            return self._tagged(node, place)
+        if kind == "text":
+            return self._characters(node, place)
+        if kind == "empty":
+            return None
+        if kind == "a boolean":
+            return node.value.lower() in _TRUE
+        return self._number(node, place)
+
+    def _characters(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
+        r"""Text; the two halves in which JSON escapes one character ("\ud83d\ude00") are joined."""
+        text: str = node.value
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            what = f"{self._written(node).text} holds half a character"
+            self._tree.report("yaml-syntax", place, what, "write the character itself")
+            return BROKEN
+
+    def _number(self, node: yaml.ScalarNode, place: SourcePosition) -> Any:
+        text = node.value
+        if _OCTAL.fullmatch(text):
+            decimal = int(text.replace("_", ""), 8)
+            hint = f"write {text.replace('_', '').lstrip('+-0') or '0'} without leading zeros, or the text in quotes"
+            self._tree.report("yaml-number", place, f"{text} is octal in YAML, so {decimal}", hint)
+            return BROKEN
+        if ":" in text:
+            what = f"{text} is a number to the base of 60 in YAML"
+            self._tree.report("yaml-number", place, what, f'write "{text}" in quotes')
+            return BROKEN
+        if node.tag == _PREFIX + "float":
+            try:
+                return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+            except ValueError:
+                pass
+        elif _NUMBER.fullmatch(text):
+            return int(text.replace("_", ""), 0)
+        self._tree.report("yaml-number", place, f"{self._written(node).text} is not a number that fits here", "")
+        return BROKEN
+
+    def _tagged(self, node: yaml.Node, place: SourcePosition) -> Broken:
+        tag = "!!" + node.tag[len(_PREFIX) :] if node.tag.startswith(_PREFIX) else node.tag
+        self._tree.report("yaml-tag", place, f'the tag "{tag}" is not supported', "remove the tag")
+        return BROKEN
+
+    def _written(self, node: yaml.Node) -> Written:
+        source = " ".join(self._text[node.start_mark.index : node.end_mark.index].split())
+        shortened = source if len(source) <= 60 else source[:57] + "..."
+        if isinstance(node, yaml.ScalarNode):
+            kind = _kind(node) or "text"
+            return Written(shortened, kind, node.style is None)
+        return Written(shortened, "a list" if isinstance(node, yaml.SequenceNode) else "a mapping", False)
+
+
+def _kind(node: yaml.ScalarNode) -> Kind | None:
+    """What YAML 1.1 takes the scalar for; None for a tag that is not understood. Dates stay text."""
+    if not node.tag.startswith(_PREFIX):
+        return None
+    name = node.tag[len(_PREFIX) :]
+    if name in ("str", "timestamp", "value", "merge"):
+        return "text"
+    kinds: dict[str, Kind] = {"int": "a number", "float": "a number", "null": "empty"}
+    if name == "bool":
+        return "a boolean" if node.value.lower() in (*_TRUE, "no", "false", "off") else None
+    return kinds.get(name)
+
+
+def _reading(node: yaml.ScalarNode) -> str:
+    if _kind(node) == "a boolean":
+        return "true" if node.value.lower() in _TRUE else "false"
+    return {"a number": "a number", "empty": "nothing"}.get(_kind(node) or "", "something else")

@@ -1,0 +1,1 @@
+"""Trains and examines the demo models of placements/examples/models/."""

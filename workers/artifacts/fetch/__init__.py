@@ -1,0 +1,1 @@
+"""Fetches artifacts: parallel ranges, verification, resumption, retries."""

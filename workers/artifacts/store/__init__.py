@@ -1,0 +1,1 @@
+"""The artifacts that a host keeps, within a budget of disk."""

@@ -1,0 +1,63 @@
+"""An artifact of this host as a source: for its copy in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+from workers.artifacts.fetch.progress import Progress
+from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
+from workers.artifacts.store import manifest
+from workers.artifacts.store.blobs import DAMAGE
+from workers.artifacts.store.manifest import Artifact
+
+AT_ONCE = 4  # files
+DIGEST = "content:"  # of the checksums of its files: the digest that the store knows them by (content.py) comes after
+PIECE = 1 << 26  # bytes between two looks whether somebody has asked for the end
+
+
+class LocalSource:
+    """Keeps `Remote`: what is fetched from it is a copy."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
+
+    def listing(self) -> Listing:
+        """See `Remote`."""
+        one = self._artifact
+        files = [
+            RemoteFile(name=name, size=size, tag=digest, checksum=f"{DIGEST}{digest}")
+            for name, (size, digest) in sorted(one.files.items())
+        ]
+        return Listing(source=one.source, revision=one.revision, files=tuple(files))
+
+    def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
+        """See `Remote`. Raises OSError too."""
+        lacking = [file for file in listing.files if not manifest.is_file(folder / file.name, file.size)]
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="copying") as pool:
+            for done in [pool.submit(self._copy, file, folder / file.name, progress, stop) for file in lacking]:
+                done.result()
+
+    def _copy(self, file: RemoteFile, path: Path, progress: Progress, stop: threading.Event) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        copy = path.with_name(f".{path.name}.copy")
+        with (Path(self._artifact.folder) / file.name).open("rb") as source, copy.open("wb") as target:
+            at = 0
+            while count := self._send(source, target, at):
+                at += count
+                progress.add(count)
+                if stop.is_set():
+                    raise Stopped(f"the copy of {self._artifact.source} into memory was stopped")
+        copy.replace(path)
+
+    def _send(self, source: IO[bytes], target: IO[bytes], at: int) -> int:
+        try:
+            return os.sendfile(target.fileno(), source.fileno(), at, PIECE)
+        except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
+            what = f"the disk cannot read {source.name} any more"
+            raise SourceError("store-incomplete", what, "it is fetched again") from error

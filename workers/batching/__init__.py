@@ -1,0 +1,1 @@
+"""Continuous batching: slots, buckets, sampling, guided decoding."""

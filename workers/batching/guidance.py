@@ -1,0 +1,165 @@
+"""Answers that satisfy a JSON schema: after each token, which ones may follow. By `llguidance`, extra ``json``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from workers.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from llguidance import LLParserLimits
+
+# Between two parts of an answer: one space, or a new line with its indentation. With more, a model that prefers spaces
+# fills `max_tokens` with them: of 32 at each place, an object of three fields has 320.
+MAX_INDENT = 16  # spaces; half as many tabs
+_WHITESPACE = rf"\x20|\x0D?\x0A(\x20{{0,{MAX_INDENT}}}|\x09{{0,{MAX_INDENT // 2}}})"
+
+MAX_COMPILED = 32  # schemas that are kept, at up to 4 MB each; the least recently used one goes
+MAX_REASON = 300  # characters of llguidance's own words
+
+
+class Guides:
+    """Makes the guides of one model's requests. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """``vocab_size`` and ``eos_token_ids`` are the model's. Nothing is loaded before the first ``start``."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiling = threading.Lock()  # guards what is below
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # by digest: a matcher to copy, or why there is none
+
+    def start(self, schema: str) -> Guide:
+        """Returns the guide of a new answer. Takes up to a second for a large schema that is not compiled yet.
+
+        Raises ValueError for text that is not JSON, for a schema that no value satisfies or that llguidance does not
+        support, where llguidance is not installed, and where it cannot read the tokenizer.
+        """
+        try:
+            import llguidance  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "JSON mode and JSON schemas need llguidance, which is not installed on this replica: "
+                "pip install 'llguidance>=1.0' in its Python"
+            ) from error
+        vocabulary = self._loaded()
+        digest = blake2b(schema.encode(), digest_size=16).digest()
+        with self._compiling:  # choices of one request come together: the first one compiles for all
+            compiled = self._compiled.pop(digest, None) or self._compile(vocabulary, schema)
+            self._compiled[digest] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            if isinstance(compiled, str):
+                raise ValueError(compiled)
+            return Guide(compiled.deep_copy(), vocabulary.vocab_size, frozenset(vocabulary.eos_tokens))
+
+    def _compile(self, vocabulary: Any, schema: str) -> Any:
+        """Returns a matcher at its beginning, or as text the reason why the schema is refused."""
+        from llguidance import LLMatcher
+
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+        except ValueError as error:
+            return f"the JSON schema cannot be read: {_brief(str(error))}"
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            return f"the JSON schema cannot be followed: {_brief(matcher.get_error())}"
+        if not Guide(matcher.deep_copy(), vocabulary.vocab_size, frozenset()).can_begin():
+            return (
+                "the JSON schema cannot be followed: no answer can begin under it; a $ref that leads back to itself, "
+                "for example, never ends"
+            )
+        return matcher
+
+    def warm(self) -> None:
+        """Load the vocabulary now, so that no request waits for it; nothing happens where guides cannot be had."""
+        with contextlib.suppress(ImportError, ValueError):
+            self._loaded()
+
+    def _loaded(self) -> Any:
+        """llguidance's form of the vocabulary: 30 ms for 512 ids, 1 s for 32k, 4 s for 128k, once."""
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._vocabulary is None:
+                text = self._tokenizer.to_json()
+                if text is None:
+                    raise ValueError("this model's tokenizer cannot be used for JSON mode and JSON schemas")
+                self._vocabulary = LLTokenizer(
+                    text,
+                    n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
+                    eos_token=self._eos_token_ids or None,  # None: llguidance takes the tokenizer's
+                )
+            return self._vocabulary
+
+
+class Guide:
+    """How far one answer is in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        import numpy as np
+
+        self._matcher = matcher
+        self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+        self.eos_ids = eos_ids  # they can come only when the answer is complete, and end it
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete, and nothing could follow."""
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str | None:
+        """Why the guide cannot go on: a grammar that outgrew llguidance's limits."""
+        if not self._matcher.is_error():
+            return None
+        return f"the JSON schema cannot be followed: {_brief(self._matcher.get_error())}"
+
+    def can_begin(self) -> bool:
+        """Whether some token may come."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        return bool(self._mask.any()) and not self._matcher.is_error()
+
+    def forbidden(self, vocab_size: int) -> torch.Tensor | None:
+        """True for every id that must not come next, ``[vocab_size]`` bool; None after an error."""
+        import numpy as np
+        import torch
+
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():
+            return None
+        allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[:vocab_size]
+        return torch.from_numpy(np.pad(allowed, (0, vocab_size - len(allowed)))) == 0
+
+    def take(self, token: int) -> None:
+        """Go on behind the token that came."""
+        self._matcher.consume_token(token)
+
+
+def _limits() -> LLParserLimits:
+    """llguidance's limits of one answer. Its defaults allow 0.5 GB of lexer states and masks of 100 ms, in which the
+    whole batch stands still; under these a mask takes some milliseconds, and ordinary schemas of 64 KiB compile."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        step_max_items=10_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        max_items_in_row=1_000,
+    )
+
+
+def _brief(reason: str) -> str:
+    """llguidance's words, without the state of the parser that follows them, and without what it echoes at length."""
+    reason = reason.partition("\n<state>")[0].partition("\n<non-verbose/>")[0]
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."

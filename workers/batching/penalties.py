@@ -1,0 +1,150 @@
+"""What a request's own tokens, and those that it favours or forbids, do to the scores of its next one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from workers.messages.requests import GenerateRequest
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Penalties:
+    """Those processors of one request that look at single ids, with what they must remember of its tokens.
+
+    In this order, which is that of transformers' ``generate`` with ours where it puts custom processors:
+
+    1. logit_bias is added (transformers' SequenceBias).
+    2. repetition_penalty, on all ids of prompt and output (transformers' own class, given only the scores it changes).
+    3. no_repeat_ngram_size, in prompt and output together (transformers' NoRepeatNGram).
+    4. min_tokens: until so many are out, no id that would end the answer can come (transformers' MinNewTokensLength
+       does so for EOS alone; vLLM, like us, for the stop ids too).
+    5. presence_penalty and frequency_penalty, on the ids of the output alone, as OpenAI defines them:
+       ``score -= frequency * count + presence * (count > 0)``.
+
+    What is remembered grows by one token at a time; no step looks at the whole answer in Python.
+    """
+
+    def __init__(self, request: GenerateRequest, ending_ids: frozenset[int]) -> None:
+        """``ending_ids`` are those that end the answer: EOS, unless it is ignored, and the request's stop ids."""
+        import torch
+
+        self._biased = torch.tensor(list(request.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
+        self._ending = torch.tensor(sorted(ending_ids), dtype=torch.int64)
+        self._min_tokens = request.min_tokens if ending_ids else 0
+        self._repetition = request.repetition_penalty
+        self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
+        ngram_size = request.no_repeat_ngram_size
+        self._ngrams = _Ngrams(ngram_size, request.prompt_ids) if ngram_size else None
+        self._seen = _Ids(request.prompt_ids, request.max_tokens) if self._repetition != 1 else None
+        counts_output = bool(self._presence or self._frequency)
+        self._output = _Ids((), request.max_tokens) if counts_output else None
+        self._produced = 0
+        self._lasting = changes_choice(request)
+
+    @property
+    def active(self) -> bool:
+        """Whether ``apply`` may change anything, now or with the next token."""
+        return self._lasting or self._produced < self._min_tokens
+
+    def take(self, token: int) -> None:
+        """Remember the token that came."""
+        self._produced += 1
+        if self._seen is not None:
+            self._seen.take(token)
+        if self._output is not None:
+            self._output.take(token)
+        if self._ngrams is not None:
+            self._ngrams.take(token)
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """Change the scores ``[vocab_size]`` float32 of the next token in place; the numbers are the class's."""
+        if self._biased.numel():  # 1
+            scores[self._biased] += self._bias
+        if self._seen is not None:  # 2
+            scores[self._seen.ids] = _repetition_penalty(scores[self._seen.ids], self._repetition)
+        if self._ngrams is not None and (banned := self._ngrams.repeating()):  # 3
+            scores[list(banned)] = float("-inf")
+        if self._produced < self._min_tokens:  # 4
+            scores[self._ending] = float("-inf")
+        if self._output is not None:  # 5
+            scores[self._output.ids] -= self._frequency * self._output.counts + self._presence
+
+
+def needs_penalties(request: GenerateRequest) -> bool:
+    """Whether any parameter of the request asks for ``Penalties``."""
+    return changes_choice(request) or bool(request.min_tokens)
+
+
+def changes_choice(request: GenerateRequest) -> bool:
+    """Whether the tokens themselves depend on ``Penalties``, not only how soon they may end."""
+    return bool(
+        request.logit_bias
+        or request.repetition_penalty != 1
+        or request.no_repeat_ngram_size
+        or request.presence_penalty
+        or request.frequency_penalty
+    )
+
+
+def _repetition_penalty(scores: torch.Tensor, penalty: float) -> torch.Tensor:
+    """transformers' own penalty, of every one of ``scores`` ``[n]``."""
+    import torch
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    everyone = torch.arange(len(scores))[None]
+    processed: torch.Tensor = RepetitionPenaltyLogitsProcessor(float(penalty))(everyone, scores[None])
+    return processed[0]
+
+
+class _Ids:
+    """Different ids and how often each came, as tensors that grow without being copied."""
+
+    def __init__(self, ids: Iterable[int], room: int) -> None:
+        """``room`` is how many more may be taken."""
+        import torch
+
+        self._place: dict[int, int] = {}  # of each id in the tensors
+        first = list(ids)
+        size = len(set(first)) + room
+        self._ids = torch.zeros(size, dtype=torch.int64)
+        self._counts = torch.zeros(size, dtype=torch.float32)
+        for token in first:
+            self.take(token)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self._counts[: len(self._place)]
+
+    def take(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._place))
+        self._ids[place] = token
+        self._counts[place] += 1
+
+
+class _Ngrams:
+    """Which tokens followed each ``size - 1`` tokens so far."""
+
+    def __init__(self, size: int, first: Iterable[int]) -> None:
+        self._kept = size - 1
+        self._last: tuple[int, ...] = ()
+        self._followers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        for token in first:
+            self.take(token)
+
+    def take(self, token: int) -> None:
+        if len(self._last) == self._kept:
+            self._followers[self._last].add(token)
+        self._last = (*self._last, token)[-self._kept :] if self._kept else ()
+
+    def repeating(self) -> set[int]:
+        """The tokens that would complete an n-gram a second time."""
+        return self._followers.get(self._last, set())

@@ -1,0 +1,784 @@
+"""The CPU engine: stock transformers modeling code with a KV cache of static slots.
+
+Transformers' own static cache has one position for all rows. Two hooks give every slot its own, and no model code is
+ours:
+1. a cache layer that writes each row at its own position and returns the first ``kv_len`` positions of the rows in
+   this step (``_slot_cache``);
+2. an attention mask of four dimensions, ``[rows, 1, queries, kv_len]``, which transformers takes as it is.
+Bloom's position bias wants a mask of two dimensions and is overridden on the instance (``_give_alibi``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
+
+from workers.artifacts.fetch.arrival import coming, wait_for, wait_for_all, wait_for_small
+from workers.artifacts.sources.listing import SourceError
+from workers.batching.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
+from workers.engines import CPU_PACKAGES
+from workers.engines.checkpoint_files import check_length, check_rotary, eos_token_ids, read_config, read_json
+from workers.engines.cpu import artifacts
+from workers.engines.cpu.graphs import Graphs, Traced, code_kept_in, code_taken_from, misses
+from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.messages.engine_protocol import EngineLoadError, EngineSpec, GenerateEngine
+from workers.neff_cache.compile_units import Buildable, Tell
+from workers.neff_cache.compiled_artifacts import Entry, compiling, entry
+
+if TYPE_CHECKING:
+    import torch
+    from transformers.cache_utils import Cache
+
+    from workers.engines import EngineConfig
+
+log = logging.getLogger(__name__)
+
+PREFIX_BLOCK = 16  # tokens; fewer would save less than the general way to read a prompt costs
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
+
+
+def open_cpu(config: EngineConfig) -> GenerateEngine:
+    """The engine, not loaded yet; with a draft model, both of them. Raises EngineLoadError without a checkpoint."""
+    target, draft = _engines(config)
+    if draft is None:
+        return target
+    from workers.engines.speculative import SpeculativeEngine
+
+    return SpeculativeEngine(target, draft, config.draft_k)
+
+
+def buildables(config: EngineConfig) -> list[Buildable]:
+    """What the engine of ``config`` compiles, its draft's too: nothing without the option. Raises EngineLoadError."""
+    target, draft = _engines(config)
+    if not config.engine_options.get("compile", False):
+        return []
+    found = [target.buildable()]
+    return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
+
+
+def check(config: EngineConfig) -> None:
+    """See `CpuEngine.check`; of the draft too."""
+    target, draft = _engines(config)
+    target.check()
+    if draft is not None:
+        draft.check()
+
+
+def _engines(config: EngineConfig) -> tuple[CpuEngine, CpuEngine | None]:
+    if config.source is None:
+        raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
+    options = config.engine_options
+    chunk = options.get("prefill_chunk")
+    compiles = bool(options.get("compile", False))
+    shared: dict[str, Any] = {
+        "slots": config.slots,
+        "max_len": config.max_len,
+        "dtype": config.dtype,
+        "prefill_buckets": config.prefill_buckets or None,
+        "decode_buckets": config.decode_buckets or None,
+        "prefill_chunk": None if chunk is None else int(chunk),
+        "allow_pickle": config.allow_pickle,
+        "trust_remote_code": config.trust_remote_code,
+        "compile": compiles,
+        "compiled": None if config.compiled is None else Path(config.compiled),
+    }
+    target = CpuEngine(config.source, prefix_cache=bool(options.get("prefix_cache", False)), **shared)
+    return target, None if config.draft_source is None else CpuEngine(config.draft_source, **shared)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the two hooks must know of a model family; the rest is transformers' business."""
+
+    alibi: bool = False  # positions enter as a bias on the scores, not as embeddings or rotations
+    window: bool = False  # config.sliding_window, where it is not None, holds for every layer
+    layer_types: bool = False  # config.layer_types says of each layer whether the window holds; one mask for each type
+
+
+# By config.json's model_type. A family is listed once tests hold its greedy output against ``generate``.
+FAMILIES = {
+    "bloom": Family(alibi=True),
+    "gpt2": Family(),
+    "gpt_bigcode": Family(),
+    "gpt_neox": Family(),
+    "gptj": Family(),
+    "llama": Family(),
+    "mistral": Family(window=True),
+    "mixtral": Family(window=True),
+    "opt": Family(),
+    "qwen2": Family(layer_types=True),
+    "qwen3": Family(layer_types=True),
+}
+
+
+@dataclass
+class _Reach:
+    """What the forward pass that runs now writes and reads of the KV cache. One object, shared with every layer."""
+
+    slots: list[int] = field(default_factory=list)
+    block: slice | None = None  # the slots as one block, which needs no copy to be read; None when there are gaps
+    # Where tokens are written [rows or 1, queries]; None for whole prompts, which begin at 0.
+    positions: torch.Tensor | None = None
+    kv_len: int = 0
+    cells: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> flat indices of the writes
+    row_starts: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> the same at position 0
+
+    def move(self, slots: Sequence[int], positions: torch.Tensor | None, kv_len: int) -> None:
+        """Prepare for the next forward pass."""
+        if slots != self.slots:
+            self.slots = list(slots)
+            first, last = self.slots[0], self.slots[-1]
+            self.block = slice(first, last + 1) if self.slots == list(range(first, last + 1)) else None
+            self.row_starts.clear()
+        self.positions = positions
+        self.kv_len = kv_len
+        self.cells.clear()
+
+
+class CpuEngine:
+    """Keeps ``GenerateEngine`` for a model directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
+
+    Pickled weights are read only where ``allow_pickle`` says so. A decode leaves slots that are not listed intact.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        slots: int,
+        max_len: int,
+        dtype: str = "fp32",
+        threads: int | None = None,
+        prefill_buckets: Sequence[int] | None = None,
+        decode_buckets: Sequence[int] | None = None,
+        prefill_chunk: int | None = None,
+        prefix_cache: bool = False,
+        allow_pickle: bool = False,
+        trust_remote_code: bool = False,
+        compile: bool = False,
+        compiled: Path | None = None,
+    ) -> None:
+        """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
+
+        ``prefill_chunk`` is how many tokens of each prompt go through the model together; None: all of them. The scores
+        of a prompt's attention then need room for chunk x length numbers a head, and not for length x length.
+
+        ``prefix_cache``: callers may begin a prompt with what slots hold of it (``PrefixEngine``), and are told to.
+
+        ``allow_pickle``: where there are no safetensors, ``pytorch_model.bin`` and its shards will do. Even so they are
+        read with torch's ``weights_only``, which makes tensors and plain containers and calls no function that the file
+        names; but an unpickler has had holes before, so a file that nobody vouches for stays refused by default.
+
+        ``trust_remote_code``: run the Python code that config.json names (``auto_map``), whatever the family.
+
+        ``compile``: prompts and steps are padded to their buckets, and run as code that inductor makes of each; it is
+        kept in ``compiled``, or nowhere without one.
+
+        Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
+        """
+        self._path = Path(path)
+        self._slots = slots
+        self._max_len = max_len
+        self._dtype = dtype
+        self._threads = threads
+        self._prefill_buckets = prefill_buckets
+        self._decode_buckets = decode_buckets
+        self._prefill_chunk = prefill_chunk
+        self._prefix_cache = prefix_cache
+        self._allow_pickle = allow_pickle
+        self._trust_remote_code = trust_remote_code
+        self._compiles = compile
+        self._compiled = compiled
+        self._spec: EngineSpec | None = None
+        self._reach = _Reach()
+        self._model: Any = None  # the four of transformers: stock model, its body, its output layer, our cache
+        self._base: Any = None
+        self._head: Any = None
+        self._cache: Any = None
+        self._graphs: Graphs | None = None  # where it compiles
+        self._into: tuple[Entry, Tell] | None = None  # where it is loaded for the sake of compiling
+
+    @property
+    def spec(self) -> EngineSpec:
+        if self._spec is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._spec
+
+    def load(self) -> None:
+        """Read the weights, then run every bucket once. Raises ``EngineLoadError``."""
+        try:
+            self._load()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            what = f"{self._path} with {self._slots} slots of {self._max_len} tokens in {self._dtype}"
+            raise out_of_memory(error, what) from error
+
+    def buildable(self) -> Buildable:
+        """What it compiles, told without torch and weights. Raises EngineLoadError."""
+        _family(read_config(self._path), self._path, self._trust_remote_code)
+        return Buildable(source=self._path, manifest=self._manifest(), is_whole=artifacts.is_whole, make=self._make)
+
+    def _manifest(self) -> dict[str, Any]:
+        prefill_buckets, decode_buckets = self._checked_sizes()
+        return artifacts.manifest(
+            self._path,
+            dtype=self._dtype,
+            slots=self._slots,
+            max_len=self._max_len,
+            prefill_buckets=prefill_buckets,
+            decode_buckets=decode_buckets,
+            trust_remote_code=self._trust_remote_code,
+        )
+
+    def _make(self, found: Entry, tell: Tell) -> None:
+        """Compile into ``found``, which is held alone: by loading, and running every graph once."""
+        self._into = found, tell
+        try:
+            self.load()
+        finally:
+            self.close()
+
+    def check(self) -> tuple[dict[str, Any], bool]:
+        """Look at all that ``load`` needs beside cores and memory: the libraries, config.json, the header of each file
+        of weights. Gives the decoded config.json, and whether the weights are pickles. Raises EngineLoadError."""
+        if self._compiles:
+            artifacts.check_compiler()
+        self._checked_sizes()
+        _arrived(lambda: wait_for_small(self._path))
+        settings = read_config(self._path)
+        _family(settings, self._path, self._trust_remote_code)
+        eos_token_ids(self._path, settings)
+        weights, pickled = _weight_files(self._path, self._allow_pickle)
+        try:
+            import torch  # noqa: F401 - as below
+            from safetensors import SafetensorError
+            from transformers import AutoModelForCausalLM  # noqa: F401 - the import is what is tried
+        except ImportError as error:
+            raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
+        if pickled:
+            _check_pickles(weights)
+        else:
+            _check_weight_files(weights, SafetensorError)
+        return settings, pickled
+
+    def _load(self) -> None:
+        settings, pickled = self.check()
+        family = _family(settings, self._path, self._trust_remote_code)
+        eos = eos_token_ids(self._path, settings)
+        prefill_buckets, decode_buckets = self._checked_sizes()
+        import torch
+
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        model = _load_model(self._path, getattr(torch, DTYPES[self._dtype]), pickled, self._trust_remote_code)
+        check_rotary(settings, model.config)
+        _check_positions(model.config, self._max_len)
+
+        self._model = model
+        self._base = model.base_model
+        self._head = model.get_output_embeddings()
+        self._takes_positions = "position_ids" in inspect.signature(self._base.forward).parameters
+        self._additive_mask = getattr(model.config, "_attn_implementation", "eager") == "eager"
+        self._kv_positions = torch.arange(self._max_len)
+        self._windows = _windows(family, model.config)
+        if family.alibi:
+            _give_alibi(self._base, self._reach, self._max_len)
+        room = self._max_len + (1 if self._compiles else 0)  # where idle slots of a graph write
+        self._cache = _slot_cache(self._reach, model.config.num_hidden_layers, self._slots, room)
+        self._spec = EngineSpec(
+            slots=self._slots,
+            max_len=self._max_len,
+            prefill_buckets=prefill_buckets,
+            decode_buckets=decode_buckets,
+            vocab_size=int(model.config.vocab_size),
+            eos_token_ids=eos,
+            prefix_block=PREFIX_BLOCK if self._prefix_cache else 0,
+        )
+        if self._compiles:
+            self._take_graphs()
+        else:
+            self._warm_up()
+        _arrived(lambda: wait_for_all(self._path))  # what serves is never less than the whole, each file verified
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
+        return self._logits(slots, self._read_prompts(slots, prompts))
+
+    def copy_prefix(self, source: int, slot: int, count: int) -> None:
+        """See ``PrefixEngine.copy_prefix``."""
+        import torch
+
+        with torch.inference_mode():
+            for layer in self._cache.layers:
+                layer.keys[slot, :, :count] = layer.keys[source, :, :count]
+                layer.values[slot, :, :count] = layer.values[source, :, :count]
+
+    def prefill_from(
+        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> torch.Tensor:
+        """See ``PrefixEngine.prefill_from``. Whole prompts go through the model apart, without reading the cache."""
+        import torch
+
+        hidden: list[Any] = [None] * len(prompts)
+        whole = [row for row, start in enumerate(starts) if not start]
+        rest = [row for row, start in enumerate(starts) if start]
+        if whole:
+            read = self._read_prompts([slots[row] for row in whole], [prompts[row] for row in whole])
+            for row, last in zip(whole, read, strict=True):
+                hidden[row] = last
+        if rest:
+            chunk = self._prefill_chunk or self._max_len
+            of = [slots[row] for row in rest], [prompts[row] for row in rest], [starts[row] for row in rest]
+            for row, last in zip(rest, self._read_chunks(*of, chunk), strict=True):
+                hidden[row] = last
+        return self._logits(slots, torch.stack(hidden))
+
+    def _read_prompts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The hidden states ``[rows, hidden]`` of the last token of each whole prompt."""
+        import torch
+
+        longest = max(len(prompt) for prompt in prompts)
+        if self._graphs is not None and longest <= (self._prefill_chunk or self._max_len):
+            with torch.inference_mode():
+                return torch.stack([self._graphs.prompt(*of) for of in zip(slots, prompts, strict=True)])
+        if self._prefill_chunk is not None and longest > self._prefill_chunk:
+            return self._read_chunks(slots, prompts, [0] * len(prompts), self._prefill_chunk)
+        ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        self._reach.move(slots, None, longest)
+        # The padding comes after the prompt, so the causal mask alone keeps it out.
+        positions = self._kv_positions[None, :longest]
+        return self._forward(ids, positions)[torch.arange(len(prompts)), last]
+
+    def _read_chunks(
+        self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int], chunk: int
+    ) -> torch.Tensor:
+        """The same, from ``starts`` on: each chunk attends to what stands before it in the cache.
+
+        Prompts that are through leave the batch. A padded piece that would reach beyond the slot begins earlier, and
+        reads some tokens again.
+        """
+        import torch
+
+        last: list[Any] = [None] * len(prompts)
+        for offset in range(0, max(len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)), chunk):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) - starts[row] > offset]
+            width = min(chunk, max(len(prompts[row]) - starts[row] - offset for row in rows))
+            begins = [min(starts[row] + offset, self._max_len - width) for row in rows]
+            pieces = [prompts[row][begin : begin + width] for row, begin in zip(rows, begins, strict=True)]
+            ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces])
+            together = len(set(begins)) == 1
+            positions = torch.tensor(begins[:1] if together else begins)[:, None] + self._kv_positions[:width]
+            self._reach.move([slots[row] for row in rows], positions, max(begins) + width)
+            hidden = self._forward(ids, positions)
+            for index, (row, begin) in enumerate(zip(rows, begins, strict=True)):
+                if len(prompts[row]) <= begin + width:
+                    last[row] = hidden[index, len(prompts[row]) - 1 - begin]
+        return torch.stack(last)
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """See ``GenerateEngine.decode``. All rows read as much of the KV cache as the longest fills."""
+        import torch
+
+        if self._graphs is not None:
+            with torch.inference_mode():
+                return self._logits(slots, self._graphs.step(slots, tokens, positions))
+        column = torch.tensor(positions)[:, None]
+        self._reach.move(slots, column, max(positions) + 1)
+        hidden = self._forward(torch.tensor(tokens)[:, None], column)
+        return self._logits(slots, hidden[:, 0])
+
+    def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> torch.Tensor:
+        """See ``VerifyingEngine.verify``."""
+        import torch
+
+        ids = torch.tensor(tokens)
+        columns = torch.tensor(positions)[:, None] + self._kv_positions[: ids.shape[1]]
+        kv_len = max(positions) + ids.shape[1]
+        self._reach.move(slots, columns, kv_len)
+        return self._logits(slots, self._forward(ids, columns))
+
+    def close(self) -> None:
+        """Drop the weights and the KV cache."""
+        self._spec = None
+        self._model = self._base = self._head = self._cache = self._graphs = None
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The last hidden states ``[rows, queries, hidden]`` of ``ids`` ``[rows, queries]``.
+
+        ``positions`` are ``[rows, queries]``, or ``[1, queries]`` where all rows have the same.
+        """
+        import torch
+
+        with torch.inference_mode():
+            arguments: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+            # forward, not __call__: there are no hooks, and a tiny model notices the difference.
+            output = self._base.forward(
+                input_ids=ids,
+                attention_mask=self._mask(positions, self._reach.kv_len),
+                past_key_values=self._cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
+            hidden: torch.Tensor = output.last_hidden_state
+            return hidden
+
+    def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Which of the first ``kv_len`` positions each query may see ``[rows or 1, 1, queries, kv_len]``.
+
+        A dict by layer type where the family wants one.
+        """
+        if isinstance(self._windows, dict):
+            return {kind: self._one_mask(positions, kv_len, window) for kind, window in self._windows.items()}
+        return self._one_mask(positions, kv_len, self._windows)
+
+    def _one_mask(self, positions: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+        import torch
+
+        keys, queries = self._kv_positions[:kv_len], positions[..., None]
+        visible = keys <= queries
+        if window is not None and kv_len > window:
+            visible &= keys > queries - window  # the query itself is one of the window
+        visible = visible[:, None]
+        if not self._additive_mask:
+            return visible
+        dtype = self._model.dtype
+        return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+    def _logits(self, slots: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits ``[..., vocab_size]`` of hidden states ``[rows, hidden]`` or ``[rows, queries, hidden]``."""
+        import torch
+
+        with torch.inference_mode():
+            logits: torch.Tensor = self._head(hidden).float()
+            finite = logits.flatten(1).sum(dim=-1).isfinite()
+            if not finite.all():
+                self._wipe([slot for slot, ok in zip(slots, finite.tolist(), strict=True) if not ok])
+            return logits
+
+    def _wipe(self, slots: list[int]) -> None:
+        """Clear slots that hold NaN: masked out, it would still be NaN for the next request (0 x NaN)."""
+        for layer in self._cache.layers:
+            layer.keys[slots] = 0
+            layer.values[slots] = 0
+
+    def _warm_up(self, tell: Tell | None = None) -> None:
+        """Run every bucket once; ``tell`` hears of each."""
+        total = len(self.spec.prefill_buckets) + len(self.spec.decode_buckets)
+        for done, bucket in enumerate(self.spec.prefill_buckets):
+            if tell is not None:
+                tell(done, total)
+            self.prefill([0], [[0] * bucket])
+        every_slot = range(self.spec.slots)
+        for done, bucket in enumerate(self.spec.decode_buckets, len(self.spec.prefill_buckets)):
+            if tell is not None:
+                tell(done, total)
+            self.decode(every_slot, [0] * len(every_slot), [bucket - 1] * len(every_slot))
+
+    def _take_graphs(self) -> None:
+        """Have a graph for each bucket: from the entry of its manifest, else compiled into it."""
+        if self._into is not None:
+            self._compile_into(*self._into)
+            return
+        with contextlib.ExitStack() as stack:
+            root = self._compiled or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corewright-cpu-")))
+            found = stack.enter_context(entry(root, self._manifest(), artifacts.is_whole))
+            if not found.complete:
+                self._compile_into(found)
+                return
+            before = misses()
+            with code_taken_from(found.path / artifacts.CODE):
+                self._open_graphs()
+            if misses() > before:
+                found.forget()
+                log.warning("%s is given up: torch has not found %d graphs there", found.path, misses() - before)
+
+    def _compile_into(self, found: Entry, tell: Tell | None = None) -> None:
+        code = found.path / artifacts.CODE
+        code.mkdir()
+        what = f"{self._path} with torch.compile"
+        with compiling(what, "it takes up to a minute for each bucket"), code_kept_in(code):
+            self._open_graphs(tell)
+        shutil.rmtree(code / "locks", ignore_errors=True)
+        found.finish(str(self._path))
+
+    def _open_graphs(self, tell: Tell | None = None) -> None:
+        # Without graphs first: it makes the KV cache, of which the graphs are made.
+        every_slot = range(self._slots)
+        self.prefill([0], [[0]])
+        self.decode(every_slot, [0] * self._slots, [0] * self._slots)
+        self._graphs = Graphs(
+            Traced(
+                base=self._base,
+                layers=self._cache.layers,
+                slots=self._slots,
+                takes_positions=self._takes_positions,
+                mask=self._mask,
+                before=lambda rows: self._reach.move(range(rows), None, 0),
+            ),
+            self.spec.prefill_buckets,
+            self.spec.decode_buckets,
+        )
+        self._warm_up(tell)
+
+    def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self._slots < 1 or self._max_len < 2:
+            what = f"at least 1 slot and a max_len of 2 are needed, not {self._slots} and {self._max_len}"
+            raise EngineLoadError("bad-engine-size", what)
+        if self._prefill_chunk is not None and self._prefill_chunk < 1:
+            what = f"prefill_chunk must be at least 1, not {self._prefill_chunk}"
+            raise EngineLoadError("bad-engine-size", what)
+        if self._dtype not in DTYPES:
+            raise EngineLoadError(
+                "bad-dtype", f"the cpu engine has no dtype {self._dtype!r}", f"use {', '.join(DTYPES)}"
+            )
+        prefill = default_prefill_buckets(self._max_len) if self._prefill_buckets is None else self._prefill_buckets
+        decode = default_decode_buckets(self._max_len) if self._decode_buckets is None else self._decode_buckets
+        try:
+            prefill = checked_buckets("prefill", prefill, self._max_len)
+            decode = checked_buckets("decode", decode, self._max_len)
+        except ValueError as error:
+            raise EngineLoadError("bad-buckets", str(error)) from error
+        if decode[-1] != self._max_len:
+            what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {self._max_len} tokens"
+            raise EngineLoadError("bad-buckets", what, f"add {self._max_len}")
+        return prefill, decode
+
+
+def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
+    """A transformers Cache of ``layers`` slot layers, all obeying ``reach``.
+
+    The class stands inside the function because its base class comes from a lazy import. Keys and values are
+    ``[slots, heads, room, head_dim]``, allocated at the first write, when heads and head_dim are seen.
+    """
+    import torch
+    from transformers.cache_utils import Cache, StaticLayer
+
+    class SlotLayer(StaticLayer):
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            """Store ``[rows, heads, queries, head_dim]``; return ``[rows, heads, kv_len, head_dim]`` to attend to."""
+            if not self.is_initialized:
+                self.stored_keys = self.keys = self._room_for(key_states)
+                self.stored_values = self.values = self._room_for(value_states)
+                self.is_initialized = True
+            if reach.positions is None:
+                self._fill(self.stored_keys, key_states)
+                self._fill(self.stored_values, value_states)
+                return key_states, value_states  # a prompt starts at 0 and attends to nothing but itself
+            cells = self._cells(key_states.shape[1], reach.positions)
+            self._write(self.stored_keys, cells, key_states)
+            self._write(self.stored_values, cells, value_states)
+            return self._read(self.stored_keys), self._read(self.stored_values)
+
+        def _room_for(self, states: torch.Tensor) -> torch.Tensor:
+            return states.new_zeros((slots, states.shape[1], room, states.shape[3]))
+
+        def _fill(self, stored: torch.Tensor, states: torch.Tensor) -> None:
+            if reach.block is not None:
+                stored[reach.block, :, : reach.kv_len] = states
+            else:
+                stored[reach.slots, :, : reach.kv_len] = states
+
+        def _cells(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
+            """Where each token of each row and head goes, in keys seen as ``[slots * heads * room, head_dim]``."""
+            if heads not in reach.cells:
+                if heads not in reach.row_starts:
+                    rows = torch.tensor(reach.slots)[:, None] * heads + torch.arange(heads)
+                    reach.row_starts[heads] = rows * room
+                reach.cells[heads] = (reach.row_starts[heads][..., None] + positions[:, None]).flatten()
+            return reach.cells[heads]
+
+        def _write(self, stored: torch.Tensor, cells: torch.Tensor, states: torch.Tensor) -> None:
+            stored.view(-1, states.shape[-1]).index_copy_(0, cells, states.flatten(0, 2))
+
+        def _read(self, stored: torch.Tensor) -> torch.Tensor:
+            if reach.block is not None:
+                return stored[reach.block, :, : reach.kv_len]
+            return stored[:, :, : reach.kv_len].index_select(0, torch.tensor(reach.slots))
+
+        def get_seq_length(self, *_: Any) -> int:
+            """0: positions are always given, so transformers must not add any of its own."""
+            return 0
+
+        def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+            return reach.kv_len, 0
+
+    return Cache(layers=[SlotLayer(room) for _ in range(layers)])
+
+
+def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
+    """The sliding window of all layers, None for none; or by layer type where the family wants masks by type."""
+    window: int | None = getattr(config, "sliding_window", None)
+    if family.layer_types:
+        return {kind: window if kind == "sliding_attention" else None for kind in config.layer_types}
+    return window if family.window else None
+
+
+def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
+    """Let bloom build its bias from our mask: slots are filled from the left, so key j always is position j."""
+    import torch
+
+    original = type(base).build_alibi_tensor
+    built: dict[int, torch.Tensor] = {}  # number of rows -> [rows * heads, 1, max_len]
+
+    def build_alibi_tensor(self: Any, mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
+        rows, kv_len = len(reach.slots), mask.shape[-1]
+        if rows not in built:
+            built[rows] = original(self, torch.ones(rows, max_len, dtype=torch.long), heads, dtype)
+        return built[rows][..., :kv_len]
+
+    base.build_alibi_tensor = MethodType(build_alibi_tensor, base)
+
+
+def _family(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Family:
+    model_type = settings.get("model_type")
+    if trust_remote_code and settings.get("auto_map") and model_type not in FAMILIES:
+        return Family()  # what most of them are; whether this one is, no test has seen
+    if model_type not in FAMILIES:
+        raise EngineLoadError(
+            "unknown-family",
+            f"the cpu engine does not know the model_type {model_type!r} of {path / 'config.json'}",
+            f"it knows {', '.join(FAMILIES)}",
+        )
+    return FAMILIES[model_type]
+
+
+def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
+    """The files that transformers will read, and whether they are pickles, which is where there are no safetensors."""
+    safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
+    still = coming(path)  # first: what arrives between the two looks is then seen twice, and not overlooked
+    is_there = {
+        file: any(one.exists() or one.name in still for one in (file, _index_of(file))) for file in (safe, pickle)
+    }
+    pickled = is_there[pickle] and not is_there[safe]
+    if pickled and not allow_pickle:
+        found = pickle if pickle.exists() or pickle.name in still else _index_of(pickle)
+        raise EngineLoadError(
+            "pickle-refused",
+            f"the weights of {path} are pickled ({found.name}), and reading a pickle can run code",
+            "convert them with save_pretrained; or, if you trust the file, set `allow_pickle: true`",
+        )
+    whole = pickle if pickled else safe
+    index = _index_of(whole)
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise EngineLoadError("config-unreadable", f"{index} has no weight_map")
+        files = [path / name for name in sorted(set(shards.values()))]
+    else:
+        files = [whole]
+    missing = [file.name for file in files if file.name not in still and not file.exists()]
+    if missing:
+        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
+        others = [] if any(is_there.values()) else others
+        what = f"{path} lacks {', '.join(missing)}" + (f" and has only {', '.join(others)}" if others else "")
+        hint = "convert the weights with save_pretrained" if others else "copy the weights again"
+        raise EngineLoadError("weights-missing", what, hint)
+    return files, pickled
+
+
+def _index_of(file: Path) -> Path:
+    """Where the shards are listed, if the weights are no single file."""
+    return file.with_name(f"{file.name}.index.json")
+
+
+def _check_pickles(files: Sequence[Path]) -> None:
+    """As ``_check_weight_files``, of pickles. Only those of before torch 1.6 cannot be mapped and are read whole."""
+    import torch
+
+    for file in files:
+        _arrived(partial(wait_for, file.parent, file.name))
+        try:
+            torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        except Exception as error:
+            if "unsupported global" in str(error).lower():
+                raise EngineLoadError(
+                    "pickle-refused",
+                    f"{file} names functions or classes to be called, and not only weights: {error}",
+                    "convert it with save_pretrained where it can do no harm; allow_pickle does not go that far",
+                ) from error
+            raise EngineLoadError(
+                "weights-broken",
+                f"{file} cannot be read: {type(error).__name__}: {error}",
+                "copy the file again",
+            ) from error
+
+
+def _arrived(wait: Callable[[], object]) -> None:
+    """Wait for what is still being fetched. Raises EngineLoadError where its fetch ends before."""
+    try:
+        wait()
+    except SourceError as error:
+        raise EngineLoadError(error.id, error.what, error.hint) from error
+
+
+def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
+    """Find truncated and garbled files by their headers, before gigabytes are read. Waits for those that arrive."""
+    from safetensors import safe_open
+
+    for file in files:
+        _arrived(partial(wait_for, file.parent, file.name))
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (broken, OSError) as error:
+            raise EngineLoadError("weights-broken", f"{file} cannot be read: {error}", "copy the file again") from error
+
+
+def _load_model(path: Path, dtype: torch.dtype, pickled: bool, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=dtype,
+            use_safetensors=not pickled,
+            weights_only=True,  # of pickles: no function that the file names is called
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below with their names, which the exception does not tell
+        )
+    except Exception as error:  # OSError, RuntimeError, KeyError, huggingface_hub's own: whatever its readers raise
+        raise EngineLoadError(
+            "weights-mismatch",
+            f"{path} cannot be loaded: {type(error).__name__}: {error}",
+            "does config.json belong to it?",
+        ) from error
+    model, info = loaded
+    # transformers fills absent weights with random numbers and only warns.
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(
+        f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+    )
+    for what, weights in (("lacks weights that", missing), ("has weights of other shapes than", mismatched)):
+        if weights:
+            raise EngineLoadError(
+                "weights-mismatch",
+                f"{path} {what} config.json asks for: {len(weights)} of them, first {weights[0]}",
+                "does config.json belong to it?",
+            )
+    model.eval()
+    return model
+
+
+def _check_positions(config: Any, max_len: int) -> None:
+    check_length(max_len, getattr(config, "max_position_embeddings", None))
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if kind == "longrope":
+        # transformers turns all rows of a batch by the longest of them, so neighbours would change an answer.
+        check_length(max_len, original, "positions before longrope")

@@ -1,0 +1,1 @@
+"""The NxD Inference engine."""

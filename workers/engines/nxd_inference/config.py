@@ -1,0 +1,251 @@
+"""What NxD Inference is told of a model: lengths and NeuronConfig options, from the fields of a spec.
+
+Pure: no package is imported, so that the process which compiles and the one which loads come to the same options.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from placements.facts.engines import NXD_E5M2, NXD_QUANTIZED_DTYPES, NXD_QUANTIZED_OPTIONS, Release, nxd_release
+from workers.batching.buckets import checked_buckets, ladder
+from workers.engines.nxd_inference.options import FIELDS, MOE_OPTIONS, UNSERVED, lacks
+from workers.messages.engine_protocol import EngineLoadError
+
+if TYPE_CHECKING:
+    from workers.engines import EngineConfig
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # ours -> torch's
+SHORTEST_BUCKET = 128  # tokens; where NxD Inference's own ladder begins (``modules/autobucketing``)
+GLOBAL_TOPK = 256  # the most that is sampled from on the device: OnDeviceSamplingConfig's default of global_topk
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a replica's configuration, what decides the artifacts and the way they are called. Plain values, for JSON."""
+
+    source: str
+    dtype: str
+    slots: int
+    max_len: int
+    tp_degree: int
+    sampling: str
+    prefill_buckets: list[int]
+    decode_buckets: list[int]
+    draft_source: str | None
+    draft_k: int
+    quantize: str | None
+    quantize_kv: str | None
+    fuse_qkv: bool | None
+    engine_options: dict[str, Any]
+    allow_pickle: bool
+    presharded: bool = False  # the source has the weights of each core, and no others (``nxd_given.seen``)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Settings:
+        """Raises EngineLoadError without a checkpoint."""
+        if config.source is None:
+            raise EngineLoadError(
+                "source-missing", "the nxd-inference engine needs a checkpoint", "name a folder in `source`"
+            )
+        told = [field.name for field in fields(cls) if field.name != "presharded"]
+        return cls(**{name: _plain(getattr(config, name)) for name in told})
+
+    @property
+    def quantized_source(self) -> str | None:
+        """The folder of a quantized checkpoint that the user brings; None: one is made of the source."""
+        return self.engine_options.get("quantized_checkpoints_path")
+
+    @property
+    def speculation_length(self) -> int:
+        """Tokens that the target takes in a step: the last one and the draft's guesses. 0: there is no draft."""
+        return self.draft_k + 1 if self.draft_source is not None else 0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths that the graphs are compiled for."""
+
+    context_buckets: tuple[int, ...]
+    token_buckets: tuple[int, ...]  # the last is the length of a slot on the device
+    decode_buckets: tuple[int, ...]  # as the batcher sees them: the last is max_len
+
+    @property
+    def seq_len(self) -> int:
+        return self.token_buckets[-1]
+
+
+def lengths(settings: Settings) -> Lengths:
+    """The buckets of ``settings``, or doubling ones up to max_len. Raises EngineLoadError.
+
+    With a draft a slot is longer on the device than max_len by the tokens of one step: every step is a speculative one,
+    since no other graph for decoding is compiled, and the last of a slot writes its guesses behind it. The bucket must
+    lie above position + speculation_length (``model_wrapper.get_target_bucket`` compares with ``<``).
+    """
+    if settings.slots < 1 or settings.max_len < 2:
+        what = f"at least 1 slot and a max_len of 2 are needed, not {settings.slots} and {settings.max_len}"
+        raise EngineLoadError("bad-engine-size", what)
+    default = ladder(SHORTEST_BUCKET, settings.max_len)
+    try:
+        context = checked_buckets("prefill", settings.prefill_buckets or default, settings.max_len)
+        decode = checked_buckets("decode", settings.decode_buckets or default, settings.max_len)
+    except ValueError as error:
+        raise EngineLoadError("bad-buckets", str(error)) from error
+    if decode[-1] != settings.max_len:
+        what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {settings.max_len} tokens"
+        raise EngineLoadError("bad-buckets", what, f"add {settings.max_len}")
+    ahead = settings.speculation_length
+    if 1 in context or ahead in context:
+        # The graph tells prompts from steps by their width (``model_base``: "1" or "speculation_length" is a step).
+        what = f"a prefill bucket of {1 if 1 in context else ahead} tokens would be taken for a decoding step"
+        raise EngineLoadError("bad-buckets", what, "take a longer one")
+    token = decode if not ahead else (*decode[:-1], settings.max_len + ahead)
+    return Lengths(context, token, decode)
+
+
+def neuron_options(settings: Settings, sizes: Lengths, release: Release, quantized: str) -> dict[str, Any]:
+    """NeuronConfig's keywords for the model itself. Raises EngineLoadError.
+
+    ``quantized`` is the folder that the quantized checkpoint goes to. dtypes are names; on_device_sampling_config is
+    a dictionary of its own options. What has different defaults in different versions is always named.
+    """
+    slots = settings.slots
+    options: dict[str, Any] = {
+        "tp_degree": settings.tp_degree,
+        "torch_dtype": _dtype(settings.dtype),
+        "batch_size": slots,
+        "ctx_batch_size": 1,
+        "tkg_batch_size": slots,
+        "max_batch_size": slots,
+        "is_continuous_batching": slots > 1,
+        "seq_len": sizes.seq_len,
+        "n_positions": sizes.seq_len,
+        "max_length": sizes.seq_len,
+        "max_context_length": sizes.context_buckets[-1],
+        "padding_side": "right",
+        "enable_bucketing": True,
+        "context_encoding_buckets": list(sizes.context_buckets),
+        "token_generation_buckets": list(sizes.token_buckets),
+        "save_sharded_checkpoint": True,  # True by default in 0.2, then False
+        "async_mode": False,
+        "allow_input_truncation": False,
+        "kv_cache_batch_size": slots,
+    }
+    lnc = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+    if lnc:  # the runtime's, which must be the compiler's too
+        options["logical_nc_config"] = int(lnc)
+    if settings.fuse_qkv is not None:
+        options["fused_qkv"] = settings.fuse_qkv
+    if settings.presharded:
+        options["skip_sharding"] = True  # a load reads those of each core all the same
+    options |= _quantization(settings, quantized, release) | _sampling(settings) | _speculation(settings)
+    return options | _given(settings.engine_options, options, release)
+
+
+def draft_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """NeuronConfig's keywords for the draft model: the target's, without the speculation that is the target's."""
+    return dict(options) | {"enable_fused_speculation": False, "speculation_length": 0}
+
+
+def _given(given: Mapping[str, Any], own: Mapping[str, Any], release: Release) -> dict[str, Any]:
+    """The options that the spec names itself. Raises EngineLoadError for one that cannot be."""
+    for option, value in given.items():
+        if option in FIELDS:
+            _refuse(option, f"it follows from the field `{FIELDS[option]}`", f"set `{FIELDS[option]}`")
+        if option in UNSERVED and value not in (None, False, own.get(option)):
+            _refuse(option, UNSERVED[option], "leave it out")
+        if option in MOE_OPTIONS:  # whether the model is one of experts is known when its class is
+            continue
+        missing = lacks(option, release)
+        if missing is not None:
+            version = f"{release[0]}.{release[1]}"
+            raise EngineLoadError(
+                "option-not-in-version",
+                f"`{option}` is no option of NxD Inference {version}: {missing}",
+                "leave it out, or run the model on an image with another version",
+            )
+    merged = {option: value for option, value in given.items() if option not in NXD_QUANTIZED_OPTIONS}
+    if isinstance(given.get("on_device_sampling_config"), Mapping):
+        if "on_device_sampling_config" not in own:
+            _refuse("on_device_sampling_config", "the host samples", "set `sampling: device`")
+        most = given["on_device_sampling_config"].get("global_topk", GLOBAL_TOPK)
+        if not 1 <= most <= GLOBAL_TOPK:
+            what = f"its global_topk is {most}, and a request's top_k is from 1 to {GLOBAL_TOPK} on the device"
+            _refuse("on_device_sampling_config", what, f"at most {GLOBAL_TOPK}")
+        merged["on_device_sampling_config"] = {
+            **given["on_device_sampling_config"],
+            # what the engine relies on
+            **{name: own["on_device_sampling_config"][name] for name in ("do_sample", "dynamic")},
+        }
+    return merged
+
+
+def _refuse(option: str, why: str, hint: str) -> None:
+    raise EngineLoadError("bad-engine-option", f"`engine_options.{option}` cannot be set: {why}", hint)
+
+
+def _dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise EngineLoadError(
+            "bad-dtype", f"the nxd-inference engine has no dtype {dtype!r}", f"use {', '.join(DTYPES)}"
+        )
+    return DTYPES[dtype]
+
+
+def _quantization(settings: Settings, folder: str, release: Release) -> dict[str, Any]:
+    """One scale for each channel: one for a whole matrix, the default, lets a single large weight spoil it."""
+    options: dict[str, Any] = {}
+    for option in NXD_QUANTIZED_OPTIONS if settings.quantize is None else ():
+        if option in settings.engine_options:
+            _refuse(option, "`quantize` is not set", "add `quantize: int8` or `quantize: fp8`")
+    if settings.quantize is not None:
+        known = NXD_QUANTIZED_DTYPES[settings.quantize]
+        dtype = settings.engine_options.get("quantization_dtype", known[0])
+        if dtype not in known:
+            _refuse("quantization_dtype", f"`quantize: {settings.quantize}` has {' and '.join(known)}", "leave it out")
+        if dtype == "f8e5m2" and release < nxd_release(NXD_E5M2):
+            what = f"NxD Inference {release[0]}.{release[1]} would convert weights of f8e5m2 to int8"
+            raise EngineLoadError("option-not-in-version", what, f"{NXD_E5M2} is the first version that has the type")
+        if settings.draft_source is not None:
+            _refuse("quantized", "a draft model of a quantized one is converted too, without its scales", "drop one")
+        options |= {
+            "quantized": True,
+            "quantized_checkpoints_path": folder,
+            "quantization_dtype": dtype,
+            "quantization_type": "per_channel_symmetric",
+        }
+    if settings.quantize_kv is not None:
+        if settings.quantize_kv != "fp8":
+            _refuse("kv_cache_quant", f"the KV cache is stored as fp8, not {settings.quantize_kv}", "quantize_kv: fp8")
+        options["kv_cache_quant"] = True  # the switch up to 0.7; later only a compiler flag follows from it
+        if release >= (0, 8):
+            options["kv_quant_config"] = {"direct_cast": True}
+    return options
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """A draft's target compares on the device, greedily."""
+    if settings.speculation_length:
+        return {"on_device_sampling_config": {"do_sample": False, "dynamic": False, "top_k": 1}}
+    if settings.sampling == "device":
+        return {"on_device_sampling_config": {"do_sample": True, "dynamic": True, "global_topk": GLOBAL_TOPK}}
+    return {}
+
+
+def _speculation(settings: Settings) -> dict[str, Any]:
+    if not settings.speculation_length:
+        return {}
+    if settings.draft_k < 1:
+        raise EngineLoadError("bad-draft", f"a draft of {settings.draft_k} tokens is none", "at least 1")
+    return {"enable_fused_speculation": True, "speculation_length": settings.speculation_length}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,176 @@
+"""The installed NxD Inference: its version, the class of a model, and its configuration made of plain options."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from placements.facts.checkpoints import CheckpointError, sliding_window
+from placements.facts.engines import NXD_VERSIONS, PACKAGES, Release, distribution, nxd_release, reaches
+from workers.engines.checkpoint_files import check_rotary, eos_token_ids, read_config
+from workers.engines.nxd_inference.config import Settings, draft_options, lengths, neuron_options
+from workers.engines.nxd_inference.options import MOE_OPTIONS
+from workers.messages.engine_protocol import EngineLoadError
+
+NAME = PACKAGES["nxd-inference"]
+DISTRIBUTION = distribution("nxd-inference")
+WHERE = (
+    "it comes with AWS's Neuron images (inf2 and trn1: up to SDK 2.28; trn2: later ones too), or: pip install "
+    "neuronx-distributed-inference --extra-index-url https://pip.repos.neuron.amazonaws.com"
+)
+CONFIG_CLASSES = {  # options that are objects
+    "on_device_sampling_config": "OnDeviceSamplingConfig",
+    "hybrid_sharding_config": "HybridShardingConfig",
+    "tensor_capture_config": "TensorCaptureConfig",
+    "tensor_replacement_config": "TensorReplacementConfig",
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """A version of NxD Inference, imported."""
+
+    version: str
+    modules: Mapping[str, Any]  # by the last part of their name
+
+    @property
+    def release(self) -> Release:
+        return nxd_release(self.version)
+
+
+def require_package() -> None:
+    """Raises EngineLoadError where the package is not installed. Imports nothing of it."""
+    if importlib.util.find_spec(NAME) is None:
+        raise _missing(NAME)
+
+
+def import_package() -> Package:
+    """Import it; the environment is complete (``placements.resources.environ``). Raises EngineLoadError."""
+    require_package()
+    try:
+        names = ("models.config", "utils.constants", "utils.hf_adapter", "modules.generation.sampling")
+        modules = {name.rpartition(".")[2]: importlib.import_module(f"{NAME}.{name}") for name in names}
+        version = getattr(importlib.import_module(NAME), "__version__", None) or metadata.version(DISTRIBUTION)
+    except (ImportError, metadata.PackageNotFoundError) as error:
+        raise _missing(error.name or NAME) from error
+    if not reaches(str(version), NXD_VERSIONS[0]):
+        what = f"NxD Inference {version} is installed, and the first supported version is {NXD_VERSIONS[0]}"
+        raise EngineLoadError("engine-not-installed", what, WHERE)
+    return Package(str(version), modules)
+
+
+def _missing(name: str) -> EngineLoadError:
+    return EngineLoadError("engine-not-installed", f"the nxd-inference engine needs {name}", WHERE)
+
+
+def installed_versions(*distributions: str) -> dict[str, str | None]:
+    """Those of the given distributions; None for one that is not installed."""
+    found: dict[str, str | None] = {}
+    for name in distributions:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def model_class(package: Package, source: Path, max_len: int) -> Any:
+    """The class for a checkpoint, by its model_type. Raises EngineLoadError.
+
+    Mistral had no class of its own before 0.9; it is Llama with a window. No other class keeps a window.
+    """
+    settings = read_config(source)
+    model_type = str(settings.get("model_type"))
+    registry = package.modules["constants"].MODEL_TYPES
+    name = "llama" if model_type == "mistral" and "mistral" not in registry else model_type
+    if "causal-lm" not in registry.get(name, {}):
+        raise EngineLoadError(
+            "unknown-family",
+            f"NxD Inference {package.version} has no class for the model_type {model_type!r} of {source}",
+            f"it has {', '.join(sorted(registry))}",
+        )
+    window = _window(model_type, settings)
+    if window is not None and window < max_len and name != "mistral":
+        raise EngineLoadError(
+            "window-not-kept",
+            f"{source} attends to a sliding window of {window} tokens, and NxD Inference {package.version} computes "
+            f"{model_type} without one",
+            f"set `max_len` to {window} at most, or take the cpu engine",
+        )
+    return registry[name]["causal-lm"]
+
+
+def _window(model_type: str, settings: Mapping[str, Any]) -> int | None:
+    """The length of the sliding window, where the model has one. Raises EngineLoadError."""
+    try:
+        return sliding_window(model_type, settings)
+    except CheckpointError as error:
+        raise EngineLoadError("config-unreadable", error.what, error.hint) from error
+
+
+def build_config(package: Package, settings: Settings, quantized: str) -> tuple[Any, Any]:
+    """The model's class and its InferenceConfig, with the draft's in it. Raises EngineLoadError.
+
+    ``quantized``: the folder of the quantized checkpoint.
+    """
+    source = Path(settings.source)
+    kind = model_class(package, source, settings.max_len)
+    options = neuron_options(settings, lengths(settings), package.release, quantized)
+    fused = None
+    worker = getattr(kind, "_model_cls", None)  # before an application is made: it puts its fused model there
+    if settings.draft_source is not None:
+        draft = Path(settings.draft_source)
+        own, other = (read_config(path).get("vocab_size") for path in (source, draft))
+        if own != other:
+            raise EngineLoadError(
+                "bad-draft",
+                f"the vocabulary of the draft model has {other} ids, the model's {own}",
+                "a draft model has the tokenizer of its model",
+            )
+        draft_kind = model_class(package, draft, settings.max_len)
+        draft_config = _inference_config(package, draft_kind, draft, draft_options(options), None)
+        named = {"draft_model_cls": draft_kind} if package.release >= (0, 7) else {}
+        if not named and draft_kind is not kind:
+            what = f"NxD Inference {package.version} speculates with a draft of the model's own family only"
+            raise EngineLoadError("bad-draft", what, "0.7 is the first that does otherwise")
+        fused = package.modules["config"].FusedSpecNeuronConfig(
+            worker, draft_config=draft_config, draft_model_path=str(draft), **named
+        )
+    return kind, _inference_config(package, kind, source, options, fused)
+
+
+def _inference_config(package: Package, kind: Any, source: Path, options: Mapping[str, Any], fused: Any) -> Any:
+    import torch
+
+    config = package.modules["config"]
+    neuron_kind = kind.get_neuron_config_cls()
+    keywords = dict(options)
+    experts = sorted(set(keywords) & MOE_OPTIONS)
+    if issubclass(neuron_kind, config.MoENeuronConfig):
+        keywords.setdefault("glu_mlp", True)  # documents and code disagree on the default
+    elif experts:
+        raise EngineLoadError(
+            "bad-engine-option", f"`engine_options.{experts[0]}` is for models of experts only", "leave it out"
+        )
+    keywords["torch_dtype"] = getattr(torch, keywords["torch_dtype"])
+    for name, class_name in CONFIG_CLASSES.items():
+        if isinstance(keywords.get(name), Mapping):
+            keywords[name] = getattr(config, class_name)(**keywords[name])
+    more = {} if fused is None else {"fused_spec_config": fused}
+    made = kind.get_config_cls()(
+        neuron_kind(**keywords),
+        load_config=package.modules["hf_adapter"].load_pretrained_config(str(source)),
+        **more,
+    )
+    settings = read_config(source)
+    check_rotary(settings, made)
+    if getattr(made, "pad_token_id", None) is None:
+        # The package pads prompts to their bucket with it.
+        eos = eos_token_ids(source, settings)
+        made.pad_token_id = min(eos) if eos else 0
+    return made

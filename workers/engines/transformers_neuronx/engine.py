@@ -1,0 +1,386 @@
+"""transformers-neuronx as an engine: one class of the package, driven step by step through its ``forward``.
+
+Llama, Mistral and Mixtral batch continuously. The others are static: one batch at a time, all rows in lock-step. A
+model of one slot is static too, which is the same then and has fewer ways to go wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placements.facts.tnx_families import MISREAD_HINT, Family, Reading, run_length
+from workers.engines import package_contract
+from workers.engines.checkpoint_files import check_length, eos_token_ids, positions_of, read_config
+from workers.engines.transformers_neuronx.artifacts import (
+    compile_ahead,
+    compile_now,
+    is_whole,
+    manifest,
+    start_from,
+    version_of,
+)
+from workers.engines.transformers_neuronx.families import family_of
+from workers.engines.transformers_neuronx.options import (
+    Options,
+    Shapes,
+    device_generation,
+    device_top_k,
+    neuron_config,
+    options_for,
+)
+from workers.engines.transformers_neuronx.rows import ContinuousRows, LockStepRows, Rows, SerialRows
+from workers.engines.transformers_neuronx.weights import check_layout, check_weights, weights_of
+from workers.messages.engine_protocol import DeviceSampling, EngineLoadError, EngineSpec, GenerateEngine
+from workers.neff_cache.compile_units import Buildable, Tell
+from workers.neff_cache.compiled_artifacts import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.engines import EngineConfig
+
+log = logging.getLogger(__name__)
+
+# How the package says that options do not go together. StopIteration: no bucket holds a position.
+_REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, StopIteration, TypeError, ValueError)
+
+
+def open_transformers_neuronx(config: EngineConfig) -> GenerateEngine:
+    """The engine, not loaded yet; with a draft model, both of them on the same cores. Raises EngineLoadError."""
+    target, draft = _engines(config)
+    if draft is None:
+        return target
+    from workers.engines.speculative import SpeculativeEngine
+
+    return SpeculativeEngine(target, draft, config.draft_k)
+
+
+def buildables(config: EngineConfig) -> list[Buildable]:
+    """What the engine of ``config`` compiles, its draft's too. Raises EngineLoadError."""
+    target, draft = _engines(config)
+    found = [target.buildable()]
+    return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
+
+
+def _engines(config: EngineConfig) -> tuple[TransformersNeuronxEngine, TransformersNeuronxEngine | None]:
+    if config.source is None:
+        raise EngineLoadError("source-missing", "transformers-neuronx needs a checkpoint", "name a folder in `source`")
+    if config.draft_source is None:
+        return TransformersNeuronxEngine(config, Path(config.source)), None
+    if config.draft_k < 1:
+        raise EngineLoadError("bad-draft", f"a draft of {config.draft_k} tokens is none", "at least 1")
+    runs = run_length(config.draft_k + 1, config.slots)
+    target = TransformersNeuronxEngine(config, Path(config.source), speculates=runs)
+    # It begins with the last two tokens of a slot, so it too takes several in one step.
+    runs = run_length(2, config.slots)
+    return target, TransformersNeuronxEngine(config, Path(config.draft_source), speculates=runs)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What follows from a configuration, before the package makes a model of it."""
+
+    family: Family
+    continuous: bool
+    shapes: Shapes
+    options: Options
+    model_class: Any
+    vocab_size: int
+
+
+class TransformersNeuronxEngine:
+    """Keeps ``GenerateEngine``; ``SamplingEngine`` with ``sampling: device``, ``VerifyingEngine`` if it speculates.
+
+    What the Neuron runtime raises leaves every method as it is.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path, speculates: int = 0) -> None:
+        """``speculates`` is how many tokens of a slot a ``verify`` takes at most; 0: there is no ``verify``.
+
+        Nothing is read before ``load``.
+        """
+        self._config = config
+        self._path = path
+        self._length = speculates
+        self._spec: EngineSpec | None = None
+        self._model: Any = None
+        self._rows: Rows | None = None
+        self._is_serial = False
+        self._sampling = [DeviceSampling()] * config.slots
+        self.compiled = False  # whether ``load`` had to compile, as far as it knows
+
+    @property
+    def spec(self) -> EngineSpec:
+        if self._spec is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._spec
+
+    def load(self) -> None:
+        """See ``GenerateEngine.load``. All that can be wrong without a device is found before a core is claimed."""
+        settings = read_config(self._path)
+        plan = self._planned(settings)
+        check_weights(weights_of(self._path), self._config.allow_pickle)
+        family, continuous, shapes = plan.family, plan.continuous, plan.shapes
+        package_contract.log_drift("transformers-neuronx", log)
+        model = self._made(plan)
+        root = None if self._config.compiled is None else Path(self._config.compiled)
+        with self._refusals():
+            if root is None or family.serial:
+                compile_now(self._path, model, self._manifest(plan), root)
+                self.compiled = True
+            else:
+                self.compiled = not start_from(root, self._manifest(plan), self._path, model)
+            if family.resets and not continuous:
+                model.reset()  # the caches may begin with NaN, says the package of GPT-2, which it resets itself
+        self._model = model
+        self._is_serial = family.serial
+        self._rows = self._make_rows(model, family, continuous)
+        self._spec = EngineSpec(
+            slots=self._config.slots,
+            max_len=self._config.max_len,
+            prefill_buckets=shapes.prefill,
+            decode_buckets=shapes.decode,
+            vocab_size=plan.vocab_size,
+            eos_token_ids=eos_token_ids(self._path, settings),
+            continuous=continuous,
+            returns="tokens" if self._config.sampling == "device" else "logits",
+            keeps_idle_slots=False,
+            device_top_k=device_top_k(plan.vocab_size) if self._config.sampling == "device" else 0,
+        )
+        with self._refusals():
+            self._warm_up()
+
+    def buildable(self) -> Buildable:
+        """What it compiles, told without weights and without a device. Raises EngineLoadError."""
+        plan = self._planned(read_config(self._path))
+
+        def make(found: Entry, tell: Tell) -> None:
+            check_weights(weights_of(self._path), self._config.allow_pickle)
+            model = self._made(plan)
+            if not plan.family.resets:
+                # GPT-2 is reset for each context length while its graphs are built. On the host every reset joins the
+                # parts of a cache and lists the whole once for each core: tp_degree times the memory, each time.
+                model.reset = _reset_nothing
+            with self._refusals():
+                compile_ahead(found, self._path, model)
+
+        kept = not plan.family.serial
+        return Buildable(
+            source=self._path,
+            manifest=self._manifest(plan),
+            is_whole=is_whole,
+            make=make if kept and hasattr(plan.model_class, "cpu_compile") else None,
+            kept=kept,
+        )
+
+    def _planned(self, settings: Mapping[str, Any]) -> _Planned:
+        check_layout(weights_of(self._path), settings)
+        family = family_of(settings.get("model_type"), self._path / "config.json")
+        continuous = family.continuous and self._config.slots > 1
+        shapes = Shapes.of(self._config, family, continuous)
+        self._check_speculation(family, continuous, shapes)
+        check_length(self._config.max_len, positions_of(settings))
+        model_class, vocab_size = _registry()[settings["model_type"]], int(settings["vocab_size"])
+        _check_reading(settings, self._path)
+        options = options_for(self._config, family, shapes, continuous, model_class, vocab_size)
+        return _Planned(family, continuous, shapes, options, model_class, vocab_size)
+
+    def _manifest(self, plan: _Planned) -> dict[str, Any]:
+        return manifest(self._path, plan.options.described(), [self._length] if self._length else [])
+
+    def _made(self, plan: _Planned) -> Any:
+        """The package's model, which has read no weights yet."""
+        config = neuron_config(plan.options.neuron)
+        with self._refusals():
+            constructor, weights = plan.options.constructor, str(weights_of(self._path))
+            model = plan.model_class.from_pretrained(weights, neuron_config=config, **constructor)
+            if self._length:
+                model.enable_speculative_decoder(self._length)
+        return model
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raises EngineLoadError for what the package raises where options do not go together: its constructors, the
+        building of graphs, and their first runs. What its runtime raises passes as it is."""
+        try:
+            yield
+        except _REFUSALS as error:
+            what = f"transformers-neuronx refuses the options of {self._path}: {type(error).__name__}: {error}"
+            raise EngineLoadError("bad-engine-option", what, "see `engine_options` and `buckets`") from error
+
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
+        """See ``GenerateEngine.prefill``. Where the engine is not continuous, it begins a new batch."""
+        return self._given(self._loaded.prefill(slots, prompts))
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
+        """See ``GenerateEngine.decode``. Raises ValueError for unsorted slots."""
+        return self._given(self._loaded.decode(slots, tokens, positions))
+
+    def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> torch.Tensor:
+        """See ``VerifyingEngine.verify``, except that idle slots are overwritten.
+
+        One graph, of the longest run, serves all lengths. Where it would reach beyond the KV cache, or where a row
+        begins at position 0 (which the package takes for a prompt), the tokens go in one by one.
+        """
+        import torch
+
+        count = len(tokens[0])
+        if min(positions) > 0 and max(positions) + self._length <= self.spec.max_len and 1 < count <= self._length:
+            return self._loaded.verify(slots, tokens, positions, self._length)
+        columns = []
+        for ahead in range(count):
+            places = [position + ahead for position in positions]
+            columns.append(self.decode(slots, [row[ahead] for row in tokens], places))
+        return torch.stack(columns, dim=1)
+
+    def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
+        """See ``SamplingEngine.sample_by``. The package takes lists by slot."""
+        for slot, one in zip(slots, how, strict=True):
+            self._sampling[slot] = one
+        self._update_sampling()
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float,
+        top_k: int | None,
+        top_p: float,
+        on_token: Callable[[int], None],
+    ) -> list[int]:
+        """One answer through the package's adapter to transformers' ``generate``, for a loaded model of one slot.
+
+        ``temperature`` 0 is greedy. ``on_token`` gets each token as it comes, the EOS among them. Raises ValueError
+        for a model of several slots, whose batch no single prompt fills, and for one that samples on the device.
+        """
+        if self.spec.slots != 1 or self.spec.returns != "logits":
+            raise ValueError("a single answer needs a model of one slot that samples on the host")
+        import torch
+        from transformers import AutoConfig
+        from transformers_neuronx.generation_utils import HuggingFaceGenerationModelAdapter
+
+        adapter = HuggingFaceGenerationModelAdapter(AutoConfig.from_pretrained(str(self._path)), self._model)
+        adapter.reset_generation()
+        ids = torch.tensor([list(prompt_ids)])
+        eos = sorted(self.spec.eos_token_ids)
+        sampled = {"temperature": float(temperature), "top_k": top_k or 0, "top_p": float(top_p)} if temperature else {}
+        output = adapter.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=bool(temperature),
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            streamer=_Streamer(on_token),
+            **sampled,
+        )
+        answer: list[int] = output[0, len(prompt_ids) :].tolist()
+        return answer
+
+    def close(self) -> None:
+        """Drop the model. Its cores are free when the process ends."""
+        self._spec = None
+        self._model = self._rows = None
+
+    @property
+    def _loaded(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError("the engine is not loaded")
+        return self._rows
+
+    def _make_rows(self, model: Any, family: Family, continuous: bool) -> Rows:
+        kind = ContinuousRows if continuous else SerialRows if family.serial else LockStepRows
+        return kind(model, self._config.slots, self._config.max_len)
+
+    def _check_speculation(self, family: Family, continuous: bool, shapes: Shapes) -> None:
+        if not self._length:
+            return
+        if not family.speculates:
+            what = f"the class of {self._path} takes one token a step"
+            raise EngineLoadError("bad-draft", what, "Llama and GPT-2 speculate, as a model and as its draft")
+        if not continuous and self._config.slots > 1:
+            what = "the rows of a static batch are at one position, so all would have to accept the same"
+            raise EngineLoadError("bad-draft", what, "max_batch: 1")
+        if self._config.sampling == "device":
+            raise EngineLoadError("bad-draft", "drafts are compared with logits on the host", "sampling: host")
+        if continuous and self._length > shapes.prefill[-1]:
+            what = f"runs of {self._length} tokens are longer than the longest prefill bucket, {shapes.prefill[-1]}"
+            raise EngineLoadError("bad-draft", what, f"add a bucket of at least {self._length}")
+
+    def _given(self, output: torch.Tensor) -> Any:
+        if self.spec.returns == "tokens":
+            tokens: list[int] = output.reshape(-1).tolist()
+            return tokens
+        return output.float()
+
+    def _update_sampling(self) -> None:
+        from transformers_neuronx.config import GenerationConfig
+
+        how = device_generation(self._sampling, self.spec.vocab_size)
+        self._model.update_generation_config(GenerationConfig(**how))
+
+    def _warm_up(self) -> None:
+        """Run every graph once. GPT-NeoX has only one, for which a token will do."""
+        every = range(self.spec.slots)
+        for bucket in self.spec.prefill_buckets:
+            rows = every[:1] if self.spec.continuous else every
+            self.prefill(rows, [[0] * (1 if self._is_serial else bucket)] * len(rows))
+        for bucket in self.spec.decode_buckets:
+            self.decode(every, [0] * len(every), [bucket - 1] * len(every))
+        if self._length and self.spec.max_len > self._length:
+            self.verify(every, [[0] * self._length] * len(every), [1] * len(every))
+
+
+class _Streamer:
+    """What transformers calls with the prompt first, ``[1, n]``, and then with each token, ``[1]``."""
+
+    def __init__(self, on_token: Callable[[int], None]) -> None:
+        self._on_token = on_token
+        self._prompt_is_through = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompt_is_through:
+            self._prompt_is_through = True
+            return
+        for token in value.reshape(-1).tolist():
+            self._on_token(int(token))
+
+    def end(self) -> None:
+        """All tokens were told as they came."""
+
+
+def _registry() -> Any:
+    """The package's own table from model_type to class. Raises EngineLoadError where the package is not installed."""
+    try:
+        from transformers_neuronx import modeling_auto
+    except ImportError as error:
+        raise EngineLoadError(
+            "engine-not-installed",
+            f"transformers-neuronx needs {error.name or error}",
+            "an AWS image with Neuron SDK 2.21 to 2.25 has it; or pip install transformers-neuronx "
+            "--extra-index-url=https://pip.repos.neuron.amazonaws.com",
+        ) from error
+    return modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _check_reading(settings: Mapping[str, Any], path: Path) -> None:
+    """Raises EngineLoadError where the package would compute another model than config.json describes."""
+    reading, file = Reading.of(settings), path / "config.json"
+    if reading.lacks:
+        what = f"transformers-neuronx computes no {settings['model_type']} with {reading.lacks}, as {file} has it"
+        raise EngineLoadError("unknown-family", what, "take the cpu engine, or another model")
+    if misread := reading.misread(version_of("transformers")):
+        what = f"transformers-neuronx misreads the rotary positions of {file}: {misread}"
+        raise EngineLoadError("rotary-misread", what, MISREAD_HINT)
+    if reading.approximates:
+        log.warning("%s: %s is computed by its tanh approximation, gelu_new", file, reading.approximates)
+
+
+def _reset_nothing(context_length_estimate: int) -> None:
+    """``reset`` of a model that is only compiled: nothing runs, so that there is nothing to reset."""

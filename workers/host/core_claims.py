@@ -1,0 +1,104 @@
+"""A process's exclusive hold on emulated NeuronCores: one locked file for each core.
+
+The kernel releases a lock when its process ends, however it ends; so does the Neuron driver with real cores. A taken
+core gives the message of the Neuron runtime, so that whoever reads it reacts the same on both.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from placements.facts.core_range import runs
+
+LOOK_S = 0.1  # whoever only looks (`held_cores`) has a lock for microseconds
+
+
+class CoresTaken(Exception):
+    """Cores that another process holds. ``owners`` maps each taken core to the pid that wrote itself into its file."""
+
+    def __init__(self, requested: list[int], owners: dict[int, int | None]) -> None:
+        # The runtime's own words: facts on `nrt_allocate_neuron_cores` in AWS's troubleshooting guide.
+        super().__init__(
+            f"nrt_allocate_neuron_cores NeuronCore(s) not available - "
+            f"Requested:nc{requested[0]}-nc{requested[-1]} Available:{len(requested) - len(owners)}"
+        )
+        self.owners = owners
+
+    @property
+    def held(self) -> str:
+        """Who holds which cores: `nc0-nc7 by pid 71, nc9 by pid 80`."""
+        told = []
+        for cores, pid in runs(self.owners):
+            last = f"-nc{cores.last}" if len(cores) > 1 else ""
+            told.append(f"nc{cores.first}{last} by pid {pid or 'unknown'}")
+        return ", ".join(told)
+
+
+class CoreClaim:
+    """The locks of one process on its cores. Kept until ``release`` or the end of the process."""
+
+    def __init__(self, folder: Path, cores: Iterable[int]) -> None:
+        """Lock every core of ``cores`` in ``folder``, or none. Raises CoresTaken with the owners."""
+        self.cores = sorted(cores)
+        self._files: list[int] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        taken: dict[int, int | None] = {}
+        deadline = time.monotonic() + LOOK_S
+        for core in self.cores:
+            descriptor = os.open(_lock_file(folder, core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if _lock(descriptor, deadline):
+                self._files.append(descriptor)
+            else:
+                taken[core] = _owner(descriptor)
+                os.close(descriptor)
+        if taken:
+            self.release()
+            raise CoresTaken(self.cores, taken)
+        for descriptor in self._files:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Let all go before the process ends (the engine must be closed already)."""
+        while self._files:
+            os.close(self._files.pop())
+
+
+def held_cores(folder: Path) -> dict[int, int | None]:
+    """The cores in ``folder`` that a living process holds now, each with its owner's pid."""
+    held: dict[int, int | None] = {}
+    for path in sorted(folder.glob("nc*.lock")):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held[int(path.stem.removeprefix("nc"))] = _owner(descriptor)
+        finally:
+            os.close(descriptor)
+    return held
+
+
+def _lock(descriptor: int, deadline: float) -> bool:
+    """Whether the lock is ours now. Tried until the deadline: someone may only look."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        else:
+            return True
+
+
+def _lock_file(folder: Path, core: int) -> Path:
+    return folder / f"nc{core}.lock"
+
+
+def _owner(descriptor: int) -> int | None:
+    text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,266 @@
+"""HostFacts: all that is known of one host, put together from what its tools, its driver and its kernel told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from workers.host.facts.cpu_list import parse_cpulist
+from workers.host.facts.neuron_ls import Device, DeviceProcess, NeuronLs
+from workers.host.facts.neuron_monitor import Ecc, MonitorSample, Runtime
+from workers.host.facts.numa import NumaNode
+from workers.host.facts.sections import Findings, excerpt
+from workers.host.facts.sysfs import Sysfs, SysfsDevice
+from workers.host.facts.versions import Versions
+
+# Tools that have devices open without holding a core. neuron-ls lists them where it is asked for all processes.
+ONLOOKERS = frozenset({"neuron-ls", "neuron-monitor", "neuron-top"})
+ONE_CORE_SIZE = frozenset({"Inf2", "Trn1"})  # where a logical core is a physical one
+
+
+class ProcessDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel tells of a process. None is what this user may not read."""
+
+    command: str | None = None
+    visible_cores: str | None = None  # its NEURON_RT_VISIBLE_CORES
+
+
+class Readings(msgspec.Struct, frozen=True, kw_only=True):
+    """What each source told. None is a source that this host does not have."""
+
+    cpus: tuple[int, ...]  # that may be used
+    memory_bytes: int
+    numa: tuple[NumaNode, ...] = ()
+    product: str | None = None  # the machine's name in its firmware: on EC2 the instance type
+    neuron_ls: NeuronLs | None = None
+    monitor: MonitorSample | None = None
+    sysfs: Sysfs | None = None
+    versions: Versions = Versions()
+    processes: dict[int, ProcessDetail] = {}
+    problems: tuple[str, ...] = ()
+
+
+class NeuronProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that has Neuron devices open."""
+
+    pid: int
+    devices: tuple[int, ...]
+    cores: tuple[int, ...] | None = None  # those it was told to take; None when that is not known
+    command: str = ""  # "" when it cannot be read, as for a process of another container
+    runtime_version: str | None = None
+
+    @property
+    def holds_cores(self) -> bool:
+        """Not so for the tools that only look on."""
+        words = self.command.split()
+        return self.runtime_version is not None or not words or words[0].rsplit("/", 1)[-1] not in ONLOOKERS
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of one host. ``problems`` says what could not be read, where, and how to mend it."""
+
+    instance_type: str | None  # None without Neuron devices
+    devices: tuple[Device, ...]  # ascending
+    processes: tuple[NeuronProcess, ...]  # ascending by pid
+    versions: Versions
+    cpus: tuple[int, ...]  # that may be used, ascending
+    numa: tuple[NumaNode, ...]
+    memory_bytes: int  # that may be used
+    monitor: MonitorSample | None  # None without neuron-monitor
+    sysfs: tuple[SysfsDevice, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The ids of all logical cores, ascending."""
+        return tuple(sorted(core for device in self.devices for core in device.cores))
+
+    @property
+    def ecc(self) -> tuple[Ecc, ...]:
+        """ECC events of each device: the driver's own counters, and neuron-monitor's where the driver has none."""
+        merged = {ecc.device: ecc for ecc in (self.monitor.ecc if self.monitor else ())}
+        for device in self.sysfs:
+            told = {name: count for name, count in msgspec.structs.asdict(device.ecc).items() if count is not None}
+            merged[device.index] = msgspec.structs.replace(merged.get(device.index, device.ecc), **told)
+        return tuple(ecc for _, ecc in sorted(merged.items()))
+
+
+class Owner(NamedTuple):
+    """Who holds a core."""
+
+    pid: int
+    command: str
+
+
+def combine(readings: Readings) -> HostFacts:
+    """Facts from readings. Pure, and never raises: where two sources disagree, ``problems`` says so."""
+    findings = Findings()
+    ls, monitor = readings.neuron_ls, readings.monitor
+    sysfs = readings.sysfs.devices if readings.sysfs else ()
+    devices = ls.devices if ls else ()
+    if not devices:
+        devices = _devices_of_driver(sysfs, monitor, findings)
+    processes = _processes(readings, devices, findings)
+    if ls and ls.devices:
+        _compare_counts(devices, sysfs, monitor, findings)
+    instance_type = _instance_type(readings, findings)
+    told = (readings.problems, *(source.problems for source in (ls, monitor, readings.sysfs) if source), findings())
+    return HostFacts(
+        instance_type=instance_type,
+        devices=devices,
+        processes=processes,
+        versions=_versions(readings.versions, processes),
+        cpus=readings.cpus,
+        numa=readings.numa,
+        memory_bytes=readings.memory_bytes,
+        monitor=monitor,
+        sysfs=sysfs,
+        problems=tuple(dict.fromkeys(problem for problems in told for problem in problems)),
+    )
+
+
+def owners(facts: HostFacts) -> dict[int, Owner]:
+    """Which process holds which logical core of the host. Cores that nothing is known to hold are left out.
+
+    1. A core on which neuron-monitor sees a process's memory or work is that process's.
+    2. Else it is of the process that was told to take it (NEURON_RT_VISIBLE_CORES) and has its device open.
+    3. Else, of a process that has its device open and of which neither 1 nor 2 gives any core: neuron-ls tells
+       devices only. Of several the one with the lowest pid is named.
+    """
+    commands = {process.pid: process.command for process in facts.processes}
+    held: dict[int, int] = {}
+    for runtime in _by_memory(facts.monitor.runtimes if facts.monitor else ()):  # 1
+        for use in runtime.cores:
+            if use.in_use:
+                held.setdefault(use.core, runtime.pid)
+    holders = [process for process in facts.processes if process.holds_cores]
+    for process in holders:  # 2
+        for core in process.cores or ():
+            held.setdefault(core, process.pid)
+    known = {*held.values(), *(process.pid for process in holders if process.cores is not None)}
+    for process in holders:  # 3
+        if process.pid not in known:
+            for device in facts.devices:
+                for core in device.cores if device.index in process.devices else ():
+                    held.setdefault(core, process.pid)
+    return {core: Owner(pid, commands.get(pid, "")) for core, pid in sorted(held.items())}
+
+
+def _by_memory(runtimes: Iterable[Runtime]) -> list[Runtime]:
+    """Those with most on the devices first: two on one core are a process and its remains."""
+    return sorted(runtimes, key=lambda runtime: (-(runtime.device_bytes or 0), runtime.pid))
+
+
+def _processes(readings: Readings, devices: tuple[Device, ...], findings: Findings) -> tuple[NeuronProcess, ...]:
+    """One for each pid of neuron-ls and neuron-monitor."""
+    listed: dict[int, list[DeviceProcess]] = {}
+    for process in readings.neuron_ls.processes if readings.neuron_ls else ():
+        listed.setdefault(process.pid, []).append(process)
+    for runtime in readings.monitor.runtimes if readings.monitor else ():
+        listed.setdefault(runtime.pid, [])
+    device_of = {core: device.index for device in devices for core in device.cores}
+    return tuple(_process(pid, on_devices, readings, device_of, findings) for pid, on_devices in sorted(listed.items()))
+
+
+def _process(
+    pid: int,
+    on_devices: list[DeviceProcess],
+    readings: Readings,
+    device_of: Mapping[int, int],
+    findings: Findings,
+) -> NeuronProcess:
+    detail = readings.processes.get(pid, ProcessDetail())
+    opened = {process.device for process in on_devices}
+    runtimes = readings.monitor.runtimes if readings.monitor else ()
+    used = {use.core for runtime in runtimes if runtime.pid == pid for use in runtime.cores if use.in_use}
+    opened |= {device_of[core] for core in used if core in device_of}
+    cores = parse_cpulist(detail.visible_cores) if detail.visible_cores else None
+    if cores and not {device_of.get(core) for core in cores} <= opened:
+        findings.add(
+            f"process {pid}:",
+            f"has NEURON_RT_VISIBLE_CORES={excerpt(detail.visible_cores)}, but is seen on "
+            f"{_named(opened)}; its cores are taken from what is seen",
+        )
+        cores = None
+    return NeuronProcess(
+        pid=pid,
+        devices=tuple(sorted(opened)),
+        cores=cores or None,
+        command=next((process.command for process in on_devices if process.command), detail.command or ""),
+        runtime_version=next((process.runtime_version for process in on_devices if process.runtime_version), None),
+    )
+
+
+def _named(devices: set[int]) -> str:
+    return f"the devices {', '.join(map(str, sorted(devices)))}" if devices else "no device"
+
+
+def _devices_of_driver(
+    sysfs: tuple[SysfsDevice, ...], monitor: MonitorSample | None, findings: Findings
+) -> tuple[Device, ...]:
+    """Devices from the driver alone, where neuron-ls tells none."""
+    devices = []
+    for device in sysfs:
+        count = monitor.cores_per_device if monitor else None
+        if count is None and device.instance_type in ONE_CORE_SIZE:
+            count = device.core_count
+        if count is None or count > 1024:
+            findings.add(
+                f"sysfs: neuron{device.index}:",
+                "its logical cores are not known without neuron-ls; install aws-neuronx-tools",
+            )
+            count = 0
+        devices.append(
+            Device(
+                index=device.index,
+                cores=tuple(range(device.index * count, (device.index + 1) * count)),
+                memory_bytes=monitor.device_memory_bytes if monitor else None,
+                lnc=monitor.lnc if monitor else None,
+                connected_to=device.connected_to,
+            )
+        )
+    return tuple(devices)
+
+
+def _compare_counts(
+    devices: tuple[Device, ...],
+    sysfs: tuple[SysfsDevice, ...],
+    monitor: MonitorSample | None,
+    findings: Findings,
+) -> None:
+    remedy = "one of them is of another release, or a device is lost (`dmesg | grep neuron`)"
+    if sysfs and len(sysfs) != len(devices):
+        findings.add("devices:", f"neuron-ls lists {len(devices)}, the driver {len(sysfs)}; {remedy}")
+    if monitor is None:
+        return
+    if monitor.device_count is not None and monitor.device_count != len(devices):
+        findings.add("devices:", f"neuron-ls lists {len(devices)}, neuron-monitor {monitor.device_count}; {remedy}")
+    counts = {device.nc_count for device in devices if device.cores}
+    if monitor.cores_per_device is not None and counts - {monitor.cores_per_device}:
+        findings.add(
+            "cores of a device:",
+            f"neuron-ls gives {max(counts)}, neuron-monitor {monitor.cores_per_device}; "
+            "check NEURON_LOGICAL_NC_CONFIG, which must be the same for all processes",
+        )
+
+
+def _instance_type(readings: Readings, findings: Findings) -> str | None:
+    """neuron-ls, neuron-monitor, the firmware: the first that says it."""
+    sources = {
+        "neuron-ls": readings.neuron_ls and readings.neuron_ls.instance_type,
+        "neuron-monitor": readings.monitor and readings.monitor.instance_type,
+        "the firmware": readings.product,
+    }
+    told = {source: name for source, name in sources.items() if name}
+    if len(set(told.values())) > 1:
+        said = ", ".join(f"{source} {excerpt(name)}" for source, name in told.items())
+        findings.add("instance type:", f"the sources differ: {said}; the first is used")
+    return next(iter(told.values()), None)
+
+
+def _versions(versions: Versions, processes: tuple[NeuronProcess, ...]) -> Versions:
+    """The runtime is often not a package of the system but inside the engine's image; then a process tells it."""
+    running = [process.runtime_version for process in processes if process.runtime_version]
+    return versions if versions.runtime or not running else msgspec.structs.replace(versions, runtime=running[0])

@@ -1,0 +1,189 @@
+"""What one line of ``neuron-monitor`` tells: cores in use, memory by class, errors. Field names: Neuron Monitor User
+Guide, "The JSON output format". The guide's own sample is not valid JSON, and any section may be missing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.host.facts.sections import Findings, Section, decode
+
+# All that is read below. Without a configuration the tool reports every 5 s, and its first line lacks groups.
+CONFIG = {
+    "period": "1s",
+    "neuron_runtimes": [
+        {
+            "tag_filter": ".*",
+            "metrics": [{"type": "neuroncore_counters"}, {"type": "memory_used"}, {"type": "execution_stats"}],
+        }
+    ],
+    "system_metrics": [{"type": "memory_info"}, {"type": "neuron_hw_counters"}],
+}
+
+INSTANCE_LABELS = {
+    "instance_id": "instance_id",
+    "instance_name": "instance_name",
+    "availability_zone": "instance_availability_zone",
+    "region": "instance_region",
+    "subnet_id": "subnet_id",
+}
+
+
+class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
+    """How one process uses one logical core of the host."""
+
+    core: int
+    utilization: float | None = None  # percent of the period
+    memory: dict[str, int] = {}  # class -> bytes: constants (weights), model_code, tensors, ...
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything of that process is on the core: some releases list every core for every process."""
+        return bool(self.utilization) or any(self.memory.values())
+
+
+class Runtime(msgspec.Struct, frozen=True, kw_only=True):
+    """One process with the Neuron runtime. Counts are of the period, not since its start."""
+
+    pid: int
+    tag: str | None = None  # NEURON_PROCESS_TAG, else the pid
+    cores: tuple[CoreUse, ...] = ()
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+    errors: dict[str, int] = {}  # generic, numerical, transient, model, runtime, hardware -> executions
+    executions: dict[str, int] = {}  # completed, completed_with_err, timed_out, ... -> executions
+    latency_s: dict[str, float] = {}  # p0, p1, p25, p50, p75, p99, p100 -> seconds of an execution
+    period_s: float | None = None  # of errors and executions
+
+
+class Ecc(msgspec.Struct, frozen=True, kw_only=True):
+    """ECC events of one device since the driver was loaded. None is what was not told."""
+
+    device: int
+    mem_corrected: int | None = None
+    mem_uncorrected: int | None = None
+    mem_repairable_uncorrected: int | None = None  # sysfs only
+    sram_corrected: int | None = None
+    sram_uncorrected: int | None = None
+
+
+class MonitorSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading."""
+
+    runtimes: tuple[Runtime, ...] = ()
+    ecc: tuple[Ecc, ...] = ()
+    memory_total_bytes: int | None = None  # of the host
+    memory_used_bytes: int | None = None
+    instance_type: str | None = None
+    instance: dict[str, str] = {}  # id, name, availability zone, region, subnet: as the companion scripts label them
+    device_type: str | None = None  # "inferentia2", "trainium", "trainium2"
+    device_count: int | None = None
+    device_memory_bytes: int | None = None  # of each device
+    cores_per_device: int | None = None  # logical ones
+    lnc: int | None = None
+    problems: tuple[str, ...] = ()
+
+
+def parse_neuron_monitor(line: str | bytes) -> MonitorSample:
+    """Read one line. Never raises: what cannot be read is named in ``problems``."""
+    findings = Findings()
+    value = decode(line, "neuron-monitor: the line", findings)
+    root = Section(value, "neuron-monitor: ", findings)
+    root.report_error()
+    runtimes = [_runtime(section) for section in root.sections("neuron_runtime_data")]
+    system = root.section("system_data")
+    memory = system.section("memory_info")
+    counters = system.section("neuron_hw_counters")
+    instance = root.section("instance_info")  # this and the next are there whatever is configured
+    hardware = root.section("neuron_hardware_info")
+    return MonitorSample(
+        runtimes=tuple(runtime for runtime in runtimes if runtime is not None),
+        ecc=_ecc(counters),
+        memory_total_bytes=memory.integer("memory_total_bytes"),
+        memory_used_bytes=memory.integer("memory_used_bytes"),
+        instance_type=instance.text("instance_type"),
+        instance=_instance(instance),
+        device_type=hardware.text("neuron_device_type", may_be_absent=True),
+        device_count=hardware.integer("neuron_device_count"),
+        device_memory_bytes=hardware.integer("neuron_device_memory_size", may_be_absent=True),
+        cores_per_device=hardware.integer("neuroncore_per_device_count"),
+        lnc=hardware.integer("logical_neuroncore_config", may_be_absent=True),
+        problems=findings(),
+    )
+
+
+def _runtime(section: Section) -> Runtime | None:
+    section.report_error()
+    pid = section.integer("pid")
+    if pid is None:
+        return None
+    report = section.section("report")
+    used = report.section("memory_used").section("neuron_runtime_used_bytes")
+    stats = report.section("execution_stats")
+    return Runtime(
+        pid=pid,
+        tag=section.text("neuron_runtime_tag", may_be_absent=True),
+        cores=_core_uses(report, used),
+        host_bytes=used.integer("host"),
+        device_bytes=used.integer("neuron_device"),
+        errors=_error_summary(stats),
+        executions=stats.section("execution_summary").amounts(),
+        latency_s=_latency(stats),
+        period_s=stats.number("period", may_be_absent=True),
+    )
+
+
+def _core_uses(report: Section, used: Section) -> tuple[CoreUse, ...]:
+    """Utilization and memory of each core that either section names."""
+    counters = report.section("neuroncore_counters").numbered("neuroncores_in_use")
+    memory = used.section("usage_breakdown").numbered("neuroncore_memory_usage")
+    return tuple(
+        CoreUse(
+            core=core,
+            utilization=counters[core].number("neuroncore_utilization") if core in counters else None,
+            memory=memory[core].amounts() if core in memory else {},
+        )
+        for core in sorted(counters.keys() | memory.keys())
+    )
+
+
+def _error_summary(stats: Section) -> dict[str, int]:
+    """Errors by sort. The guide's sample says "numerical" and its text "numeric"."""
+    errors = stats.section("error_summary").amounts()
+    if "numeric" in errors:
+        errors.setdefault("numerical", errors.pop("numeric"))
+    return errors
+
+
+def _latency(stats: Section) -> dict[str, float]:
+    """Of whole executions, host and device together. Null while nothing is executed."""
+    latency = stats.raw("latency_stats")
+    total = latency.get("total_latency") if isinstance(latency, dict) else None
+    if not isinstance(total, dict):
+        return {}
+    return {str(p): float(s) for p, s in total.items() if isinstance(s, int | float) and not isinstance(s, bool)}
+
+
+def _instance(instance: Section) -> dict[str, str]:
+    """By the label that neuron-monitor-prometheus.py gives each of them."""
+    told = {label: instance.text(key, may_be_absent=True) for label, key in INSTANCE_LABELS.items()}
+    return {label: text for label, text in told.items() if text is not None}
+
+
+def _ecc(counters: Section) -> tuple[Ecc, ...]:
+    devices = counters.sections("neuron_devices")
+    found = []
+    for device in devices:
+        index = device.integer("neuron_device_index")
+        if index is not None:
+            found.append(
+                Ecc(
+                    device=index,
+                    mem_corrected=device.integer("mem_ecc_corrected", may_be_absent=True),
+                    mem_uncorrected=device.integer("mem_ecc_uncorrected"),
+                    sram_corrected=device.integer("sram_ecc_corrected", may_be_absent=True),
+                    sram_uncorrected=device.integer("sram_ecc_uncorrected"),
+                )
+            )
+    if counters.has("neuron_devices") and not found:
+        counters.findings.add(counters.place("neuron_devices"), "tells of no device")
+    return tuple(sorted(found, key=lambda ecc: ecc.device))

@@ -1,0 +1,1 @@
+"""Values that cross processes: replica configuration, requests, status, metrics, frames; and the engine protocol."""

@@ -1,0 +1,69 @@
+"""What a replica tells of itself, as values that cross processes."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+import msgspec.structs
+
+from placements.spec.problems import printable
+
+
+class Phase(str, Enum):
+    """How far a replica is, as it says itself."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Reaction(str, Enum):
+    """What is right after a failure."""
+
+    RETRY = "retry"  # the same start again, after the usual pauses
+    ELSEWHERE = "elsewhere"  # the same start on other cores; those that it had are set aside for a while
+    QUARANTINE = "quarantine"  # on other cores; the device gets nothing until an operator says that it is sound
+    STOP = "stop"  # the same start would fail again: none until the spec changes or an operator asks for it
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a replica cannot serve."""
+
+    id: str
+    what: str
+    hint: str = ""
+    reaction: Reaction = Reaction.RETRY
+    devices: tuple[int, ...] = ()  # that the fault is about, as the host counts them; empty where it names none
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "what", printable(self.what))
+        msgspec.structs.force_setattr(self, "hint", printable(self.hint))
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.what}" + (f" ({self.hint})" if self.hint else "")
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading of a replica. ``version`` grows with each change, so that a watcher can ask for the next."""
+
+    version: int
+    phase: Phase
+    pid: int
+    started: float  # the process's start, by `lifetime.process_start`
+    failure: Failure | None = None
+    live: int = 0  # requests in slots, as of this reading
+    waiting: int = 0  # requests accepted and not in a slot yet
+    idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 while there is one
+    step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
+    compile_s: float = 0.0  # how long this process has compiled, or waited for another that compiles the same
+    drafted: int = 0  # tokens by the draft model, as of this reading
+    accepted: int = 0  # of these, what the model agreed with
+    prefix_queries: int = 0  # prompt tokens that were looked for in KV caches, as of this reading
+    prefix_hits: int = 0  # of these, what was there already
+    slots: int = 0  # requests that can run at once; 0 before it is loaded
+    steps: int = 0  # of the engine, as of this reading
+    tokens: int = 0  # produced, as of this reading
+    load_s: float | None = None  # from the actor's start to its first real generation
+    address: str = ""  # where its data plane listens: a path, or `tls://host:port`; empty before it does

@@ -1,0 +1,132 @@
+"""The frames between a gateway and a replica: four bytes of length (big endian), then msgpack.
+
+A message that does not fit into a frame, such as a very long prompt, comes in several; the length of all but the last
+of them has its highest bit set.
+
+One connection carries all requests of a gateway to a replica. The gateway speaks first (``Hello``); the replica
+answers ``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step``
+for each engine step. Where several gateways share a replica, it is the replica that grants its slots: a request too
+many comes back as BUSY, and ``Room`` follows when it may be sent again. End of file means that the other side is gone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from workers.messages.requests import GenerateRequest, TokenEvent
+
+MAX_FRAME_BYTES = 2**20  # a larger length is that of a broken or foreign peer
+MAX_MESSAGE_BYTES = 16 * 2**20  # far above the longest prompt, and above a step of 128 requests with logprobs
+_LENGTH_BYTES = 4
+_MORE = 2**31  # in a length: the message continues in the next frame
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Who calls, and which start of the replica it means: another epoch is refused."""
+
+    gateway: str
+    token: str
+    epoch: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """What the gateway must know before it sends a request."""
+
+    version: str
+    package: str  # the folder that the replica's code was imported from; "" in an interpreter of the engine's own
+    slots: int
+    max_len: int  # tokens: prompt + generated
+    max_prompt: int  # tokens: the largest prefill bucket
+    vocab_size: int
+    prefix_block: int = 0  # tokens of a block of its prefix cache; 0: each prompt is read from its beginning
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The replica will not serve this connection."""
+
+    reason: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: GenerateRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: str
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """All that one engine step gave to the requests of this connection."""
+
+    events: list[TokenEvent]
+
+
+class Room(msgspec.Struct, frozen=True, tag=True):
+    """Slots are free again; for a gateway that was told BUSY."""
+
+    free: int
+
+
+Message = Hello | Welcome | Refused | Submit | Cancel | Step | Room
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class WireError(Exception):
+    """The peer sent what is not a frame of this protocol."""
+
+
+def encode(message: Message) -> bytes:
+    """The frames of a message, ready to be written. Raises WireError when it is larger than a peer accepts."""
+    body = _encoder.encode(message)
+    if len(body) <= MAX_FRAME_BYTES:
+        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    frames = bytearray()
+    for start in range(0, len(body), MAX_FRAME_BYTES):
+        part = body[start : start + MAX_FRAME_BYTES]
+        mark = _MORE if start + MAX_FRAME_BYTES < len(body) else 0
+        frames += (len(part) | mark).to_bytes(_LENGTH_BYTES, "big") + part
+    return bytes(frames)
+
+
+class FrameReader:
+    """Cuts a byte stream into messages, however the bytes arrive."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._begun = b""  # of a message that comes in several frames
+
+    def feed(self, data: bytes | bytearray) -> list[Message]:
+        """Take the bytes that arrived; give the messages that are complete. Raises WireError on anything else."""
+        if self._buffer:
+            self._buffer += data
+            data = self._buffer
+        messages: list[Message] = []
+        start, size = 0, len(data)
+        while size - start >= _LENGTH_BYTES:
+            length = int.from_bytes(data[start : start + _LENGTH_BYTES], "big")
+            more = length > MAX_FRAME_BYTES
+            if more and (length := length ^ _MORE) > MAX_FRAME_BYTES:
+                raise WireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = start + _LENGTH_BYTES + length
+            if size < end:
+                break
+            body = data[start + _LENGTH_BYTES : end]
+            start = end
+            if more or self._begun:
+                self._begun += body
+                if len(self._begun) > MAX_MESSAGE_BYTES:
+                    raise WireError(f"a message of more than {MAX_MESSAGE_BYTES} bytes is over the limit")
+                if more:
+                    continue
+                body, self._begun = self._begun, b""
+            try:
+                messages.append(_decoder.decode(body))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise WireError(f"a frame that is not a message: {error}") from None
+        if start < size or self._buffer:  # most reads end with a frame, and nothing need be kept
+            self._buffer = bytearray(data[start:])
+        return messages

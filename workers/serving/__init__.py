@@ -1,0 +1,1 @@
+"""A replica: its Ray actor, its data plane, its metrics and spans."""

@@ -1,0 +1,347 @@
+"""The Ray actor of one replica: one engine, one batcher, one process, on its own cores.
+
+Nothing of an engine is imported before the environment has been checked and the cores are claimed. The actor always
+comes up and then tells its phase, its cause when it failed included; only a killed process tells nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec.structs
+import ray
+from ray.util.metrics import Counter, Gauge
+
+import workers
+from workers.artifacts.sources.listing import SourceError
+from workers.artifacts.store.artifact_uses import using
+from workers.batching.batcher import Batcher
+from workers.engines import open_engine
+from workers.host import host_facts
+from workers.host.core_claims import CoreClaim, CoresTaken
+from workers.host.facts.reading import who_holds
+from workers.host.memory_limits import is_out_of_memory, out_of_memory
+from workers.host.neuron_faults import VAGUE, after_serving, fault_of
+from workers.messages.engine_protocol import EngineLoadError
+from workers.messages.replica_config import NEVER_SET, ReplicaConfig
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
+from workers.messages.wire import Welcome
+from workers.neff_cache import compiled_artifacts
+from workers.serving.dataplane import DataPlane
+from workers.serving.replica_metrics import REFRESH_S, TAGS, Kind, Metric, Sink, StepMetrics
+from workers.serving.spans import ReplicaTracing, open_sink
+from workers.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from workers.host.facts.machine import Owner
+    from workers.messages.engine_protocol import GenerateEngine
+
+log = logging.getLogger(__name__)
+
+LOG_CHECK_S = 30.0  # between two looks at the size of the own log
+PROBE_ID = "probe"
+PROBE_TOKENS = 2  # one from the prefill, one from a decode
+PROBE_DEADLINE_S = 60.0
+# They claim cores, or read the environment, when they are imported or soon after.
+NEURON_MODULES = frozenset(
+    {
+        "libneuronxla",
+        "neuronx_distributed",
+        "neuronx_distributed_inference",
+        "torch",
+        "torch_neuronx",
+        "torch_xla",
+        "transformers_neuronx",
+    }
+)
+
+
+M = TypeVar("M", bound=Callable[..., object])
+
+
+def _ctl(method: M) -> M:
+    """Run the method on a thread of the actor's control group, so that it answers while a load blocks."""
+    return cast(M, ray.method(concurrency_group="ctl")(method))
+
+
+class Replica:
+    """The actor. ``cluster.py`` gives the class the model's name, so that Ray's dashboard shows it."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        self._config = config
+        _show_log(Path(config.log), f"replica-{config.model}-{config.replica}.log")
+        _redirect_output(Path(config.log))
+        host_facts.log_sigterm()
+        self._began = time.monotonic()
+        self._changed = threading.Condition()
+        started = host_facts.process_start(os.getpid())
+        assert started is not None
+        self._status = ReplicaStatus(version=1, phase=Phase.LOADING, pid=os.getpid(), started=started)
+        self._engine: GenerateEngine | None = None
+        self._batcher: Batcher | None = None
+        self._plane: DataPlane | None = None
+        self._tracing: ReplicaTracing | None = None
+        self._claim: CoreClaim | None = None
+        self._uses = contextlib.ExitStack()  # what it loads is not removed for as long as this process lives
+        self._probed = threading.Event()
+        self._probe_error: str | None = None
+        threading.Thread(target=self._live, name="load", daemon=True).start()
+
+    def __repr__(self) -> str:
+        cores = self._config.env.get("NEURON_RT_VISIBLE_CORES") if self._config.cores else None
+        return f"{self._config.model}/{self._config.replica}" + (f"@nc{cores}" if cores else "")
+
+    @_ctl
+    def watch(self, seen: int, timeout_s: float) -> ReplicaStatus:
+        """The status, as soon as its version is above ``seen``; after ``timeout_s`` as it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status.version > seen, timeout_s)
+            return self._reading()
+
+    @_ctl
+    def describe(self) -> tuple[ReplicaConfig, ReplicaStatus]:
+        """What it was told and how far it is: enough for a new controller to take it over."""
+        return self._config, self._reading()
+
+    @_ctl
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new request and wait for the live ones. True when none is left."""
+        batcher = self._batcher
+        if batcher is None or self._status.phase not in (Phase.READY, Phase.DRAINING):
+            return True
+        if self._status.phase is Phase.READY:  # else a controller that died has begun it: its requests still run
+            self._set(Phase.DRAINING)
+        drained = batcher.drain(timeout_s)
+        if self._plane is not None:
+            self._plane.flush()  # who hears that it is drained may kill this process at once
+        if self._tracing is not None:
+            self._tracing.flush()
+        return drained
+
+    def _reading(self) -> ReplicaStatus:
+        told = msgspec.structs.replace(self._status, compile_s=compiled_artifacts.SPENT.seconds)
+        if self._batcher is None:
+            return told
+        stats, now = self._batcher.stats, time.monotonic()
+        idle_since = stats.last_step_at or self._began
+        return msgspec.structs.replace(
+            told,
+            live=stats.live,
+            waiting=stats.waiting,
+            idle_s=0.0 if stats.live or stats.waiting else now - idle_since,
+            step_s=0.0 if stats.step_started_at is None else now - stats.step_started_at,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            slots=stats.slots,
+            steps=stats.steps,
+            tokens=stats.tokens,
+        )
+
+    def _live(self) -> None:
+        try:
+            self._load()
+        except EngineLoadError as error:
+            again = Reaction.STOP if error.id == "engine-not-installed" else Reaction.RETRY
+            self._fail(self._explained(Failure(error.id, error.what, error.hint, again), error))
+        except SourceError as error:
+            self._fail(Failure(error.id, error.what, error.hint))
+        except CoresTaken as error:
+            self._fail(Failure("cores-taken", f"{error} (held: {error.held})", "end the process that holds the cores"))
+        except Exception as error:
+            log.exception("the load failed")
+            self._fail(self._explained(failure_of("load-failed", error, "the load", self._config.log), error))
+
+    def _load(self) -> None:
+        config = self._config
+        check_environment(config.env)
+        host_facts.pin_to(config.env.get("COREWRIGHT_CPUS"))
+        for origin, folder in ((config.origin, config.source), (config.draft_origin, config.draft_source)):
+            if origin is not None and folder is not None:
+                self._uses.enter_context(using(folder))
+        if config.claims is not None and config.cores:
+            self._claim = CoreClaim(Path(config.claims), config.cores)
+        self._engine = open_engine(config)
+        self._engine.load()
+        tokenizer = load_tokenizer(config.engine, config.source)
+        self._batcher = Batcher(self._engine, tokenizer, self._emit)
+        threading.Thread(target=self._run_batcher, name="batcher", daemon=True).start()
+        threading.Thread(target=self._batcher.warm_guides, name="guides", daemon=True).start()
+        self._probe()
+        spec = self._engine.spec
+        sink = open_sink("corewright-replica", {"service.instance.id": f"{config.model}/{config.replica}"})
+        if sink is not None:
+            self._tracing = ReplicaTracing(sink, self._batcher, model=config.model, replica=config.replica)
+        self._plane = DataPlane(
+            Path(config.socket),
+            welcome=Welcome(
+                version=version("corewright"),
+                package=str(Path(workers.__file__).parent) if config.python is None else "",
+                slots=spec.slots,
+                max_len=spec.max_len,
+                max_prompt=spec.prefill_buckets[-1],
+                vocab_size=spec.vocab_size,
+                prefix_block=spec.prefix_block,
+            ),
+            token=config.token,
+            epoch=config.epoch,
+            batcher=self._batcher if self._tracing is None else self._tracing,
+            listen=config.listen,
+            credentials=config.credentials,
+        )
+        self._plane.start()
+        log.info("ready after %.2f s", time.monotonic() - self._began)
+        host_facts.mark_log(2)  # what is said from here on is about serving
+        load_s = round(time.monotonic() - self._began, 3)
+        self._set(Phase.READY, load_s=load_s, address=self._plane.address)
+
+    def _probe(self) -> None:
+        """One real generation before anyone is sent here. Raises EngineLoadError when it does not work."""
+        assert self._batcher is not None
+        prompt = [min(1, self._batcher.engine.spec.vocab_size - 1)]
+        self._batcher.submit(
+            GenerateRequest(id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True)
+        )
+        if not any(self._probed.wait(1.0) for _ in range(int(PROBE_DEADLINE_S))):  # a pause is one of these seconds
+            raise EngineLoadError("probe-failed", f"no answer to a first generation within {PROBE_DEADLINE_S:.0f} s")
+        if self._probe_error is not None:
+            raise EngineLoadError("probe-failed", f"the first generation failed: {self._probe_error}")
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        if self._plane is not None:
+            self._plane.emit(events)
+            if self._tracing is not None:
+                self._tracing.emitted(events)
+            return
+        for event in events:
+            if event.id == PROBE_ID and event.finish is not None:
+                self._probe_error = event.error if event.finish is FinishReason.ERROR else None
+                self._probed.set()
+
+    def _run_batcher(self) -> None:
+        batcher = self._batcher
+        assert batcher is not None
+        metrics = StepMetrics(self._open_sink)
+        threading.Thread(target=_refresh, args=(metrics, batcher), name="metrics", daemon=True).start()
+        try:
+            batcher.run(after_step=lambda: metrics.record(batcher.stats))
+        except Exception as error:
+            log.exception("an engine step failed")
+            failure = failure_of("engine-failed", error, "a step of the engine", self._config.log)
+            self._fail(self._explained(failure, error))
+
+    def _explained(self, failure: Failure, error: Exception) -> Failure:
+        """The failure in the runtime's own terms, where it has only been said that something failed."""
+        if failure.id not in VAGUE:
+            return failure
+        found = fault_of(error, host_facts.last_words(Path(self._config.log)))
+        if found is None:
+            return failure
+        if found.id == "cores-taken":
+            owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in self._owners().items()]
+            found = msgspec.structs.replace(found, what=f"{found.what}; held: {', '.join(owners) or 'by nobody now'}")
+        return after_serving(found) if self._status.phase in (Phase.READY, Phase.DRAINING) else found
+
+    def _owners(self) -> dict[int, Owner]:
+        return who_holds(self._config.cores)
+
+    def _open_sink(self, metric: Metric) -> Sink:
+        kind, tags = (Gauge if metric.kind is Kind.GAUGE else Counter), (self._config.model, str(self._config.replica))
+        made = kind(metric.name, metric.description, TAGS).set_default_tags(dict(zip(TAGS, tags, strict=True)))
+        return cast(Sink, made.set if metric.kind is Kind.GAUGE else made.inc)
+
+    def _fail(self, failure: Failure) -> None:
+        log.error("%s: %s", failure.id, failure.what)
+        if self._status.phase is Phase.FAILED:
+            return  # the first cause is the cause
+        self._set(Phase.FAILED, failure=failure)
+
+    def _set(self, phase: Phase, **changes: object) -> None:
+        with self._changed:
+            version = self._status.version + 1
+            self._status = msgspec.structs.replace(self._status, version=version, phase=phase, **changes)
+            self._changed.notify_all()
+
+
+def _refresh(metrics: StepMetrics, batcher: Batcher) -> None:
+    while True:
+        metrics.record(batcher.stats)
+        time.sleep(REFRESH_S)
+
+
+def failure_of(id: str, error: Exception, doing: str, log_file: str) -> Failure:
+    """The failure ``id`` of an exception that nobody foresaw; for want of memory it is ``out-of-memory``."""
+    if is_out_of_memory(error):
+        told = out_of_memory(error, doing)
+        return Failure(told.id, told.what, told.hint)
+    return Failure(id, f"{type(error).__name__}: {error}", f"the log is {log_file}")
+
+
+def check_environment(expected: dict[str, str]) -> None:
+    """Raises EngineLoadError when the process does not have the environment that was planned for it.
+
+    An engine reads these variables at import; a wrong one would take another model's cores, or all of them.
+    """
+    for name in NEVER_SET:  # Ray cannot unset a variable for an actor; nothing has read it yet
+        os.environ.pop(name, None)
+    for name, value in expected.items():
+        found = os.environ.get(name)
+        if found != value:
+            raise EngineLoadError(
+                "environment-differs", f"{name} is {found!r}, not {value!r} as planned", "is it set on the Ray node?"
+            )
+    early = sorted(NEURON_MODULES & set(sys.modules))
+    if early:
+        raise EngineLoadError("environment-late", f"{', '.join(early)} was imported before the environment was checked")
+
+
+def _show_log(path: Path, name: str) -> None:
+    """Make the log visible in Ray's dashboard: as ``name`` among the session's logs, which the Logs tab lists, and by
+    its name on the actor's own page, whose log would be empty otherwise.
+
+    The session's folder is where Ray has sent this process's output; its viewer follows a link that leads out of it.
+    """
+    output = Path("/proc/self/fd/2").readlink()
+    if not output.name.startswith("worker-"):
+        return
+    print(f"The log of this replica is {name} in the Logs tab, and {path}.", file=sys.stderr, flush=True)  # noqa: T201
+    with contextlib.suppress(FileExistsError):  # of an earlier start: it leads to the same file
+        (output.parent / name).symlink_to(path)
+
+
+def _redirect_output(path: Path) -> None:
+    """Send file descriptors 1 and 2, hence also what C libraries print, to the replica's log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    host_facts.mark_log(2)
+    threading.Thread(target=_bound_log, args=(path,), name="log", daemon=True).start()
+    logging.basicConfig(
+        stream=os.fdopen(2, "w", buffering=1, closefd=False),
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def _bound_log(path: Path) -> None:
+    """Keep the log of this process small for as long as it lives."""
+    while True:
+        with contextlib.suppress(OSError):  # a full disk: the next time
+            host_facts.cut_log(path)
+        time.sleep(LOG_CHECK_S)

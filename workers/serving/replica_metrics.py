@@ -1,0 +1,112 @@
+"""What a replica counts, for Ray's metrics. Ray itself is not known here: ``replica.py`` gives the sinks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from workers.batching.batcher import BatcherStats
+
+log = logging.getLogger(__name__)
+
+TAGS = ("model", "replica")
+REFRESH_S = 5.0  # Ray 2.60 exports every 10 s, and then forgets what gauges were told: an idle replica would vanish
+
+
+class Kind(Enum):
+    """A gauge is told its value, a counter by how much it has grown."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a replica. Ray exports it as ``ray_<name>``."""
+
+    name: str
+    kind: Kind
+    of: Callable[[BatcherStats], int]
+    description: str
+
+
+METRICS = (
+    Metric("corewright_slots", Kind.GAUGE, lambda stats: stats.slots, "Requests that can run at once."),
+    Metric("corewright_requests_running", Kind.GAUGE, lambda stats: stats.live, "Requests that own a slot."),
+    Metric("corewright_requests_waiting", Kind.GAUGE, lambda stats: stats.waiting, "Accepted, without a slot yet."),
+    Metric("corewright_engine_steps_total", Kind.COUNTER, lambda stats: stats.steps, "Prefills and decodes."),
+    Metric("corewright_generation_tokens_total", Kind.COUNTER, lambda stats: stats.tokens, "Tokens produced."),
+    Metric(
+        "corewright_spec_decode_num_draft_tokens_total",
+        Kind.COUNTER,
+        lambda stats: stats.drafted,
+        "Tokens guessed by the draft model.",
+    ),
+    Metric(
+        "corewright_spec_decode_num_accepted_tokens_total",
+        Kind.COUNTER,
+        lambda stats: stats.accepted,
+        "Guessed tokens that were the model's own.",
+    ),
+    Metric(
+        "corewright_prefix_cache_queries_total",
+        Kind.COUNTER,
+        lambda stats: stats.prefix_queries,
+        "Prompt tokens that were looked for in the slots' KV caches.",
+    ),
+    Metric(
+        "corewright_prefix_cache_hits_total",
+        Kind.COUNTER,
+        lambda stats: stats.prefix_hits,
+        "Prompt tokens that were there already, and were not read.",
+    ),
+)
+
+Sink = Callable[[float], None]
+
+
+class StepMetrics:
+    """Tells the sinks what has changed: after each step, and every ``REFRESH_S`` without one. Any thread.
+
+    Measured with Ray 2.60 on 2 shared cores, the reading of the batcher's stats included: an echo step of 10 us takes
+    24 us with it, so an ordinary decode pays 13 us, and one in which seven numbers have changed 25 us.
+    """
+
+    def __init__(self, open_sink: Callable[[Metric], Sink], clock: Callable[[], float] = time.monotonic) -> None:
+        self._sinks = [(metric, open_sink(metric)) for metric in METRICS]
+        self._clock = clock
+        self._lock = threading.Lock()  # guards all below
+        self._told: list[int] = [0 if metric.kind is Kind.COUNTER else -1 for metric in METRICS]
+        self._refreshed_at = -math.inf
+        self._broken = False
+
+    def record(self, stats: BatcherStats) -> None:
+        """Never raises: a fault is logged, and from then on nothing is recorded. Serving goes on."""
+        with self._lock:
+            if self._broken:
+                return
+            try:
+                self._record(stats)
+            except Exception:
+                self._broken = True
+                log.exception("metrics cannot be recorded; none will be")
+
+    def _record(self, stats: BatcherStats) -> None:
+        now = self._clock()
+        refresh = now - self._refreshed_at >= REFRESH_S
+        if refresh:
+            self._refreshed_at = now
+        for index, (metric, sink) in enumerate(self._sinks):
+            value, told = metric.of(stats), self._told[index]
+            if metric.kind is Kind.COUNTER:
+                if value > told:  # two threads may come here with older stats last
+                    sink(value - told)
+                    self._told[index] = value
+            elif value != told or refresh:
+                sink(value)
+                self._told[index] = value

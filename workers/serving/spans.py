@@ -1,0 +1,286 @@
+"""OpenTelemetry spans, and those of a replica: what it did with each request that is traced.
+
+The packages (extra `otel`) are imported only where the environment asks for traces; all of the standard OTEL_...
+variables hold. Spans are made when they end, of times that were noted on the way: a request that is not traced costs
+one look at its header, and a traced one nothing until it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["internal", "server", "client"]
+Attributes = Mapping[str, "str | int | float | bool | Sequence[str]"]
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+FLUSH_S = 2.0
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_random = random.Random()
+
+
+class SpanId(msgspec.Struct, frozen=True):
+    """Which span of which trace, as W3C's `traceparent` says it."""
+
+    trace: int
+    span: int
+    sampled: bool = True
+    state: str = ""  # W3C's `tracestate`, which is passed on as it came
+
+    def __str__(self) -> str:
+        return f"00-{self.trace:032x}-{self.span:016x}-{'01' if self.sampled else '00'}"
+
+    def child(self) -> SpanId:
+        """A new span of the same trace."""
+        return SpanId(self.trace, new_id(64), self.sampled, self.state)
+
+    @classmethod
+    def parse(cls, traceparent: str, state: str = "") -> SpanId | None:
+        """None for what is not one: then a trace begins anew, as W3C asks."""
+        match = _TRACEPARENT.fullmatch(traceparent.strip())
+        if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
+            return None
+        trace, span = int(match[2], 16), int(match[3], 16)
+        return cls(trace, span, bool(int(match[4], 16) & 1), state) if trace and span else None
+
+
+def new_id(bits: int) -> int:
+    """A random id that is not zero."""
+    return _random.getrandbits(bits) or 1
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """One span that is over. Times in nanoseconds since the epoch."""
+
+    name: str
+    id: SpanId
+    parent: SpanId | None
+    kind: Kind
+    start: int
+    end: int
+    attributes: dict[str, Any] = {}
+    error: str | None = None
+
+
+class SpanSink:
+    """Where the spans of this process go. Made by ``open_sink``."""
+
+    def __init__(self, processor: Any, provider: Any) -> None:
+        """``processor`` is the SDK's, ``provider`` a TracerProvider: of it only resource and sampler are used."""
+        from opentelemetry.sdk.trace.sampling import ParentBased
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._processor = processor
+        self._resource = provider.resource
+        self._sampler = provider.sampler
+        self._parent_decides = isinstance(provider.sampler, ParentBased)
+        self._scope = InstrumentationScope("corewright")
+
+    def begin(self, parent: SpanId | None, name: str) -> SpanId | None:
+        """The id of a new span, or None when the sampler does not want it."""
+        if parent is not None and self._parent_decides and not parent.sampled:
+            return None
+        trace = new_id(128) if parent is None else parent.trace
+        if parent is None or not self._parent_decides:
+            from opentelemetry.trace import set_span_in_context
+
+            context = None if parent is None else set_span_in_context(_ended(_context(parent, remote=True)))
+            if not self._sampler.should_sample(context, trace, name).decision.is_sampled():
+                return None
+        return SpanId(trace, new_id(64), state="" if parent is None else parent.state)
+
+    def end(self, *spans: Span) -> None:
+        """They are over. Never raises: a fault is logged, and serving goes on."""
+        try:
+            for span in spans:
+                self._processor.on_end(self._readable(span))
+        except Exception:
+            log.exception("a span cannot be told")
+
+    def flush(self, deadline_s: float = FLUSH_S) -> None:
+        """Send what waits, as far as that can be done in time."""
+        self._processor.force_flush(int(deadline_s * 1000))
+
+    def close(self) -> None:
+        """Send what waits, and nothing more."""
+        self._processor.shutdown()
+
+    def _readable(self, span: Span) -> Any:
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        return ReadableSpan(
+            name=span.name,
+            context=_context(span.id, remote=False),
+            parent=None if span.parent is None else _context(span.parent, remote=span.kind == "server"),
+            resource=self._resource,
+            attributes=span.attributes,
+            kind=SpanKind[span.kind.upper()],
+            status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
+            start_time=span.start,
+            end_time=span.end,
+            instrumentation_scope=self._scope,
+        )
+
+
+def open_sink(service: str, attributes: Attributes | None = None) -> SpanSink | None:
+    """Where the environment says that traces go; None where it asks for none.
+
+    They are wanted where an OTLP endpoint is named, or OTEL_TRACES_EXPORTER is `otlp`. ``service`` and ``attributes``
+    describe this process where OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES do not.
+    """
+    if not wanted(os.environ):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        log.warning("traces are asked for, but cannot be made: %s; pip install 'corewright[otel]'", error)
+        return None
+    own = Resource({"service.name": service, **(attributes or {})})
+    resource = Resource.create().merge(own).merge(OTELResourceDetector().detect())
+    return SpanSink(BatchSpanProcessor(OTLPSpanExporter()), TracerProvider(resource=resource))
+
+
+def wanted(environ: Mapping[str, str]) -> bool:
+    """Whether the environment asks for traces."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+    return exporter == "otlp" or (not exporter and any(environ.get(name) for name in ENDPOINTS))
+
+
+class Requests(Protocol):
+    """A batcher, as the data plane calls it."""
+
+    def submit(self, request: GenerateRequest) -> None: ...
+
+    def cancel(self, id: str) -> None: ...
+
+
+class _Open(msgspec.Struct):
+    """A traced request in this replica."""
+
+    request: GenerateRequest
+    parent: SpanId
+    accepted: int
+    began: int = 0  # its prefill
+    first: int = 0  # its first token
+    tokens: int = 0
+
+
+class ReplicaTracing:
+    """Stands before a batcher: notes when traced requests come, and what each step gives them."""
+
+    def __init__(self, sink: SpanSink, requests: Requests, *, model: str, replica: int) -> None:
+        self._sink = sink
+        self._requests = requests
+        self._about = {"gen_ai.response.model": model, "corewright.replica": f"{model}/{replica}"}
+        self._open: dict[str, _Open] = {}
+        self._last_step = 0  # when the step before gave its tokens: the next one begins then, or when a request comes
+
+    def submit(self, request: GenerateRequest) -> None:
+        """As the batcher's; what it raises is the end of the request's span too."""
+        parent = None if request.trace is None else SpanId.parse(request.trace)
+        if parent is None or not parent.sampled:
+            self._requests.submit(request)
+            return
+        open_ = self._open[request.id] = _Open(request, parent, time.time_ns())
+        try:
+            self._requests.submit(request)
+        except Exception as error:
+            del self._open[request.id]
+            self._end(open_, FinishReason.REFUSED, str(error))
+            raise
+
+    def cancel(self, id: str) -> None:
+        self._requests.cancel(id)
+
+    def emitted(self, events: Sequence[TokenEvent]) -> None:
+        """What one step gave. Called on the batcher's thread."""
+        before, self._last_step = self._last_step, time.time_ns()
+        if not self._open:
+            return
+        for event in events:
+            open_ = self._open.get(event.id)
+            if open_ is None:
+                continue
+            if event.token_ids and not open_.first:
+                open_.first, open_.began = self._last_step, max(before, open_.accepted)
+            open_.tokens += len(event.token_ids)
+            if event.finish is not None:
+                del self._open[event.id]
+                self._end(open_, event.finish, event.error)
+
+    def flush(self) -> None:
+        """Send what waits: this process may be ended soon."""
+        self._sink.flush()
+
+    def _end(self, open_: _Open, finish: FinishReason, error: str | None) -> None:
+        """vLLM's span `llm_request` with vLLM's attributes, and below it how its time was spent."""
+        now, request = time.time_ns(), open_.request
+        id = open_.parent.child()
+        attributes: dict[str, Any] = {
+            **self._about,
+            "gen_ai.request.id": request.id,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": request.temperature,
+            "gen_ai.request.top_p": request.top_p,
+            "gen_ai.usage.prompt_tokens": len(request.prompt_ids),
+            "gen_ai.usage.completion_tokens": open_.tokens,
+            "gen_ai.response.finish_reasons": (finish.value,),
+            "gen_ai.latency.e2e": (now - open_.accepted) / 1e9,
+        }
+        parts = []
+        if open_.first:
+            attributes |= {
+                "gen_ai.latency.time_in_queue": (open_.began - open_.accepted) / 1e9,
+                "gen_ai.latency.time_to_first_token": (open_.first - open_.accepted) / 1e9,
+                "gen_ai.latency.time_in_model_prefill": (open_.first - open_.began) / 1e9,
+                "gen_ai.latency.time_in_model_decode": (now - open_.first) / 1e9,
+                "gen_ai.latency.time_in_model_inference": (now - open_.began) / 1e9,
+            }
+            parts = [("prefill", open_.began, open_.first), ("decode", open_.first, now)]
+        failed = finish in (FinishReason.ERROR, FinishReason.INVALID, FinishReason.REFUSED)
+        self._sink.end(
+            *(
+                Span(name=name, id=id.child(), parent=id, kind="internal", start=start, end=end)
+                for name, start, end in parts
+            ),
+            Span(
+                name="llm_request",
+                id=id,
+                parent=open_.parent,
+                kind="server",
+                start=open_.accepted,
+                end=now,
+                attributes=attributes,
+                error=(error or finish.value) if failed else None,
+            ),
+        )
+
+
+def _context(id: SpanId, *, remote: bool) -> Any:
+    from opentelemetry.trace import SpanContext, TraceFlags, TraceState
+
+    state = TraceState.from_header([id.state]) if id.state else None
+    flags = TraceFlags(TraceFlags.SAMPLED if id.sampled else TraceFlags.DEFAULT)
+    return SpanContext(id.trace, id.span, remote, flags, state)
+
+
+def _ended(context: Any) -> Any:
+    from opentelemetry.trace import NonRecordingSpan
+
+    return NonRecordingSpan(context)

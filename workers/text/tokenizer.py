@@ -1,0 +1,438 @@
+"""Text to token ids and back, for the gateway (prompts) and the replica (answers)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from workers.host import foreign_files
+from workers.messages.engine_protocol import EngineLoadError
+from workers.text.detokenizer import ByteTextStream, FastTextStream, TextStream
+from workers.text.token_lengths import TokenLengths, token_lengths
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+
+Message = Mapping[str, Any]  # of a chat: role, content; with tools also tool_calls, tool_call_id and name
+Tool = Mapping[str, Any]  # in OpenAI's shape: type, and function with its name, description and parameters
+
+# Any one of these makes a directory worth handing to transformers; without one it may invent a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+SHORT_CHARACTERS = 2048  # up to so many, `tokenizers` keeps the GIL for less time than releasing it may cost
+PIECE_CHARACTERS = 2**18  # a longer text is counted by pieces before it is tokenized whole: 35 MB of memory each
+PIECE_SLACK = 1024  # tokens of a piece that are not counted: a cut changes how the text around it is tokenized
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller allows. ``count`` is the number, or at least what it exceeds."""
+
+    def __init__(self, count: int, *, exact: bool) -> None:
+        super().__init__(f"{'' if exact else 'more than '}{count} tokens")
+        self.count = count
+        self.exact = exact
+
+
+class NoChatTemplate(Exception):
+    """This model's tokenizer comes without a chat template: it takes prompts, not messages."""
+
+
+class ChatTemplateError(Exception):
+    """The chat template refused these messages; the text is the template's own."""
+
+
+class NoToolsInTemplate(ChatTemplateError):
+    """The chat template does not tell the model of tools, so it could not call one."""
+
+
+class PromptTokenizer(Protocol):
+    """What a gateway needs of a tokenizer. All methods may be called from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this. The model's own vocabulary may be larger (padded) or smaller."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        """The ids of ``text``. Raises ValueError for text that is not Unicode (a lone surrogate), and TooManyTokens
+        where there are more than ``most``: then a long text is not tokenized to its end."""
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        """The ids of a chat, ending where the assistant begins to speak; or, with ``continue_final_message``, in the
+        last message, which the answer then continues.
+
+        ``template_kwargs`` are further variables of the template. ``add_special_tokens`` adds them once more, beside
+        those that the template writes. Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message;
+        of it ``NoToolsInTemplate`` for tools that the template would not mention. ``most`` is as for ``encode``.
+        """
+        ...
+
+    def chat_template(self, tools: bool) -> str | None:
+        """The text of the template that a chat with or without tools is written by; None where there is none."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens among it; an id that stands for nothing is left out."""
+        ...
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each id as the vocabulary writes it, such as "Ġhello"; empty for an id that stands for nothing."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids as an answer of them would have it, without special tokens."""
+        ...
+
+
+class Tokenizer(PromptTokenizer, Protocol):
+    """What a replica needs beside that."""
+
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+        """An incremental decoder of what follows ``prompt_ids``. The stream itself belongs to one thread at a time."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 that this id stands for in a text, maybe a part of a character; of a special token, its name.
+
+        Empty for an id that stands for nothing, as where the model's vocabulary is padded.
+        """
+        ...
+
+    def to_json(self) -> str | None:
+        """The whole tokenizer in the format of a tokenizer.json; None for one that has no such form."""
+        ...
+
+
+def load_tokenizer(engine: str, path: str | None) -> Tokenizer:
+    """The tokenizer of a model directory; bytes for the echo engine, which needs no directory.
+
+    Raises ``EngineLoadError`` with the id ``no-tokenizer`` or ``bad-tokenizer``.
+    """
+    if engine == "echo":
+        return ByteTokenizer()
+    if path is None:
+        raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to take a tokenizer from")
+    return HubTokenizer(path)
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Look at the tokenizer of a model directory without loading it, which takes seconds of imports. Raises as
+    ``load_tokenizer``."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise EngineLoadError(
+            "no-tokenizer", f"{directory} has no tokenizer", "save it there with tokenizer.save_pretrained(...)"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file = directory / name
+        try:
+            foreign_files.check_folder(directory)
+            if file.is_file():
+                data = foreign_files.read_bytes(file, foreign_files.MAX_TOKENIZER_BYTES)
+                if file.suffix == ".json":
+                    msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        except (OSError, ValueError, RecursionError) as error:
+            what = f"the tokenizer in {directory} cannot be read: {name}: {error}"
+            raise EngineLoadError("bad-tokenizer", what, "copy the file again") from error
+
+
+class ByteTokenizer:
+    """Every byte of UTF-8 is a token; one more id is EOS. Thread-safe: it holds no state."""
+
+    EOS_ID = 256
+
+    @property
+    def vocab_size(self) -> int:
+        return 257
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        data = unicode(text).encode()
+        if most is not None and len(data) > most:
+            raise TooManyTokens(len(data), exact=True)
+        return list(data)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        """One line ``role: content`` for each message, then ``assistant:``. It has no variables."""
+        if tools:
+            raise NoToolsInTemplate(_NO_TOOLS)
+        lines = []
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if not isinstance(role, str) or not isinstance(content, str):
+                raise ChatTemplateError("each message needs a role and a content, both text")
+            lines.append(f"{role}: {content}\n")
+        if continue_final_message:
+            return self.encode("".join(lines).removesuffix("\n"), most=most)
+        return self.encode("".join(lines) + ("assistant:" if add_generation_prompt else ""), most=most)
+
+    def chat_template(self, tools: bool) -> str | None:
+        return None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id for id in ids if id < 256).decode(errors="replace")
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [bytes([id]).decode("latin-1") if id < 256 else "" for id in ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return _streamed(self.stream([]), ids)
+
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+        return ByteTextStream(prompt_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def to_json(self) -> str | None:
+        return None
+
+
+class HubTokenizer:
+    """The tokenizer of a model directory, by transformers' AutoTokenizer.
+
+    Only the template is rendered by transformers. Encoding and decoding go straight to the `tokenizers` object, whose
+    methods may run in several threads as long as nobody changes its truncation, padding or added tokens: transformers'
+    own ``__call__`` does, and then fails with "Already borrowed".
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ``EngineLoadError``: ``no-tokenizer`` when there is none at ``path``, else ``bad-tokenizer``."""
+        directory = Path(path)
+        check_tokenizer_files(directory)
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise EngineLoadError("no-tokenizer", f"transformers cannot be imported: {error}") from error
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # its readers raise anything from KeyError to a bare Exception
+            raise EngineLoadError(
+                "bad-tokenizer", f"the tokenizer in {directory} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+        if not loaded.is_fast:
+            raise EngineLoadError(
+                "bad-tokenizer", f"the tokenizer in {directory} has no fast form", "convert it to a tokenizer.json"
+            )
+        self._hub = loaded
+        self._fast = loaded.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._vocab_size = len(loaded)
+        self._token_bytes = _token_decoder(self._fast)
+        self._lengths: TokenLengths | None = token_lengths(self._fast, _byte_of_character())
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        text = unicode(text)
+        if len(text) <= SHORT_CHARACTERS:
+            encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            if most is not None:
+                self._check_length(text, most)
+            # `encode` holds the GIL to its end, 1.6 s for a MB; the batch's releases it, and computes no offsets.
+            encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), exact=True)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _check_length(self, text: str, most: int) -> None:
+        """Raises TooManyTokens for a text that surely has more than ``most``.
+
+        A text that may fit by its length is counted piece by piece, so that one that is far too long is not tokenized
+        whole, at 140 bytes of memory for each token. Each cut may change how the text around it is tokenized, so only
+        twice as many as ``most`` are surely too many.
+        """
+        if self._lengths is not None and (fewest := self._lengths.fewest(text)) > most:
+            raise TooManyTokens(fewest - 1, exact=False)
+        if len(text) <= PIECE_CHARACTERS:
+            return
+        count = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            count += max(0, len(self._fast.encode_batch_fast([piece])[0]) - PIECE_SLACK)
+            if count > 2 * most:
+                raise TooManyTokens(most, exact=False)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        import jinja2
+
+        template = self.chat_template(bool(tools))
+        if template is None:
+            raise NoChatTemplate("this model has no chat template; send a prompt instead of messages")
+        if not messages:
+            raise ChatTemplateError("messages are empty")
+        told = _told_in(template)
+        if tools and "tools" not in told:
+            raise NoToolsInTemplate(_NO_TOOLS)
+        variables = dict(template_kwargs or {})
+        if taken := sorted(variables.keys() & _arguments_of(self._hub.apply_chat_template)):
+            raise ChatTemplateError(f"{taken[0]} is no variable of a chat template")
+        try:
+            text: Any = self._hub.apply_chat_template(
+                [_in_words_of(told, message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise ChatTemplateError(str(error)) from error
+        except (RecursionError, OverflowError, ZeroDivisionError, MemoryError) as error:
+            raise ChatTemplateError(f"the chat template cannot be filled in: {type(error).__name__}") from error
+        return self.encode(text, add_special_tokens=add_special_tokens, most=most)
+
+    def chat_template(self, tools: bool) -> str | None:
+        """Some models have several, by name; transformers takes ``tool_use`` for tools, where there is one."""
+        found = self._hub.chat_template
+        if isinstance(found, Mapping):
+            found = (found.get("tool_use") if tools else None) or found.get("default")
+        return None if found is None else str(found)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._fast.decode_batch([list(ids)], skip_special_tokens=False)[0]  # `decode` holds the GIL
+        return text
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self._fast.id_to_token(id) or "" for id in ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return _streamed(self.stream([]), ids)
+
+    def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+        return FastTextStream(self._fast, prompt_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._fast.id_to_token(token_id)
+        return b"" if token is None else self._token_bytes(token)
+
+    def to_json(self) -> str | None:
+        text: str = self._fast.to_str()
+        return text
+
+
+_NO_TOOLS = "this model's chat template knows no tools; take a model that was trained with them, or send none"
+
+
+@lru_cache(maxsize=256)
+def _told_in(template: str) -> frozenset[str]:
+    """The words in a template's expressions and statements; its text and its comments do not count."""
+    code = re.findall(r"\{%.*?%\}|\{\{.*?\}\}", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL), re.DOTALL)
+    return frozenset(re.findall(r"\w+", " ".join(code)))
+
+
+def _in_words_of(told: Collection[str], message: Message) -> dict[str, Any]:
+    """OpenAI's newer role ``developer`` is ``system`` to a template that does not name it: most would leave it out."""
+    if message.get("role") == "developer" and "developer" not in told:
+        return {**message, "role": "system"}
+    return dict(message)
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _arguments_of(method: Any) -> frozenset[str]:
+    """What transformers itself is told beside the variables of the template, which are its ``kwargs``."""
+    return _parameters(method.__func__) | {"messages", "tools"}
+
+
+def _token_decoder(fast: FastTokenizer) -> Callable[[str], bytes]:
+    """What one entry of the vocabulary adds to a text, by the kind of the tokenizer's decoder.
+
+    The decoder itself cannot be asked: it answers with text, where bytes that are no whole character are lost.
+    """
+    decoder = json.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
+    if "ByteLevel" in steps:
+        return _byte_level_token
+    if "ByteFallback" in steps or "Metaspace" in steps:
+        space = steps.get("Metaspace", {}).get("replacement", "▁")
+        falls_back = "ByteFallback" in steps
+        return lambda token: _sentencepiece_token(token, space, falls_back)
+    if fast.decoder is None:
+        return str.encode
+    return lambda token: str(fast.decoder.decode([token])).encode()
+
+
+def _byte_level_token(token: str) -> bytes:
+    """Every character stands for a byte; a token with any other character, an added one, stands for itself."""
+    try:
+        return bytes(_byte_of_character()[character] for character in token)
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece_token(token: str, space: str, falls_back: bool) -> bytes:
+    if falls_back and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+        return bytes([int(found[1], 16)])
+    return token.replace(space, " ").encode()
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, every other byte for a character from 256 on."""
+    itself = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in itself]
+    return {chr(byte): byte for byte in itself} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _streamed(stream: TextStream, ids: Sequence[int]) -> str:
+    return "".join([*(stream.push(id) for id in ids), stream.flush()])
+
+
+def unicode(text: str) -> str:
+    """Returns the text. Raises ValueError where it is not Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text is not Unicode: {error.reason} at character {error.start}") from error
+    return text

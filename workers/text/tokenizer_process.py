@@ -1,0 +1,366 @@
+"""Tokenizers in processes of their own, so that a model's folder cannot stop the gateway that reads it.
+
+A chat template is a program, a regular expression may backtrack for minutes, and both hold the interpreter's lock. No
+thread can be ended from outside; a process can. Its memory has a limit, and each call a deadline.
+
+1. A nursery, one for each process that loads tokenizers, imports transformers and forks a loader for each tokenizer.
+2. A loader loads its tokenizer and forks workers: they share its memory, and none loads it again.
+3. A worker serves one call at a time. It is killed where a call is late, and the next call has another one.
+
+Each ends with the one above it. Requests are pickled by the trusting side; replies are msgpack, which runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import msgspec
+
+from workers.host.child_process import environment
+from workers.host.process_tree import end_with
+from workers.messages.engine_protocol import EngineLoadError
+from workers.text.tokenizer import (
+    ByteTokenizer,
+    ChatTemplateError,
+    HubTokenizer,
+    Message,
+    NoChatTemplate,
+    NoToolsInTemplate,
+    PromptTokenizer,
+    Tool,
+    TooManyTokens,
+    unicode,
+)
+
+LOAD_S = 60.0  # for a loader to load its tokenizer
+START_S = 60.0  # for the nursery to import transformers, 2 s on an idle machine
+FORK_S = 10.0
+CALL_S = 5.0  # for a call; a chat is rendered within a millisecond
+CALL_S_PER_BYTE = 10.0 / 2**20  # beyond that, for a long text: 1 s for a MB on an idle machine
+MEMORY_BYTES = 4 * 2**30  # that a loader or a worker may allocate beyond what the nursery has
+REPLY_BYTES = 2**28
+IDLE_WORKERS = 2  # kept for the next call
+ERROR_CHARACTERS = 2000  # a folder may write what it likes into an error
+
+_ERRORS: tuple[type[Exception], ...] = (NoToolsInTemplate, NoChatTemplate, ChatTemplateError, ValueError)
+
+
+class TokenizerFault(Exception):
+    """The tokenizer or the chat template of a model's folder failed on a text, without refusing it."""
+
+
+class _Late(Exception):
+    """A peer did not reply in time."""
+
+
+class _Reply(msgspec.Struct, array_like=True):
+    """``error`` is empty, "load", "fault", "many" or the name of one of ``_ERRORS``; ``value`` depends on it."""
+
+    error: str
+    value: Any
+
+
+class TokenizerProcess:
+    """A ``PromptTokenizer`` whose work is done in processes of its own; it also raises ``TokenizerFault``."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ``EngineLoadError`` as ``HubTokenizer``. Blocks."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._loader: _Peer | None = None
+        self._idle: list[_Peer] = []
+        facts = self._load()
+        self._vocab_size: int = facts["vocab_size"]
+        self._templates: list[str | None] = facts["templates"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        return cast(list[int], self._call("encode", unicode(text), add_special_tokens, most=most))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        ids = self._call(
+            "apply_chat_template",
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            add_special_tokens=add_special_tokens,
+            most=most,
+        )
+        return cast(list[int], ids)
+
+    def chat_template(self, tools: bool) -> str | None:
+        return self._templates[tools]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return cast(str, self._call("decode", ids))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return cast(list[str], self._call("tokens", ids))
+
+    def text(self, ids: Sequence[int]) -> str:
+        return cast(str, self._call("text", ids))
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        data = pickle.dumps((method, args, options))
+        limit_s = CALL_S + len(data) * CALL_S_PER_BYTE
+        worker = self._worker()
+        try:
+            reply = worker.ask(data, limit_s)
+        except _Late:
+            raise TokenizerFault(f"it was not done within {limit_s:.0f} s") from None
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            raise TokenizerFault("its process has ended, as for want of memory") from error
+        with self._lock:
+            if reply.error != "fault" and len(self._idle) < IDLE_WORKERS:
+                self._idle.append(worker)
+        if reply.error:
+            _raise(reply)
+        return reply.value
+
+    def _worker(self) -> _Peer:
+        """An idle worker, or a new one; where the loader has ended, of a new loader. Raises TokenizerFault."""
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if not worker.ended():
+                    return worker
+            try:
+                if self._loader is not None:
+                    with contextlib.suppress(OSError, EOFError, _Late):
+                        return self._loader.fork()
+                self._load()
+                assert self._loader is not None
+                return self._loader.fork()
+            except (OSError, EOFError, _Late, EngineLoadError) as error:
+                raise TokenizerFault(f"no process for it could be started: {error!r}") from error
+
+    def _load(self) -> dict[str, Any]:
+        """Start the loader. Raises EngineLoadError."""
+        try:
+            self._loader = _nursery().fork(START_S)
+            reply = self._loader.ask(pickle.dumps(self._path), LOAD_S)
+        except _Late:
+            what = f"the tokenizer in {self._path} was not loaded within {LOAD_S:.0f} s"
+            raise EngineLoadError("bad-tokenizer", what) from None
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            what = f"the tokenizer in {self._path} ended the process that loaded it, as for want of memory"
+            raise EngineLoadError("bad-tokenizer", what) from error
+        if reply.error:
+            raise EngineLoadError(*reply.value)
+        return cast(dict[str, Any], reply.value)
+
+
+def load_apart(engine: str, path: str | None) -> PromptTokenizer:
+    """As ``load_tokenizer``, in a process of its own."""
+    if engine == "echo":
+        return ByteTokenizer()
+    if path is None:
+        raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to take a tokenizer from")
+    return TokenizerProcess(path)
+
+
+def _raise(reply: _Reply) -> NoReturn:
+    if reply.error == "many":
+        count, exact = reply.value
+        raise TooManyTokens(count, exact=exact)
+    for kind in _ERRORS:
+        if kind.__name__ == reply.error:
+            raise kind(reply.value)
+    raise TokenizerFault(str(reply.value))
+
+
+class _Peer:
+    """The other end of a process's socket. The process is killed when this is forgotten or does not reply."""
+
+    def __init__(self, end: socket.socket, pidfd: int) -> None:
+        self._connection = Connection(end.detach())
+        self._pidfd = pidfd
+        self._forking = threading.Lock()
+
+    def __del__(self) -> None:
+        self._kill()
+        os.close(self._pidfd)
+
+    def ask(self, data: bytes, limit_s: float) -> _Reply:
+        """Raises _Late, and OSError, EOFError or MsgspecError where the process has ended or replies nonsense."""
+        until = time.monotonic() + limit_s
+        self._connection.send_bytes(data)
+        if not self._connection.poll(max(0.0, until - time.monotonic())):
+            self._kill()
+            raise _Late
+        return msgspec.msgpack.decode(self._connection.recv_bytes(REPLY_BYTES), type=_Reply)
+
+    def fork(self, limit_s: float = FORK_S) -> _Peer:
+        """A child of that process. Raises _Late, OSError and EOFError."""
+        ours, theirs = socket.socketpair()
+        with self._forking, theirs, socket.socket(fileno=os.dup(self._connection.fileno())) as control:
+            socket.send_fds(control, [b"f"], [theirs.fileno()])
+            if not self._connection.poll(limit_s):
+                self._kill()
+                raise _Late
+            data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data or not fds:
+            raise EOFError
+        return _Peer(ours, fds[0])
+
+    def ended(self) -> bool:
+        ending = select.poll()
+        ending.register(self._pidfd, select.POLLIN)
+        return bool(ending.poll(0))
+
+    def _kill(self) -> None:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+_nursing = threading.Lock()
+_the_nursery: _Peer | None = None
+
+
+def _nursery() -> _Peer:
+    """This process's nursery, started where there is none. Raises OSError."""
+    global _the_nursery
+    with _nursing:
+        if _the_nursery is None or _the_nursery.ended():
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "workers.text.tokenizer_process", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    env=environment({"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}),
+                    cwd="/",
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            _the_nursery = _Peer(ours, os.pidfd_open(process.pid))
+        return _the_nursery
+
+
+# What runs in the processes apart
+
+
+def _fork_on(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
+    """For each socket that comes over ``control``, fork a child that does ``work`` with it, and hand back its pidfd."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are not waited for
+    parent = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                end_with(parent)
+                control.close()
+                with contextlib.suppress(EOFError, OSError):  # whom it works for has ended
+                    work(socket.socket(fileno=fds[0]))
+            finally:
+                os._exit(0)
+        os.close(fds[0])
+        try:
+            handle = os.pidfd_open(child)
+        except ProcessLookupError:
+            control.send(b"f")
+        else:
+            socket.send_fds(control, [b"f"], [handle])
+            os.close(handle)
+
+
+def _load_and_fork(control: socket.socket) -> None:
+    """A loader's work."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = _allocated() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    connection = Connection(os.dup(control.fileno()))
+    path = pickle.loads(connection.recv_bytes())
+    try:
+        tokenizer = HubTokenizer(path)
+    except EngineLoadError as error:
+        connection.send_bytes(_encoded("load", [error.id, error.what[:ERROR_CHARACTERS], error.hint]))
+        return
+    except BaseException as error:  # noqa: BLE001 - a panic of the library derives from it
+        what = f"the tokenizer in {path} cannot be read: {_shown(error)}"
+        connection.send_bytes(_encoded("load", ["bad-tokenizer", what, ""]))
+        return
+    templates = [tokenizer.chat_template(False), tokenizer.chat_template(True)]
+    connection.send_bytes(_encoded("", {"vocab_size": tokenizer.vocab_size, "templates": templates}))
+    gc.freeze()
+    _fork_on(control, lambda end: _serve(Connection(end.detach()), tokenizer))
+
+
+def _serve(connection: Connection, tokenizer: HubTokenizer) -> None:
+    """A worker's work."""
+    while True:
+        method, args, options = pickle.loads(connection.recv_bytes())
+        try:
+            reply = _encoded("", getattr(tokenizer, method)(*args, **options))
+        except TooManyTokens as error:
+            reply = _encoded("many", [error.count, error.exact])
+        except _ERRORS as error:
+            name = next(kind.__name__ for kind in _ERRORS if isinstance(error, kind))
+            reply = _encoded(name, str(error)[:ERROR_CHARACTERS])
+        except BaseException as error:  # noqa: BLE001 - a panic of the library derives from it
+            connection.send_bytes(_encoded("fault", _shown(error)))
+            return
+        connection.send_bytes(reply)
+
+
+def _encoded(error: str, value: Any) -> bytes:
+    return msgspec.msgpack.encode(_Reply(error, value))
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+
+
+def _allocated() -> int:
+    """Bytes that this process may write to, as the limit of data counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+
+
+def main(descriptor: int) -> None:
+    """A nursery's work."""
+    import transformers.tokenization_utils_fast  # noqa: F401 - what the loaders would each import
+    from transformers import AutoTokenizer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    _fork_on(socket.socket(fileno=descriptor), _load_and_fork)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
