@@ -1,7 +1,6 @@
-"""placements/rules/options/tables.py, made from the recorded contracts: ``python -m tests.option_tables`` writes it
-anew.
+"""Writes placements/rules/options/tables.json from the recorded contracts: ``python -m tests.option_tables``.
 
-What a contract cannot tell, the kind of an option whose default is None or an expression, stands in ``KINDS``.
+``KINDS`` holds the kinds that a contract does not show: those of options whose default is None or an expression.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CONTRACTS = ROOT / "tests" / "contracts"
-TABLES = ROOT / "placements" / "options" / "tables.py"
+TABLES = ROOT / "placements" / "rules" / "options" / "tables.json"
 
 TNX = "transformers_neuronx"
 NXD = "neuronx_distributed_inference"
 CONFIG = f"{NXD}.models.config"
 LORA = f"{NXD}.modules.lora_serving.config.LoraServingConfig"
-CONFIGS = {  # of each package, the classes whose options a spec may give
+CONFIGS = {  # package -> the classes whose options a spec may set
     TNX: (
         f"{TNX}.config.NeuronConfig",
         f"{TNX}.config.QuantizationConfig",
@@ -80,14 +79,14 @@ KINDS: Mapping[str, str] = {
     "tensor_capture_config": "mapping:TensorCaptureConfig",
     "tensor_replacement_config": "mapping:TensorReplacementConfig",
 }
-PLAIN = frozenset({"bool", "int", "float", "str", "list", "mapping"})  # kinds that a literal default tells
-NESTED = {  # names that mean another thing in another class
+PLAIN = frozenset({"bool", "int", "float", "str", "list", "mapping"})  # kinds that a literal default shows
+NESTED = {  # names with another meaning in another class
     f"{TNX}.NeuronConfig.kv_cache_quant": "mapping:KVCacheQuantizationConfig",
     f"{NXD}.NeuronConfig.on_device_sampling_config": "mapping:OnDeviceSamplingConfig",
 }
 
 
-class Found(NamedTuple):
+class RecordedOption(NamedTuple):
     """One option of one class: its default as source text in each version that has it, oldest first."""
 
     name: str
@@ -95,53 +94,55 @@ class Found(NamedTuple):
 
 
 def contract(package: str) -> Any:
-    """The whole recorded contract of a package."""
+    """Returns the recorded contract of a package."""
     return json.loads((CONTRACTS / f"{package}.json").read_text())
 
 
 def versions(recorded: Any) -> list[str]:
-    """Those that the contract speaks of, oldest first."""
-    found = {*recorded["snapshots"], *recorded["deltas"]}
-    return sorted(found, key=lambda name: ("main" in name, [int(part) for part in name.split("-")[0].split(".")]))
+    """Returns the versions in a contract, oldest first."""
+    names = {*recorded["snapshots"], *recorded["deltas"]}
+    return sorted(names, key=lambda name: ("main" in name, [int(part) for part in name.split("-")[0].split(".")]))
 
 
 def class_of(recorded: Any, version: str, dotted: str) -> Any:
-    """One class of a snapshot."""
+    """Returns one class of a snapshot."""
     module, _, name = dotted.rpartition(".")
     return recorded["snapshots"][version]["modules"][module]["classes"][name]
 
 
-def options(recorded: Any, dotted: str) -> Iterator[Found]:
-    """What the class can be given, in the order of the newest snapshot that has it."""
+def options(recorded: Any, dotted: str) -> Iterator[RecordedOption]:
+    """Yields the options of a class, in the order of the newest snapshot that has it."""
     history = recorded["option_history"].get(dotted)
     if history is not None:
-        yield from (Found(name, defaults) for name, defaults in history.items())
+        yield from (RecordedOption(name, defaults) for name, defaults in history.items())
         return
-    found: dict[str, dict[str, str]] = {}
+    by_name: dict[str, dict[str, str]] = {}
     for version in versions(recorded):
         for name, default in _signature(recorded, version, dotted).items():
-            found.setdefault(name, {})[version] = default
-    yield from (Found(name, defaults) for name, defaults in found.items())
+            by_name.setdefault(name, {})[version] = default
+    yield from (RecordedOption(name, defaults) for name, defaults in by_name.items())
 
 
 def _signature(recorded: Any, version: str, dotted: str) -> dict[str, str]:
-    """Parameters and what is taken out of **kwargs. Of a version that is recorded as a difference only, those of a
-    changed signature; none where that does not tell all."""
+    """Returns the defaults of parameters and of options read from **kwargs, by name.
+
+    For a version that is recorded as a difference: those of its changed signature; empty if that is incomplete.
+    """
     if version in recorded["snapshots"]:
         known = class_of(recorded, version, dotted)
         parameters = known["methods"]["__init__"]["params"][1:]
         named = {p["name"]: p.get("default", "<no default>") for p in parameters if p["kind"] != "VAR_KEYWORD"}
-        taken = known.get("kwargs_options", ())
-        own = {o["name"]: o["default"] for o in taken if o["access"] in ("pop", "get") and o["method"] == "__init__"}
+        keywords = known.get("kwargs_options", ())
+        own = {o["name"]: o["default"] for o in keywords if o["access"] in ("pop", "get") and o["method"] == "__init__"}
         return {**named, **own}
     delta, init, primary = recorded["deltas"][version], f"{dotted}.__init__", recorded["primary"]
     known = class_of(recorded, primary, dotted)
-    taken = {option["name"] for option in known.get("kwargs_options", ())}
-    if (taken and recorded["option_history"]) or dotted in delta["removed"]:
-        return {}  # an older NxD Inference: what its class took out of **kwargs is recorded for three classes only
+    keywords = {option["name"] for option in known.get("kwargs_options", ())}
+    if (keywords and recorded["option_history"]) or dotted in delta["removed"]:
+        return {}  # **kwargs of an older NxD Inference are recorded for three classes only
     newest = _signature(recorded, primary, dotted)
     named = _read(delta["changed"][init]["here"]) if init in delta["changed"] else newest
-    return {**named, **{name: default for name, default in newest.items() if name in taken}}
+    return {**named, **{name: default for name, default in newest.items() if name in keywords}}
 
 
 def _read(signature: str) -> dict[str, str]:
@@ -154,13 +155,13 @@ def _read(signature: str) -> dict[str, str]:
     return {a.arg: "<no default>" if d is None else ast.unparse(d) for a, d in pairs if a.arg != "self"}
 
 
-def kind(table: str, found: Found) -> str:
-    """bool, int, float, str, list, mapping, any; two of them with a bar between; enum:A,B; mapping:Table."""
-    if f"{table}.{found.name}" in NESTED:
-        return NESTED[f"{table}.{found.name}"]
-    if found.name in KINDS:
-        return KINDS[found.name]
-    for default in reversed(found.defaults.values()):
+def kind(table: str, option: RecordedOption) -> str:
+    """Returns the kind of an option, in the notation of ``Option.kind``."""
+    if f"{table}.{option.name}" in NESTED:
+        return NESTED[f"{table}.{option.name}"]
+    if option.name in KINDS:
+        return KINDS[option.name]
+    for default in reversed(option.defaults.values()):
         try:
             value = ast.literal_eval(default)
         except (ValueError, SyntaxError):
@@ -168,69 +169,49 @@ def kind(table: str, found: Found) -> str:
         name = {"dict": "mapping", "tuple": "list"}.get(type(value).__name__, type(value).__name__)
         if name in PLAIN:
             return name
-    raise KeyError(f"{table}.{found.name} has no kind: say in KINDS what it is")
+    raise KeyError(f"{table}.{option.name} has no kind: add it to KINDS")
 
 
-def tables() -> dict[str, list[Found]]:
-    """Every table by its name: a configuration, or the constructor of a family's class."""
-    made: dict[str, list[Found]] = {}
+def tables() -> dict[str, list[RecordedOption]]:
+    """Returns the options of each configuration class and of each family's constructor, by table name."""
+    by_table: dict[str, list[RecordedOption]] = {}
     for package, dotted in CONFIGS.items():
         recorded = contract(package)
         for name in dotted:
-            made[f"{package}.{name.rpartition('.')[2]}"] = list(options(recorded, name))
+            by_table[f"{package}.{name.rpartition('.')[2]}"] = list(options(recorded, name))
         if package == TNX:
             for family, exported in recorded["snapshots"][recorded["primary"]]["registries"][REGISTRY].items():
                 if family != "code_llama":  # llama's, by another name
-                    made[f"{TNX}:{family}"] = list(_constructor(recorded, exported.rpartition(".")[2]))
-    return made
+                    by_table[f"{TNX}:{family}"] = list(_constructor(recorded, exported.rpartition(".")[2]))
+    return by_table
 
 
-def _constructor(recorded: Any, name: str) -> Iterator[Found]:
-    """The keywords of ``from_pretrained`` that a class takes, but for its configuration."""
+def _constructor(recorded: Any, name: str) -> Iterator[RecordedOption]:
+    """Yields the keywords that a class accepts in ``from_pretrained``, without its configuration."""
     modules = recorded["snapshots"][recorded["primary"]]["modules"]
     (dotted,) = [f"{module}.{name}" for module, held in modules.items() if name in held.get("classes", {})]
-    yield from (found for found in options(recorded, dotted) if found.name not in ("config", "debug"))
+    yield from (option for option in options(recorded, dotted) if option.name not in ("config", "debug"))
 
 
 def text() -> str:
-    """The module, as ruff would format it."""
-    lines = [
-        '"""The options of the Neuron engines, as their sources have them. Made from the recorded contracts by',
-        'tests/option_tables.py; do not edit."""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "from collections.abc import Mapping",
-        "from types import MappingProxyType",
-        "",
-        "from placements.rules.options.option import Option",
-        "",
-        "TABLES: Mapping[str, Mapping[str, Option]] = MappingProxyType(",
-        "    {",
-    ]
-    for table, found in tables().items():
-        newest = versions(contract(table.partition(":")[0].partition(".")[0]))
-        lines += [f'        "{table}": MappingProxyType(', "            {"]
-        for one in found:
-            lines += _entry(one.name, _given(table, one, newest))
-        lines += ["            }", "        ),"]
-    lines += [
-        "    }",
-        ")",
-        '"""By class, package.Class, and by family, package:model_type, for what a family\'s constructor takes."""',
-    ]
-    return "\n".join(lines) + "\n"
+    """Returns the JSON file: an object for each table, one line for each option."""
+    blocks = []
+    for table, options_found in tables().items():
+        known = versions(contract(table.partition(":")[0].partition(".")[0]))
+        rows = (f"    {_json(option.name)}: {_json(_row(table, option, known))}" for option in options_found)
+        blocks.append(f"  {_json(table)}: {{\n" + ",\n".join(rows) + "\n  }")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
-def _entry(name: str, given: str) -> list[str]:
-    line = f'                "{name}": Option({given}),'
-    return [line] if len(line) <= 120 else [line.partition(given)[0], f"{' ' * 20}{given}", f"{' ' * 16}),"]
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _given(table: str, found: Found, known: list[str]) -> str:
-    had = [version for version in known if version in found.defaults]
-    given = [kind(table, found), found.defaults[had[-1]], *([] if had == known else [had[0], had[-1]])]
-    return ", ".join(json.dumps(word, ensure_ascii=False) for word in given)
+def _row(table: str, option: RecordedOption, known: list[str]) -> dict[str, str]:
+    """The arguments of ``Option``; first and last only for an option that some version does not have."""
+    versions_with = [version for version in known if version in option.defaults]
+    row = {"kind": kind(table, option), "default": option.defaults[versions_with[-1]]}
+    return row if versions_with == known else {**row, "first": versions_with[0], "last": versions_with[-1]}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ def test_the_wheel_holds_the_three_packages_and_no_tests_or_models(tmp_path: Pat
     }
     assert not [name for name in names if "examples" in name or "test" in name]
     assert {"placements/py.typed", "workers/engines/cpu/engine.py", "orchestrator/cli/main.py"} <= set(names)
-    assert {"workers/engines/surfaces/transformers_neuronx.json", "orchestrator/bench/chat.json"} <= set(names)
+    assert {
+        "placements/rules/options/tables.json",
+        "workers/engines/surfaces/transformers_neuronx.json",
+        "orchestrator/bench/chat.json",
+    } <= set(names)
 
 
 @pytest.mark.parametrize(("index", "cuda"), [("", None), ("file:///wheels", "13.0")])

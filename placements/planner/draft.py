@@ -350,7 +350,7 @@ class Draft:
         problem = Problem(why.id, "error" if required else "warning", where, what, why.hint)
         self._unplaced.append((tenant.model, Unplaced(name, tenant.replica, (problem,))))
 
-    def open(self, cores: int) -> tuple[str, CoreRange] | None:
+    def clear_range(self, cores: int) -> tuple[str, CoreRange] | None:
         """Make room for a range of ``cores``, which belongs to nobody: (host, range)."""
         kinds = frozenset(kind for kind, host in enumerate(self._ground.kinds.hosts) if host.cores >= cores)
         if not kinds:

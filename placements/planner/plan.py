@@ -171,9 +171,9 @@ def defragment(
         most = moves if last else allowed
         draft = Draft(spec, HostPool(hosts, blocked or {}), checkpoints or {}, {}, most, costs or {})
         draft.keep(observed, counts)
-        found = draft.open(cores)
-        if found is not None:
-            return Window(*found, draft.moves())
+        opening = draft.clear_range(cores)
+        if opening is not None:
+            return Window(*opening, draft.moves())
         if last:
             break
     return None

@@ -1,8 +1,9 @@
-"""placements is pure: it imports little, and reads neither files nor clocks."""
+"""placements is pure: it imports little, and reads neither clocks nor files other than its own data."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,12 @@ def test_only_the_standard_library_pydantic_yaml_and_cronsim_are_imported() -> N
 def test_no_module_can_reach_clocks_files_or_processes() -> None:
     """None of the standard modules that would is imported."""
     assert {path.name: sorted(imported(path) & IMPURE) for path in FILES if imported(path) & IMPURE} == {}
+
+
+def test_only_the_table_of_options_is_read_from_a_file() -> None:
+    """Package data, once, when the module is imported."""
+    reads = re.compile(r"\b(open|read_text|read_bytes|get_data|iterdir)\(")
+    assert [path.name for path in FILES if reads.search(path.read_text())] == ["tables.py"]
 
 
 def test_nothing_heavy_is_loaded() -> None:
