@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -561,7 +561,7 @@ class _Reader:
             self._report("unknown-key", where, f'"{_short(key)}" is not a known key{_of(path)}', hint)
             if meant and meant not in values and meant not in result:
                 result[meant] = _as_meant(key, meant, value)
-                for known in [known for known in self._tree.places if known[: len(where)] == where]:
+                for known in [known for known in _paths(where, value) if known in self._tree.places]:
                     renamed = (*path, meant, *known[len(where) :])
                     self._tree.places[renamed] = self._tree.places[known]
                     if known in self._tree.written:
@@ -768,6 +768,14 @@ def _wanted(where: Path, field: str) -> str:
 
 def _shown(text: str, kind: str, plain: bool) -> str:
     return f'"{text}"' if kind == "text" and plain else text
+
+
+def _paths(path: Path, value: Any) -> Iterator[Path]:
+    """The path of a value, and those of all that it holds."""
+    yield path
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths((*path, key), inner)
 
 
 def _short(text: str) -> str:

@@ -18,6 +18,8 @@ from placements.spec.source_positions import Path, SourcePosition
 
 MAX_CHARACTERS = 1 << 18
 MAX_NODES = 20_000  # after aliases are followed; a spec of 200 models has some 3,000
+MAX_TEXT = 1 << 20  # characters of all values, after aliases are followed
+SHOWN = 60  # characters of a value that a problem shows
 MAX_DEPTH = 20
 
 Kind = Literal["text", "a number", "a boolean", "empty", "a list", "a mapping"]
@@ -187,6 +189,7 @@ class _Walk:
         self._text = text
         self._tree = tree
         self._nodes = 0
+        self._characters_left = MAX_TEXT
         self._above: list[yaml.Node] = []
 
     def value(self, node: yaml.Node, path: Path, depth: int) -> Any:
@@ -196,10 +199,13 @@ class _Walk:
         if any(node is above for above in self._above):
             self._tree.report("yaml-too-large", place, "this alias holds itself", "write the value out")
             raise _Unreadable
-        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
-            limit = f"more than {MAX_NODES} values" if self._nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
-            self._tree.report("yaml-too-large", place, f"the document has {limit}, aliases followed", _SHRINK)
-            raise _Unreadable
+        self._check_nodes(place, depth)
+        if isinstance(node, yaml.ScalarNode):
+            self._characters_left -= len(node.value)
+            if self._characters_left < 0:
+                what = f"the values have more than {MAX_TEXT} characters, aliases followed"
+                self._tree.report("yaml-too-large", place, what, _SHRINK)
+                raise _Unreadable
         self._tree.written[path] = self._written(node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, place)
@@ -213,12 +219,20 @@ class _Walk:
         finally:
             self._above.pop()
 
+    def _check_nodes(self, place: SourcePosition, depth: int) -> None:
+        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            limit = f"more than {MAX_NODES} values" if self._nodes > MAX_NODES else f"more than {MAX_DEPTH} levels"
+            self._tree.report("yaml-too-large", place, f"the document has {limit}, aliases followed", _SHRINK)
+            raise _Unreadable
+
     def _mapping(self, node: yaml.Node, path: Path, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
         merged: list[tuple[yaml.Node, yaml.Node]] = []
         for key_node, value_node in node.value:
             place = _place(key_node.start_mark)
+            self._check_nodes(place, depth)
             if not isinstance(key_node, yaml.ScalarNode):
+                self._nodes += 1
                 self._tree.report("wrong-type", place, f"the key {self._written(key_node).text} is not a word", "")
                 continue
             if key_node.tag == _PREFIX + "merge":
@@ -229,6 +243,7 @@ class _Walk:
                 continue
             where = (*path, key)
             if key in result:
+                self._nodes += 1
                 first = self._tree.places[where]
                 what = f'"{key}" is given twice; the first is at line {first.line}'
                 self._tree.report("duplicate-key", place, what, "keep one of the two")
@@ -316,8 +331,10 @@ class _Walk:
         return BROKEN
 
     def _written(self, node: yaml.Node) -> Written:
-        source = " ".join(self._text[node.start_mark.index : node.end_mark.index].split())
-        shortened = source if len(source) <= 60 else source[:57] + "..."
+        start, end = node.start_mark.index, node.end_mark.index
+        read = min(end, start + 10 * SHOWN)  # an alias may show the same long text thousands of times
+        source = " ".join(self._text[start:read].split())
+        shortened = source if len(source) <= SHOWN and read == end else source[: SHOWN - 3] + "..."
         if isinstance(node, yaml.ScalarNode):
             kind = _kind(node) or "text"
             return Written(shortened, kind, node.style is None)

@@ -841,6 +841,31 @@ def test_a_revoked_key_ends_on_open_connections_too(opened: Open) -> None:
     assert demands(gateway)
 
 
+def test_a_stream_that_began_before_its_key_was_revoked_may_end() -> None:
+    """As docs/security.md says. The next request on its connection is refused, as are those on others."""
+    slow = Served(step_ms=10)
+    gateway = LiveGateway()
+    try:
+        gateway.serve(routes("m", slow))
+        keys = keys_of(gateway)
+        _, key = keys.create("one")
+        until(lambda: demands(gateway), 5, "keys are demanded")
+        with Wire(gateway.port) as wire:
+            wire.send(completion_with(key, stream=True, max_tokens=300))
+            wire.read_until(b"data: ")
+            keys.revoke("one")
+            until(lambda: ask(gateway.port, completion_with(key)).status == 401, 5, "the key is refused")
+            assert gateway.queue("m").live == 1
+            stream = wire.read_until(b"data: [DONE]\n\n")
+            wire.read_until(b"0\r\n\r\n")
+            assert b'"finish_reason":"length"' in stream
+            wire.send(completion_with(key))
+            assert wire.answer().status == 401
+    finally:
+        gateway.close()
+        slow.close()
+
+
 def test_a_broken_or_lost_file_of_keys_opens_nothing(opened: Open) -> None:
     """The keys that were known stay, and none is demanded less."""
     gateway = opened()

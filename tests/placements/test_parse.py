@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
+
 import pytest
 
 from placements.spec.parse import parse
@@ -543,6 +546,80 @@ def test_hostile_documents_are_refused(text: str) -> None:
     """Aliases that explode, hold themselves, endless nesting and size end in one plain problem."""
     assert {problem.id for problem in problems(text)} <= {"yaml-too-large", "yaml-syntax"}
     assert problems(text)
+
+
+ONE = "models: {a: {source: ./a}}\n"
+BOMBS: dict[str, tuple[str | bytes, str]] = {
+    "many models": (
+        "models:\n" + "".join(f"  m{i}: {{sorce: ./a, tpdegree: 2}}\n" for i in range(6000)),
+        "unknown-key",
+    ),
+    "many unknown keys": (
+        f"models: {{a: {{source: ./a,{','.join(f'key{i}: 1' for i in range(12_000))}}}}}",
+        "unknown-key",
+    ),
+    "one key again and again": ("{" + "a: 1," * 50_000 + "}", "duplicate-key"),
+    "duplicate keys in an alias": (
+        f"x: &x {{{'a: 1,' * 20_000}}}\nmodels: {{{','.join(f'm{i}: *x' for i in range(20))}}}",
+        "yaml-too-large",
+    ),
+    "a long text with many aliases": (
+        f"a: &a {'x' * 100_000}\nmodels: {{{','.join(f'm{i}: {{source: *a}}' for i in range(6000))}}}",
+        "yaml-too-large",
+    ),
+    "a long comment with many aliases": (
+        f"a: &a [ # {'x' * 100_000}\n]\nmodels: {{{','.join(f'm{i}: *a' for i in range(6000))}}}",
+        "wrong-type",
+    ),
+    "a list with many aliases": ("a: &a [" + "x," * 15_000 + "]\nmodels: *a", "yaml-too-large"),
+    "a wide merge": (
+        f"x: &x {{{','.join(f'k{i}: 1' for i in range(15_000))}}}\nmodels: {{a: {{<<: [{'*x,' * 8}]}}}}",
+        "yaml-too-large",
+    ),
+    "keys that are lists": ("".join(f"? [a, b{i}]\n: 1\n" for i in range(15_000)), "wrong-type"),
+    "a long scalar": (f"name: {'x' * 260_000}\n" + ONE, "bad-name"),
+    "a long number": (f"version: {'9' * 250_000}\n" + ONE, "yaml-number"),
+    "a long number to the base of 16": (f"version: 0x{'f' * 250_000}\n" + ONE, "wrong-type"),
+    "a long number to the base of 60": (f"version: 1{':59' * 80_000}\n" + ONE, "yaml-number"),
+    "a long anchor": ("&" + "a" * 250_000 + " x", "wrong-type"),
+    "nested blocks": ("".join(" " * i + "a:\n" for i in range(700)), "yaml-too-large"),
+    "nested items": ("- " * 100_000, "yaml-too-large"),
+    "nested keys": ("? " * 100_000, "yaml-too-large"),
+    "nested brackets": ("[{" * 60_000, "yaml-too-large"),
+    "many documents": ("--- 1\n" * 40_000, "yaml-many-documents"),
+    "tags of Python": ("[" + "!!python/name:os.system a," * 9000 + "]", "yaml-tag"),
+    "a call": ("models: !!python/object/apply:os.system ['id']", "yaml-tag"),
+    "no UTF-8": (b"models: \xff" * 20_000, "yaml-syntax"),
+    "a character beyond Unicode": ('a: "\\UFFFFFFFF"', "yaml-syntax"),
+    "a version of YAML": ("%YAML 9999999999999.1\n---\na: 1", "yaml-syntax"),
+    "8 MiB": ("# " + "x" * 2**23, "yaml-too-large"),
+    "a hundred billion hosts": ("hosts: {instance: inf2.48xlarge, count: 99999999999}\n" + ONE, "out-of-range"),
+    "a hundred billion replicas": ("models: {a: {source: ./a, replicas: 99999999999}}", "out-of-range"),
+    "a hundred billion cores": ("models: {a: {source: ./a, cores: ['0-99999999999']}}", "bad-range"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_within_seconds_of_cpu(name: str) -> None:
+    """A second on an idle machine, most of it PyYAML's; what grows with the square takes a minute."""
+    text, id = BOMBS[name]
+    began = time.process_time()
+    found = problems(text)
+    assert time.process_time() - began < 10
+    assert id in {problem.id for problem in found}
+    assert max(len(problem.what) for problem in found) < 2100
+
+
+@pytest.mark.parametrize("name", [name for name in BOMBS if "aliases" in name])
+def test_aliases_share_memory(name: str) -> None:
+    """What they repeat, 600 MB here, is not copied for each."""
+    tracemalloc.start()
+    try:
+        problems(BOMBS[name][0])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**26
 
 
 def test_dates_and_versions_are_text_where_text_is_wanted() -> None:
