@@ -1,1 +1,1 @@
-"""Why a model is placed as it is, what would help, and plans as text."""
+"""Explains placements, searches for remedies, and renders plans as text."""

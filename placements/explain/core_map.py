@@ -1,4 +1,4 @@
-"""A plan as a picture for the terminal: the devices of each host, how they are joined, and who lies on their cores."""
+"""Draws a plan for the terminal: each host's devices, the links between them, and the replicas on their cores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from placements.facts.core_range import CoreRange, ranges
 from placements.facts.topology import Host
 from placements.planner.plan import Placement, Plan
 
-WIDTH = 80  # columns of a terminal that nobody has made wider
-DRAWN_APART = 4  # so many hosts have a picture each, whatever is on them
-MOST_PICTURES = 12  # of more hosts, after those that look alike have been drawn together
+WIDTH = 80  # columns; the default of terminals
+DRAWN_APART = 4  # up to this many hosts, each host has its own picture
+MOST_PICTURES = 12  # for more hosts, once identical ones share a picture
 
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
-_NUMBERS = string.digits + string.ascii_lowercase  # of replicas, modulo 36
+_NUMBERS = string.digits + string.ascii_lowercase  # replica numbers, modulo 36
 _MANY = "*"
 _FREE, _RESERVED, _CORDONED, _QUARANTINED, _WINDOW = "..", "##", "//", "!!", "[]"
 _SIGNS = {
@@ -34,7 +34,7 @@ _INDENT = "         "
 
 @dataclass(frozen=True)
 class _Pen:
-    """How models are called and coloured, on every host the same."""
+    """The letters and colours of models, the same on every host."""
 
     letters: Mapping[str, str]
     color: bool
@@ -46,7 +46,7 @@ class _Pen:
         return cls(letters, color)
 
     def paint(self, cell: str) -> str:
-        """A cell, or a model's letter, in the model's colour; a sign in its own."""
+        """Returns a cell in the colour of its model, or of its sign."""
         if not self.color:
             return cell
         if cell in _SIGN_COLORS:
@@ -59,20 +59,20 @@ class _Pen:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """One host and all that is drawn of it. Two that look alike have equal ``look``s."""
+    """One host and what is drawn of it. Hosts that look identical have equal ``look`` values."""
 
     host: Host
     placements: tuple[Placement, ...]
-    marks: tuple[str, ...]  # the sign of each core, where no replica lies
+    marks: tuple[str, ...]  # the sign of each core without a replica
     taken: frozenset[int]
     cordoned_in_use: tuple[str, ...]
 
     @property
     def look(self) -> tuple[object, ...]:
-        """Everything but the host's name and the replicas' numbers."""
-        there = tuple((placement.model, placement.cores, placement.threads) for placement in self.placements)
+        """Everything except the host's name and the replica numbers."""
+        shapes = tuple((placement.model, placement.cores, placement.threads) for placement in self.placements)
         host = self.host
-        return (host.topology, host.emulated, len(host.cpus), self.marks, there, self.cordoned_in_use)
+        return (host.topology, host.emulated, len(host.cpus), self.marks, shapes, self.cordoned_in_use)
 
     @property
     def empty(self) -> bool:
@@ -88,12 +88,12 @@ def core_map(
     window: tuple[str, CoreRange] | None = None,
     color: bool = False,
 ) -> str:
-    """A picture of each host: its devices in the shape in which they are joined, two columns for each core.
+    """Returns a picture of each host: its devices and links, with two columns for each core.
 
-    A core shows the letter of its model and the number of its replica in base 36, the last digit of it, or a sign; the
-    legend says which. ``window`` is a host and the range on it that is to be marked as the one that was looked for. Of
-    more than four hosts those that are equal but for the replicas' numbers share a picture, empty ones share a line,
-    and at most twelve pictures are drawn. At most 80 columns wide. ``color`` adds ANSI codes, a colour for each model.
+    A core shows the letter of its model and the last base-36 digit of its replica number, or a sign that the legend
+    explains. ``window`` is a host and the range on it to mark. With more than four hosts, hosts that differ only in
+    replica numbers share a picture, empty hosts share a line, and at most twelve pictures are drawn. The text is at
+    most 80 columns wide. ``color`` adds ANSI codes, one colour for each model.
     """
     pen = _Pen.of(plan, color)
     on_host: dict[str, list[Placement]] = {}
@@ -137,7 +137,7 @@ def _drawn(
 
 
 def _summarised(drawn: Sequence[_Drawn], pen: _Pen) -> list[str]:
-    """Blocks and lines for more hosts than anybody looks at one by one."""
+    """Returns blocks and lines for fleets that are too large for one picture a host."""
     alike: dict[tuple[object, ...], list[_Drawn]] = {}
     for one in drawn:
         alike.setdefault(one.look, []).append(one)
@@ -152,13 +152,13 @@ def _summarised(drawn: Sequence[_Drawn], pen: _Pen) -> list[str]:
     for group in groups:
         if group[0].empty:
             host = group[0].host
-            words = ["nothing runs there", *([f"{host.cores} cores"] if host.cores else []), *_kind(host)]
+            words = ["no replicas", *([f"{host.cores} cores"] if host.cores else []), *_kind(host)]
             blocks.append("\n".join(_filled(f"{_hosts(group)}: ", words, ", ", "  ")) + "\n")
     return blocks
 
 
 def host_names(names: Sequence[str]) -> str:
-    """ "5 hosts, inf2.48xlarge/0-3,7": which they are, as far as that is short."""
+    """Returns a short text such as "5 hosts, inf2.48xlarge/0-3,7"."""
     if len(names) == 1:
         return names[0]
     numbers: dict[str, list[int]] = {}
@@ -179,7 +179,7 @@ def _hosts(group: Sequence[_Drawn]) -> str:
 
 
 def _kind(host: Host) -> list[str]:
-    """What the machine is, in a few words."""
+    """Returns a short description of the machine."""
     topology = host.topology
     if topology is None:
         return [f"{len(host.cpus)} CPUs, no NeuronCores"]
@@ -193,7 +193,7 @@ def _kind(host: Host) -> list[str]:
 
 
 def _block(group: Sequence[_Drawn], pen: _Pen) -> str:
-    """The header, the picture and the legend of a host, or of several that look alike."""
+    """Returns the header, picture and legend of one host, or of several identical ones."""
     one = group[0]
     host, apart = one.host, len(group) == 1
     if host.topology is None:
@@ -213,7 +213,7 @@ def _block(group: Sequence[_Drawn], pen: _Pen) -> str:
 
 
 def _filled(start: str, parts: Sequence[str], separator: str, indent: str) -> list[str]:
-    """The parts after the start, on as many lines as they need."""
+    """Returns ``start`` and the parts, wrapped at WIDTH."""
     lines = [start]
     for i, part in enumerate(parts):
         text = part + (separator.rstrip() if i + 1 < len(parts) else "")
@@ -225,7 +225,7 @@ def _filled(start: str, parts: Sequence[str], separator: str, indent: str) -> li
 
 
 def _cells(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
-    """The two columns of each core. Where the picture stands for several hosts, replicas are counted on each."""
+    """Returns the two columns of each core. In a picture of several hosts, replicas are numbered from 0 on each."""
     cells = list(one.marks)
     counted: dict[str, int] = {}
     for placement in one.placements:
@@ -239,7 +239,7 @@ def _cells(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
 
 
 def _picture(host: Host, cells: Sequence[str], pen: _Pen) -> list[str]:
-    """The devices, their first cores' numbers, and the links between them."""
+    """Returns the devices, the number of each one's first core, and the links between devices."""
     assert host.topology is not None
     topology = host.topology
     per, width = topology.cores_per_device, 2 * topology.cores_per_device
@@ -255,7 +255,7 @@ def _picture(host: Host, cells: Sequence[str], pen: _Pen) -> list[str]:
 
 
 def _torus(devices: Sequence[str], firsts: Sequence[int], width: int, joint: int) -> list[str]:
-    """Rows of devices; the bars and dashes at the edges lead to the opposite edge."""
+    """Returns the rows of devices; bars and dashes at an edge continue at the opposite edge."""
     lines = []
     gap = "-" * joint
     margin = " " * (len(_INDENT) - joint if joint < 3 else len(_INDENT))
@@ -265,11 +265,11 @@ def _torus(devices: Sequence[str], firsts: Sequence[int], width: int, joint: int
         lines.append(head.ljust(len(margin) + joint) + "".join(bars).rstrip())
         lines.append(margin + gap + gap.join(devices[row : row + _TORUS]) + gap)
     lines.append(" " * (len(margin) + joint) + "".join("|".ljust(width + joint) for _ in range(_TORUS)).rstrip())
-    return [*lines, f"{_INDENT}(a link at an edge leads to the opposite edge)"]
+    return [*lines, f"{_INDENT}(a link at an edge continues at the opposite edge)"]
 
 
 def _legend(one: _Drawn, pen: _Pen, apart: bool) -> list[str]:
-    """A line for each model on the host: its letter, and where its replicas are, as far as the line is long enough."""
+    """Returns a line for each model on the host: its letter and the places of its replicas, if they fit."""
     lines = []
     for model in dict.fromkeys(placement.model for placement in one.placements):
         own = [placement for placement in one.placements if placement.model == model]

@@ -1,4 +1,4 @@
-"""Why a model is where it is, or what keeps it from a place."""
+"""Explains why a model is placed where it is, or why it is not placed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from placements.rules.checks import check
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 
-_MOST_HOLDERS = 6  # models that are named as holding cores
-_MOST_HOSTS = 3  # that are named in a line
-_MEMORY_HINT = "host_memory_gib, if you measured that it needs less; or another host"
-_SKIPPED = "unknown-key"  # the error of what was left out, so that the rest can be judged as it stands
+_MOST_HOLDERS = 6  # models listed as holding cores
+_MOST_HOSTS = 3  # hosts listed in a line
+_MEMORY_HINT = "set host_memory_gib if you measured that it needs less, or add a host"
+_SKIPPED = "unknown-key"  # an unknown key is ignored, so that the rest of the spec can be judged
 _ORDER = ("no-suitable-host", "pin-taken", "spread-blocks", "host-memory-short", "vcpus-short", "no-room")
 _ENGINE = frozenset({"engine-unsupported-here", "family-unsupported"})
 _DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {  # what is told where it holds -> the problems that say that it does not
+    {  # constraint -> the problems that report its violation
         "degree": frozenset({"degree-exceeds-host", "illegal-degree"}),
         "heads": frozenset({"heads-not-divisible", "gqa-not-divisible", "experts-not-divisible"}),
         "memory": frozenset({"hbm-exceeded", "no-suitable-host"}),
@@ -44,7 +44,7 @@ _DIMENSIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Constraint:
-    """One demand of a model. ``id`` is a problem's where it fails, else the dimension's."""
+    """One demand of a model. ``id`` is a problem id if the demand is not met, else the dimension's name."""
 
     id: str
     what: str  # with its numbers
@@ -57,7 +57,7 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Place:
-    """A replica that has a place, and why there."""
+    """A placed replica, and the reasons for its place."""
 
     placement: Placement
     why: tuple[str, ...]
@@ -75,28 +75,28 @@ class Place:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that there is to say about one model on these hosts."""
+    """The explanation of one model's placement on these hosts."""
 
     model: str
     priority: int
-    required: int  # replicas that ``min`` asks for
-    wanted: int  # that were planned for; 1 for a model that nobody wants now
+    required: int  # ``replicas.min``
+    wanted: int  # replicas that were planned for; 1 for a model scaled to zero
     places: tuple[Place, ...] = ()
     failed: tuple[Constraint, ...] = ()  # in the order in which they are judged
     holds: tuple[Constraint, ...] = ()
     suggestions: tuple[Suggestion, ...] = ()  # the smallest change first
     tried: Literal["nothing", "some", "all"] = (
-        "nothing"  # of the changes that are known; some: then there were too many
+        "nothing"  # which of the known changes were tried; "some": the budget of plans was used up
     )
 
     @property
     def fits(self) -> bool:
-        """Whether it has every replica that ``min`` asks for, or the one of a model that nobody wants now."""
+        """Whether the model has its ``min`` replicas, or one replica if it is scaled to zero."""
         return len(self.places) >= (min(self.required, self.wanted) or self.wanted) and not self.broken
 
     @property
     def broken(self) -> bool:
-        """Whether its part of the spec has errors, so that nothing of it is placed."""
+        """Whether the model's part of the spec has errors, so that none of its replicas are placed."""
         return not self.places and bool(self.failed)
 
     def as_dict(self) -> dict[str, Any]:
@@ -116,24 +116,24 @@ class Explanation:
 
 
 def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
-    """Why the model is placed so, or what keeps it from its replicas, and what would mend that.
+    """Explains why the model is placed as it is, or why replicas are missing, and suggests changes that fix it.
 
-    ``problems`` are findings about the file beyond those of `check`.
+    ``problems`` are problems of the file that `check` does not report.
 
-    Every suggestion has been tried: `check` finds no error that the spec did not have elsewhere, `plan` gives the model
-    all replicas that are wanted, and no other model has fewer than before, but for one whose own ``min`` is the change.
-    They come in this order, one of a kind:
+    Every suggestion has been tried: `check` reports no new error, `plan` places all wanted replicas of the model, and
+    no other model has fewer replicas than before, except one whose ``min`` the change lowers. The order, with one
+    suggestion of each kind:
 
-    1. give cordoned cores back; move 1, 2 or 4 running replicas                      (nothing of the spec changes)
-    2. padded heads; other pins, or none; a smaller tp_degree, a greater one; more replicas on a host
-                                                                                      (it serves what it served)
-    3. fewer threads; fewer slots; a shorter max_len; int8 weights                    (it serves less, or otherwise)
-    4. fewer replicas of it; other pins of a rival, or none; a lower ``min`` of one   (somebody has less)
+    1. uncordon cores; move 1, 2 or 4 running replicas                                (the spec stays the same)
+    2. padded heads; other pins or none; a smaller tp_degree, a greater one; more replicas on a host
+                                                                                      (the same service)
+    3. fewer threads; fewer slots; a shorter max_len; int8 weights                    (reduced or different service)
+    4. fewer replicas; other pins of a rival, or none; a lower ``min`` of a rival     (another model has less)
     5. more hosts
-    6. where none of these helps: two of them together
+    6. if none of these helps: two of them together
 
-    An unknown key is only skipped, so that changes are tried all the same; what could not be read, and what reserves
-    name, has to be mended first. See `remedies.remedies` for how many changes are tried.
+    Unknown keys are ignored. With other unreadable fields or wrong reserves, no changes are tried. See
+    `remedies.remedies` for how many changes are tried.
     """
     question, errors, hopeless = _judged(asked, tuple(problems))
     facts = _Facts(question)
@@ -155,7 +155,7 @@ def explain(asked: Question, problems: Iterable[Problem] = ()) -> Explanation:
 
 
 def _judged(asked: Question, problems: tuple[Problem, ...]) -> tuple[Question, tuple[Constraint, ...], bool]:
-    """The question, the errors of the model's part of the spec, and whether no other value of a field mends them."""
+    """Returns the question, the errors of the model's part of the spec, and whether no change of a field fixes them."""
     spec, model, name = asked.spec, asked.model, asked.model.name
 
     def errors_of(part: Spec) -> list[Problem]:
@@ -200,21 +200,21 @@ def _about_hosts(problem: Problem) -> bool:
 
 
 def _concerns(spec: Spec, name: str, problem: Problem) -> bool:
-    """Whether a finding about the file stands in the model's own lines, or in none of any model."""
+    """Whether a problem of the file lies in the model's own lines, or outside of all models."""
     _, line, column = (":::" + problem.where).rsplit(":", 2)
     if not line.isdecimal():
         return True
     models = {path[1]: place for path, place in spec.places.items() if len(path) == 2 and path[0] == "models"}
     starts = {model: place.line for model, place in models.items()}
     if column.isdecimal() and all(place.column > int(column) for place in models.values()):
-        return True  # it is no part of ``models``
+        return True  # outside of ``models``
     above = [(start, model) for model, start in starts.items() if start <= int(line)]
     return not above or max(above, key=lambda one: one[0])[1] == name
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What follows from a question: what fails, what holds, and the reasons for places. The numbers of everything."""
+    """What follows from a question: unmet demands, met demands, and the reasons for places."""
 
     asked: Question
 
@@ -222,10 +222,10 @@ class _Facts:
     def model(self) -> ModelSpec:
         return self.asked.model
 
-    # What fails
+    # Unmet demands
 
     def refusals(self, errors: Sequence[Constraint]) -> tuple[Constraint, ...]:
-        """What keeps missing replicas from a place: what `plan` says, and every other demand that no host meets."""
+        """Why replicas are missing: the problems that `plan` reports, and every other demand that no host meets."""
         missing = self.asked.target - len(self.asked.placed)
         if missing <= 0:
             return ()
@@ -233,14 +233,14 @@ class _Facts:
         more = "" if missing == 1 else f"; {missing} of {count_text(self.asked.target, 'replica')} have no place"
         said: set[str] = set()
         for problem in (problem for unplaced in self._missing for problem in unplaced.problems):
-            if problem.id not in said:  # the words of `plan`, for the first of them
+            if problem.id not in said:  # the text of `plan`, for the first replica
                 said.add(problem.id)
                 told = found.get(problem.id, Constraint(problem.id, "", (), problem.hint))
                 found[problem.id] = replace(told, what=problem.what + more)
                 more = ""
         wrong = {constraint.id for constraint in errors}
         if wrong & (_DIMENSIONS["degree"] | _ENGINE | {"hbm-exceeded"}):
-            found.pop("no-suitable-host", None)  # that is what it says
+            found.pop("no-suitable-host", None)  # the same fact
         for name in ("host memory", "spread"):
             if wrong & _DIMENSIONS[name]:
                 found = {id: constraint for id, constraint in found.items() if id not in _DIMENSIONS[name]}
@@ -251,28 +251,28 @@ class _Facts:
 
     @cached_property
     def _missing(self) -> list[Unplaced]:
-        """Its replicas without a place, the first one first."""
+        """The model's replicas without a place, ascending."""
         return sorted(
             (one for one in self.asked.drawn.unplaced if one.model == self.model.name), key=lambda one: one.replica
         )
 
     def _unmet(self) -> Iterator[Constraint]:
-        """Each demand by itself, for one replica more than are placed."""
+        """Judges each demand by itself, for one replica more than are placed."""
         asked, model = self.asked, self.model
         checkpoint = asked.checkpoints.get(model.name)
         suited = [host for host in asked.own_hosts if suits(model, host, checkpoint)]
         name = f"{model.name}/{self._missing[0].replica if self._missing else len(asked.placed)}"
         if not suited:
             lines = tuple(line for host in asked.kinds for line in [self._why_unsuited(host)] if line)
-            what = f"{name} finds no suitable host"
-            yield Constraint("no-suitable-host", what, lines, "take another tp_degree or host type")
-        judged = suited or asked.own_hosts  # each demand by itself
+            what = f"{name}: no host is suitable"
+            yield Constraint("no-suitable-host", what, lines, "use another tp_degree or instance type")
+        judged = suited or asked.own_hosts
         on = Counter(placement.host for placement in asked.placed)
         spread = model.spread
         if judged and spread is not None and all(on[host.name] >= spread.host for host in judged):
             limit = f"at most {count_text(spread.host, 'replica')} on one host"
             what = f"{name}: {limit}, and each of {count_text(len(judged), 'host')} has as many"
-            yield Constraint("spread-blocks", what, (), "another host, or a larger spread")
+            yield Constraint("spread-blocks", what, (), "add a host, or raise spread")
         kinds = kinds_of(asked.hosts)
         kind_of = {host.name: kind for host, kind in zip(asked.hosts, kinds.of, strict=True)}
         asks = dict(
@@ -293,7 +293,7 @@ class _Facts:
         own = asks[model.name]
         for id, wanted, left, unit, hint in (
             ("host-memory-short", own.memory, memory, "GiB of host memory", _MEMORY_HINT),
-            ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "fewer threads, or another host"),
+            ("vcpus-short", own.cpus, cpus, "CPUs for its threads", "lower threads, or add a host"),
         ):
             if (
                 judged
@@ -303,7 +303,7 @@ class _Facts:
             ):
                 best = max(judged, key=lambda host: left[host.name])
                 what = f"{name} needs {wanted[kind_of[best.name]]:.4g} {unit}"
-                yield Constraint(id, f"{what}, {max(0.0, left[best.name]):.4g} are left on {best.name}", (), hint)
+                yield Constraint(id, f"{what}; {best.name} has {max(0.0, left[best.name]):.4g} left", (), hint)
         room = self._room()
         if room is not None:
             yield room
@@ -314,23 +314,23 @@ class _Facts:
             return f"{host.name} has no NeuronCores"
         topology = host.topology
         if model.tp_degree > host.cores:
-            return f"{topology.instance} has {host.cores} cores, and tp_degree is {model.tp_degree}"
+            return f"{topology.instance} has {host.cores} cores, fewer than tp_degree {model.tp_degree}"
         if model.tp_degree not in (*DEGREES[topology.family], *model.allow_degrees):
-            return f"{topology.instance}: {topology.family} has the degrees {_listed(DEGREES[topology.family])}"
+            return f"{topology.instance}: {topology.family} supports the degrees {_listed(DEGREES[topology.family])}"
         family = checkpoint.model_type if checkpoint else None
         if not may_run(model.engine, host, family):
             runs = runs_on(model.engine, topology.family)
             return f"{topology.instance}: {model.engine} " + (
-                f"serves no {family} there" if runs else "does not run there"
+                f"does not serve {family} there" if runs else "does not run there"
             )
         if checkpoint is None:
             return ""
         need = estimate(model, checkpoint, resolve(model.engine, host), self.asked.drafts.get(model.name))
         on_cores = need.on_cores(model.tp_degree)
-        return f"{_instance(host)}: {need} {on_cores}, and {usable_hbm(topology):.2f} GiB are usable on each"
+        return f"{_instance(host)}: {need} {on_cores}; each core has {usable_hbm(topology):.2f} GiB usable"
 
     def _room(self) -> Constraint | None:
-        """Whether there would be cores enough if nothing but cores counted."""
+        """The shortage of cores that remains if all other demands are ignored; None if there is none."""
         asked, model = self.asked, self.model
         fields: dict[str, object] = {
             "allow_degrees": (*model.allow_degrees, model.tp_degree),
@@ -351,7 +351,7 @@ class _Facts:
         return Constraint(problem.id, problem.what, (), problem.hint)
 
     def _holders(self) -> Iterator[str]:
-        """Who has the cores: what is free, then each model with its priority, then what nobody may use."""
+        """Lists free cores, then the cores of each model with its priority, then cores that are not available."""
         asked = self.asked
         tp = self.model.tp_degree
         for topology in dict.fromkeys(host.topology for host in asked.own_hosts if host.topology):
@@ -359,10 +359,10 @@ class _Facts:
             free = {host.name: self._free[host.name] for host in same}
             runs = [(CoreRange.parse(run), name) for name, left in free.items() for run in ranges(left)]
             longest, where = max(runs, key=lambda run: len(run[0]), default=(None, ""))
-            run = "" if longest is None else f", the longest run is {len(longest)} ({longest} of {where})"
+            run = "" if longest is None else f", the longest free run is {len(longest)} ({longest} of {where})"
             total, cores = sum(map(len, free.values())), sum(host.cores for host in same)
             step = alignment(topology.family, tp).legal
-            needs = f"{tp} cores from a multiple of {step} on" if tp > 1 else "1 core"
+            needs = f"{tp} contiguous cores that begin at a multiple of {step}" if tp > 1 else "1 core"
             yield f"{topology.instance}: {total} of {cores} cores are free{run}; it needs {needs}"
         held: Counter[str] = Counter()
         count: Counter[str] = Counter()
@@ -381,7 +381,7 @@ class _Facts:
         yield from self._forbidden()
 
     def _forbidden(self) -> Iterator[str]:
-        """Cores that nobody may use."""
+        """Lists reserved, cordoned and quarantined cores."""
         asked = self.asked
         quarantined = {name: cores - asked.cordoned.get(name, frozenset()) for name, cores in asked.blocked.items()}
         reserved = {host.name: host.reserved_cores for host in asked.own_hosts}
@@ -395,7 +395,7 @@ class _Facts:
 
     @cached_property
     def _free(self) -> dict[str, set[int]]:
-        """Cores that nobody has and that may be used, by host."""
+        """Free and available cores, by host."""
         free = {
             host.name: set(range(host.cores)) - host.reserved_cores - self.asked.blocked.get(host.name, frozenset())
             for host in self.asked.hosts
@@ -404,28 +404,28 @@ class _Facts:
             free[placement.host] -= set(placement.cores or ())
         return free
 
-    # What holds
+    # Met demands
 
     def holds(self, failed: set[str]) -> Iterator[Constraint]:
-        """The demands that are met, with their numbers."""
+        """Yields the demands that are met, with their numbers."""
         told = {name: (what, details) for name, what, details in self._numbers()}
         for name, ids in _DIMENSIONS.items():
             if name in told and not ids & failed:
                 yield Constraint(name, *told[name])
 
     def _numbers(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """(name, what, details); a detail for each type of host where these differ."""
+        """Yields (name, what, details), with a detail for each type of host where they differ."""
         asked, model, tp = self.asked, self.model, self.model.tp_degree
         checkpoint, draft = asked.checkpoints.get(model.name), asked.drafts.get(model.name)
         suited = [host for host in asked.kinds if suits(model, host, checkpoint)]
         families = dict.fromkeys(host.topology.family for host in asked.kinds if host.topology)
         if families:
-            known = tuple(f"{family} has {_listed(DEGREES[family])}" for family in families)
+            known = tuple(f"{family} supports {_listed(DEGREES[family])}" for family in families)
             yield "degree", *_lines(f"tp_degree {tp}", known, ": ")
         if checkpoint is not None and families:
             each = f"{checkpoint.heads // tp} on each core" if checkpoint.heads % tp == 0 else "padded with zeros"
-            yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} of keys and values: {each}", ()
-            if suited:  # real and emulated hosts never stand together, so that the engine is one
+            yield "heads", f"{checkpoint.heads} attention heads, {checkpoint.kv_heads} KV heads: {each}", ()
+            if suited:  # a fleet is either real or emulated, so all hosts have the same engine
                 need = estimate(model, checkpoint, resolve(model.engine, suited[0]), draft)
                 where = dict.fromkeys(
                     f"of {usable_hbm(host.topology):.2f} {need.on_cores(tp)} of {_kind(host)}"
@@ -459,19 +459,19 @@ class _Facts:
             free = sum(len(self._free[host.name]) for host in asked.own_hosts)
             yield "cores", f"{free} of {sum(host.cores for host in asked.own_hosts)} stay free", ()
 
-    # Why there
+    # Reasons for places
 
     def reasons(self, placement: Placement) -> Iterator[str]:
-        """For one replica's place."""
+        """Yields the reasons for the place of one replica."""
         asked, model, cores = self.asked, self.model, placement.cores
         if placement.running in asked.running:
-            yield "it runs there, and what runs stays"
+            yield "it runs there already; running replicas stay"
         pins = [pin for pin in model.cores if pin.cores == cores and pin.host in (None, placement.host)]
         if pins:
-            yield f'it is pinned to "{pins[0]}"'
+            yield f'pinned to "{pins[0]}"'
         host = self._hosts.get(placement.host)
         if cores is None or host is None or host.topology is None:
-            yield "its engine takes no cores there"
+            yield "its engine uses no cores there"
         else:
             per = host.topology.cores_per_device
             first, last = cores.first // per, cores.last // per
@@ -480,14 +480,12 @@ class _Facts:
             if len(cores) == 1:
                 yield devices
             elif cores.aligned(known.preferred):
-                yield f"{devices}; it begins at a multiple of {known.preferred}, as tp_degree {len(cores)} prefers"
+                yield f"{devices}; begins at a multiple of {known.preferred}, preferred for tp_degree {len(cores)}"
             else:
-                yield (
-                    f"{devices}; it begins at a multiple of {known.legal}, which is legal; one of {known.preferred}"
-                    + (" would be better")
-                )
+                legal = f"begins at a multiple of {known.legal}, which is legal"
+                yield f"{devices}; {legal}; a multiple of {known.preferred} is preferred"
         surplus = self._order[placement.replica] >= model.replicas.min
-        yield f"priority {model.priority}, " + ("beyond its min" if surplus else "asked for by its min")
+        yield f"priority {model.priority}, " + ("beyond its min" if surplus else "required by its min")
         yield from self._displaced(placement)
         if self._order[placement.replica] == 0 and self._would_gain:
             yield f"without this model {', '.join(self._would_gain)} would have a place"
@@ -498,12 +496,12 @@ class _Facts:
 
     @cached_property
     def _order(self) -> dict[int, int]:
-        """Each placed replica's place among them."""
+        """The position of each placed replica among them."""
         return {placement.replica: i for i, placement in enumerate(self.asked.placed)}
 
     @cached_property
     def _leaving(self) -> dict[str, list[Running]]:
-        """Running replicas of other models that end, or move, by host."""
+        """Running replicas of other models that stop or move, by host."""
         staying = {one.running for one in self.asked.drawn.placements}
         found: dict[str, list[Running]] = {}
         for one in self.asked.running:
@@ -512,19 +510,19 @@ class _Facts:
         return found
 
     def _displaced(self, placement: Placement) -> Iterator[str]:
-        """Those of them whose cores this one gets."""
+        """Yields those whose cores this replica gets."""
         moved = {move.before: move.after for move in self.asked.drawn.moves}
         for one in self._leaving.get(placement.host, ()):
             if placement.cores is not None and one.cores is not None and placement.cores.overlap(one.cores):
                 rival = self.asked.spec.model(one.model)
                 what = f"priority {rival.priority}" if rival else "not in the spec"
                 goes = moved.get(one)
-                where = "it ends" if goes is None else f"it moves to {place_text(goes.host, goes.cores)}"
+                where = "stopped" if goes is None else f"moved to {place_text(goes.host, goes.cores)}"
                 yield f"it displaces {one.model}/{one.replica} ({what}) from {one.cores}: {where}"
 
     @cached_property
     def _would_gain(self) -> list[str]:
-        """Replicas that have no place because of this model."""
+        """Replicas of other models that have no place because of this model."""
         asked = self.asked
         missing = Counter(one.model for one in asked.drawn.unplaced if one.model != self.model.name)
         if not missing:
@@ -536,12 +534,12 @@ class _Facts:
 
 
 def _kind(host: Host) -> str:
-    """Its type. Of an emulated one: whose memory it is, which counts for a place and is never filled."""
+    """The host's type, marked if it is emulated: its memory counts for planning and is never filled."""
     return f"an emulated {_instance(host)}" if host.emulated else _instance(host)
 
 
 def _instance(host: Host) -> str:
-    """Its type, or its name where it has none."""
+    """The host's instance type and LNC, or its name if it has no type."""
     topology = host.topology
     if topology is None:
         return host.name
@@ -549,7 +547,7 @@ def _instance(host: Host) -> str:
 
 
 def _lines(what: str, each: tuple[str, ...], joint: str) -> tuple[str, tuple[str, ...]]:
-    """One in the same line; several as details."""
+    """Returns (what, details): a single part on the same line, several parts as details."""
     return (f"{what}{joint}{each[0]}", ()) if len(each) == 1 else (what, each)
 
 

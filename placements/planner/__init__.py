@@ -1,1 +1,1 @@
-"""From a spec and hosts to a plan: which replica gets which cores."""
+"""Plans a spec on hosts: assigns cores to replicas."""

@@ -1,4 +1,4 @@
-"""Draft: a plan in the making. The numbered steps are those of `plan.plan`."""
+"""A plan under construction. The numbered steps are those of `plan.plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placements.facts.core_range import CoreRange
 from placements.facts.engines import needs_neuron, takes_cores
 from placements.planner.free_cores import FreeCores, bits
 from placements.planner.host_pool import HostPool
-from placements.planner.locality import go_where_held
+from placements.planner.locality import prefer_holders
 from placements.planner.packer import Packer
 from placements.planner.pins import assign
 from placements.planner.placement import Move, Placement, Running, Unplaced
@@ -37,11 +37,11 @@ class Item:
 
 
 _LEAST = (1 << 30, True, True)
-"""The grade of what may cost nobody anything."""
+"""The lowest grade: it displaces nothing."""
 
 
 class Draft:
-    """The plan in the making: what is free, what is placed, what is not. The numbers are those of `plan`."""
+    """A plan under construction: free cores, placed replicas, unplaced replicas. The numbers are those of `plan`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Draft:
         }
         self._demands = demands(spec, ground.kinds.hosts, checkpoints)
         self._taken = [0] * len(ground.hosts)
-        self._tenants: list[Tenant] = []  # that lie somewhere, before the packer takes over: running and pinned ones
+        self._tenants: list[Tenant] = []  # placed before the packer starts: running and pinned replicas
         self._items: list[Item] = []
         self._coreless_items: list[Item] = []
         self._coreless: dict[tuple[int, int], tuple[int, int]] = {}  # (model, replica) -> (host, threads)
@@ -77,7 +77,7 @@ class Draft:
         self._coreless_hosts = [self._hosts_without_cores(model) for model in spec.models]
 
     def _hosts_without_cores(self, model: ModelSpec) -> list[int]:
-        """Hosts where the model runs without taking cores. Where there is one, the model takes cores nowhere."""
+        """Hosts where the model runs without cores. If there are any, the model uses cores nowhere."""
         kinds = [
             kind
             for kind, host in enumerate(self._ground.kinds.hosts)
@@ -87,7 +87,7 @@ class Draft:
 
     # 1.
     def keep(self, running: Iterable[Running], wanted: Mapping[str, int]) -> None:
-        """Keep what runs and fits the spec, and name the replicas that are missing."""
+        """Keeps running replicas that fit the spec, and lists the missing ones."""
         by_model: dict[str, list[Running]] = {}
         for replica in running:
             by_model.setdefault(replica.model, []).append(replica)
@@ -117,7 +117,7 @@ class Draft:
                 host, first = numbers[replica.host], cores.first
                 mask = ((1 << tp) - 1) << first
                 if occupied[host] & mask:
-                    continue  # another replica that is kept holds some of its cores
+                    continue  # another kept replica holds some of its cores
                 occupied[host] |= mask
                 grade = grades[len(used) < low]
                 fixed = pin is not None
@@ -125,25 +125,25 @@ class Draft:
                     Tenant(order, index, tp, grade, demand, cost, host, first, fixed, host, first, True, replica)
                 )
             used[index] = pin
-        taken = {pin for pin in used.values() if pin is not None}
-        to_pin = [i for i in range(len(pins)) if i not in taken]
-        if len(to_pin) > pinned - len(taken):  # an older version may still serve on the first ones
+        used_pins = {pin for pin in used.values() if pin is not None}
+        to_pin = [i for i in range(len(pins)) if i not in used_pins]
+        if len(to_pin) > pinned - len(used_pins):  # an older revision may still serve on the first pins
             to_pin.sort(key=lambda i: not self._is_open(pins[i]))
-        missing = to_pin[: pinned - len(taken)]
+        missing = to_pin[: pinned - len(used_pins)]
         if len(missing) < len(to_pin):
             self._idle_pins.extend(pins[i] for i in to_pin[len(missing) :])
         if len(used) < count:
-            self._name_missing(model, order, count, used, missing)
+            self._add_missing(model, order, count, used, missing)
 
     def _is_open(self, pin: Pin) -> bool:
-        """Whether no core of it is blocked, on one of its hosts."""
+        """Whether one of the pin's hosts has none of its cores blocked."""
         ground, mask = self._ground, bits(pin.cores)
         return any(
             ground.allowed[host] & mask == mask for name, host in ground.numbers.items() if pin.host in (None, name)
         )
 
     def _on_pins(self, pins: Sequence[Pin], running: Sequence[Running]) -> tuple[dict[int, Running], Sequence[Running]]:
-        """Which replica lies on which pin, one that names its host before one that does not; and the others."""
+        """Returns the replicas on pins, by pin, and the others. Pins with a host come before pins without one."""
         if not pins:
             return {}, running
         open_pins: dict[tuple[str | None, int, int], list[int]] = {}
@@ -154,51 +154,55 @@ class Draft:
         for replica in running:
             cores = replica.cores
             if cores is not None:
-                found = open_pins.get((replica.host, cores.first, cores.last))
-                found = found or open_pins.get((None, cores.first, cores.last))
-                if found:
-                    on_pin[found.pop()] = replica
+                open_indices = open_pins.get((replica.host, cores.first, cores.last))
+                open_indices = open_indices or open_pins.get((None, cores.first, cores.last))
+                if open_indices:
+                    on_pin[open_indices.pop()] = replica
                     continue
             loose.append(replica)
         return on_pin, loose
 
-    def _name_missing(
+    def _add_missing(
         self, model: ModelSpec, order: int, count: int, used: Mapping[int, int | None], pins: Sequence[int]
     ) -> None:
         elsewhere = self._numbered.get(model.name, frozenset())
         unused = (i for i in itertools.count() if i not in used and i not in elsewhere)
         indices = list(itertools.islice(unused, count - len(used)))
-        left = dict.fromkeys(indices)
+        unassigned = dict.fromkeys(indices)
         chosen: dict[int, int] = {}
-        for pin in pins:  # pin i for replica i where that is possible
-            index = pin if pin in left else next(iter(left))
-            del left[index]
+        for pin in pins:  # pin i for replica i if possible
+            index = pin if pin in unassigned else next(iter(unassigned))
+            del unassigned[index]
             chosen[index] = pin
         required = max(0, model.replicas.min - len(used))
         items = self._coreless_items if self._coreless_hosts[order] else self._items
         tp, demand, cost = model.tp_degree, self._demands[order], self._costs.get(model.name, 1.0)
         grades = self._grades(model, runs=False)
-        for place, index in enumerate([*sorted(chosen), *left]):
+        for place, index in enumerate([*sorted(chosen), *unassigned]):
             tenant = Tenant(order, index, tp, grades[place < required], demand, cost)
             number = chosen.get(index, -1)
             items.append(Item(tenant, model.cores[number] if number >= 0 else None, number))
 
     def _fitting(self, model: ModelSpec, order: int, running: Sequence[Running]) -> list[Running]:
-        """Those that run as the spec has it, and lie where they may."""
+        """Returns the running replicas whose size and place the spec allows."""
         numbers, cores_of, reserved = self._ground.numbers, self._ground.cores, self._ground.reserved
         if self._coreless_hosts[order]:
             hosts = set(self._coreless_hosts[order])
-            return [one for one in running if one.cores is None and numbers.get(one.host) in hosts and one.replica >= 0]
-        found = []
+            return [
+                replica
+                for replica in running
+                if replica.cores is None and numbers.get(replica.host) in hosts and replica.replica >= 0
+            ]
+        fitting = []
         tp = model.tp_degree
-        for one in running:
-            host, cores = numbers.get(one.host, -1), one.cores
-            if host < 0 or cores is None or one.replica < 0:
+        for replica in running:
+            host, cores = numbers.get(replica.host, -1), replica.cores
+            if host < 0 or cores is None or replica.replica < 0:
                 continue
             first, last = cores.first, cores.last
             if last - first + 1 == tp and last < cores_of[host] and not reserved[host] >> first & ((1 << tp) - 1):
-                found.append(one)
-        return found
+                fitting.append(replica)
+        return fitting
 
     def _keep_coreless(self, order: int, replica: Running) -> None:
         host = self._ground.numbers[replica.host]
@@ -207,7 +211,7 @@ class Draft:
         self._busy[host] += count
 
     def _grades(self, model: ModelSpec, *, runs: bool) -> tuple[Grade, Grade]:
-        """Of what exceeds ``min``, and of what it asks for."""
+        """Returns the grades of replicas beyond ``min``, and of those within ``min``."""
         return (-model.priority, True, not runs), (-model.priority, False, not runs)
 
     # 2.
@@ -220,20 +224,20 @@ class Draft:
         free = {host.name: FreeCores("", host.cores, allowed & ~taken) for host, allowed, taken in masks}
         pins = [_pin(item) for item in items]
         able = [frozenset(ground.hosts[host].name for host in self._pin_hosts(item)) for item in items]
-        left = [
+        unassigned = [
             item
             for item, pin, name in zip(items, pins, assign(pins, free, able), strict=True)
             if name is None or not self._admits_pin(item, name) or not self._put_on_pin(item, pin, name)
         ]
-        for item in left:  # the search for hosts is bounded, and knows cores only
+        for item in unassigned:  # the search for hosts is bounded, and considers cores only
             names = sorted(ground.hosts[host].name for host in self._pin_hosts(item))
             names.sort(key=lambda name: not self._admits_pin(item, name))
             if not any(self._put_on_pin(item, _pin(item), name) for name in names):
                 self._blocked_pins.append(item)
-                self._idle_pins.append(_pin(item))  # it may come free: others had better go elsewhere
+                self._idle_pins.append(_pin(item))  # its cores may come free, so other replicas avoid them
 
     def _pin_hosts(self, item: Item) -> list[int]:
-        """Where a pin may lie: on the host that it names, else on any whose cores can hold it."""
+        """Returns the hosts of a pin: the host that it names, or all hosts whose cores can hold it."""
         pin, ground = _pin(item), self._ground
         if pin.host is not None:
             return [ground.numbers[pin.host]] if pin.host in ground.numbers else []
@@ -244,17 +248,17 @@ class Draft:
         return [host for host in hosts if ground.grid(host).legal(len(pin.cores)) >> pin.cores.first & 1]
 
     def _admits_pin(self, item: Item, name: str) -> bool:
-        """Whether the host has the memory for it, and no more replicas of the model than spread allows."""
+        """Whether the host has the memory for the replica, and spread allows it there."""
         host, demand = self._ground.numbers[name], item.tenant.demand
         if demand.plain:
             return True
-        there = [tenant for tenant in self._tenants if tenant.host == host]
-        if demand.most and sum(tenant.model == demand.model for tenant in there) >= demand.most:
+        tenants = [tenant for tenant in self._tenants if tenant.host == host]
+        if demand.most and sum(tenant.model == demand.model for tenant in tenants) >= demand.most:
             return False
         kind, memory = self._ground.kinds.of[host], self._ground.hosts[host].memory_gib
         if not demand.memory or memory is None:
             return True
-        used = sum(tenant.demand.memory[kind] for tenant in there if tenant.demand.memory)
+        used = sum(tenant.demand.memory[kind] for tenant in tenants if tenant.demand.memory)
         return used + demand.memory[kind] <= memory
 
     def _put_on_pin(self, item: Item, pin: Pin, name: str) -> bool:
@@ -293,40 +297,40 @@ class Draft:
         self._try_pins_again(packer)
         missing = [tenant for tenant in missing if not packer.squeeze_in(tenant)]
         if self._held:
-            go_where_held(packer, sorted((item.tenant for item in self._items), key=_tenant_rank), self._held)
+            prefer_holders(packer, sorted((item.tenant for item in self._items), key=_tenant_rank), self._held)
         if missing:
-            self._number_anew({tenant.model for tenant in missing})
+            self._renumber({tenant.model for tenant in missing})
         if missing or self._blocked_pins:
             self._refuse(missing)
 
     def _fill_pins(self, packer: Packer) -> None:
-        """Pins whose cores are held: their holders give way where they may."""
+        """Places pins whose cores are held, by displacing the holders if their grade allows it."""
         for item in self._blocked_pins:
             if packer.place_at(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
                 item.tenant.fixed = True
                 self._tenants.append(item.tenant)
 
     def _try_pins_again(self, packer: Packer) -> None:
-        """What held their cores may lie elsewhere by now."""
+        """Places pins whose cores have become free since."""
         for item in self._blocked_pins:
             if item.tenant.host < 0 and packer.take(item.tenant, self._pin_hosts(item), _pin(item).cores.first):
                 item.tenant.fixed = True
                 self._tenants.append(item.tenant)
 
-    def _number_anew(self, models: set[int]) -> None:
-        """Of a model's new replicas those with the lowest numbers get the places that there are."""
-        found: dict[int, list[Tenant]] = {}
+    def _renumber(self, models: set[int]) -> None:
+        """Gives the places of each model to its new replicas with the lowest numbers."""
+        by_model: dict[int, list[Tenant]] = {}
         for item in self._items:
             if item.pin is None and item.tenant.model in models:
-                found.setdefault(item.tenant.model, []).append(item.tenant)
-        for own in found.values():
+                by_model.setdefault(item.tenant.model, []).append(item.tenant)
+        for own in by_model.values():
             numbers = sorted(tenant.replica for tenant in own)
             own.sort(key=lambda tenant: (tenant.host < 0, tenant.replica))
             for tenant, number in zip(own, numbers, strict=True):
                 tenant.replica = number
 
     def _refuse(self, missing: Sequence[Tenant]) -> None:
-        """What is missing below ``min`` is an error, what is missing beyond it a warning."""
+        """Reports missing replicas: an error within ``min``, a warning beyond it."""
         refusals = Refusals(self._spec, self._ground, self._all_tenants())
         placed = Counter(tenant.model for tenant in self._all_tenants() if tenant.host >= 0)
         placed.update(order for order, _ in self._coreless)
@@ -339,31 +343,31 @@ class Draft:
             placed[tenant.model] += 1
             item = blocked.get(id(tenant))
             if item is None:
-                self._leave_out(tenant, required, refusals.no_room(tenant))
+                self._report(tenant, required, refusals.no_room(tenant))
             else:
-                self._leave_out(tenant, required, refusals.pin_taken(_pin(item)), item.number)
+                self._report(tenant, required, refusals.pin_taken(_pin(item)), item.number)
 
-    def _leave_out(self, tenant: Tenant, required: bool, why: Refusal, pin: int | None = None) -> None:
+    def _report(self, tenant: Tenant, required: bool, refusal: Refusal, pin: int | None = None) -> None:
         name = self._names[tenant.model]
         where = self._spec.where("models", name) if pin is None else self._spec.where("models", name, "cores", pin)
-        what = f"{name}/{tenant.replica} {why.what}"
-        problem = Problem(why.id, "error" if required else "warning", where, what, why.hint)
+        what = f"{name}/{tenant.replica} {refusal.what}"
+        problem = Problem(refusal.id, "error" if required else "warning", where, what, refusal.hint)
         self._unplaced.append((tenant.model, Unplaced(name, tenant.replica, (problem,))))
 
     def clear_range(self, cores: int) -> tuple[str, CoreRange] | None:
-        """Make room for a range of ``cores``, which belongs to nobody: (host, range)."""
+        """Frees a range of ``cores`` cores and returns (host, range); None if that is not possible."""
         kinds = frozenset(kind for kind, host in enumerate(self._ground.kinds.hosts) if host.cores >= cores)
         if not kinds:
             return None
         packer = self._packer()
-        nobody = len(self._spec.models)
-        tenant = Tenant(nobody, 0, cores, _LEAST, Demand(nobody, cores, kinds))
+        order = len(self._spec.models)  # of no model
+        tenant = Tenant(order, 0, cores, _LEAST, Demand(order, cores, kinds))
         if not packer.clear(tenant):
             return None
         return self._ground.hosts[tenant.host].name, CoreRange.of_length(tenant.first, cores)
 
     def _packer(self) -> Packer:
-        """Takes over with the pins and what runs in place."""
+        """Returns a packer that holds the pinned and the running replicas."""
         ground = self._ground
         fixed = [0] * len(ground.hosts)
         for tenant in self._tenants:
@@ -391,7 +395,7 @@ class Draft:
     # The result
 
     def placements(self) -> tuple[Placement, ...]:
-        """In the order of the spec, then of their numbers."""
+        """Returns the placements in the order of the spec, then by replica number."""
         by_model: list[list[Placement]] = [[] for _ in self._spec.models]
         models, hosts, kinds = self._spec.models, self._ground.hosts, self._ground.kinds.of
         for tenant in self._all_tenants():
@@ -413,13 +417,13 @@ class Draft:
         return tuple(itertools.chain.from_iterable(by_model))
 
     def unplaced(self) -> tuple[Unplaced, ...]:
-        """In the same order."""
-        return tuple(one for _, one in sorted(self._unplaced, key=lambda entry: (entry[0], entry[1].replica)))
+        """Returns the unplaced replicas in the same order."""
+        return tuple(replica for _, replica in sorted(self._unplaced, key=lambda entry: (entry[0], entry[1].replica)))
 
     def moves(self) -> tuple[Move, ...]:
-        """In the same order; what ran and lies elsewhere."""
+        """Returns the running replicas that get another place, in the same order."""
         hosts = self._ground.hosts
-        found = []
+        entries = []
         for tenant in self._tenants:
             ran = tenant.ran
             if ran is not None and ran.cores is not None and tenant.host >= 0 and not tenant.at_home:
@@ -429,8 +433,8 @@ class Draft:
                     count = self._threads(tenant.model, tenant.host)
                     model = self._spec.models[tenant.model]
                     placement = Placement(ran.model, ran.replica, machine.name, cores, count, machine, model)
-                    found.append((tenant.model, tenant.replica, Move(ran, placement)))
-        return tuple(move for *_, move in sorted(found, key=itemgetter(0, 1)))
+                    entries.append((tenant.model, tenant.replica, Move(ran, placement)))
+        return tuple(move for *_, move in sorted(entries, key=itemgetter(0, 1)))
 
     def _all_tenants(self) -> list[Tenant]:
         return [*self._tenants, *(item.tenant for item in self._items if item.pin is None)]
@@ -448,11 +452,11 @@ def _rank(item: Item) -> tuple[object, ...]:
 
 
 def _tenant_rank(tenant: Tenant) -> tuple[object, ...]:
-    """By grade; then largest first, and each model's first before any second."""
+    """By grade, then size (largest first), then replica number."""
     return (tenant.grade, -tenant.size, tenant.replica, tenant.model)
 
 
 def _pin(item: Item) -> Pin:
     if item.pin is None:
-        raise LookupError("it has no pin")
+        raise LookupError("the replica has no pin")
     return item.pin

@@ -1,4 +1,4 @@
-"""Free: which cores of a host are free."""
+"""The free cores of a host, as a bit mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FreeCores(NamedTuple):
 
     @classmethod
     def of(cls, host: Host, taken: Iterable[int] = ()) -> FreeCores:
-        """The cores of a host that are neither reserved nor ``taken``."""
+        """Returns the cores of a host that are neither reserved nor ``taken``."""
         family = host.topology.family if host.topology else ""
         mask = (1 << host.cores) - 1
         for core in (*host.reserved_cores, *taken):
@@ -28,30 +28,30 @@ class FreeCores(NamedTuple):
         return cls(family, host.cores, mask)
 
     def without(self, cores: CoreRange) -> FreeCores:
-        """Less free by ``cores``."""
+        """Returns a copy in which ``cores`` are not free."""
         return self._replace(mask=self.mask & ~bits(cores))
 
     def holds(self, cores: CoreRange) -> bool:
         """Whether all of ``cores`` are free."""
-        wanted = bits(cores)
-        return cores.last < self.cores and self.mask & wanted == wanted
+        mask = bits(cores)
+        return cores.last < self.cores and self.mask & mask == mask
 
 
 def bits(cores: CoreRange) -> int:
-    """The mask with these cores set."""
+    """Returns the mask with these cores set."""
     return ((1 << len(cores)) - 1) << cores.first
 
 
 @lru_cache(maxsize=1 << 16)
 def runs(free: FreeCores) -> tuple[CoreRange, ...]:
-    """The longest contiguous free ranges, ascending."""
-    found: list[CoreRange] = []
+    """Returns the maximal free ranges, ascending."""
+    free_ranges: list[CoreRange] = []
     first: int | None = None
     for core in range(free.cores + 1):
         is_free = core < free.cores and free.mask >> core & 1
         if is_free and first is None:
             first = core
         elif not is_free and first is not None:
-            found.append(CoreRange(first, core - 1))
+            free_ranges.append(CoreRange(first, core - 1))
             first = None
-    return tuple(found)
+    return tuple(free_ranges)

@@ -1,9 +1,9 @@
-"""Grid: where on a host's cores a range of each degree had better begin, so that ranges do not spoil room for others.
+"""The preferred starts of ranges on a host, for each degree, so that ranges do not fragment the cores.
 
-The degrees of a family divide each other (12 on inf2 aside). On a run of usable cores a grid is a set of starts for
-each degree such that every range of a larger degree is made of whole ranges of each smaller one, and that has as many
-ranges of each degree as the run can hold at all. So on a grid counting decides what fits: a set of replicas has room if
-and only if for each degree s those of s and more, counted in ranges of s, are no more than the grid's ranges of s.
+The degrees of a family divide each other (except 12 on inf2). On a run of usable cores, a grid is a set of starts for
+each degree such that every range of a larger degree consists of whole ranges of each smaller one, with as many ranges
+of each degree as the run can hold. So counting decides what fits on a grid: a set of replicas has room if and only if,
+for each degree s, the replicas of degree s and above, counted in ranges of s, do not exceed the grid's ranges of s.
 
 Sets of cores are bit masks: bit i stands for core i.
 """
@@ -20,82 +20,82 @@ from placements.facts.topology import DEGREES, alignment
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The grid of hosts of one family whose usable cores are the same. Made by `grid_of`, which shares them."""
+    """The grid of hosts of one family with the same usable cores. Created by `grid_of`, which shares instances."""
 
     family: str
     cores: int  # of the host
-    usable: int  # cores that are not reserved, quarantined, or held for good
+    usable: int  # cores that are not reserved, quarantined or pinned
     _starts: dict[int, int] = field(default_factory=dict, repr=False)
     _legal: dict[int, int] = field(default_factory=dict, repr=False)
     _possible: dict[int, int] = field(default_factory=dict, repr=False)
     _owner: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def starts(self, degree: int) -> int:
-        """The grid's starts of that degree."""
-        found = self._starts.get(degree)
-        if found is None:
-            found = self._starts[degree] = _grid_starts(self, degree)
-        return found
+        """Returns the grid's starts of a degree."""
+        mask = self._starts.get(degree)
+        if mask is None:
+            mask = self._starts[degree] = _grid_starts(self, degree)
+        return mask
 
     def legal(self, degree: int) -> int:
-        """Every start that the hardware allows, whether its cores are usable or not."""
-        found = self._legal.get(degree)
-        if found is None:
-            found = self._legal[degree] = multiples(alignment(self.family, degree).legal, self.cores - degree + 1)
-        return found
+        """Returns all starts that the hardware allows, of usable cores or not."""
+        mask = self._legal.get(degree)
+        if mask is None:
+            mask = self._legal[degree] = multiples(alignment(self.family, degree).legal, self.cores - degree + 1)
+        return mask
 
     def step(self, degree: int) -> int:
-        """Legal starts are the multiples of this."""
+        """Returns the alignment of legal starts."""
         return alignment(self.family, degree).legal
 
     def possible(self, degree: int) -> int:
-        """Every legal start of a range of usable cores."""
-        found = self._possible.get(degree)
-        if found is None:
-            found = self._possible[degree] = self.legal(degree) & windows(self.usable, degree)
-        return found
+        """Returns all legal starts of ranges of usable cores."""
+        mask = self._possible.get(degree)
+        if mask is None:
+            mask = self._possible[degree] = self.legal(degree) & windows(self.usable, degree)
+        return mask
 
     def owner(self, degree: int) -> list[int]:
-        """For each core the start of the grid's range that it lies in, -1 outside of all."""
-        found = self._owner.get(degree)
-        if found is None:
-            found = self._owner[degree] = [-1] * self.cores
+        """Returns, for each core, the start of the grid's range that contains it, or -1."""
+        owners = self._owner.get(degree)
+        if owners is None:
+            owners = self._owner[degree] = [-1] * self.cores
             for start in range(self.cores):
                 if self.starts(degree) >> start & 1:
-                    found[start : start + degree] = [start] * degree
-        return found
+                    owners[start : start + degree] = [start] * degree
+        return owners
 
     def has_others(self, degree: int) -> bool:
-        """Whether there are legal ranges of usable cores beside those of the grid."""
+        """Whether there are legal ranges of usable cores off the grid."""
         return bool(self.possible(degree) & ~self.starts(degree))
 
     def best(self, free: int, degree: int) -> tuple[int, int] | None:
-        """(level, start) of the free range that spoils least: inside the smallest free range of a larger degree.
+        """Returns (level, start) of the best-fitting free range: inside the smallest free range of a larger degree.
 
-        ``level`` counts the larger degrees that lose a range. None: no range of the grid is free.
+        ``level`` counts the larger degrees that lose a free range. None if no range of the grid is free.
         """
-        found = windows(free, degree) & self.starts(degree)
-        if not found:
+        fits = windows(free, degree) & self.starts(degree)
+        if not fits:
             return None
         level = 0
         for larger in _larger(self.family, degree, self.cores):
-            whole = windows(free, larger) & self.starts(larger)
-            if not whole:
+            larger_free = windows(free, larger) & self.starts(larger)
+            if not larger_free:
                 break
-            outside = found & ~(whole * ((1 << larger) - 1))
+            outside = fits & ~(larger_free * ((1 << larger) - 1))
             if outside:
-                found = outside
+                fits = outside
                 break
             level += 1
-        return level, (found & -found).bit_length() - 1
+        return level, (fits & -fits).bit_length() - 1
 
     def anywhere(self, free: int, degree: int) -> int | None:
-        """The start of a free legal range, off the grid too: at an end of the shortest free run that holds one."""
-        found = windows(free, degree) & self.legal(degree)
+        """Returns the start of a free legal range, on or off the grid: at an end of the shortest fitting free run."""
+        fits = windows(free, degree) & self.legal(degree)
         best: tuple[int, bool, int] | None = None
-        while found:
-            start = (found & -found).bit_length() - 1
-            found &= found - 1
+        while fits:
+            start = (fits & -fits).bit_length() - 1
+            fits &= fits - 1
             below = free & ((1 << start) - 1)
             above = free >> (start + degree)
             left = start - (~below & ((1 << start) - 1)).bit_length()
@@ -108,12 +108,12 @@ class Grid:
 
 @lru_cache(maxsize=1 << 14)
 def grid_of(family: str, cores: int, usable: int) -> Grid:
-    """The grid of such hosts."""
+    """Returns the shared grid of such hosts."""
     return Grid(family, cores, usable)
 
 
 def windows(free: int, length: int) -> int:
-    """Every start of ``length`` cores in a row that are all free."""
+    """Returns the starts of all runs of ``length`` free cores."""
     done = 1
     while done * 2 <= length:
         free &= free >> done
@@ -123,25 +123,25 @@ def windows(free: int, length: int) -> int:
 
 @lru_cache(maxsize=4096)
 def multiples(step: int, end: int) -> int:
-    """The mask of 0, step, 2 x step ... below ``end``."""
+    """Returns the mask of 0, step, 2 x step ... below ``end``."""
     return sum(1 << start for start in range(0, max(0, end), step))
 
 
 @lru_cache(maxsize=4096)
 def _larger(family: str, degree: int, cores: int) -> tuple[int, ...]:
-    """The family's degrees above this one, each a multiple of the one before, ascending."""
-    found: list[int] = []
+    """Returns the family's larger degrees, ascending, each a multiple of the one before."""
+    degrees: list[int] = []
     last = degree
     for tp in sorted(DEGREES[family]):
         if last < tp <= cores and tp % last == 0:
-            found.append(tp)
+            degrees.append(tp)
             last = tp
-    return tuple(found)
+    return tuple(degrees)
 
 
 @lru_cache(maxsize=256)
 def _nested(family: str, cores: int) -> Mapping[int, tuple[int, int]]:
-    """Degree -> (legal, preferred) alignment, of the degrees that divide each other and whose ranges may be shifted."""
+    """Returns degree -> (legal, preferred) alignment, for degrees whose ranges may be shifted off the preferred one."""
     table = {tp: row for tp, row in DEGREES[family].items() if tp <= cores}
     return MappingProxyType({tp: (row.legal, row.preferred) for tp, row in table.items() if row.legal < row.preferred})
 
@@ -151,21 +151,21 @@ def _grid_starts(grid: Grid, degree: int) -> int:
     preferred = multiples(row.preferred, grid.cores - degree + 1) & windows(grid.usable, degree)
     if row.legal == row.preferred:
         return preferred
-    found = 0
+    starts = 0
     for first, length in _runs(grid.usable):
         inside = preferred & (((1 << length) - 1) << first)
         if _preferred_is_enough(grid, first, length):
-            found |= inside
+            starts |= inside
             continue
         base = -(-first // row.legal) * row.legal
         while base + degree <= first + length:
-            found |= 1 << base
+            starts |= 1 << base
             base += degree
-    return found
+    return starts
 
 
 def _preferred_is_enough(grid: Grid, first: int, length: int) -> bool:
-    """Whether the preferred starts inside this run hold as many ranges of every degree as any legal ones do."""
+    """Whether the preferred starts in this run hold as many ranges of every degree as the legal starts do."""
     for degree, (legal, preferred) in _nested(grid.family, grid.cores).items():
         most = max(0, (first + length - -(-first // legal) * legal) // degree)
         held = max(0, (first + length - -(-first // preferred) * preferred) // degree)
@@ -175,14 +175,14 @@ def _preferred_is_enough(grid: Grid, first: int, length: int) -> bool:
 
 
 def _runs(usable: int) -> list[tuple[int, int]]:
-    """(first, length) of each longest row of usable cores."""
-    found = []
+    """Returns (first, length) of each maximal run of usable cores."""
+    usable_runs = []
     at = 0
     while usable:
         skip = (usable & -usable).bit_length() - 1
         usable >>= skip
         length = (~usable & (usable + 1)).bit_length() - 1
-        found.append((at + skip, length))
+        usable_runs.append((at + skip, length))
         usable >>= length
         at += skip + length
-    return found
+    return usable_runs

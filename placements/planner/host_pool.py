@@ -1,4 +1,4 @@
-"""Ground: the hosts of one planning, by number, and which of their cores may be used."""
+"""The numbered hosts of one planning run, with masks of their usable cores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from placements.planner.replica_demand import kinds_of
 
 
 class HostPool:
-    """Hosts are numbered in their order. Sets of cores are bit masks: bit i stands for core i."""
+    """Hosts, numbered in their order. Sets of cores are bit masks: bit i stands for core i."""
 
     def __init__(self, hosts: Sequence[Host], blocked: Mapping[str, frozenset[int]]) -> None:
-        """``blocked``: cores by host that may not be used though nothing runs there (cordons, quarantine)."""
+        """``blocked`` holds, by host, cores that cannot be used (cordons, quarantine)."""
         self.hosts = tuple(hosts)
         self.blocked = blocked
         self.kinds = kinds_of(self.hosts)
@@ -30,10 +30,10 @@ class HostPool:
         return mask
 
     def family(self, host: int) -> str:
-        """Of its instance type, "" for a plain CPU host."""
+        """Returns the family of the host's instance type, or "" for a plain CPU host."""
         topology = self.hosts[host].topology
         return topology.family if topology else ""
 
     def grid(self, host: int, fixed: int = 0) -> Grid:
-        """Of the cores that may be used, but for those that are ``fixed`` to someone."""
+        """Returns the grid of the usable cores, without the pinned ones (``fixed``)."""
         return grid_of(self.family(host), self.cores[host], self.allowed[host] & ~fixed)

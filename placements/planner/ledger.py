@@ -1,4 +1,4 @@
-"""What a plan takes of its machines, with the arithmetic: threads and memory of each host, HBM of each core."""
+"""Computes the resources that a plan uses: threads and memory of each host, HBM of each core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ThreadLine:
         return self.replicas * self.each
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan -o json` prints it."""
+        """Returns the JSON of `plan -o json`."""
         return {
             "model": self.model,
             "replicas": self.replicas,
@@ -43,16 +43,16 @@ class ThreadLine:
 
 @dataclass(frozen=True)
 class HostLedger:
-    """One host, and what lies on it."""
+    """One host, and the resources that its replicas use."""
 
     host: Host
     threads: tuple[ThreadLine, ...]
-    load_gib: float  # of the host's memory, if all replicas load at once; those without a checkpoint not counted
+    load_gib: float  # host memory if all replicas load at once, without replicas whose checkpoint is unknown
     cordoned: frozenset[int] = frozenset()
     quarantined: frozenset[int] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan -o json` prints it."""
+        """Returns the JSON of `plan -o json`."""
         host = self.host
         return {
             "name": host.name,
@@ -74,7 +74,7 @@ class HostLedger:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What one replica of a model needs on one type of host."""
+    """The memory that one replica of a model needs on one type of host."""
 
     model: str
     engine: Engine
@@ -83,7 +83,7 @@ class ModelMemory:
     host: HostMemory
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan -o json` prints it."""
+        """Returns the JSON of `plan -o json`."""
         return {
             "model": self.model,
             "instance": self.topology.instance,
@@ -104,14 +104,14 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Of a whole plan."""
+    """The resources that a plan uses."""
 
     hosts: tuple[HostLedger, ...]
-    memory: tuple[ModelMemory, ...]  # of models whose config.json is known, on the types of host where they may lie
+    memory: tuple[ModelMemory, ...]  # models whose config.json is known, on the types of host that suit them
 
     def as_dict(self) -> dict[str, Any]:
-        """Two keys of `plan -o json`."""
-        return {"hosts": [host.as_dict() for host in self.hosts], "memory": [one.as_dict() for one in self.memory]}
+        """Returns two keys of `plan -o json`."""
+        return {"hosts": [host.as_dict() for host in self.hosts], "memory": [need.as_dict() for need in self.memory]}
 
 
 def ledger(
@@ -123,13 +123,13 @@ def ledger(
     quarantined: Mapping[str, frozenset[int]] | None = None,
     cordoned: Mapping[str, frozenset[int]] | None = None,
 ) -> Ledger:
-    """What ``plan`` takes of ``hosts``. The other arguments are those of `plan` and `core_map`."""
+    """Returns the resources that ``plan`` uses on ``hosts``. The other arguments are those of `plan` and `core_map`."""
     models = {model.name: model for model in spec.models}
     counts: dict[str, dict[str, list[int]]] = {host.name: {} for host in hosts}
     for placement in plan.placements:
         counts.setdefault(placement.host, {}).setdefault(placement.model, []).append(placement.threads)
     needs = _needs(spec, hosts, checkpoints or {}, drafts or {})
-    found = []
+    host_ledgers = []
     for host in hosts:
         lines, load = [], 0.0
         for name, each in counts[host.name].items():
@@ -139,12 +139,12 @@ def ledger(
             need = needs.get((name, host.topology))
             load += 0.0 if need is None else len(each) * need.host.load
         blocked = ((quarantined or {}).get(host.name, frozenset()), (cordoned or {}).get(host.name, frozenset()))
-        found.append(HostLedger(host, tuple(lines), load, cordoned=blocked[1], quarantined=blocked[0]))
-    return Ledger(tuple(found), tuple(needs.values()))
+        host_ledgers.append(HostLedger(host, tuple(lines), load, cordoned=blocked[1], quarantined=blocked[0]))
+    return Ledger(tuple(host_ledgers), tuple(needs.values()))
 
 
 def _sum(model: ModelSpec, host: Host, count: int) -> str:
-    """The arithmetic; of a replica that was started under another spec only what it has."""
+    """Returns the arithmetic, or only the count for a replica that was started under another spec."""
     same = threads(model.threads, model.tp_degree, host) == count
     return arithmetic(model.threads, model.tp_degree, host) if same else str(count)
 
@@ -152,12 +152,12 @@ def _sum(model: ModelSpec, host: Host, count: int) -> str:
 def _needs(
     spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint], drafts: Mapping[str, Checkpoint]
 ) -> dict[tuple[str, Topology | None], ModelMemory]:
-    """By model and type of host, in the order of the spec."""
+    """Returns the needs by model and type of host, in the order of the spec."""
     kinds: dict[Topology, Host] = {}
     for host in hosts:
         if host.topology is not None:
             kinds.setdefault(host.topology, host)
-    found: dict[tuple[str, Topology | None], ModelMemory] = {}
+    needs: dict[tuple[str, Topology | None], ModelMemory] = {}
     for model in spec.models:
         checkpoint, draft = checkpoints.get(model.name), drafts.get(model.name)
         for topology, host in kinds.items():
@@ -165,7 +165,7 @@ def _needs(
                 continue
             engine = resolve(model.engine, host)
             need = estimate(model, checkpoint, engine, draft)
-            found[model.name, topology] = ModelMemory(
+            needs[model.name, topology] = ModelMemory(
                 model.name, engine, topology, need, host_memory(model, checkpoint, engine, draft)
             )
-    return found
+    return needs

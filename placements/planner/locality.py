@@ -1,7 +1,6 @@
-"""Holding: of otherwise equal hosts a replica goes to one that holds what it loads, for it starts there sooner.
+"""Moves new replicas to hosts that already hold their artifacts, where that costs no room.
 
-Only new replicas are given another place, and only where that spoils no more room: how much is placed never depends on
-what hosts hold.
+A replica starts sooner there. The number of placed replicas never depends on the artifacts of hosts.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from placements.planner.packer import Packer
 from placements.planner.tenants import Tenant
 
 Held = Mapping[int, frozenset[int]]
-"""By model, in the order of the spec: the hosts that hold what it loads."""
+"""Model (its order in the spec) -> the hosts that hold its artifacts."""
 
 
-def go_where_held(packer: Packer, tenants: Sequence[Tenant], held: Held) -> None:
-    """Give new tenants that lie where their model is not held another place, one after the other:
+def prefer_holders(packer: Packer, tenants: Sequence[Tenant], held: Held) -> None:
+    """Moves new tenants to hosts that hold their model, one tenant after the other:
 
-    1. a free range on a host of the same kind that holds it, which spoils no more than its own
-    2. that of another new tenant of its size, which loses nothing by taking its own
+    1. to a free range on such a host of the same kind, if that breaks up no larger free range
+    2. to the range of another new tenant of the same size, which loses nothing by the exchange
 
-    ``tenants`` are those that the packer has dealt with, in the order in which they may choose.
+    ``tenants`` are the tenants that the packer has placed, the first to choose first.
     """
     movable = [tenant for tenant in tenants if tenant.host >= 0 and tenant.ran is None and not tenant.fixed]
     for tenant in movable:
@@ -31,11 +30,11 @@ def go_where_held(packer: Packer, tenants: Sequence[Tenant], held: Held) -> None
 
 
 def _to_free(packer: Packer, tenant: Tenant, near: frozenset[int]) -> bool:
-    there = tenant.host
+    old_host = tenant.host
     packer.begin()
     packer.remove(tenant)
-    here = packer.free_rank(there, tenant.size)
-    kind = packer.spaces[there].kind
+    own_rank = packer.free_rank(old_host, tenant.size)
+    kind = packer.spaces[old_host].kind
     ranks = [
         rank
         for host in sorted(near)
@@ -44,7 +43,7 @@ def _to_free(packer: Packer, tenant: Tenant, near: frozenset[int]) -> bool:
         and (rank := packer.free_rank(host, tenant.size)) is not None
     ]
     best = min(ranks, default=None)
-    if best is None or here is None or best[:2] > here[:2]:
+    if best is None or own_rank is None or best[:2] > own_rank[:2]:
         packer.undo()
         return False
     packer.put(tenant, int(best[2]), int(best[3]))
@@ -61,15 +60,15 @@ def _to_others(packer: Packer, tenant: Tenant, movable: Sequence[Tenant], held: 
             return
 
 
-def _exchange(packer: Packer, one: Tenant, other: Tenant) -> bool:
-    mine, theirs = (one.host, one.first), (other.host, other.first)
+def _exchange(packer: Packer, tenant: Tenant, other: Tenant) -> bool:
+    mine, theirs = (tenant.host, tenant.first), (other.host, other.first)
     packer.begin()
-    packer.remove(one)
+    packer.remove(tenant)
     packer.remove(other)
-    if not packer.admits(one, theirs[0]):
+    if not packer.admits(tenant, theirs[0]):
         packer.undo()
         return False
-    packer.put(one, *theirs)
+    packer.put(tenant, *theirs)
     if not packer.admits(other, mine[0]):
         packer.undo()
         return False

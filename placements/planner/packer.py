@@ -1,16 +1,16 @@
-"""Packer: replicas on the cores of hosts, and how room is made for one more.
+"""Packs replicas onto the cores of hosts, and makes room for one more.
 
-A tenant goes, in this order:
+A tenant is placed, in this order:
 
-1. to a free range of the grid, the one that spoils least;
-2. to a range of the grid whose tenants are all new themselves, and find other places;
-3. to any free legal range;
-4. to the range whose running tenants cost least to move, within the number of moves allowed, if all of them find
-   another place (smaller ones may be moved for them in turn); of each host its cheapest range is tried, and on few
-   hosts every range then;
-5. to the range whose tenants of a lower grade matter least; those that find no other place are displaced.
+1. on the best-fitting free range of the grid;
+2. on a range of the grid whose tenants are all new, and fit elsewhere;
+3. on any free legal range;
+4. on the range whose running tenants cost least to move, within the number of moves allowed, if all of them fit
+   elsewhere (smaller tenants may be moved for them in turn); the cheapest range of each host is tried, and with few
+   hosts every range after that;
+5. on the range whose tenants of a lower grade matter least; those that fit nowhere else are displaced.
 
-Either all of a step succeeds or nothing of it is done.
+Each step succeeds completely or changes nothing.
 """
 
 from __future__ import annotations
@@ -24,39 +24,38 @@ from placements.planner.host_index import HostIndex, Rank
 from placements.planner.tenants import NEVER, Grade, Space, Tenant
 
 TRIES = (24, 6, 3, 2, 1)
-"""On how many hosts the cheapest range is tried for a tenant, for those that give way to it, for those that give way to
-them, and so on."""
+"""Hosts whose cheapest range is tried: for a tenant, for the tenants that it evicts, for those that they evict, ..."""
 
 LARGE = 300
-"""Hosts beyond which only ranges of the grid are emptied: there are enough of them to choose from."""
+"""Number of hosts beyond which only ranges of the grid are emptied: there are enough to choose from."""
 
 SMALL = 24
-"""Hosts up to which every range is tried for a tenant that finds no room otherwise, not only each host's cheapest."""
+"""Number of hosts up to which every range is tried for a tenant without room, not only the cheapest of each host."""
 
 MOST_EMPTIED = 40
-"""How many ranges are tried then, cheapest first."""
+"""Ranges that are tried then, cheapest first."""
 
 MOST_CLEARED = 500
-"""How many ranges `Packer.clear` tries."""
+"""Ranges that `Packer.clear` tries."""
 
 MOST_OWN = 24
-"""Models whose free ranges are kept apart because hosts refuse them for want of memory or CPUs, or by spread."""
+"""Models with their own index of free ranges, because hosts lack memory or CPUs for them or spread excludes hosts."""
 
 MOST_ORDERED = 1000
-"""How many replicas are placed again in other orders, all orders together."""
+"""Replicas that are placed again in other orders, summed over all orders."""
 
 MOST_LATE = 6
-"""How many replicas of a degree that does not divide well are tried last."""
+"""Replicas of a degree that fragments others which are tried last."""
 
 
 class Packer:
-    """Hosts and their tenants. ``moves`` is how many running tenants may lie elsewhere at the end; None: any number."""
+    """Hosts and their tenants. ``moves`` limits the running tenants that may be moved; None: any number."""
 
     def __init__(self, spaces: Sequence[Space], moves: int | None) -> None:
         self.spaces = spaces
         self.moves = moves
-        self.moved = 0  # running tenants that lie elsewhere, but for those that gave way to a higher grade
-        self.spent = 0.0  # what that costs
+        self.moved = 0  # running tenants placed elsewhere, without those displaced by a higher grade
+        self.spent = 0.0  # cost of these moves
         self.displaced: list[Tenant] = []
         self._kinds: dict[int, list[int]] = {}
         for host, space in enumerate(spaces):
@@ -72,19 +71,19 @@ class Packer:
         self._evict: dict[tuple[int, int], HostIndex] = {}
         self._indices: list[HostIndex] = []
         self._log: list[tuple[Tenant, int, int, int]] = []  # (tenant, host, first, home) as before
-        self._begun = 0  # displaced ones, when the log began
+        self._begun = 0  # number of displaced tenants when the log began
         self._hopeless: set[tuple[object, ...]] = set()
         self._large = self._partly = len(spaces) > LARGE
 
     # Places
 
     def put(self, tenant: Tenant, host: int, first: int) -> None:
-        """Give it these cores, which must be free."""
+        """Places a tenant on these cores, which must be free."""
         self._log.append((tenant, tenant.host, tenant.first, tenant.home))
         self._take(tenant, host, first)
 
     def remove(self, tenant: Tenant) -> None:
-        """Take it from its place."""
+        """Removes a tenant from its place."""
         self._log.append((tenant, tenant.host, tenant.first, tenant.home))
         self._leave(tenant)
 
@@ -121,7 +120,7 @@ class Packer:
             index.changed.add(host)
 
     def settle(self, tenant: Tenant) -> None:
-        """Take up one that lies where its ``host`` and ``first`` say, before anything is placed."""
+        """Adds a tenant at its ``host`` and ``first``, before anything is placed."""
         space, demand = self.spaces[tenant.host], tenant.demand
         self._sizes.add(tenant.size)
         space.free &= ~(((1 << tenant.size) - 1) << tenant.first)
@@ -132,26 +131,26 @@ class Packer:
             space.cpus -= demand.cpus[space.kind]
 
     def begin(self) -> None:
-        """What has been done stays; `undo` goes back to here."""
+        """Commits all changes; `undo` returns to this state."""
         self._log.clear()
         self._begun = len(self.displaced)
 
     def undo(self) -> None:
-        """Back to where it began."""
+        """Reverts all changes since `begin`."""
         self._undo((0, self._begun))
 
     @property
     def touched(self) -> list[Tenant]:
-        """Those that were put or removed since it began."""
+        """The tenants that were placed or removed since `begin`."""
         return list(dict.fromkeys(entry[0] for entry in self._log))
 
     def hope_again(self) -> None:
-        """Try even what found no room before: others lie elsewhere now."""
+        """Lets `place` retry tenants that found no room before."""
         self._hopeless.clear()
 
     @property
     def large(self) -> bool:
-        """Whether there are so many hosts that not all of them are looked at."""
+        """Whether there are too many hosts to search all of them."""
         return self._large
 
     def _mark(self) -> tuple[int, int]:
@@ -171,10 +170,10 @@ class Packer:
                 self._take(tenant, host, first)
         del self.displaced[mark[1] :]
 
-    # What a host can take
+    # What a host admits
 
     def admits(self, tenant: Tenant, host: int) -> bool:
-        """Whether memory, CPUs and spread let it in as it is."""
+        """Whether memory, CPUs and spread allow the tenant on the host now."""
         demand, space = tenant.demand, self.spaces[host]
         if demand.memory and demand.memory[space.kind] > space.memory + 1e-9:
             return False
@@ -193,16 +192,16 @@ class Packer:
         return index
 
     def free_rank(self, host: int, size: int) -> Rank | None:
-        """(on an idle pin, larger ranges that it spoils, host, start) of the host's range that spoils least."""
+        """Returns (on an idle pin, larger free ranges that it breaks up, host, start) of the host's best range."""
         space = self.spaces[host]
-        found = space.grid.best(space.free & ~space.idle, size)
-        if found is not None:
-            return (0, found[0], host, found[1])
-        found = space.grid.best(space.free, size) if space.idle else None
-        return None if found is None else (1, found[0], host, found[1])
+        best = space.grid.best(space.free & ~space.idle, size)
+        if best is not None:
+            return (0, best[0], host, best[1])
+        best = space.grid.best(space.free, size) if space.idle else None
+        return None if best is None else (1, best[0], host, best[1])
 
     def _own_index(self, tenant: Tenant, kind: int) -> HostIndex | None:
-        """Of the hosts that admit a model, for the few models that are refused by many; None for all others."""
+        """Returns an index of the hosts that admit a model, for the first few models that ask for it, else None."""
         key = (tenant.model, kind)
         index = self._own.get(key)
         if index is None and len(self._own) < MOST_OWN:
@@ -215,7 +214,7 @@ class Packer:
         return index
 
     def _evict_index(self, size: int, kind: int) -> HostIndex:
-        """Of many hosts only those with the fewest tenants in the way, until they have proved too few."""
+        """Returns an index by `_cheapest`; of many hosts only the least crowded ones, until they prove too few."""
         index = self._evict.get((size, kind))
         if index is None:
             hosts = self._kinds[kind]
@@ -227,7 +226,7 @@ class Packer:
         return index
 
     def _crowding(self, host: int, size: int) -> float:
-        """How many tenants a range of that size has to expect, roughly."""
+        """Estimates how many tenants a range of that size would evict."""
         room, small = self.spaces[host].grid.cores, 1
         for tenant in self.spaces[host].tenants:
             if tenant.size < size:
@@ -236,8 +235,8 @@ class Packer:
                 room -= tenant.size
         return NEVER if room < size else small / room
 
-    def _look_everywhere(self) -> bool:
-        """False when that has been done all along."""
+    def _search_all_hosts(self) -> bool:
+        """Extends the search to all hosts; False if it was not limited."""
         if not self._partly:
             return False
         self._partly = False
@@ -245,7 +244,7 @@ class Packer:
         return True
 
     def _cheapest(self, host: int, size: int) -> Rank | None:
-        """(cost, off the grid, cores in use, start) of the range that is emptied most cheaply."""
+        """Returns (cost, off the grid, cores in use, start) of the range that is cheapest to empty."""
         space = self.spaces[host]
         grid = space.grid
         possible = grid.possible(size)
@@ -282,53 +281,53 @@ class Packer:
                 price += _worth(space.free & (((1 << size) - 1) << start), grid, scarce)
             if (best is None or price <= best[0]) and price < NEVER and possible >> start & 1:
                 cores = (used >> start & ((1 << size) - 1)).bit_count()
-                found = (price, not starts >> start & 1, cores, start)
-                if best is None or found < best:
-                    best = found
+                rank = (price, not starts >> start & 1, cores, start)
+                if best is None or rank < best:
+                    best = rank
         return best
 
     def _prices_of(self, size: int) -> dict[int, float]:
-        """What it costs that a tenant of each size gives way to one of ``size``; one of equal size does as a last
-        resort, a larger one never."""
-        found = {one: self._further_cost(one) for one in sorted(self._sizes) if one < size}
-        self._prices[size] = found
-        found[size] = float(size)
-        return found
+        """Returns the cost of evicting a tenant of each size for one of ``size``: equal sizes as a last resort, larger
+        ones never."""
+        prices = {smaller: self._further_cost(smaller) for smaller in sorted(self._sizes) if smaller < size}
+        self._prices[size] = prices
+        prices[size] = float(size)
+        return prices
 
     def _scarce(self, size: int) -> list[tuple[int, float]]:
-        """Smaller sizes of which too few ranges are free, and what one more of each costs, largest first."""
-        found = self._scarcities.get(size)
-        if found is None:
-            sizes = sorted((one for one in self._waiting if one < size), reverse=True)
-            found = [(one, cost) for one in sizes if (cost := self._further_cost(one)) > 0]
-            self._scarcities[size] = found
-        return found
+        """Returns the smaller sizes with too few free ranges, and the cost of one more range of each, largest first."""
+        scarcities = self._scarcities.get(size)
+        if scarcities is None:
+            sizes = sorted((smaller for smaller in self._waiting if smaller < size), reverse=True)
+            scarcities = [(smaller, cost) for smaller in sizes if (cost := self._further_cost(smaller)) > 0]
+            self._scarcities[size] = scarcities
+        return scarcities
 
     def _further_cost(self, size: int) -> float:
-        """What it costs to make room for one that gives way: nothing while more ranges are free than are waited for."""
-        found = self._further.get(size)
-        if found is None:
-            if self._large:  # at least one on each host that has any
+        """Returns the cost of making room for one evicted tenant: 0 while more ranges are free than tenants wait."""
+        cost = self._further.get(size)
+        if cost is None:
+            if self._large:  # a lower bound: one on each host that has any
                 free = sum(len(self._free_index(size, kind)) for kind in self._kinds)
             else:
                 free = sum((windows(space.free, size) & space.grid.starts(size)).bit_count() for space in self.spaces)
-            found = 0.0
+            cost = 0.0
             short = self._waiting[size] - free
             if short >= 0:
                 prices = sorted(
                     rank[0] for kind in self._kinds for rank, _ in self._evict_index(size, kind).ranked(short + 1)
                 )
-                found = prices[min(short + 1, len(prices)) - 1] if prices else float(size)
-            self._further[size] = found
-        return found
+                cost = prices[min(short + 1, len(prices)) - 1] if prices else float(size)
+            self._further[size] = cost
+        return cost
 
     # Making room
 
     def place_all(self, rivals: Sequence[Tenant]) -> list[Tenant]:
-        """Place those of one grade, largest first, so that most cores are served; those that find no room come back.
+        """Places tenants of one grade, largest first, to serve the most cores. Returns those without room.
 
-        Degrees that do not divide each other (8 and 12 on inf2) spoil room for each other: then the last ones of the
-        larger are tried after all others, and what serves most is kept.
+        Degrees that do not divide each other (8 and 12 on inf2) fragment each other's ranges: then the last tenants of
+        the larger degree are also tried after all others, and the order that serves most cores wins.
         """
         self.begin()
         self._expect(rivals)
@@ -338,9 +337,9 @@ class Packer:
         least = sum(tenant.size for tenant in missing)
         for trial in orders:
             self._restart()
-            left = sum(tenant.size for tenant in self._place_each(trial))
-            if left < least:
-                least, best = left, trial
+            missing_cores = sum(tenant.size for tenant in self._place_each(trial))
+            if missing_cores < least:
+                least, best = missing_cores, trial
         if orders:
             self._restart()
             missing = self._place_each(best)
@@ -348,14 +347,14 @@ class Packer:
         return missing
 
     def _expect(self, rivals: Sequence[Tenant]) -> None:
-        """What is scarce, and so what each range costs, depends on those who wait."""
+        """Updates the waiting tenants, on which scarcity and thus the price of each range depend."""
         self._waiting = Counter(tenant.size for tenant in rivals)
         self._sizes.update(self._waiting)
         self._forget_prices()
 
     def _forget_prices(self) -> None:
-        for known in (self._prices, self._further, self._scarcities):
-            known.clear()
+        for cache in (self._prices, self._further, self._scarcities):
+            cache.clear()
         for index in self._evict.values():
             self._indices.remove(index)
         self._evict.clear()
@@ -368,26 +367,26 @@ class Packer:
         self.hope_again()
 
     def clear(self, tenant: Tenant) -> bool:
-        """Find room for a tenant as `place` does, but look at every legal range of every host, and displace nothing."""
+        """Places a tenant as `place` does, but tries every legal range of every host and displaces nothing."""
         return self.enter(tenant) or self._empty_any(tenant, MOST_CLEARED)
 
     def _empty_any(self, tenant: Tenant, most: int) -> bool:
-        """Step 4 over every legal range of every host, whatever lies there."""
-        found: list[tuple[float, int, int, int]] = []
+        """Step 4 over every legal range of every host, whichever tenants are there."""
+        options: list[tuple[float, int, int, int]] = []
         for kind in sorted(tenant.demand.kinds):
             for host in self._kinds.get(kind, ()):
                 space = self.spaces[host]
                 for start in _bits(space.grid.possible(tenant.size)):
-                    wanted = ((1 << tenant.size) - 1) << start
-                    there = [one for one in space.tenants if one.mask & wanted]
-                    if not any(one.fixed for one in there):
-                        cost = sum(one.cost for one in there if one.at_home)
-                        found.append((cost, sum(one.size for one in there), host, start))
-        found.sort()
-        return any(self._swap(tenant, host, start, 0, strict=False) for *_, host, start in found[:most])
+                    mask = ((1 << tenant.size) - 1) << start
+                    evicted = [other for other in space.tenants if other.mask & mask]
+                    if not any(other.fixed for other in evicted):
+                        cost = sum(other.cost for other in evicted if other.at_home)
+                        options.append((cost, sum(other.size for other in evicted), host, start))
+        options.sort()
+        return any(self._swap(tenant, host, start, 0, strict=False) for *_, host, start in options[:most])
 
     def squeeze_in(self, tenant: Tenant) -> bool:
-        """Any free legal range, without moving anything."""
+        """Places a tenant on any free legal range, without moving anything."""
         spot = self.free_spot(tenant) or self.odd_spot(tenant)
         if spot is None:
             return False
@@ -396,17 +395,17 @@ class Packer:
         return True
 
     def take(self, tenant: Tenant, hosts: Sequence[int], first: int) -> bool:
-        """Put a tenant on these very cores of the first of the hosts where they are free."""
+        """Places a tenant on these cores of the first host where they are free."""
         for host in hosts:
-            wanted = ((1 << tenant.size) - 1) << first
-            if self.spaces[host].free & wanted == wanted and self.admits(tenant, host):
+            mask = ((1 << tenant.size) - 1) << first
+            if self.spaces[host].free & mask == mask and self.admits(tenant, host):
                 self.put(tenant, host, first)
                 self.begin()
                 return True
         return False
 
     def place_at(self, tenant: Tenant, hosts: Sequence[int], first: int) -> bool:
-        """Put a tenant on these very cores of one of the hosts, where those that hold them may give way."""
+        """Places a tenant on these cores of the first host where their holders can be moved or displaced."""
         for host in hosts:
             if self._displace_at(tenant, tenant.grade, host, first, 0):
                 self.begin()
@@ -414,11 +413,11 @@ class Packer:
         return False
 
     def place(self, tenant: Tenant) -> bool:
-        """Find room for a tenant, or change nothing. What it displaces is added to ``displaced``."""
+        """Places a tenant, or changes nothing. Displaced tenants are added to ``displaced``."""
         key = (tenant.size, tenant.demand.kinds, None if tenant.demand.plain else tenant.model)
         if key in self._hopeless:
             return False
-        if self.enter(tenant) or (self._look_everywhere() and self.enter(tenant)):
+        if self.enter(tenant) or (self._search_all_hosts() and self.enter(tenant)):
             return True
         if self.moves != 0 and len(self.spaces) <= SMALL and self._empty_any(tenant, MOST_EMPTIED):
             return True
@@ -428,7 +427,7 @@ class Packer:
         return False
 
     def enter(self, tenant: Tenant, depth: int = 0, skip: int = 0) -> bool:
-        """Steps 1 to 4. ``depth`` counts those that gave way before; ``skip`` ranges of step 4 are left out."""
+        """Steps 1 to 4. ``depth`` is the depth of nested evictions; step 4 skips ``skip`` ranges."""
         spot = self.free_spot(tenant)
         if spot is not None:
             self.put(tenant, *spot)
@@ -453,7 +452,7 @@ class Packer:
         return spot is not None
 
     def free_spot(self, tenant: Tenant) -> tuple[int, int] | None:
-        """(host, first core) of the free range of the grid that spoils least."""
+        """Returns (host, first core) of the best-fitting free range of the grid."""
         best: tuple[tuple[float, ...], int, int] | None = None
         for kind in tenant.demand.kinds:
             if kind not in self._kinds:
@@ -465,13 +464,13 @@ class Packer:
                 some = index.ranked(1, self._filter(tenant)) if own is None else own.ranked(1)
                 top = some[0] if some else None
             if top is not None:
-                found = (top[0][:3], top[1], int(top[0][3]))
-                if best is None or found < best:
-                    best = found
+                candidate = (top[0][:3], top[1], int(top[0][3]))
+                if best is None or candidate < best:
+                    best = candidate
         return None if best is None else (best[1], best[2])
 
     def odd_spot(self, tenant: Tenant) -> tuple[int, int] | None:
-        """A free legal range off the grid."""
+        """Returns a free legal range off the grid."""
         best: tuple[tuple[float, ...], int, int] | None = None
         for kind in tenant.demand.kinds:
             if kind not in self._kinds:
@@ -480,13 +479,13 @@ class Packer:
             if index is None:
                 continue
             for rank, host in index.ranked(1, self._filter(tenant)):
-                found = (rank[:2], host, int(rank[2]))
-                if best is None or found < best:
-                    best = found
+                candidate = (rank[:2], host, int(rank[2]))
+                if best is None or candidate < best:
+                    best = candidate
         return None if best is None else (best[1], best[2])
 
     def _odd_index(self, size: int, kind: int) -> HostIndex | None:
-        """None where every legal range is one of the grid."""
+        """Returns an index of ranges off the grid; None if every legal range is on the grid."""
         index = self._odd.get((size, kind))
         if index is None and (size, kind) not in self._odd:
             hosts = [host for host in self._kinds[kind] if self.spaces[host].grid.has_others(size)]
@@ -507,53 +506,55 @@ class Packer:
         return None if start is None else (1, host, start)
 
     def _candidates(self, tenant: Tenant, depth: int) -> Iterator[tuple[float, int, int]]:
-        """(cost, host, start) of ranges to be emptied, cheapest first."""
+        """Yields (cost, host, start) of ranges to empty, cheapest first."""
         tried = 0
         for most in (1, TRIES[depth]):
-            found: list[tuple[float, float, float, int, int]] = []
+            options: list[tuple[float, float, float, int, int]] = []
             for kind in tenant.demand.kinds:
                 if kind in self._kinds:
                     index = self._evict_index(tenant.size, kind)
                     ranked = index.ranked(most, self._filter(tenant))
-                    found.extend((rank[0], rank[1], rank[2], host, int(rank[3])) for rank, host in ranked)
-            found.sort()
-            for cost, _, _, host, start in found[tried:most]:
+                    options.extend((rank[0], rank[1], rank[2], host, int(rank[3])) for rank, host in ranked)
+            options.sort()
+            for cost, _, _, host, start in options[tried:most]:
                 yield cost, host, start
             tried = most
 
     def _swap(self, tenant: Tenant, host: int, start: int, depth: int, *, strict: bool = True) -> bool:
-        """Empty a range for the tenant, and find other places for those that lay there."""
+        """Empties a range for the tenant, and places the evicted tenants elsewhere."""
         mark = self._mark()
         space = self.spaces[host]
-        wanted = ((1 << tenant.size) - 1) << start
-        leaving = [one for one in space.tenants if one.mask & wanted]
-        for one in leaving:
-            if one.fixed or (strict and one.size >= tenant.size and not self._may_leave(one, tenant)):
+        mask = ((1 << tenant.size) - 1) << start
+        leaving = [other for other in space.tenants if other.mask & mask]
+        for other in leaving:
+            if other.fixed or (strict and other.size >= tenant.size and not self._may_leave(other, tenant)):
                 return False
-        if self.moves is not None and self.moved + sum(one.at_home for one in leaving) > self.moves:
+        if self.moves is not None and self.moved + sum(other.at_home for other in leaving) > self.moves:
             return False
-        for one in leaving:
-            self.remove(one)
-        if space.free & wanted != wanted or not self.admits(tenant, host):
+        for other in leaving:
+            self.remove(other)
+        if space.free & mask != mask or not self.admits(tenant, host):
             self._undo(mark)
             return False
         self.put(tenant, host, start)
         leaving.sort(key=largest_first)
-        if not (self._within_moves() and all(self.enter(one, depth + 1) for one in leaving) and self._within_moves()):
+        if not (
+            self._within_moves() and all(self.enter(other, depth + 1) for other in leaving) and self._within_moves()
+        ):
             self._undo(mark)
             return False
         return True
 
-    def _may_leave(self, one: Tenant, tenant: Tenant) -> bool:
-        """Whether a tenant of equal size can go where the other cannot, or lies off the grid."""
-        if one.size > tenant.size:
+    def _may_leave(self, other: Tenant, tenant: Tenant) -> bool:
+        """Whether a tenant of equal size fits hosts that the other does not, or lies off the grid."""
+        if other.size > tenant.size:
             return False
-        grid = self.spaces[one.host].grid
-        return bool(one.demand.kinds - tenant.demand.kinds) or not grid.starts(one.size) >> one.first & 1
+        grid = self.spaces[other.host].grid
+        return bool(other.demand.kinds - tenant.demand.kinds) or not grid.starts(other.size) >> other.first & 1
 
     def _displace(self, tenant: Tenant, grade: Grade, depth: int) -> bool:
-        """Put it where tenants of grades below ``grade`` are in the way, those that matter least."""
-        lower = sorted({one.grade for space in self.spaces for one in space.tenants if one.grade > grade})
+        """Places the tenant on a range held by tenants of a lower grade, the least important ones."""
+        lower = sorted({other.grade for space in self.spaces for other in space.tenants if other.grade > grade})
         if not lower or depth >= len(TRIES):
             return False
         options: list[tuple[tuple[int, ...], int, bool, int, int]] = []
@@ -566,53 +567,53 @@ class Packer:
     def _displaceable(
         self, tenant: Tenant, grade: Grade, host: int, lower: Sequence[Grade]
     ) -> Iterator[tuple[tuple[int, ...], int, bool, int, int]]:
-        """(cores displaced by grade, the most important first; cores that move; off the grid; host; start)."""
+        """Yields (displaced cores by grade, the most important first; cores that move; off the grid; host; start)."""
         space = self.spaces[host]
         on_grid = space.grid.starts(tenant.size)
         for start in _bits(space.grid.possible(tenant.size)):
-            wanted = ((1 << tenant.size) - 1) << start
+            mask = ((1 << tenant.size) - 1) << start
             lost = dict.fromkeys(lower, 0)
             moving = 0
-            for one in space.tenants:
-                if not one.mask & wanted:
+            for other in space.tenants:
+                if not other.mask & mask:
                     continue
-                if one.fixed:
+                if other.fixed:
                     break
-                if one.grade > grade:
-                    lost[one.grade] += one.size
-                elif one.size < tenant.size:
-                    moving += one.size
+                if other.grade > grade:
+                    lost[other.grade] += other.size
+                elif other.size < tenant.size:
+                    moving += other.size
                 else:
                     break
             else:
                 yield tuple(lost.values()), moving, not on_grid >> start & 1, host, start
 
     def _displace_at(self, tenant: Tenant, grade: Grade, host: int, start: int, depth: int) -> bool:
-        """Put it on these cores: those below ``grade`` are displaced, the others find other places."""
+        """Places the tenant on these cores: tenants of a lower grade are displaced, others are placed elsewhere."""
         mark = self._mark()
         space = self.spaces[host]
-        wanted = ((1 << tenant.size) - 1) << start
-        leaving = [one for one in space.tenants if one.mask & wanted]
-        if any(one.fixed for one in leaving):
+        mask = ((1 << tenant.size) - 1) << start
+        leaving = [other for other in space.tenants if other.mask & mask]
+        if any(other.fixed for other in leaving):
             return False
-        for one in leaving:
-            self.remove(one)
-        for one in sorted(space.tenants, key=_least_first):
-            if one.grade <= grade or self.admits(tenant, host):
+        for other in leaving:
+            self.remove(other)
+        for other in sorted(space.tenants, key=_least_first):
+            if other.grade <= grade or self.admits(tenant, host):
                 break
-            if not one.fixed and self._eases(one, tenant, space):
-                self.remove(one)
-                leaving.append(one)
-        displaced = [one for one in leaving if one.grade > grade]
-        for one in displaced:
-            self._forget_home(one)
-        if space.free & wanted != wanted or not self.admits(tenant, host):
+            if not other.fixed and self._eases(other, tenant, space):
+                self.remove(other)
+                leaving.append(other)
+        displaced = [other for other in leaving if other.grade > grade]
+        for other in displaced:
+            self._forget_home(other)
+        if space.free & mask != mask or not self.admits(tenant, host):
             self._undo(mark)
             return False
         self.put(tenant, host, start)
-        others = sorted((one for one in leaving if one.grade <= grade), key=largest_first)
+        moving = sorted((other for other in leaving if other.grade <= grade), key=largest_first)
         settled = self._within_moves() and all(
-            self.enter(one, 1) or self._displace(one, grade, depth + 1) for one in others
+            self.enter(other, 1) or self._displace(other, grade, depth + 1) for other in moving
         )
         if not (settled and self._within_moves()):
             self._undo(mark)
@@ -621,17 +622,17 @@ class Packer:
         self._hopeless.clear()
         return True
 
-    def _eases(self, one: Tenant, tenant: Tenant, space: Space) -> bool:
-        """Whether a host has more of what the tenant lacks there once that one is gone."""
-        wants, holds = tenant.demand, one.demand
-        if wants.most and one.model == tenant.model and space.count(tenant.model) >= wants.most:
+    def _eases(self, other: Tenant, tenant: Tenant, space: Space) -> bool:
+        """Whether removing another tenant frees a resource that the tenant lacks on the host."""
+        wants, holds = tenant.demand, other.demand
+        if wants.most and other.model == tenant.model and space.count(tenant.model) >= wants.most:
             return True
         if wants.memory and holds.memory and wants.memory[space.kind] > space.memory:
             return holds.memory[space.kind] > 0
         return bool(wants.insists and holds.cpus and wants.cpus[space.kind] > space.cpus)
 
     def _forget_home(self, tenant: Tenant) -> None:
-        """It begins anew, wherever there is room for it."""
+        """Treats a displaced tenant as new, so that its next place is not a move."""
         if tenant.home >= 0:
             self._log.append((tenant, -1, -1, tenant.home))
             tenant.home = -1
@@ -643,21 +644,21 @@ class Packer:
 
 
 def _worth(free: int, grid: Grid, scarce: Sequence[tuple[int, float]]) -> float:
-    """What the free ranges in ``free`` are worth to others that wait."""
+    """Returns the value of the free ranges in ``free`` to waiting tenants."""
     worth = 0.0
     for size, cost in scarce:
         legal = grid.legal(size)
-        found = windows(free, size) & legal
-        while found:
-            start = (found & -found).bit_length() - 1
+        starts = windows(free, size) & legal
+        while starts:
+            start = (starts & -starts).bit_length() - 1
             free &= ~(((1 << size) - 1) << start)
             worth += cost
-            found = windows(free, size) & legal
+            starts = windows(free, size) & legal
     return worth
 
 
 def _orders(rivals: Sequence[Tenant]) -> list[list[Tenant]]:
-    """Other orders to try: the last replicas of a degree that spoils room for a smaller one come after all others."""
+    """Returns other orders to try: the last tenants of a degree that fragments a smaller one come after all others."""
     sizes = {tenant.size for tenant in rivals}
     orders: list[list[Tenant]] = []
     for size in sorted(sizes, reverse=True):
@@ -670,7 +671,7 @@ def _orders(rivals: Sequence[Tenant]) -> list[list[Tenant]]:
 
 
 def largest_first(tenant: Tenant) -> tuple[int, int, int]:
-    """The order in which those that give way find other places."""
+    """Sort key of evicted tenants: the order in which they are placed again."""
     return (-tenant.size, tenant.model, tenant.replica)
 
 

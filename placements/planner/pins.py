@@ -1,4 +1,4 @@
-"""Which host each pin lies on. Pins that name a host are given; the others take any host where their cores are free."""
+"""Assigns a host to each pin: the host that it names, or any host where its cores are free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SEARCH_STEPS = 2_000
 def assign(
     pins: Sequence[Pin], free: Mapping[str, FreeCores], able: Sequence[frozenset[str]] | None = None
 ) -> tuple[str | None, ...]:
-    """For each pin the name of its host, None where it has no place beside the pins before it.
+    """Returns the host of each pin, None for a pin without a place beside the pins before it.
 
-    ``able`` holds for each pin the hosts that it may lie on; without, it may lie wherever its cores are free.
+    ``able`` holds the hosts that each pin may use; None: all hosts.
 
-    A pin without a host gives way to later ones that name theirs, as long as another host is free for it.
+    A pin without a host leaves its cores to a later pin that names the host, if another host has its cores free.
     """
     accepted: list[int] = []
     hosts: dict[int, str] = {}
@@ -35,16 +35,16 @@ def assign(
 def _together(
     pins: Sequence[Pin], chosen: Sequence[int], free: Mapping[str, FreeCores], able: Sequence[frozenset[str]] | None
 ) -> dict[int, str] | None:
-    """A host for every chosen pin, or None. The search is bounded; without pins that lack a host it is exact."""
-    left = dict(free)
+    """Returns a host for every chosen pin, or None. The search is bounded if pins do not name a host, else exact."""
+    remaining = dict(free)
     result: dict[int, str] = {}
     floating: list[int] = []
     for i in chosen:
         host = pins[i].host
         if host is None:
             floating.append(i)
-        elif host in left and left[host].holds(pins[i].cores):
-            left[host] = left[host].without(pins[i].cores)
+        elif host in remaining and remaining[host].holds(pins[i].cores):
+            remaining[host] = remaining[host].without(pins[i].cores)
             result[i] = host
         else:
             return None
@@ -56,7 +56,7 @@ def _together(
             return True
         cores = pins[floating[depth]].cores
         tried: set[FreeCores] = set()
-        for host, space in left.items():
+        for host, space in remaining.items():
             if not space.holds(cores) or space in tried or not (able is None or host in able[floating[depth]]):
                 continue
             if able is None:
@@ -64,11 +64,11 @@ def _together(
             steps += 1
             if steps > SEARCH_STEPS:
                 return False
-            left[host] = space.without(cores)
+            remaining[host] = space.without(cores)
             result[floating[depth]] = host
             if place(depth + 1):
                 return True
-            left[host] = space
+            remaining[host] = space
         return False
 
     floating.sort(key=lambda i: (pins[i].cores, i))

@@ -1,4 +1,4 @@
-"""Placement: one replica, where it lies and what it gets; and what else a plan says of single replicas."""
+"""A replica's place and resources, and the other statements of a plan about single replicas."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from placements.spec.schema import ModelSpec
 
 @dataclass(frozen=True)
 class Placement:
-    """One replica, where it lies and what it gets."""
+    """The place and resources of one replica."""
 
     model: str
     replica: int  # index within the model, from 0
     host: str
-    cores: CoreRange | None  # None: it takes none (cpu engine on a real host)
+    cores: CoreRange | None  # None: the engine uses none (cpu on a real host)
     threads: int
-    machine: Host | None = field(default=None, compare=False, repr=False)  # the host itself, where it is known
-    spec: ModelSpec | None = field(default=None, compare=False, repr=False)  # the model itself, likewise
+    machine: Host | None = field(default=None, compare=False, repr=False)  # None: unknown
+    spec: ModelSpec | None = field(default=None, compare=False, repr=False)  # None: unknown
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """CPU ids that it is bound to; () means not bound."""
+        """The ids of the CPUs that the replica is bound to; () means not bound."""
         return () if self.machine is None else cpu_mask(self.machine, self.cores, self.threads)
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables of its process."""
+        """The environment variables of the replica's process."""
         topology = None if self.machine is None else self.machine.topology
         lnc = None if topology is None else topology.lnc
-        told: dict[str, str] = {}
+        compiler_env: dict[str, str] = {}
         if self.spec is not None and self.machine is not None:
-            told = compiling(self.spec, resolve(self.spec.engine, self.machine))
-        return environment(self.model, self.replica, self.cores, self.threads, self.cpus, lnc, told)
+            compiler_env = compiling(self.spec, resolve(self.spec.engine, self.machine))
+        return environment(self.model, self.replica, self.cores, self.threads, self.cpus, lnc, compiler_env)
 
     @property
     def running(self) -> Running:
-        """The same replica as it is seen once it runs."""
+        """The same replica as observed when it runs."""
         return Running(self.model, self.replica, self.host, self.cores)
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan -o json` prints it; ``cores`` equals NEURON_RT_VISIBLE_CORES."""
+        """Returns the JSON of `plan -o json`; ``cores`` equals NEURON_RT_VISIBLE_CORES."""
         cores = None if self.cores is None else str(self.cores)
         return {
             "model": self.model,
@@ -61,7 +61,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """One replica that fits nowhere, and why."""
+    """A replica without a place, and the reasons."""
 
     model: str
     replica: int
@@ -69,18 +69,18 @@ class Unplaced:
 
     @property
     def required(self) -> bool:
-        """Whether the model falls below its ``min`` without it."""
+        """Whether the model has fewer than ``min`` replicas without it."""
         return any(problem.severity == "error" for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan -o json` prints it."""
+        """Returns the JSON of `plan -o json`."""
         problems = [problem.as_dict() for problem in self.problems]
         return {"model": self.model, "replica": self.replica, "problems": problems}
 
 
 @dataclass(frozen=True)
 class Running:
-    """A replica that holds cores now."""
+    """A running replica that holds cores."""
 
     model: str
     replica: int
@@ -90,13 +90,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Move:
-    """A running replica that gets other cores, to make room."""
+    """A running replica that gets other cores to make room."""
 
     before: Running
     after: Placement
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan -o json` prints it."""
+        """Returns the JSON of `plan -o json`."""
         return {
             "model": self.after.model,
             "replica": self.after.replica,

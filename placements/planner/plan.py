@@ -1,4 +1,4 @@
-"""plan: which replica of which model lies on which cores of which host. Values in, values out."""
+"""Plans replicas onto the cores of hosts, and computes diffs and defragmentations. A pure function of its arguments."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plan:
-    """All placements, in the order of the spec; what did not fit, and why; and findings about the spec.
+    """All placements, in the order of the spec; unplaced replicas with reasons; and problems of the spec.
 
-    ``moves`` holds the running replicas that get other cores: those that make room, and those that gave way to a higher
-    grade and found another place.
+    ``moves`` holds the running replicas that get other cores: to make room, or because a higher grade displaced them.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -45,21 +44,21 @@ class Plan:
 
     @property
     def complete(self) -> bool:
-        """Whether every model has its ``min`` and no problem is an error: exit code 0 or 2 of `plan`, not 1."""
+        """Whether every model has its ``min`` replicas and no problem is an error (exit code 0 or 2 of `plan`)."""
         errors = any(problem.severity == "error" for problem in self.problems)
         return not errors and not any(unplaced.required for unplaced in self.unplaced)
 
     @classmethod
     def refused(cls, problems: Iterable[Problem]) -> Plan:
-        """The plan of a spec with errors: nothing but them."""
+        """Returns the plan of a spec with errors: only its problems."""
         return cls(problems=tuple(problems))
 
     def with_problems(self, problems: Iterable[Problem]) -> Plan:
-        """The same with the findings about the spec, such as the warnings of `check`."""
+        """Returns a copy with more problems of the spec, such as the warnings of `check`."""
         return replace(self, problems=(*self.problems, *problems))
 
     def as_dict(self) -> dict[str, Any]:
-        """The stable JSON of `plan -o json`."""
+        """Returns the stable JSON of `plan -o json`."""
         return {
             "placements": [placement.as_dict() for placement in self.placements],
             "unplaced": [unplaced.as_dict() for unplaced in self.unplaced],
@@ -70,7 +69,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Changes:
-    """What separates a plan from what runs. False when there is nothing to do."""
+    """The difference between a plan and the running replicas. False if there is none."""
 
     start: tuple[Placement, ...]
     stop: tuple[Running, ...]
@@ -80,7 +79,7 @@ class Changes:
 
 
 def diff(plan: Plan, running: Iterable[Running]) -> Changes:
-    """What to start and what to stop, so that the plan is what runs."""
+    """Returns the replicas to start and to stop to reach the plan."""
     observed = list(dict.fromkeys(running))
     wished = {placement.running for placement in plan.placements}
     return Changes(
@@ -102,30 +101,30 @@ def plan(
     costs: Mapping[str, float] | None = None,
     held: Mapping[str, frozenset[str]] | None = None,
 ) -> Plan:
-    """Place every model's replicas: its ``min``, or what ``wanted`` names for it, at most its ``max``.
+    """Plans the replicas of every model: its ``min``, or its count in ``wanted``, at most its ``max``.
 
-    ``running`` holds what runs now, ``blocked`` cores by host that may not be used (cordons, quarantine), ``numbered``
-    replica indices by model that are in use elsewhere (older versions that still serve). ``checkpoints`` say which
-    hosts have the memory for a model; one without is taken to fit. ``moves`` is how many running replicas may be given
-    other cores to make room (None: any number), ``costs`` what that costs for a replica of a model, 1 where it names
-    none, ``held`` the models by host whose artifacts are there. The spec is taken as free of errors.
+    ``running`` holds the running replicas, ``blocked`` the cores by host that cannot be used (cordons, quarantine),
+    ``numbered`` the replica indices by model that are in use elsewhere (older revisions that still serve).
+    ``checkpoints`` decide which hosts have the memory for a model; a model without one is assumed to fit. ``moves``
+    limits the running replicas that may be moved to make room (None: any number), ``costs`` holds the cost of moving a
+    replica of a model (default 1), ``held`` the models whose artifacts each host holds. The spec must have no errors.
 
-    1. Running replicas that fit the spec stay, those on a pin first, then those with the lowest index. Others end:
+    1. Running replicas that fit the spec stay, those on a pin first, then those with the lowest index. Others stop:
        their cores count as free.
-    2. A model's pins go to its replicas in order, where there are more pins than replicas those whose cores are not
-       blocked first; pins that find their cores taken are not placed elsewhere.
-    3. A replica that takes no cores goes to the host where such replicas have the fewest threads.
-    4. Who gets cores is decided by grade: priority, then what ``min`` asks for before what exceeds it, then what runs
-       before what is new. What runs gives way to a higher grade, and is placed anew. Within a grade most cores served
-       win, largest degree first.
-    5. Each takes its place as `packer` says.
-    6. Where memory, CPUs or spread leave some without, other orders are tried; where running ones had to move, whether
-       fewer would do (`refine`).
-    7. What found no place is tried once more wherever a legal range is left.
-    8. Of otherwise equal places a new replica takes one on a host that holds what it loads (`holding`).
+    2. A model's pins go to its replicas in order. With more pins than replicas, pins without blocked cores come first.
+       A replica whose pinned cores are taken is not placed elsewhere.
+    3. A replica that uses no cores goes to the host where such replicas have the fewest threads.
+    4. Cores are assigned by grade: priority, then replicas within ``min`` before those beyond it, then running
+       replicas before new ones. A higher grade displaces running replicas, which are placed again. Within a grade the
+       most cores are served, largest degree first.
+    5. Each replica is placed by the steps of `packer`.
+    6. If memory, CPUs or spread leave replicas without a place, other orders are tried; if running replicas had to
+       move, solutions with fewer moves are tried (`refine`).
+    7. Replicas without a place are tried once more on every legal range that is left.
+    8. Among otherwise equal places, a new replica gets a host that holds its artifacts (`locality`).
 
-    The result is deterministic. Planning with ``running`` equal to its placements changes nothing, but that further
-    moves may be made for what is still missing.
+    The result is deterministic. Planning again with ``running`` equal to its placements changes nothing, except that
+    more moves may be made for replicas that are still missing.
     """
     draft = Draft(
         spec, HostPool(hosts, blocked or {}), checkpoints or {}, numbered or {}, moves, costs or {}, held or {}
@@ -139,7 +138,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Window:
-    """A range that can be had, and what has to move for it."""
+    """A range that can be freed, and the moves that free it."""
 
     host: str
     cores: CoreRange
@@ -157,13 +156,13 @@ def defragment(
     moves: int | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Window | None:
-    """The fewest and cheapest moves of running replicas that are found, after which ``cores`` cores in a row are free.
+    """Searches for the fewest and cheapest moves of running replicas that free ``cores`` contiguous cores.
 
-    The arguments are those of `plan`. None: at most ``moves`` of them open no such range. Raises ValueError for less
-    than one core.
+    The arguments are those of `plan`. Returns None if no such range is found within ``moves`` moves. Raises ValueError
+    for less than one core.
     """
     if cores < 1:
-        raise ValueError(f"a window has at least one core, not {cores}")
+        raise ValueError(f"a window must have at least 1 core, not {cores}")
     observed = tuple(running)
     counts = Counter(replica.model for replica in observed)
     for allowed in (0, 1, 2, 3, 4, 6, 8, 12, 16, None):

@@ -1,6 +1,6 @@
-"""Refining a packing by trying: a few hosts are filled in another order, and what is worse is undone.
+"""Improves a packing by local search: refills a few hosts in another order, and reverts what is worse.
 
-The tries are random, from a fixed seed, and as many each time: the same packing is always refined in the same way.
+The search is random with a fixed seed and a fixed number of tries, so that the same packing has the same result.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from placements.planner.packer import Packer, largest_first
 from placements.planner.tenants import Grade, Tenant
 
 SERVE_TRIES = 300
-"""How often `serve_more` tries."""
+"""Tries of `serve_more`."""
 
 SERVED_AT_ONCE = 40
-"""How many of many that are missing take part in one try."""
+"""The most missing tenants that take part in one try."""
 
 MOVE_TRIES = 30_000
-"""How often `move_fewer` tries on one host; on n hosts an n-th of it, and at most 300 times."""
+"""Tries of `move_fewer` divided by the number of hosts; at most 300."""
 
 _SKIPPED = (0, 0, 1, 1, 2, 3, 4, 6, 9)
 
 
 def serve_more(packer: Packer, missing: Sequence[Tenant]) -> list[Tenant]:
-    """Empty a few hosts of what is new there and fill them again in another order, as long as more is served.
+    """Removes the new tenants of a few hosts and places them in another order, and keeps the result if it is better.
 
-    Where memory, CPUs or spread decide, largest first is not the best order, and there is no order that always is.
-    Those that find no room in the end come back.
+    If memory, CPUs or spread are scarce, largest first is not always the best order, and no other order is. Returns
+    the tenants that are still missing.
     """
-    left = list(missing)
-    if not left:
-        return left
-    new = [(host, one) for host, space in enumerate(packer.spaces) for one in space.tenants if _is_new(one)]
+    remaining = list(missing)
+    if not remaining:
+        return remaining
+    new = [(host, tenant) for host, space in enumerate(packer.spaces) for tenant in space.tenants if _is_new(tenant)]
     hosts = list(dict.fromkeys(host for host, _ in new))
-    if not hosts or all(one.demand.plain for one in (*left, *(one for _, one in new))):
-        return left
+    if not hosts or all(tenant.demand.plain for tenant in (*remaining, *(tenant for _, tenant in new))):
+        return remaining
     random = Random(0)
     for _ in range(SERVE_TRIES):
-        if not left:
+        if not remaining:
             break
-        left = _refill(packer, left, random, hosts)
+        remaining = _refill(packer, remaining, random, hosts)
     packer.begin()
     packer.hope_again()
-    return left
+    return remaining
 
 
 def _refill(packer: Packer, missing: list[Tenant], random: Random, movable: Sequence[int]) -> list[Tenant]:
-    """One try. The result is what is missing afterwards."""
+    """Makes one try. Returns the missing tenants."""
     packer.begin()
     hosts = random.sample(movable, min(len(movable), random.choice((1, 2, 2, 3, 4))))
     emptied = [tenant for host in hosts for tenant in packer.spaces[host].tenants if _is_new(tenant)]
@@ -60,29 +60,29 @@ def _refill(packer: Packer, missing: list[Tenant], random: Random, movable: Sequ
     weigh, noise = random.choice(_WEIGHTS), random.choice((0.0, 0.3, 1.0))
     pool = [(t.grade, -weigh(t) * (1 + noise * random.random()), t.model, t.replica, t) for t in (*emptied, *waiting)]
     pool.sort(key=lambda entry: entry[:4])
-    left = []
+    remaining = []
     for *_, tenant in pool:
         random.shuffle(hosts)
         spot = _spot_on(packer, tenant, hosts) or packer.free_spot(tenant) or packer.odd_spot(tenant)
         if spot is None:
-            left.append(tenant)
+            remaining.append(tenant)
         else:
             packer.put(tenant, *spot)
-    if _worse(left, waiting):
+    if _worse(remaining, waiting):
         packer.undo()
         return missing
-    taken = set(map(id, waiting))
-    return left + [tenant for tenant in missing if id(tenant) not in taken]
+    tried = set(map(id, waiting))
+    return remaining + [tenant for tenant in missing if id(tenant) not in tried]
 
 
 def _spot_on(packer: Packer, tenant: Tenant, hosts: Sequence[int]) -> tuple[int, int] | None:
-    """A free range of the grid on the first of these hosts that has one."""
+    """Returns a free range of the grid on the first of these hosts that has one."""
     for host in hosts:
         space = packer.spaces[host]
         if space.kind in tenant.demand.kinds and packer.admits(tenant, host):
-            found = space.grid.best(space.free, tenant.size)
-            if found is not None:
-                return host, found[1]
+            fit = space.grid.best(space.free, tenant.size)
+            if fit is not None:
+                return host, fit[1]
     return None
 
 
@@ -92,17 +92,17 @@ _WEIGHTS: tuple[Callable[[Tenant], float], ...] = (
     lambda tenant: max(tenant.demand.memory, default=0.0) + 0.01 * tenant.size,
     lambda tenant: 1.0,
 )
-"""Who is placed first, within a grade: those that weigh most."""
+"""Orders within a grade: tenants with the highest weight are placed first."""
 
 
 def _is_new(tenant: Tenant) -> bool:
     return not tenant.fixed and not tenant.at_home
 
 
-def _worse(left: Sequence[Tenant], before: Sequence[Tenant]) -> bool:
-    """Whether more cores go without a place, at the most important grade where the two differ."""
+def _worse(after: Sequence[Tenant], before: Sequence[Tenant]) -> bool:
+    """Whether more cores have no place, at the most important grade where the two differ."""
     lost: Counter[Grade] = Counter()
-    for tenant in left:
+    for tenant in after:
         lost[tenant.grade] += tenant.size
     for tenant in before:
         lost[tenant.grade] -= tenant.size
@@ -110,11 +110,11 @@ def _worse(left: Sequence[Tenant], before: Sequence[Tenant]) -> bool:
 
 
 def move_fewer(packer: Packer) -> None:
-    """Let those that have moved back, and find other room for what took theirs, as long as that costs no more.
+    """Moves tenants back to where they run and places the intruders elsewhere, as long as that costs no more.
 
-    On many hosts nothing is tried: there each try gains little of the whole.
+    Does nothing with many hosts, where each try gains little.
     """
-    away = [one for space in packer.spaces for one in space.tenants if _is_away(one)]
+    away = [other for space in packer.spaces for other in space.tenants if _is_away(other)]
     if not away or packer.large:
         return
     random = Random(0)
@@ -122,8 +122,8 @@ def move_fewer(packer: Packer) -> None:
         if not away:
             break
         tenant, skip = random.choice(away), random.choice(_SKIPPED)
-        if _bring_home(packer, tenant, [one for one in away if one.home == tenant.home], skip):
-            away = [one for one in dict.fromkeys([*away, *packer.touched]) if _is_away(one)]
+        if _bring_home(packer, tenant, [other for other in away if other.home == tenant.home], skip):
+            away = [other for other in dict.fromkeys([*away, *packer.touched]) if _is_away(other)]
     packer.begin()
 
 
@@ -132,25 +132,25 @@ def _is_away(tenant: Tenant) -> bool:
 
 
 def _bring_home(packer: Packer, tenant: Tenant, neighbours: Sequence[Tenant], skip: int) -> bool:
-    """One try: the tenant goes home, and so do all neighbours whose cores that frees."""
+    """Makes one try: moves the tenant home, and all neighbours whose cores that frees."""
     packer.begin()
     before, home = (packer.spent, packer.moved), packer.spaces[tenant.home]
-    wanted = ((1 << tenant.size) - 1) << tenant.home_first
-    intruders = [one for one in home.tenants if one.mask & wanted]
-    if any(one.fixed for one in intruders):
+    home_mask = ((1 << tenant.size) - 1) << tenant.home_first
+    intruders = [other for other in home.tenants if other.mask & home_mask]
+    if any(other.fixed for other in intruders):
         return False
-    for one in intruders:
-        packer.remove(one)
-    for one in neighbours:
-        mask = ((1 << one.size) - 1) << one.home_first
-        if one.host >= 0 and home.free & mask == mask:
-            packer.remove(one)
-            if not packer.admits(one, one.home):
+    for other in intruders:
+        packer.remove(other)
+    for other in neighbours:
+        mask = ((1 << other.size) - 1) << other.home_first
+        if other.host >= 0 and home.free & mask == mask:
+            packer.remove(other)
+            if not packer.admits(other, other.home):
                 packer.undo()
                 return False
-            packer.put(one, one.home, one.home_first)
-    intruders = sorted((one for one in intruders if one.host < 0), key=largest_first)
-    if all(packer.enter(one, skip=skip) for one in intruders) and (packer.spent, packer.moved) <= before:
+            packer.put(other, other.home, other.home_first)
+    intruders = sorted((other for other in intruders if other.host < 0), key=largest_first)
+    if all(packer.enter(other, skip=skip) for other in intruders) and (packer.spent, packer.moved) <= before:
         return True
     packer.undo()
     return False

@@ -1,4 +1,4 @@
-"""Refusals: why a replica has no place, with the numbers."""
+"""Explains with numbers why a replica has no place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from placements.spec.schema import Pin, Spec
 
 
 class Refusal(NamedTuple):
-    """The parts of a Problem that are the same for all replicas of a model."""
+    """The parts of a problem that all replicas of a model share."""
 
     id: str
     what: str  # continues "MODEL/REPLICA ..."
@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """What keeps replicas out, once all that can be placed is."""
+    """Finds the reasons for missing replicas, after all others are placed."""
 
     def __init__(self, spec: Spec, ground: HostPool, tenants: Sequence[Tenant]) -> None:
         self._spec = spec
@@ -46,14 +46,14 @@ class Refusals:
             self._cpus[host] -= threads(model.threads, model.tp_degree, hosts[host])
 
     def pin_taken(self, pin: Pin) -> Refusal:
-        """Of a replica whose pin's cores are held by others."""
+        """Returns the refusal of a replica whose pinned cores are held by others or cannot be used."""
         numbers = self._ground.numbers
         names = [pin.host] if pin.host is not None else list(numbers)
         reasons = [self._why_taken(numbers[name], pin.cores) for name in names if name in numbers]
         on = f" of {pin.host}" if pin.host else ""
-        why = "; ".join(reasons[:3]) or "no host of that name is there"
+        why = "; ".join(reasons[:3]) or "no host has that name"
         what = f"is pinned to cores {pin.cores}{on}, but {why}"
-        hint = "`corewright status` says who holds or withholds them: free them, or change the pin"
+        hint = "`corewright status` shows the holders; free the cores, or change the pin"
         return Refusal("pin-taken", what, hint)
 
     def _why_taken(self, number: int, cores: CoreRange) -> str:
@@ -66,98 +66,95 @@ class Refusals:
                 held = CoreRange.of_length(tenant.first, tenant.size).overlap(cores)
                 holders.append(f"{self._spec.models[tenant.model].name}/{tenant.replica} holds {held}")
         blocked = self._ground.blocked.get(host.name, ())
-        for label, found in (("withheld", blocked), ("reserved", host.reserved_cores)):
-            both = sorted(core for core in cores if core in found)
-            holders.extend([f"{', '.join(map(str, both))} {'is' if len(both) == 1 else 'are'} {label}"] if both else [])
-        return f"on {host.name} {' and '.join(holders) or 'memory, CPUs or spread keep it out'}"
+        for label, unusable in (("withheld", blocked), ("reserved", host.reserved_cores)):
+            shared = sorted(core for core in cores if core in unusable)
+            holders.extend(
+                [f"{', '.join(map(str, shared))} {'is' if len(shared) == 1 else 'are'} {label}"] if shared else []
+            )
+        return f"on {host.name} {' and '.join(holders) or 'memory, CPUs or spread exclude it'}"
 
     def no_room(self, tenant: Tenant) -> Refusal:
-        """Of a replica without a pin: the first constraint that leaves no host."""
-        found = self._known.get(tenant.model)
-        if found is None:
-            found = self._known[tenant.model] = self._no_room(tenant)
-        return found
+        """Returns the refusal of a replica without a pin: the first constraint that no host meets."""
+        refusal = self._known.get(tenant.model)
+        if refusal is None:
+            refusal = self._known[tenant.model] = self._no_room(tenant)
+        return refusal
 
     def _no_room(self, tenant: Tenant) -> Refusal:
         ground, tp = self._ground, tenant.size
         needs = f"needs {tp} contiguous cores" if tp > 1 else "needs 1 core"
-        hint = "fewer replicas, a smaller tp_degree, or another host would make it fit"
+        hint = "use fewer replicas, a smaller tp_degree, or more hosts"
         hosts = [i for i, cores in enumerate(ground.cores) if cores]
         if not hosts:
-            return Refusal("no-room", f"needs {_count(tp, 'core')}, and no host has NeuronCores", hint)
+            return Refusal("no-room", f"needs {_count(tp, 'core')}, but no host has NeuronCores", hint)
         hosts = [i for i in hosts if ground.kinds.of[i] in tenant.demand.kinds]
         if not hosts:
             names = sorted({host.topology.instance for host in ground.kinds.hosts if host.topology})
-            what = f"finds no suitable host: tp_degree {tp}, its engine or its memory rules out {', '.join(names)}"
-            return Refusal(
-                "no-suitable-host", what, "`corewright explain` says which; take another tp_degree or host type"
-            )
+            what = f"has no suitable host: tp_degree {tp}, the engine or memory excludes {', '.join(names)}"
+            hint = "`corewright explain` shows which; use another tp_degree or instance type"
+            return Refusal("no-suitable-host", what, hint)
         open_hosts = self._open(tp, tenant.demand.kinds, hosts)
         if open_hosts:
             return self._why_closed(tenant, open_hosts)
         run_of = {i: self._longest(i) for i in hosts}
         best = max(hosts, key=lambda i: run_of[i][1])
         name, (first, length) = ground.hosts[best].name, run_of[best]
-        others = f" and none of {_count(len(hosts), 'host')} has a longer one" if len(hosts) > 1 else ""
+        comparison = f", the longest of {_count(len(hosts), 'host')}" if len(hosts) > 1 else ""
         if length == 0:
             where = name if len(hosts) == 1 else f"any of {_count(len(hosts), 'host')}"
-            return Refusal("no-room", f"{needs}, none is free on {where}", hint)
-        run = f"{length} ({CoreRange.of_length(first, length)}){others}"
+            return Refusal("no-room", f"{needs}, but none is free on {where}", hint)
+        run = f"{length} ({CoreRange.of_length(first, length)}){comparison}"
         step = alignment(ground.family(best), tp).legal
-        aligned = f" from a multiple of {step} on" if length >= tp else ""
+        aligned = f" that begin at a multiple of {step}" if length >= tp else ""
         return Refusal("no-room", f"{needs}{aligned}, the longest free run on {name} is {run}", hint)
 
     def _open(self, tp: int, kinds: frozenset[int], hosts: Sequence[int]) -> list[int]:
-        """Those of the hosts, which are of these kinds, where a legal range of the degree is free."""
-        found = self._opens.get((tp, kinds))
-        if found is None:
-            found = [i for i in hosts if self._ground.grid(i).legal(tp) & windows(self._free[i], tp)]
-            self._opens[tp, kinds] = found
-        return found
+        """Returns those of the hosts, which are of these kinds, with a free legal range of the degree."""
+        open_hosts = self._opens.get((tp, kinds))
+        if open_hosts is None:
+            open_hosts = [i for i in hosts if self._ground.grid(i).legal(tp) & windows(self._free[i], tp)]
+            self._opens[tp, kinds] = open_hosts
+        return open_hosts
 
     def _longest(self, host: int) -> tuple[int, int]:
-        """(first, length) of the longest free run, the first of several."""
-        found = self._runs.get(host)
-        if found is None:
-            found = self._runs[host] = _longest(self._free[host], self._ground.cores[host])
-        return found
+        """Returns (first, length) of the first longest free run."""
+        run = self._runs.get(host)
+        if run is None:
+            run = self._runs[host] = _longest(self._free[host], self._ground.cores[host])
+        return run
 
     def _why_closed(self, tenant: Tenant, hosts: Sequence[int]) -> Refusal:
-        """Cores are free on these, and something else is missing."""
+        """Returns the constraint other than cores that excludes these hosts."""
         demand, kinds = tenant.demand, self._ground.kinds.of
-        on = Counter(one.host for one in self._tenants if one.model == tenant.model)
+        on = Counter(other.host for other in self._tenants if other.model == tenant.model)
         apart = [i for i in hosts if not demand.most or on[i] < demand.most]
         if not apart:
             where = f"the {_count(len(hosts), 'host')} with {_count(tenant.size, 'free core')}"
             have = "has" if len(hosts) == 1 else "have"
-            what = f"has spread: at most {demand.most} on a host, and {where} {have} that"
-            return Refusal("spread-blocks", what, "another host, or a larger spread")
-        memory_hint = "host_memory_gib, if you measured that it needs less; or another host"
-        for id, wanted, left, unit, hint in (
+            what = f"is limited by spread: at most {demand.most} on a host, and {where} {have} that many"
+            return Refusal("spread-blocks", what, "add a host, or raise spread")
+        memory_hint = "set host_memory_gib if you measured that it needs less, or add a host"
+        for id, need_of, supply, unit, hint in (
             ("host-memory-short", demand.memory, self._memory, "GiB of host memory", memory_hint),
             (
                 "vcpus-short",
                 demand.cpus if demand.insists else (),
                 self._cpus,
                 "CPUs for its threads",
-                "fewer threads, or another host",
+                "lower threads, or add a host",
             ),
         ):
-            if wanted and all(left[i] < wanted[kinds[i]] for i in apart):
-                best = max(apart, key=lambda i: left[i])
-                need = wanted[kinds[best]]
-                what = (
-                    f"needs {need:.4g} {unit}, {max(0.0, left[best]):.4g} are left on {self._ground.hosts[best].name}"
-                )
-                others = (
-                    f", where most are of the {_count(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
-                )
-                return Refusal(id, f"{what}{others}", hint)
-        return Refusal("no-room", "finds no host with cores, memory and CPUs for it together", "another host")
+            if need_of and all(supply[i] < need_of[kinds[i]] for i in apart):
+                best = max(apart, key=lambda i: supply[i])
+                need = need_of[kinds[best]]
+                what = f"needs {need:.4g} {unit}; {self._ground.hosts[best].name} has {max(0.0, supply[best]):.4g} left"
+                comparison = f", the most of {_count(len(apart), 'host')} with free cores" if len(apart) > 1 else ""
+                return Refusal(id, f"{what}{comparison}", hint)
+        return Refusal("no-room", "no host has its cores, memory and CPUs free together", "add a host")
 
 
 def _longest(free: int, cores: int) -> tuple[int, int]:
-    """(first, length) of the longest run, the first of several."""
+    """Returns (first, length) of the first longest run."""
     best = (0, 0)
     for run in runs(FreeCores("", cores, free)):
         if len(run) > best[1]:

@@ -1,4 +1,4 @@
-"""What the replicas of each model ask of a host, by kind of host."""
+"""Computes what the replicas of each model need of a host, by kind of host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from placements.spec.schema import ModelSpec, Spec
 
 @dataclass(frozen=True)
 class Kinds:
-    """Hosts that a model cannot tell apart, but for what is free on them."""
+    """Kinds of hosts: hosts of one kind differ only in what is free on them."""
 
     hosts: tuple[Host, ...]  # one of each kind
     of: tuple[int, ...]  # the kind of each host
 
 
 def kinds_of(hosts: Sequence[Host]) -> Kinds:
-    """In the order of their first host."""
+    """Returns the kinds in the order of their first hosts."""
     numbers: dict[tuple[object, ...], int] = {}
     first: list[Host] = []
     of: list[int] = []
@@ -40,9 +40,9 @@ def kinds_of(hosts: Sequence[Host]) -> Kinds:
 
 
 def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpoint]) -> tuple[Demand, ...]:
-    """One for each model, in the order of the spec.
+    """Returns one demand for each model, in the order of the spec.
 
-    Memory is counted where a host has a limit; CPUs only where a model insists on a number of threads.
+    Memory counts on hosts with a limit; CPUs count only if some model has a fixed number of threads.
     """
     counts_cpus = any(isinstance(model.threads, int) for model in spec.models)
     return tuple(
@@ -52,8 +52,8 @@ def demands(spec: Spec, kinds: Sequence[Host], checkpoints: Mapping[str, Checkpo
 
 
 def suits(model: ModelSpec, host: Host, checkpoint: Checkpoint | None) -> bool:
-    """Whether the model may lie on such a host at all: it takes cores there, the degree is one, the engine
-    runs there and serves the family, and HBM is enough."""
+    """Whether the model can be placed on such a host: it uses cores there, the family supports the degree, the engine
+    runs there and serves the model, and the HBM suffices."""
     if host.topology is None or not takes_cores(model.engine, host) or model.tp_degree > host.cores:
         return False
     if degree(host.topology.family, model.tp_degree) is None and model.tp_degree not in model.allow_degrees:

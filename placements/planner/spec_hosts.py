@@ -1,4 +1,4 @@
-"""Which hosts a spec means."""
+"""Expands the ``hosts`` of a spec to the hosts to plan for."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from placements.facts.topology import TOPOLOGIES, Host, Topology
 from placements.spec.schema import HostsSpec, Spec
 
 DEFAULT_EMULATION = "inf2.48xlarge"
-"""What is emulated when neither the spec nor the machine names an instance type."""
+"""The emulated instance type if neither the spec nor the machine names one."""
 
 RESERVED_SHARE = 0.04
-"""Part of a real host's vCPUs left to the system by default, rounded up: 8 of 192."""
+"""The default share of a real host's vCPUs that is reserved for the system, rounded up: 8 of 192."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Machine:
 
 
 def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
-    """The hosts to plan for, called "<instance>/<i>" with i counted over all hosts of that type.
+    """Returns the hosts to plan for, named "<instance>/<i>" with i counted over all hosts of that type.
 
-    ``instance``: from the topology alone, whatever this machine is. ``emulate``: the topology's cores with this
+    ``instance``: the topology of the type, independent of this machine. ``emulate``: the topology's cores with this
     machine's CPUs, divided among the emulated hosts. Without ``hosts``: this machine if its type is known, else one
-    emulated inf2.48xlarge. () when the spec's ``hosts`` could not be read.
+    emulated inf2.48xlarge. Returns () if the spec's ``hosts`` could not be read.
     """
     if "hosts" in spec.broken:
         return ()
-    wishes = spec.hosts or (_what_is_there(machine),)
+    wishes = spec.hosts or (_default_hosts(machine),)
     emulated = sum(wish.count for wish in wishes if wish.instance is None)
     hosts: list[Host] = []
     numbers: Counter[str] = Counter()
@@ -44,31 +44,31 @@ def hosts_for(spec: Spec, machine: Machine) -> tuple[Host, ...]:
         topology = TOPOLOGIES[name].at_lnc(wish.lnc)
         real = tuple(range(topology.vcpus)) if spec.hosts else machine.cpus
         for _ in range(wish.count):
-            called = f"{name}/{numbers[name]}"
+            host_name = f"{name}/{numbers[name]}"
             numbers[name] += 1
             if wish.instance is not None:
-                hosts.append(_real(called, topology, wish, real))
+                hosts.append(_real(host_name, topology, wish, real))
             else:
                 share = machine.cpus[at * len(machine.cpus) // emulated : (at + 1) * len(machine.cpus) // emulated]
                 at += 1
-                hosts.append(_emulated(called, topology, wish, share or machine.cpus))
+                hosts.append(_emulated(host_name, topology, wish, share or machine.cpus))
     return tuple(hosts)
 
 
 def prices(spec: Spec, hosts: Sequence[Host]) -> dict[str, float]:
-    """What an hour of one core costs on each of the hosts that the spec means, by name."""
+    """Returns the price of one core hour on each host, by name."""
     each = [wish.price_per_core_hour for wish in spec.hosts for _ in range(wish.count)]
     return {host.name: each[i] if i < len(each) else 0.0 for i, host in enumerate(hosts)}
 
 
-def _what_is_there(machine: Machine) -> HostsSpec:
+def _default_hosts(machine: Machine) -> HostsSpec:
     if machine.instance in TOPOLOGIES:
         return HostsSpec(instance=machine.instance)
     return HostsSpec(emulate=DEFAULT_EMULATION)
 
 
 def default_reserve(vcpus: int) -> int:
-    """vCPUs left to the system on a real host: 4 %, rounded up, at least 1."""
+    """Returns the vCPUs reserved for the system on a real host: 4 %, rounded up, at least 1."""
     return max(1, math.ceil(vcpus * RESERVED_SHARE))
 
 

@@ -269,7 +269,7 @@ EXPLAINED: dict[str, Any] = {
             "host": "inf2.48xlarge/0",
             "cores": "0-7",
             "threads": 61,
-            "why": ["it runs there, and what runs stays", "priority 0, asked for by its min"],
+            "why": ["it runs there already; running replicas stay", "priority 0, required by its min"],
         }
     ],
     "failed": [
@@ -277,10 +277,10 @@ EXPLAINED: dict[str, Any] = {
             "id": "no-room",
             "what": "chat/1 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 7 (10-16)",
             "details": ["small (priority 0) holds 1 core with 1 replica", "3 cores are cordoned: 20-22"],
-            "hint": "fewer replicas, a smaller tp_degree, or another host would make it fit",
+            "hint": "use fewer replicas, a smaller tp_degree, or more hosts",
         }
     ],
-    "holds": [{"id": "degree", "what": "tp_degree 8: inf2 has 1, 2, 4, 8, 12, 24", "details": [], "hint": ""}],
+    "holds": [{"id": "degree", "what": "tp_degree 8: inf2 supports 1, 2, 4, 8, 12, 24", "details": [], "hint": ""}],
     "suggestions": [
         {
             "id": "move",

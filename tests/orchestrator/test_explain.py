@@ -89,7 +89,7 @@ def test_what_runs_is_told_to_stay(tmp_path: Path) -> None:
     told = told_by_a_scattered_fleet(tmp_path, LOOSE, "explain", model="small")
     assert told["fits"] is True
     assert [replica["cores"] for replica in told["replicas"]] == ["1", "6", "10"]
-    assert all("it runs there, and what runs stays" in replica["why"] for replica in told["replicas"])
+    assert all("it runs there already; running replicas stay" in replica["why"] for replica in told["replicas"])
 
 
 def test_a_cordon_is_named_and_can_be_given_back(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_spare_range_lets_the_new_replica_of_a_pinned_model_start_first() -> N
         (
             "a: {tp_degree: 24, update: {strategy: surge}}",
             {"a": "0-23"},
-            "a/1 needs 24 contiguous cores, none is free on inf2.48xlarge/0",
+            "a/1 needs 24 contiguous cores, but none is free on inf2.48xlarge/0",
         ),
         (
             "a: {tp_degree: 8, update: {strategy: borrow}}, b: {tp_degree: 8, priority: 3}",

@@ -71,7 +71,7 @@ def test_a_torus_is_a_grid_whose_edges_lead_on() -> None:
         "            |24    |26    |28    |30\n"
         "         ---....---....---....---....---\n"
         "            |      |      |      |\n"
-        "         (a link at an edge leads to the opposite edge)\n"
+        "         (a link at an edge continues at the opposite edge)\n"
         "  A a  0 on 0-15, 1 on 16; 4 threads each\n"
         "  .. free\n"
     )
@@ -113,7 +113,7 @@ def test_many_hosts_share_pictures() -> None:
         "500 hosts, inf2.xlarge/0-499: 2 of 2 cores in use on each\n  core   0\n         A0A0\n"
         "  A a  1 replica of 2 cores, 4 threads\n"
         "\ninf2.xlarge/700: 1 of 2 cores in use\n  core   0\n         B0..\n  B b/0  core 0, 1 thread\n  .. free\n"
-        "\n499 hosts, inf2.xlarge/500-699,701-999: nothing runs there, 2 cores\n"
+        "\n499 hosts, inf2.xlarge/500-699,701-999: no replicas, 2 cores\n"
     )
 
 

@@ -61,7 +61,7 @@ def test_a_model_with_its_replicas_has_places_and_no_complaint() -> None:
     told = explained(spec(model("a", 8, replicas=2)), checkpoint=LLAMA_2_7B)
     assert (told.fits, told.failed, told.suggestions) == (True, (), ())
     assert [str(place.placement.cores) for place in told.places] == ["0-7", "8-15"]
-    assert reasons(told)[0] == "devices 0 to 3; it begins at a multiple of 8, as tp_degree 8 prefers"
+    assert reasons(told)[0] == "devices 0 to 3; begins at a multiple of 8, preferred for tp_degree 8"
     assert {constraint.id for constraint in told.holds} == {
         "degree",
         "heads",
@@ -75,14 +75,14 @@ def test_a_model_with_its_replicas_has_places_and_no_complaint() -> None:
 def test_what_runs_and_what_is_pinned_says_so() -> None:
     """They are the reasons of their places."""
     told = explained(spec(model("a", 8, "8-15")), running=running("a", 8, size=8))
-    assert list(reasons(told))[:2] == ["it runs there, and what runs stays", 'it is pinned to "8-15"']
+    assert list(reasons(told))[:2] == ["it runs there already; running replicas stay", 'pinned to "8-15"']
 
 
 def test_a_model_says_whom_it_displaces() -> None:
     """A running replica of a lower priority, and where that goes."""
     wish = spec(model("a", 24, priority=1), model("b"))
     told = explained(wish, running=running("b", 3))
-    assert "it displaces b/0 (priority 0) from 3: it ends" in reasons(told)
+    assert "it displaces b/0 (priority 0) from 3: stopped" in reasons(told)
 
 
 def test_a_model_says_who_would_have_its_place() -> None:
@@ -354,7 +354,7 @@ def test_a_machine_that_the_engine_does_not_run_on_is_named() -> None:
     )
     assert {line for constraint in old.failed for line in constraint.details} >= {
         "trn2.48xlarge: transformers-neuronx does not run there",
-        "trn1.2xlarge has 2 cores, and tp_degree is 32",
+        "trn1.2xlarge has 2 cores, fewer than tp_degree 32",
     }
     assert new.fits
 
@@ -364,7 +364,7 @@ def test_a_machine_where_the_engine_serves_no_such_family_is_named() -> None:
     hosts = (HostsSpec(instance="trn1.2xlarge"), HostsSpec(instance="trn2.48xlarge"))
     told = explained(Spec(models=(model("a", 32),), hosts=hosts), checkpoint=OPT)
     details = [line for constraint in told.failed for line in constraint.details]
-    assert "trn2.48xlarge: auto serves no opt there" in details
+    assert "trn2.48xlarge: auto does not serve opt there" in details
 
 
 def test_the_memory_of_emulated_cores_is_told_as_theirs() -> None:

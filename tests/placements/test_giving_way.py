@@ -148,5 +148,5 @@ def test_a_larger_one_off_the_grid_goes_for_a_smaller_one() -> None:
 @pytest.mark.parametrize("cores", [0, -1])
 def test_a_window_has_a_core(cores: int) -> None:
     """None at all is a mistake of the caller."""
-    with pytest.raises(ValueError, match="at least one core"):
+    with pytest.raises(ValueError, match="at least 1 core"):
         defragment(Spec(models=(model("a", 1),)), [machine(SMALL)], cores=cores)

@@ -119,15 +119,14 @@ def test_the_refusal_names_the_dimension_and_the_numbers() -> None:
     [
         (
             spec(model("a", 12), cores=[0, 23]),
-            "a/0 needs 12 contiguous cores from a multiple of 12 on, "
+            "a/0 needs 12 contiguous cores that begin at a multiple of 12, "
             "the longest free run on inf2.48xlarge/0 is 22 (1-22)",
         ),
-        (spec(model("a"), cores=["0-23"]), "a/0 needs 1 core, none is free on inf2.48xlarge/0"),
-        (spec(model("a"), cores=["0-23"], count=2), "a/0 needs 1 core, none is free on any of 2 hosts"),
+        (spec(model("a"), cores=["0-23"]), "a/0 needs 1 core, but none is free on inf2.48xlarge/0"),
+        (spec(model("a"), cores=["0-23"], count=2), "a/0 needs 1 core, but none is free on any of 2 hosts"),
         (
             spec(model("a", 8), cores=["0-3", "8-23"], count=2),
-            "a/0 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 4 (4-7) "
-            "and none of 2 hosts has a longer one",
+            "a/0 needs 8 contiguous cores, the longest free run on inf2.48xlarge/0 is 4 (4-7), the longest of 2 hosts",
         ),
     ],
 )
@@ -139,7 +138,7 @@ def test_refusals_fit_the_case(wish: Spec, text: str) -> None:
 def test_without_any_core_the_refusal_says_so() -> None:
     """A Neuron engine on a plain CPU host."""
     drawn = plan(Spec(models=(model("a", 8, engine="nxd-inference"),)), [PLAIN])
-    assert why(drawn) == ["no-room: a/0 needs 8 cores, and no host has NeuronCores"]
+    assert why(drawn) == ["no-room: a/0 needs 8 cores, but no host has NeuronCores"]
 
 
 def test_running_replicas_stay() -> None:

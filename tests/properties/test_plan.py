@@ -451,7 +451,7 @@ def test_a_pin_is_refused_only_where_its_cores_are_taken(case: Case) -> None:
             told = re.search(r"is pinned to cores ([0-9-]+)", un.problems[0].what)
             assert told
             cores = CoreRange.parse(told[1])
-            known = "no host of that name" not in un.problems[0].what
+            known = "no host has that name" not in un.problems[0].what
             assert set(cores) & taken or cores.last >= case.hosts[0].cores or not known
 
 
