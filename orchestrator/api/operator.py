@@ -38,7 +38,7 @@ from orchestrator.revisions.spec_file import SpecFile, examine, start_problems
 from orchestrator.rollout.changes import Action, Tag, difference, replica_changes
 from orchestrator.rollout.defragmentation import defragmentation
 from orchestrator.rollout.relocation import load_times, traffic
-from orchestrator.rollout.rollout_step import DesiredModel, Goal, Situation, aim
+from orchestrator.rollout.rollout_step import DesiredModel, Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import choose
 from orchestrator.state.quarantine import clear
 from placements.explain.explain import explain
@@ -87,7 +87,7 @@ class Operator:
         if spec is None:
             known = ", ".join(one.name for one in found.spec.models)
             raise Refused("model-unknown", f"there is no model {model}", f"known are {known}", status=404)
-        wanted = {one.name: state.wanted(one) for one in found.spec.models}
+        wanted = {one.name: state.desired_count(one) for one in found.spec.models}
         asked = Question(
             spec,
             found.spec,
@@ -182,7 +182,7 @@ class Operator:
         revision = state.journal.state().revisions[revision.number]
         state.install(dataclasses.replace(generation, revision=revision))
         self._controller.renew_deadlines()
-        state.tell("info", "Applied", f"revision {revision.number} by {revision.by}, {_summary(proposal)}")
+        state.record_event("info", "Applied", f"revision {revision.number} by {revision.by}, {_summary(proposal)}")
         self._controller.wake_up()
         return {"changed": True, "revision": revision.number, "index": state.journal.state().index, "plan": proposal}
 
@@ -238,16 +238,18 @@ class Operator:
         """What would happen if the generation were installed now."""
         state = self._state
         situation = self._situation(generation)
-        first = aim(situation)
+        first = compute_goal(situation)
         ways = {name: choose(situation, name) for name, step in first.steps.items() if step.old}
         for name, chosen in ways.items():
-            wish = dataclasses.replace(situation.wishes[name], strategy=chosen.strategy, lender=chosen.lender)
-            situation = situation.with_wish(wish)
-        begun, settled = aim(situation), self._settled(situation)
+            desired = dataclasses.replace(
+                situation.desired_models[name], strategy=chosen.strategy, lender=chosen.lender
+            )
+            situation = situation.with_desired(desired)
+        begun, settled = compute_goal(situation), self._settled(situation)
         models = []
         for change in difference(state.current.spec, generation.spec, generation.engines):
             way = ways.get(change.model)
-            after = situation.wishes.get(change.model)
+            after = situation.desired_models.get(change.model)
             tag = max(change.tag, Tag.RESTART, key=list(Tag).index) if way is not None else change.tag
             before, count = len(state.replicas_of(change.model)), 0 if after is None else after.count
             action = change.action
@@ -295,26 +297,32 @@ class Operator:
         """The fleet's, as it would be right after the generation is installed."""
         state = self._state
         now = state.situation()
-        wishes = {}
+        desired_models = {}
         for model in generation.spec.models:
-            wishes[model.name] = DesiredModel(
+            desired_models[model.name] = DesiredModel(
                 model,
-                state.wanted(model),
+                state.desired_count(model),
                 generation.versions[model.name],
                 mixes=state.mixes(generation, model),
                 canary=generation.revision.canary is not None,
             )
-        return dataclasses.replace(now, spec=generation.spec, checkpoints=generation.checkpoints, wishes=wishes)
+        return dataclasses.replace(
+            now, spec=generation.spec, checkpoints=generation.checkpoints, desired_models=desired_models
+        )
 
     def _settled(self, situation: Situation) -> Goal:
         """Where it ends: replicas of other versions are gone, what fits stays where it is."""
         kept = tuple(
-            dataclasses.replace(view, version=situation.wishes[view.model].version)
+            dataclasses.replace(view, version=situation.desired_models[view.model].version)
             for view in situation.views
-            if view.model in situation.wishes and view.state not in (State.DRAINING, State.STOPPING)
+            if view.model in situation.desired_models and view.state not in (State.DRAINING, State.STOPPING)
         )
-        wishes = {name: dataclasses.replace(wish, canary=False) for name, wish in situation.wishes.items()}
-        return aim(dataclasses.replace(situation, views=kept, wishes=wishes, replaced=frozenset()))
+        desired_models = {
+            name: dataclasses.replace(desired, canary=False) for name, desired in situation.desired_models.items()
+        }
+        return compute_goal(
+            dataclasses.replace(situation, views=kept, desired_models=desired_models, replaced=frozenset())
+        )
 
     def _refuse_impossible(self, proposal: dict[str, Any], generation: ResolvedRevision) -> None:
         for model in proposal["models"]:
@@ -324,12 +332,12 @@ class Operator:
         if generation.revision.canary is None:
             return
         situation = self._situation(generation)
-        for name, step in aim(situation).steps.items():
-            wish = situation.wishes[name]
-            if step.old and not wish.mixes:
+        for name, step in compute_goal(situation).steps.items():
+            desired = situation.desired_models[name]
+            if step.old and not desired.mixes:
                 what = f"{name}: its tokenizer changes, so the two versions cannot share requests"
                 raise Refused("canary-impossible", what, "apply without --canary")
-            if step.old and choose(situation, name).strategy not in ("surge", "borrow") and wish.count < 2:
+            if step.old and choose(situation, name).strategy not in ("surge", "borrow") and desired.count < 2:
                 what = f"{name}: its one replica leaves no place for a canary: {choose(situation, name).why}"
                 raise Refused("canary-impossible", what, "apply without --canary, or free some cores")
 
@@ -412,7 +420,7 @@ class Operator:
         now, _ = self._state.rollout_state()
         if now not in ("paused", "failed"):
             raise Refused("rollout-not-paused", f"the rollout is {now}: there is nothing to resume", "rollout status")
-        self._controller.forgive()
+        self._controller.reset_failures()
         return self._set_rollout("progressing", f"resumed by {by}", "RolloutResumed")
 
     async def promote(self, by: str) -> dict[str, Any]:
@@ -425,8 +433,8 @@ class Operator:
         number = self._state.current.number
         self._write(RolloutState(revision=number, state=told, reason=reason, promoted=promoted))
         self._state.restart_progress()
-        self._state.goal = aim(self._state.situation())  # the answer is about what begins now
-        self._state.tell("info", event, f"revision {number}, {reason}")
+        self._state.goal = compute_goal(self._state.situation())  # the answer is about what begins now
+        self._state.record_event("info", event, f"revision {number}, {reason}")
         self._controller.wake_up()
         return self.rollout()
 
@@ -435,7 +443,7 @@ class Operator:
         self._refuse_frozen("restart")
         for view in self._state.replicas_of(model):
             self._replace(view, by)
-        self._state.look_again(model)
+        self._state.refresh_source(model)
         return self._set_rollout("progressing", f"restart of {model} by {by}", "RolloutRestarted")
 
     # Models, hosts and replicas
@@ -446,20 +454,20 @@ class Operator:
         if count is not None and count > spec.replicas.max:
             what = f"{model}: {count} replicas are asked for, and the spec's max is {spec.replicas.max}"
             raise Refused("scale-over-max", what, "raise replicas.max in the spec, and apply it")
-        before = self._state.wanted(spec)
+        before = self._state.desired_count(spec)
         self._write(Scale(model=model, count=count, by=by))
         self._state.woken.discard(model)
         self._controller.scaler.released(spec, before if count is None else 0)
-        wanted = self._state.wanted(spec)
+        wanted = self._state.desired_count(spec)
         told = "as the spec says" if count is None else str(count)
-        self._state.tell("info", "Scaled", f"{told} by {by}", model=model)
+        self._state.record_event("info", "Scaled", f"{told} by {by}", model=model)
         self._controller.wake_up()
         return {"model": model, "scaled": count, "wanted": wanted}
 
     async def load(self, model: str, by: str) -> dict[str, Any]:
         self._refuse_on_hold()
         spec = self._model(model)
-        if wanted := self._state.wanted(spec):
+        if wanted := self._state.desired_count(spec):
             return {"model": model, "scaled": None, "wanted": wanted}
         return await self.scale(model, None if spec.replicas.min else 1, by)
 
@@ -469,7 +477,7 @@ class Operator:
         self._write(Scale(model=model, count=None, by=by, sleep=True))
         self._state.woken.discard(model)
         self._controller.scaler.released(spec, 0)
-        self._state.tell("info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model)
+        self._state.record_event("info", "Unloaded", f"by {by}: nothing starts it until `corewright load`", model=model)
         self._controller.wake_up()
         return {"model": model, "scaled": 0, "wanted": 0}
 
@@ -480,7 +488,7 @@ class Operator:
             raise Refused("cordoned-whole", what, f"corewright uncordon {host}, then cordon the others")
         self._write(Cordon(host=host, cores=chosen, on=on, by=by))
         which = "the host" if cores is None else f"cores {cores}"
-        self._state.tell("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
+        self._state.record_event("info", "Cordoned" if on else "Uncordoned", f"{which} by {by}", host=host)
         if not on:
             clear(self._state, host, chosen)
         self._controller.wake_up()
@@ -491,7 +499,7 @@ class Operator:
         if any(host.name == target for host in self._state.hosts):
             self._refuse_homeless(target)
             self._write(Cordon(host=target, cores=None, on=True, by=by, drain=True))
-            self._state.tell("info", "HostDraining", f"by {by}: its replicas go elsewhere", host=target)
+            self._state.record_event("info", "HostDraining", f"by {by}: its replicas go elsewhere", host=target)
             self._controller.wake_up()
             return self._host_status(target)
         view = self._state.views.get(target)
@@ -503,7 +511,7 @@ class Operator:
         return {"replica": view.id, "epoch": view.epoch}
 
     def _refuse_on_hold(self) -> None:
-        """A wish about models or replicas is about a revision, and nobody knows the newest."""
+        """Changes to models or replicas refer to a revision, and the newest one is unknown."""
         hold = self._state.hold
         if hold is not None:
             raise Refused(hold.id, hold.what, hold.hint)
@@ -521,7 +529,7 @@ class Operator:
         every = frozenset(core for one in self._state.hosts if one.name == host for core in range(one.cores))
         staying = tuple(view for view in situation.views if view.host != host)
         blocked = {**situation.blocked, host: every}
-        goal = aim(dataclasses.replace(situation, views=staying, blocked=blocked))
+        goal = compute_goal(dataclasses.replace(situation, views=staying, blocked=blocked))
         there = {view.model for view in situation.views if view.host == host and view.state is State.READY}
         missing = [problem.what for one in goal.plan.unplaced if one.model in there for problem in one.problems]
         if missing:
@@ -530,7 +538,7 @@ class Operator:
 
     def _replace(self, view: ReplicaView, by: str) -> None:
         self._write(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by=by))
-        self._state.tell("info", "Replacing", f"by {by}: a new process for it", view=view)
+        self._state.record_event("info", "Replacing", f"by {by}: a new process for it", view=view)
 
     def _cores_of(self, host: str, cores: str | None) -> list[int] | None:
         found = next((one for one in self._state.hosts if one.name == host), None)

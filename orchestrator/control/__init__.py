@@ -1,1 +1,1 @@
-"""The controller's loop: observe the fleet, decide, reconcile, and report its status."""
+"""The control loop: observe the fleet, compute the desired state, reconcile, and report the status."""

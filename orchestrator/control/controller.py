@@ -1,7 +1,7 @@
-"""The loop that brings a fleet to what is wished: observe, aim, reconcile, apply. No Ray in here.
+"""The control loop of a fleet: observe, compute the desired state, reconcile, apply. Independent of Ray.
 
-Its effects are a Protocol (`effects.Cluster`); what it knows and has decided is one object (`state.FleetState`).
-Everything runs on one event loop and nothing else writes the state, so there are no locks.
+Its effects are a Protocol (`effects.ClusterClient`), its state is one object (`FleetState`). Everything runs on one
+event loop and nothing else writes the state, so there are no locks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec.structs
 
-from orchestrator.control.controller_metrics import Tally, engine_families, fleet_families, scaling_changes
+from orchestrator.control.controller_metrics import ControllerCounters, engine_families, fleet_families, scaling_changes
 from orchestrator.control.host_watch import HostWatch
 from orchestrator.control.reconcile import Action, Drain, Fail, Forget, Release, Start, Stop, reconcile
 from orchestrator.control.scaler import Scaler
@@ -50,16 +50,16 @@ from workers.messages.status import Failure, Phase, Reaction, ReplicaStatus
 
 log = logging.getLogger(__name__)
 
-TICK_S = 1.0  # how often the world is read again when nothing happens
-SOONEST_S = 0.05  # between two rounds that nobody has asked for
+TICK_S = 1.0  # interval between rounds without events
+SOONEST_S = 0.05  # shortest interval between two timed rounds
 LOG_LINES = 8
-LAST_WORDS_S = 3.0  # to hear what the log of a dead replica says
-DEVICES_S = 0.5  # for a host to tell what its devices measure, while a scrape waits
-_NOTHING: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # at work in a dead process
+LOG_READ_S = 3.0  # deadline for reading the log of a dead replica
+DEVICES_S = 0.5  # deadline of a host's device metrics, while a scrape waits
+_NO_WORK: Mapping[str, Any] = MappingProxyType({"live": 0, "waiting": 0, "step_s": 0.0})  # of a dead process
 
 
 class Controller:
-    """One fleet. ``run`` is the loop; everything else may be called while it runs, on the same event loop."""
+    """The controller of one fleet. ``run`` is the loop; other methods may be called meanwhile on its event loop."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Controller:
         in_thread: Callable[..., Coroutine[Any, Any, Any]] = asyncio.to_thread,
         restarted: bool = False,
     ) -> None:
-        """``clock`` is monotonic and may leave pauses out (`AwakeClock`); then ``resumed`` returns when the last one
-        ended. ``in_thread`` runs a function that blocks; ``restarted`` is the state's. Raises ValueError for a spec
-        with errors: `up` has checked it.
+        """``clock`` is monotonic and may skip pauses (`AwakeClock`); then ``resumed`` returns when the last one ended.
+        ``in_thread`` runs a blocking function; ``restarted`` is passed to `FleetState`. Raises ValueError for a spec
+        with errors; `up` has checked it.
         """
         self.in_thread = in_thread
         self.settings = settings
@@ -89,28 +89,28 @@ class Controller:
         self._tick_s = tick_s
         self._home = Home(Path(settings.home))
         self._conditions = Conditions(wall)
-        self._tally = Tally()
-        self._heard: dict[str, tuple[int, ReplicaStatus]] = {}  # of each replica its epoch, and what it told last
-        self._busy: set[str] = set()  # replicas with an effect under way
-        self._followed: dict[str, int] = {}  # of each replica that somebody listens to, the epoch
+        self._counters = ControllerCounters()
+        self._statuses: dict[str, tuple[int, ReplicaStatus]] = {}  # epoch and last status, by replica
+        self._releasing: set[str] = set()  # replicas that are being released
+        self._followed: dict[str, int] = {}  # epoch of each replica that a task follows
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
         self._version = 1
-        self._told: tuple[Any, ...] = ()  # what routes and status were made of when someone was told last
+        self._published: tuple[Any, ...] = ()  # the inputs of routes and status at the last notification
         self._was_ready = False
         self._closing = False
-        self._settled = asyncio.Event()  # what lived before is known: only then may anyone ask
-        self._hosts = HostWatch(self.state, cluster, self._home, self._tally)
+        self._settled = asyncio.Event()  # set once surviving replicas are adopted
+        self._hosts = HostWatch(self.state, cluster, self._home, self._counters)
         self._readying = StartPipeline(
             self.state,
             cluster,
             StartEffects(
                 view=self._view,
-                put=self._put,
+                store_view=self._store_view,
                 signal=self._signal,
                 fail=self._fail,
-                hear_again=self._hear_again,
+                apply_last_status=self._apply_last_status,
                 fetched=self._fetched,
                 spawn=self._spawn,
                 wake=self._wake.set,
@@ -129,9 +129,9 @@ class Controller:
     # The loop
 
     async def run(self) -> None:
-        """Until ``shutdown``."""
+        """Run until ``shutdown``."""
         await self._adopt()
-        self.state.aim()
+        self.state.update_goal()
         await self.publish()
         self._settled.set()
         while not self._closing:
@@ -139,10 +139,10 @@ class Controller:
             began = self._clock()
             try:
                 await self._round()
-            except Exception:  # whatever it was: the next round reads the world again, and the fleet goes on serving
-                log.exception("a round failed")
-                self._tally.failed_rounds += 1
-            self._tally.rounds.observe(self._clock() - began)
+            except Exception:  # the next round observes everything again, and the fleet keeps serving
+                log.exception("the control loop failed; it is retried in the next round")
+                self._counters.failed_rounds += 1
+            self._counters.rounds.observe(self._clock() - began)
             soon = self.scaler.due_in() if self.state.hold is None else None
             rest = self._tick_s if soon is None else max(SOONEST_S, min(soon, self._tick_s))
             tick = asyncio.get_running_loop().call_later(rest, self._wake.set)
@@ -150,70 +150,72 @@ class Controller:
             tick.cancel()
 
     async def _round(self) -> None:
-        await self._hosts.look()
+        await self._hosts.update()
         fetching = self._preparing.hosts | self._readying.hosts
-        await asyncio.gather(self._hosts.look_at_held(), self._hosts.look_at_fetches(fetching))
+        await asyncio.gather(self._hosts.update_held_sources(), self._hosts.update_fetches(fetching))
         self._readying.look()
         if self._closing:
             return
         state = self.state
-        state.try_to_write()
+        state.try_flush()
         self._report_reach()
         self._listen_to_all()
         if state.hold is None:
             await self._decide()
         else:
-            state.aim()
+            state.update_goal()
         await self.publish()
 
     async def _decide(self) -> None:
-        """Say what should be now, and begin to do it."""
+        """Compute the desired state and start the actions that lead to it."""
         state = self.state
         self._scale()
-        goal = state.aim()
+        goal = state.update_goal()
         rollback = state.follow_rollout()
-        self._tally.rollout(state.current.number, state.rollout_state()[0])
+        self._counters.rollout(state.current.number, state.rollout_state()[0])
         if rollback is not None:
             current = state.current
             rollback = await self.in_thread(state.narrowed, rollback)
             if state.current is not current:
-                return  # somebody has applied another revision meanwhile
+                return  # another revision was applied meanwhile
             state.roll_back(rollback)
             self.renew_deadlines()
-            goal = state.aim()
+            goal = state.update_goal()
         observed = Observed(self._clock(), dict(state.views), self._resumed())
         if observed.resumed != self._resumed_at:
             self._resumed_at = observed.resumed
-            state.tell(
-                "warning", "Paused", "the controller was not scheduled for a while: no deadline counts that time"
+            state.record_event(
+                "warning", "Paused", "the controller was not scheduled for a while; deadlines do not count that time"
             )
         for action in reconcile(goal.targets, observed, state.replaced()):
             self._apply(action)
         self._preparing.round()
 
     def _report_reach(self) -> None:
-        """An event for each replica that gateways cannot reach any more, or again."""
+        """Record an event for each replica whose reachability from the gateways has changed."""
         state = self.state
         before, after = state.unreachable, state.reach.unreachable(self._clock()) & state.views.keys()
         state.unreachable = after
         for id in sorted(after - before):
-            state.tell("error", "Unreachable", "it is ready, and a gateway cannot connect to it", view=state.views[id])
+            state.record_event(
+                "error", "Unreachable", "it is ready, but a gateway cannot connect to it", view=state.views[id]
+            )
         for id in sorted((before - after) & state.views.keys()):
-            state.tell("info", "Reachable", "the gateways are connected to it again", view=state.views[id])
+            state.record_event("info", "Reachable", "the gateways are connected to it again", view=state.views[id])
 
     def _scale(self) -> None:
         try:
             self.scaler.round()
-        except Exception:  # the numbers stay as they are, and what has failed is mended all the same
-            log.exception("no decision about the numbers of replicas")
-            self._tally.failed_rounds += 1
+        except Exception:  # the numbers of replicas stay, and repairs continue
+            log.exception("autoscaling failed; it is retried in the next round")
+            self._counters.failed_rounds += 1
 
     def wake_up(self) -> None:
-        """Something has changed: do not wait for the next tick."""
+        """Start the next round now."""
         self._wake.set()
 
     async def shutdown(self, drain_s: float) -> None:
-        """Drain every replica for at most ``drain_s``, end it, and see its process dead."""
+        """Drain every replica for at most ``drain_s``, stop it, and confirm that its process is dead."""
         self._closing = True
         self._wake.set()
         await self.publish()
@@ -221,31 +223,36 @@ class Controller:
         ended = await asyncio.gather(*(self._take_down(id, drain_s) for id in self.state.views), return_exceptions=True)
         for error in ended:
             if error is not None:
-                log.error("a replica did not end in order", exc_info=error)
-        self.state.tell("info", "FleetStopped", "every replica was drained and ended")
+                log.error("a replica did not stop cleanly", exc_info=error)
+        self.state.record_event("info", "FleetStopped", "every replica was drained and stopped")
 
     async def wake(self, model: str) -> None:
-        """A request came for a model without replicas (`min: 0`): start one. Raises KeyError for an unknown model."""
+        """Start a replica of a model without any (`min: 0`) for a request. Raises KeyError for an unknown model."""
         spec = self.state.current.spec.model(model)
         if spec is None:
             raise KeyError(model)
         state = self.state
-        if state.hold is not None or state.wanted(spec) or state.sleeps(model) or state.bounds(spec).max == 0:
+        if (
+            state.hold is not None
+            or state.desired_count(spec)
+            or state.is_unloaded(model)
+            or state.bounds(spec).max == 0
+        ):
             return
-        if spec.scaling.auto and self.scaler.active:  # it may need cores of others
+        if spec.scaling.auto and self.scaler.active:  # it may need cores of other models
             self.scaler.wake(model)
         else:
-            state.tell("info", "Woken", "the first request starts it", model=model)
+            state.record_event("info", "Woken", "the first request starts it", model=model)
             state.woken.add(model)
         self._wake.set()
 
     async def demand(self, report: DemandReport) -> None:
-        """What one gateway has seen since its last report."""
-        self.state.reach.hear(report.gateway, report.unreachable, self._clock())
-        if self.scaler.hear(report):
+        """Receive the demand that one gateway has counted since its last report."""
+        self.state.reach.receive(report.gateway, report.unreachable, self._clock())
+        if self.scaler.receive(report):
             self._wake.set()
 
-    # What is there
+    # Adoption
 
     async def _adopt(self) -> None:
         state = self.state
@@ -279,49 +286,49 @@ class Controller:
                 deadlines=self._deadlines(config.model),
             )
             state.configs[id] = config
-            if (config.model, config.version) not in state.pins:  # it may be one that is about to be replaced
+            if (config.model, config.version) not in state.pins:  # the replica may be about to be replaced
                 state.pin(config)
             state.number_model(config.model, int(Path(config.socket).name.partition("-")[0]))
             state.epochs[id] = max(config.epoch, state.epochs.get(id, 0))
             model = state.current.spec.model(config.model)
-            asleep = model is not None and state.wanted(model) == 0 and phase is not State.DRAINING
-            if asleep and not state.sleeps(config.model):
+            asleep = model is not None and state.desired_count(model) == 0 and phase is not State.DRAINING
+            if asleep and not state.is_unloaded(config.model):
                 state.woken.add(config.model)
-            state.tell("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
+            state.record_event("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
             if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
                 self._readying.go_on_fetching(id, config)
             self._listen(id, config.epoch, self._follow(id, config.epoch))
 
-    # What is done
+    # Actions
 
     def _apply(self, action: Action) -> None:
         if isinstance(action, Start):
             self._start(action.target, action.previous)
         elif isinstance(action, Drain):
             self.state.decide("drain", action.replica, "an update, or no longer planned")
-            self._tally.decided("drain")
+            self._counters.decided("drain")
             self._signal(action.replica, Signal.DRAIN)
             self._spawn(self._drain(action.replica))
         elif isinstance(action, Stop):
             self.state.decide("stop", action.replica, action.reason)
-            self._tally.decided("stop")
+            self._counters.decided("stop")
             self._signal(action.replica, Signal.STOP, action.reason)
         elif isinstance(action, Fail):
             self.state.decide("fail", action.replica, action.reason)
-            self._tally.decided("fail")
-            self._tally.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
+            self._counters.decided("fail")
+            self._counters.failed(self.state.views[action.replica.id], action.reason.partition(":")[0])
             self._signal(action.replica, Signal.FAILED, action.reason)
         elif isinstance(action, Release):
-            if action.replica.id not in self._busy:
-                self._busy.add(action.replica.id)
-                self._tally.decided("release")
+            if action.replica.id not in self._releasing:
+                self._releasing.add(action.replica.id)
+                self._counters.decided("release")
                 self._spawn(self._release(action.replica))
         elif isinstance(action, Forget):
             self.state.decide("forget", action.replica, "gone and no longer planned")
-            self._tally.decided("forget")
-            self._heard.pop(action.replica.id, None)
+            self._counters.decided("forget")
+            self._statuses.pop(action.replica.id, None)
             del self.state.views[action.replica.id]
             self.state.configs.pop(action.replica.id, None)
             self._wake.set()
@@ -349,39 +356,39 @@ class Controller:
             deadlines=self._deadlines(target.model),
         )
         state.decide("start", view, "planned" if previous is None else "started again")
-        self._tally.started(view, again=previous is not None)
+        self._counters.started(view, again=previous is not None)
         if target.placement is not None:
             config = msgspec.structs.replace(self._config_of(target), epoch=epoch)
-        else:  # an older version, which goes on serving for a while
+        else:  # an older version that continues to serve
             config = msgspec.structs.replace(state.configs[target.id], epoch=epoch)
         config = msgspec.structs.replace(config, socket=str(self._socket(target, epoch)))
         state.configs[target.id] = config
         state.views[target.id] = dataclasses.replace(view, socket=config.socket)
-        state.tell("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
+        state.record_event("info", "Starting", f"epoch {epoch} on {target.host}, cores {target.cores}", view=view)
         self._listen(target.id, epoch, self._start_and_follow(target.id, config))
 
     def _config_of(self, target: ReplicaTarget) -> ReplicaConfig:
-        """What a replica that is placed anew is told, but for its epoch and its socket."""
+        """Returns the configuration of a newly placed replica, without its epoch and its socket."""
         assert target.placement is not None
         generation = self.state.generation_of(target.model, target.version)
         return replica_config(generation, target.placement, self._home, self.settings)
 
     def _socket(self, target: ReplicaTarget, epoch: int) -> Path:
-        """Short, since names may be long."""
+        """Returns a path without the model's name, since socket paths are limited and names may be long."""
         return self._home.sockets / f"{self.state.model_number(target.model)}-{target.replica}.{epoch}"
 
-    def forgive(self) -> None:
-        """Failed starts so far do not count any more: somebody has mended the cause."""
+    def reset_failures(self) -> None:
+        """Forget failed starts and preparations, so that they are tried again at once."""
         self.state.preparations = {key: one for key, one in self.state.preparations.items() if one.done}
         for view in list(self.state.views.values()):
-            self._put(dataclasses.replace(view, failures=0, stopped=False))
+            self._store_view(dataclasses.replace(view, failures=0, stopped=False))
         self._wake.set()
 
     def renew_deadlines(self) -> None:
-        """A new revision may have other ones; they hold for what runs too."""
+        """Apply the deadlines of a new revision to running replicas."""
         for view in list(self.state.views.values()):
             if self.state.current.spec.model(view.model) is not None:
-                self._put(dataclasses.replace(view, deadlines=self._deadlines(view.model)))
+                self._store_view(dataclasses.replace(view, deadlines=self._deadlines(view.model)))
 
     def _deadlines(self, name: str) -> Deadlines:
         model = self.state.current.spec.model(name)
@@ -392,7 +399,7 @@ class Controller:
             ready = await self._readying.made_ready(id, config)
             view, arriving = self._view(id, config.epoch), self._readying.goes_on(id)
             if ready is None or view is None or view.state not in STARTING:
-                return  # it was told to stop meanwhile
+                return  # it was stopped meanwhile
             if isinstance(ready, Failure):
                 self._fail(view, ready)
                 return
@@ -404,20 +411,20 @@ class Controller:
             if view.state in AHEAD:
                 view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
             taken = self.state.quarantined.get(config.host, {}).keys() & set(config.cores)
-            if taken:  # meanwhile; the next round gives it others
+            if taken:  # meanwhile; the next round places it elsewhere
                 self._signal(view, Signal.STOP, f"core {min(taken)} was taken by another process before its start")
                 return
-            # all until here was aside: waiting for what others fetch and compile, and asking the engine, as well
+            # the time so far does not count as start: waiting for fetches and compiles, and asking the engine
             now = self._clock()
-            self._put(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
+            self._store_view(dataclasses.replace(view, asked=True, aside_s=now - view.begun, fetch=fetch))
             if arriving:
                 self._readying.await_rest(id, ready, view, fetched_until)
             await self._cluster.start(ready)
             view = self._view(id, config.epoch)
-            if view is None or view.state is State.STOPPING:  # and whoever ended it may have found no process yet
+            if view is None or view.state is State.STOPPING:  # its stop may have preceded its process
                 await self._cluster.end(actor_name(config.model, config.replica, config.epoch), None, None, config.host)
         except Exception as error:
-            log.exception("%s cannot be started", id)
+            log.exception("%s could not be started", id)
             view = self._view(id, config.epoch)
             if view is not None:
                 self._fail(view, Failure("start-failed", f"{type(error).__name__}: {error}"))
@@ -425,15 +432,15 @@ class Controller:
             await self._follow(id, config.epoch)
 
     def _fetched(self, model: str, found: Fetched | None) -> None:
-        """Count what a fetch brought; None: it failed."""
+        """Count a fetch; None: it failed."""
         if found is None:
-            self._tally.not_fetched(model)
+            self._counters.not_fetched(model)
             return
-        self._tally.fetched(model, found.moved, found.seconds)
+        self._counters.fetched(model, found.moved, found.seconds)
         self._hosts.fetched()
 
     def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
-        """Run what hears of that replica until it is over, or fails."""
+        """Run a task that follows the replica, and note its end."""
         self._followed[id] = epoch
 
         def over(_: object) -> None:
@@ -443,43 +450,43 @@ class Controller:
         self._spawn(work).add_done_callback(over)
 
     def _listen_to_all(self) -> None:
-        """Replicas whose follower has failed are followed by another: else their death would not be heard of."""
+        """Restart failed follower tasks: without one, the death of a replica would go unnoticed."""
         for id, view in self.state.views.items():
             lives = view.state in (State.PENDING, State.LOADING, State.READY, State.DRAINING)
             if lives and not view.gone and self._followed.get(id) != view.epoch:
                 self._listen(id, view.epoch, self._follow(id, view.epoch))
 
     async def _follow(self, id: str, epoch: int) -> None:
-        """Turn what a replica tells of itself into signals, until it is over."""
+        """Turn a replica's status reports into signals until it stops."""
         seen = 0
         while (view := self._view(id, epoch)) is not None and view.state is not State.STOPPING:
             try:
                 status = await self._cluster.watch(actor_name(view.model, view.replica, epoch), seen)
             except ReplicaDied as death:
-                await self._bury(id, epoch, str(death))
+                await self._handle_death(id, epoch, str(death))
                 return
             view = self._view(id, epoch)
             if view is None:
                 return
-            self._heard[id] = epoch, status
-            if view.state is not State.FAILED:  # what that one still tells it does no more
-                view = self._put(_with(view, status, self._clock()))
+            self._statuses[id] = epoch, status
+            if view.state is not State.FAILED:  # its reports no longer apply
+                view = self._store_view(_with(view, status, self._clock()))
             if view.step_s > view.deadlines.step_s:
                 self._wake.set()
             if status.version > seen:
                 seen = status.version
-                self._hear(view, status)
+                self._apply_status(view, status)
             if status.phase is Phase.FAILED:
                 return
 
-    async def _bury(self, id: str, epoch: int, death: str) -> None:
-        """A replica is gone without a word. Its log may have the runtime's last ones, which abort the process."""
+    async def _handle_death(self, id: str, epoch: int, death: str) -> None:
+        """Fail a replica that died without a failure report. Its log may show why the runtime aborted the process."""
         view = self._view(id, epoch)
         if view is None:
             return
         failure = Failure("replica-died", death)
         if self.state.configs[id].engine in AUTO_ENGINES:
-            fault = await self._last_words(view)
+            fault = await self._fault_in_log(view)
             if fault is not None:
                 failure = after_serving(fault) if view.served else fault
                 failure = msgspec.structs.replace(failure, what=f"{failure.what}; {death}")
@@ -487,46 +494,46 @@ class Controller:
         if view is not None:
             self._fail(view, failure)
 
-    async def _last_words(self, view: ReplicaView) -> Failure | None:
+    async def _fault_in_log(self, view: ReplicaView) -> Failure | None:
         log_file = str(self._home.log(view.model, view.replica))
         try:
-            return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LAST_WORDS_S)
-        except Exception:  # the fleet must not wait for a deaf host, nor a death for a log
-            log.warning("the last words of %s cannot be read", view.id, exc_info=True)
+            return await asyncio.wait_for(self._cluster.fault_in_log(log_file, view.host), LOG_READ_S)
+        except Exception:  # neither an unresponsive host nor a log may delay the failure
+            log.warning("the log of %s cannot be searched for a fault", view.id, exc_info=True)
             return None
 
     def _view(self, id: str, epoch: int) -> ReplicaView | None:
         view = self.state.views.get(id)
         return view if view is not None and view.epoch == epoch else None
 
-    def _hear_again(self, id: str, epoch: int) -> None:
-        heard = self._heard.get(id)
+    def _apply_last_status(self, id: str, epoch: int) -> None:
+        heard = self._statuses.get(id)
         if heard is not None and heard[0] == epoch:
-            self._hear(self.state.views[id], heard[1])
+            self._apply_status(self.state.views[id], heard[1])
 
-    def _hear(self, view: ReplicaView, status: ReplicaStatus) -> None:
-        view = self._put(dataclasses.replace(view, pid=status.pid, started=status.started))
+    def _apply_status(self, view: ReplicaView, status: ReplicaStatus) -> None:
+        view = self._store_view(dataclasses.replace(view, pid=status.pid, started=status.started))
         if view.state is State.PENDING:
             view = self._signal(view, Signal.STARTED)
         if status.phase is Phase.READY and view.state is State.LOADING:
             if view.id in self._readying.arriving:
-                return  # it is heard again when its fetch has ended, in a moment
+                return  # its status is applied again when its fetch ends
             load_s = round(self._clock() - view.begun - view.aside(self._clock()), 3)
-            self._put(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
+            self._store_view(dataclasses.replace(view, load_s=load_s, socket=status.address or view.socket))
             self._signal(view, Signal.LOADED)
         elif status.failure is not None and view.state is not State.STOPPING:
             self._fail(view, status.failure)
 
     def _fail(self, view: ReplicaView, failure: Failure) -> None:
-        """It cannot serve: withhold its cores, or do not try again, as the failure asks for."""
+        """Fail a replica; quarantine its cores or stop retries, as the failure's reaction requires."""
         before = self.state.views[view.id]
         if before.state in (State.FAILED, State.STOPPING):
-            return  # the first cause is the cause
-        self._tally.failed(before, failure.id)
+            return  # keep the first cause
+        self._counters.failed(before, failure.id)
         if before.cores is not None and failure.reaction in (Reaction.ELSEWHERE, Reaction.QUARANTINE):
-            self._tally.quarantined(before.host, "suspect")
+            self._counters.quarantined(before.host, "suspect")
         on_failure(self.state, before, failure)
-        self._put(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
+        self._store_view(dataclasses.replace(before, stopped=failure.reaction is Reaction.STOP))
         self._signal(before, Signal.FAILED, str(failure))
 
     def _signal(self, view: ReplicaView, signal: Signal, reason: str | None = None) -> ReplicaView:
@@ -546,38 +553,38 @@ class Controller:
         )
         if state not in STARTING:
             self._readying.leave(view.id)
-        if state is State.READY:  # only now is the last failure over
+        if state is State.READY:  # only now the last failure is resolved
             after = dataclasses.replace(after, served=True, log=(), reason=None)
             self.state.compiled_on.add((after.model, after.version, after.host))
-            self._tally.loaded(after)
-            self.state.tell("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
+            self._counters.loaded(after)
+            self.state.record_event("info", "Ready", f"after {after.load_s or 0:.1f} s", view=after)
         elif state is State.FAILED:
             settled = before.state in (State.READY, State.DRAINING) and now - before.since >= SETTLED_S
-            after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, **_NOTHING)
-            pause = f"; the next start in {after.pause_s:.0f} s" if after.pause_s else ""
+            after = dataclasses.replace(after, failures=0 if settled else before.failures + 1, **_NO_WORK)
+            pause = f"; the next start is in {after.pause_s:.0f} s" if after.pause_s else ""
             if after.stopped:
-                pause = f"; it is not tried again before an apply, or corewright rollout restart {after.model}"
-            self.state.tell("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
+                pause = f"; it is not retried before an apply or corewright rollout restart {after.model}"
+            self.state.record_event("error", "Failed", f"{reason or 'no reason'}{pause}", view=after)
         elif state is State.DRAINING:
-            self.state.tell("info", "Draining", "its requests may end, new ones go elsewhere", view=after)
+            self.state.record_event("info", "Draining", "its requests may finish, new ones go elsewhere", view=after)
         log.info("%s: %s -> %s%s", view.id, before.state.value, state.value, f" ({reason})" if reason else "")
         self._wake.set()
-        return self._put(after)
+        return self._store_view(after)
 
-    def _put(self, view: ReplicaView) -> ReplicaView:
+    def _store_view(self, view: ReplicaView) -> ReplicaView:
         self.state.views[view.id] = view
         return view
 
     async def _drain(self, view: ReplicaView) -> None:
-        await self.publish()  # out of the routes first
+        await self.publish()  # remove it from the routes first
         await self._drained(actor_name(view.model, view.replica, view.epoch), view.deadlines.drain_s)
         current = self._view(view.id, view.epoch)
         if current is not None and current.state is State.DRAINING:
             self._signal(current, Signal.STOP, "drained")
 
     async def _drained(self, name: str, drain_s: float) -> None:
-        """Wait until the replica's live requests have ended, for ``drain_s``. The replica counts pauses, this does not:
-        a drain that was interrupted goes on."""
+        """Wait up to ``drain_s`` for the replica's live requests to end. The replica's timer includes pauses and this
+        one does not, so an interrupted drain is continued."""
         until = self._clock() + drain_s
         left = drain_s
         while not await self._cluster.drain(name, left) and (left := until - self._clock()) > 0:
@@ -590,21 +597,21 @@ class Controller:
             if not gone:
                 return
             if view.pid is not None:
-                self._hosts.seen_dead(view.pid)
+                self._hosts.note_death(view.pid)
             tail = await self._tail(view)
             current = self._view(view.id, view.epoch)
             if current is not None:
-                self._put(dataclasses.replace(current, gone=True, log=tail, **_NOTHING))
+                self._store_view(dataclasses.replace(current, gone=True, log=tail, **_NO_WORK))
             self._wake.set()
-        finally:  # what is not gone is asked for again by the next round
-            self._busy.discard(view.id)
+        finally:  # the next round retries if it is not gone
+            self._releasing.discard(view.id)
 
     async def _tail(self, view: ReplicaView) -> tuple[str, ...]:
-        """The end of its log, as far as that can be had."""
+        """Returns the last lines of its log; none if it cannot be read in time."""
         log_file = str(self._home.log(view.model, view.replica))
         try:
-            return tuple(await asyncio.wait_for(self._cluster.log_tail(log_file, LOG_LINES, view.host), LAST_WORDS_S))
-        except Exception:  # the cores of the dead must not wait for a log
+            return tuple(await asyncio.wait_for(self._cluster.log_tail(log_file, LOG_LINES, view.host), LOG_READ_S))
+        except Exception:  # a log must not delay the release of cores
             log.warning("the log of %s cannot be read", view.id, exc_info=True)
             return ()
 
@@ -615,7 +622,7 @@ class Controller:
             if view.state is State.READY:
                 self._signal(view, Signal.DRAIN)
             await self._drained(name, drain_s)
-        view = self._signal(self.state.views[id], Signal.STOP, "the fleet ends")
+        view = self._signal(self.state.views[id], Signal.STOP, "the fleet shuts down")
         gone = await self._cluster.end(name, view.pid, view.started, view.host)
         log.info("%s: %s", view.id, "gone" if gone else "still alive")
 
@@ -630,44 +637,44 @@ class Controller:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("an effect failed; the next round tries again", exc_info=error)
 
-    # What others ask
+    # Queries
 
     async def publish(self) -> None:
-        """Tell those who wait when the routes or the status have changed."""
+        """Notify waiters if the routes or the status have changed."""
         state = self.state
         serves = any(view.state is State.READY for view in state.views.values())
         self._was_ready |= (state.hold is not None and serves) or all(
-            state.ready(model.name) >= min(model.replicas.min, state.wanted(model))
+            state.ready(model.name) >= min(model.replicas.min, state.desired_count(model))
             for model in state.current.spec.models
         )
-        # All that routes and status are made of: making them each time would cost more than deciding.
+        # The inputs of routes and status: building both each time would cost more than the decisions.
         told = (
             list(state.views.values()),
             state.goal,
-            dict(state.ways),
+            dict(state.strategies),
             state.journal.state().seq,
             state.lost,
             state.unreachable,
             dict(state.preparing),
-            [state.bounds(model) for model in state.current.spec.models],  # schedules move them
+            [state.bounds(model) for model in state.current.spec.models],  # schedules change them
             self._was_ready,
             self._closing,
         )
-        if told != self._told:
-            self.status()  # its conditions remember since when they hold
-            self._told = told
+        if told != self._published:
+            self.status()  # its conditions record since when they hold
+            self._published = told
             self._version += 1
             async with self._changed:
                 self._changed.notify_all()
 
     async def settled(self) -> None:
-        """Wait until what lived before is known."""
+        """Wait until the surviving replicas are adopted."""
         await self._settled.wait()
 
     async def change(self, seen: int, timeout_s: float) -> int:
-        """The version of the routes and the status, as soon as it is above ``seen``; after ``timeout_s`` as it is.
+        """Returns the version of routes and status once it exceeds ``seen``, or after ``timeout_s``.
 
-        Not before the living replicas are adopted: a table without them would end their links.
+        Waits for the adoption of surviving replicas: a table without them would close their connections.
         """
         await self._settled.wait()
         async with self._changed:
@@ -676,38 +683,38 @@ class Controller:
         return self._version
 
     def routes(self) -> RouteTable:
-        """For the gateway."""
+        """Returns the route table for the gateways."""
         return route_table(self.state, ready=self._was_ready, closing=self._closing)
 
     def status(self) -> dict[str, Any]:
-        """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
+        """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
         return status(
             self.state,
             self._conditions,
             ready=self._was_ready,
             log_of=self._home.log,
-            scaling_of=self.scaler.told,
+            scaling_of=self.scaler.status,
         )
 
     async def metrics(self) -> list[MetricFamily]:
-        """For `/metrics`: what has happened, how the fleet is, what its replicas count and its devices measure.
+        """Returns the families for `/metrics`: counters, state of the fleet, replica and device metrics.
 
-        Takes at most ``DEVICES_S``: a host that has not told by then is left out.
+        Takes at most ``DEVICES_S``; hosts that do not answer in time are omitted.
         """
         state = self.state
         replicas = {
             (view.model, str(view.replica)): told
             for id, view in state.views.items()
-            if not view.gone and (heard := self._heard.get(id)) is not None
+            if not view.gone and (heard := self._statuses.get(id)) is not None
             for epoch, told in [heard]
             if epoch == view.epoch
         }
         families = [
-            *self._tally.families(),
+            *self._counters.families(),
             *fleet_families(self.status(), state.views, self._clock()),
             *engine_families(replicas),
             scaling_changes(self.scaler.changes()),
-            gauge("corewright_journal_sequence", "The number of the journal's last record.", state.journal.state().seq),
+            gauge("corewright_journal_sequence", "Number of the journal's last record.", state.journal.state().seq),
         ]
         real = [host.name for host in state.hosts if host.cores and not host.emulated and host.name not in state.lost]
         for devices in await asyncio.gather(*(self._devices(name) for name in real)):
@@ -717,16 +724,16 @@ class Controller:
     async def _devices(self, host: str) -> list[MetricFamily]:
         try:
             measured = await asyncio.wait_for(self._cluster.device_metrics(host), DEVICES_S)
-        except Exception:  # numbers are missing: the scrape must not
-            log.debug("%s does not tell what its devices measure", host, exc_info=True)
+        except Exception:  # the scrape goes on without them
+            log.debug("the device metrics of %s are not available", host, exc_info=True)
             return []
         return [labelled(family, "host", host) for family in measured]
 
 
 def _with(view: ReplicaView, status: ReplicaStatus, now: float) -> ReplicaView:
-    """The view with what the replica reports of its work.
+    """Returns the view updated with the replica's reported work.
 
-    The replica's clock counts pauses. What it measures cannot have grown by more than the time since its last report.
+    The replica's clock includes pauses, so durations grow by at most the time since its last report.
     """
     passed = max(0.0, now - view.heard)
     return dataclasses.replace(

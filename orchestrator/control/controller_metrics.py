@@ -1,4 +1,4 @@
-"""What the controller counts, and what it tells of the fleet at this moment: families for `/metrics`."""
+"""Metric families of the controller for `/metrics`: its counters, and the state of the fleet."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ENDED = ("complete", "failed", "rolled_back")
 OF_A_REPLICA = ("model", "replica")
 
 
-class Tally:
-    """What has happened since this controller began. Used from one event loop, so there are no locks.
+class ControllerCounters:
+    """Counters of one controller. Used from one event loop, so there are no locks.
 
-    A controller that is started again begins at zero, which Prometheus takes for what it is: a reset.
+    A restarted controller begins at zero, which Prometheus recognizes as a reset.
     """
 
     def __init__(self) -> None:
@@ -46,58 +46,58 @@ class Tally:
         self._failed_fetches: Counter[tuple[str, ...]] = Counter()
         self._rollouts: Counter[tuple[str, ...]] = Counter()
         self._quarantines: Counter[tuple[str, ...]] = Counter()
-        self._rollout: tuple[int, str] | None = None  # seen last
+        self._rollout: tuple[int, str] | None = None  # the last one counted
 
     def decided(self, action: str) -> None:
-        """One of DECISIONS was carried out."""
+        """Count an executed action, one of DECISIONS."""
         self._decisions[(action,)] += 1
 
     def started(self, view: ReplicaView, *, again: bool) -> None:
-        """A replica's process was asked for; ``again``: after one that had ended."""
+        """Count a start of a replica; ``again``: after an earlier process of it."""
         self.decided("retry" if again else "place")
         self._restarts[(view.model,)] += again
 
     def loaded(self, view: ReplicaView) -> None:
-        """It is ready, ``view.load_s`` seconds after it was asked for."""
+        """Count a replica that is ready, ``view.load_s`` seconds after its start."""
         self._loads.setdefault(view.model, Histogram(LOAD_S)).observe(view.load_s or 0.0)
 
     def fetched(self, model: str, moved: int, seconds: float) -> None:
-        """All that a replica loads is on its host; ``moved`` bytes of it came over the network."""
+        """Count a completed fetch; ``moved`` is the number of bytes that came over the network."""
         self._fetches.setdefault(model, Histogram(LOAD_S)).observe(seconds)
         self._fetched_bytes[(model,)] += moved
 
     def not_fetched(self, model: str) -> None:
-        """It could not be fetched."""
+        """Count a failed fetch."""
         self._failed_fetches[(model,)] += 1
 
     def failed(self, view: ReplicaView, problem: str) -> None:
-        """It cannot serve, for ``problem``, the id of a failure."""
+        """Count a failed replica; ``problem`` is the id of the failure."""
         phase = "serving" if view.state in (State.READY, State.DRAINING) else "loading"
         self._failures[(view.model, problem, phase)] += 1
 
     def quarantined(self, host: str, cause: str) -> None:
-        """A core was withheld: ``held`` by a strange process, or ``suspect`` after a failure."""
+        """Count a quarantined core: ``held`` by a foreign process, or ``suspect`` after a failure."""
         self._quarantines[(host, cause)] += 1
 
     def rollout(self, revision: int, state: str) -> None:
-        """How the current rollout is; called every round, and counts each end once."""
+        """Note the state of the current rollout each round; its end is counted once."""
         if (revision, state) != self._rollout and state in ENDED:
             self._rollouts[(state,)] += 1
         self._rollout = (revision, state)
 
     def families(self) -> Iterable[MetricFamily]:
-        """All counters. Those with labels of few values are there from the start, at zero."""
+        """Returns all counters. Those whose labels have few values start at zero."""
         decisions = {(one,): 0 for one in DECISIONS} | self._decisions
         yield by_label("corewright_decisions", "counter", "Actions of the controller.", ("action",), decisions)
         restarts = "Starts of a replica after an earlier process of it had ended."
         yield by_label("corewright_replica_restarts", "counter", restarts, ("model",), self._restarts)
-        failures = "Replicas that could not serve, by the id of the problem."
+        failures = "Failed replicas, by the id of the problem."
         of_failures = ("model", "problem", "phase")
         yield by_label("corewright_replica_failures", "counter", failures, of_failures, self._failures)
         yield MetricFamily(
             name="corewright_load_seconds",
             kind="histogram",
-            help="From the start of a replica to its first generation, without fetching and compiling ahead.",
+            help="Time from the start of a replica to its first generation, without fetching and compiling ahead.",
             labels=("model",),
             points=tuple(histogram.point(model) for model, histogram in self._loads.items()),
             buckets=LOAD_S,
@@ -105,18 +105,18 @@ class Tally:
         yield MetricFamily(
             name="corewright_fetch_seconds",
             kind="histogram",
-            help="To bring what a replica loads to its host, where it comes from elsewhere.",
+            help="Time to fetch a replica's remote artifacts to its host.",
             labels=("model",),
             points=tuple(histogram.point(model) for model, histogram in self._fetches.items()),
             buckets=LOAD_S,
         )
-        moved = "Bytes that came over the network for it; what a host held already is not among them."
+        moved = "Bytes fetched over the network; bytes that the host already had are not counted."
         yield by_label("corewright_fetched_bytes", "counter", moved, ("model",), self._fetched_bytes)
         failed = "Fetches that failed."
         yield by_label("corewright_failed_fetches", "counter", failed, ("model",), self._failed_fetches)
         rollouts = {(one,): 0 for one in ENDED} | self._rollouts
-        yield by_label("corewright_rollouts", "counter", "Rollouts that have ended.", ("state",), rollouts)
-        quarantines = "Cores that were withheld, by cause."
+        yield by_label("corewright_rollouts", "counter", "Finished rollouts.", ("state",), rollouts)
+        quarantines = "Cores put into quarantine, by cause."
         yield by_label("corewright_quarantines", "counter", quarantines, ("host", "cause"), self._quarantines)
         yield MetricFamily(
             name="corewright_controller_round_seconds",
@@ -125,21 +125,21 @@ class Tally:
             points=(self.rounds.point(),),
             buckets=ROUND_S,
         )
-        failed = "Rounds that an exception ended."
+        failed = "Rounds that ended with an exception."
         yield by_label("corewright_controller_failed_rounds", "counter", failed, (), {(): self.failed_rounds})
 
 
 def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
-    """The fleet as its ``status`` tells it, and its replicas; ``now`` is on the clock of their times."""
-    yield gauge("corewright_ready", "Whether every model has had its min replicas.", status["ready"])
+    """Returns gauges of the fleet's ``status`` and of its replicas; ``now`` is on the clock of their times."""
+    yield gauge("corewright_ready", "Whether every model has reached its min replicas.", status["ready"])
     yield gauge("corewright_journal_revision", "The number of the current revision of the spec.", status["revision"])
     yield from _hosts(status["hosts"])
     yield from _models(status["models"])
     yield from _replicas(views, now)
     rollout = status["rollout"]
     states = {(one,): float(one == rollout["state"]) for one in ROLLOUT_STATES}
-    yield by_label("corewright_rollout_state", "gauge", "1 for how the current rollout is.", ("state",), states)
-    since = "When the current rollout came into its state, in seconds since the epoch."
+    yield by_label("corewright_rollout_state", "gauge", "1 for the state of the current rollout.", ("state",), states)
+    since = "When the current rollout entered its state, in seconds since the epoch."
     yield gauge("corewright_rollout_since_timestamp_seconds", since, rollout["since"])
     conditions = {(one["type"],): float(one["status"]) for one in status["conditions"]}
     holds = "Whether a condition of the fleet holds."
@@ -159,7 +159,7 @@ def _hosts(hosts: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
         {(h["name"],): h["cores"] for h in hosts},
     )
     up = {(host["name"],): float(not host["lost"]) for host in hosts}
-    yield by_label("corewright_host_up", "gauge", "Whether the host's Ray node lives.", ("host",), up)
+    yield by_label("corewright_host_up", "gauge", "Whether the host's Ray node is alive.", ("host",), up)
 
 
 def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
@@ -174,8 +174,8 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     }
     yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
     for kind, told in (
-        ("Available", "Whether the model has its min replicas, or as many as are wished."),
-        ("Placed", "Whether every replica that is wished has a place."),
+        ("Available", "Whether the model has its min replicas, or as many as are desired."),
+        ("Placed", "Whether every desired replica is placed."),
         ("Reachable", "Whether every gateway is connected to every ready replica of the model."),
     ):
         holds = {
@@ -188,14 +188,15 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
 
 
 def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
-    """What is decided from the demand, and the demand itself as the gateways tell it together."""
+    """Yields the autoscaler's targets and bounds, and the demand that all gateways report."""
     scaling = {(model["name"],): model["scaling"] for model in models}
-    told = "Replicas that the autoscaler aims at, whatever someone has scaled by hand."
+    told = "Replicas that the autoscaler targets, regardless of manual scaling."
     targets = {name: one["target"] for name, one in scaling.items()}
     yield by_label("corewright_target_replicas", "gauge", told, ("model",), targets)
-    for key, told in (("min", "The fewest replicas, as it holds now."), ("max", "The most replicas, as it holds now.")):
+    for key, limit in (("min", "Lower"), ("max", "Upper")):
+        text = f"{limit} limit of replicas that applies now."
         bound = {name: one[key] for name, one in scaling.items()}
-        yield by_label(f"corewright_replicas_{key}", "gauge", told, ("model",), bound)
+        yield by_label(f"corewright_replicas_{key}", "gauge", text, ("model",), bound)
     demand = {name: one["demand"] for name, one in scaling.items() if one["demand"] is not None}
     told = "Requests for inference that arrive each second at all gateways, averaged over half a minute."
     rates = {name: one["arrivals_per_s"] for name, one in demand.items()}
@@ -206,8 +207,8 @@ def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
 
 
 def scaling_changes(counts: Mapping[tuple[str, ...], int]) -> MetricFamily:
-    """How often the numbers of replicas were changed by demand or schedule, or held back; by model and event."""
-    told = "Decisions about the number of replicas, by the event that tells of them."
+    """Returns how often the number of replicas was changed by demand or schedule, or held back; by model and event."""
+    told = "Decisions about the number of replicas, by the event that reports them."
     return by_label("corewright_scaling_decisions", "counter", told, ("model", "kind"), counts)
 
 
@@ -218,18 +219,18 @@ def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFa
         for view in living
         if view.state in STARTING
     }
-    told = "How long a replica that is not ready yet has been starting, without fetching and compiling ahead."
+    told = "How long a replica that is not ready has been starting, without fetching and compiling ahead."
     yield by_label("corewright_replica_starting_seconds", "gauge", told, OF_A_REPLICA, starting)
     compiling = {(view.model, str(view.replica)): view.compile_s for view in living}
-    told = "How long the replica's process has compiled, or waited for another that compiles the same."
+    told = "How long the replica's process has compiled, or waited for a process that compiles the same."
     yield by_label("corewright_replica_compile_seconds", "gauge", told, OF_A_REPLICA, compiling)
     stopped = {(view.model, str(view.replica)): float(view.stopped or view.breaker_open) for view in views.values()}
-    told = "Whether the replica failed so often, or so surely, that it is tried seldom or not at all."
+    told = "Whether the replica is retried rarely or never, after repeated or permanent failures."
     yield by_label("corewright_replica_given_up", "gauge", told, OF_A_REPLICA, stopped)
 
 
 def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
-    """What each replica counts, by its model and number, as it last told: at most some seconds old."""
+    """Returns the counters of each replica, by model and number, from its last report: at most some seconds old."""
     stats = {key: _stats(status) for key, status in heard.items()}
     for metric in METRICS:
         counter = metric.kind is Kind.COUNTER

@@ -1,4 +1,4 @@
-"""From what is planned and what is seen to what is to be done. Pure: the time is in the snapshot."""
+"""Reconciles observed replicas with their targets: returns the actions to take. Pure: the time is in the snapshot."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Drain:
-    """Take it out of the routes and let its live requests end; then it is stopped."""
+    """Remove the replica from the routes, let its live requests end, then stop it."""
 
     replica: ReplicaView
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End its process."""
+    """Stop the replica's process."""
 
     replica: ReplicaView
     reason: str
@@ -35,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Fail:
-    """It has not started, or made a step, in time: that is a failure like any other."""
+    """Fail a replica that did not start, or did not finish an engine step, in time."""
 
     replica: ReplicaView
     reason: str
@@ -43,19 +43,19 @@ class Fail:
 
 @dataclass(frozen=True)
 class Release:
-    """Have its host confirm that the process is dead, so that its cores are free."""
+    """Have the host confirm that the replica's process is dead, which frees its cores."""
 
     replica: ReplicaView
 
 
 @dataclass(frozen=True)
 class Forget:
-    """It is gone and no longer planned."""
+    """Forget a replica that is gone and no longer planned."""
 
     replica: ReplicaView
 
 
-DRAIN_GRACE_S = 10.0  # beyond the drain's deadline, which the replica itself keeps; it may be deaf
+DRAIN_GRACE_S = 10.0  # beyond the drain's deadline, which an unresponsive replica does not keep
 
 Action = Start | Drain | Stop | Fail | Release | Forget
 
@@ -63,22 +63,22 @@ Action = Start | Drain | Stop | Fail | Release | Forget
 def reconcile(
     targets: Iterable[ReplicaTarget], observed: Observed, replaced: frozenset[tuple[str, int]] = frozenset()
 ) -> list[Action]:
-    """What brings the fleet nearer to its targets. At the fixed point the list is empty.
+    """Returns the actions that bring the fleet closer to its targets; none at the fixed point.
 
     For each replica that exists:
-      1. stopping or failed, its process not seen dead    -> Release
+      1. stopping or failed, death not confirmed          -> Release
       2. ready or draining, one engine step over deadline -> Fail
       2b. draining for longer than its deadline            -> Stop
-      3. not wanted, or wanted elsewhere, in another version, or with a new process (``replaced``: id and epoch):
-         3a. seen dead                                     -> Forget
+      3. without a target, or with other cores, another version or a new process (``replaced``: id and epoch):
+         3a. death confirmed                               -> Forget
          3b. ready                                         -> Drain
          3c. pending, fetching, compiling, loading         -> Stop
-      4. any of these for longer than its deadline         -> Fail
-      5. failed or stopping, seen dead, its back-off over  -> Start with the next epoch; a stopped one never
+      4. any state of 3c for longer than its deadline      -> Fail
+      5. failed or stopping, dead, its back-off over       -> Start with the next epoch; a stopped one never
     For each target without a replica:
       6.                                                   -> Start
-    5 and 6 wait while another replica may still hold one of the cores. 2, 2b and 4 wait after a pause of the
-    controller itself, until each replica has had the time to report once more (``Observed.settled``).
+    5 and 6 wait while another replica may still hold one of the cores. After a pause of the controller, 2, 2b and 4
+    wait until each replica has had time to report again (``Observed.settled``).
     """
     wanted = {target.id: target for target in targets}
     actions: list[Action] = []
@@ -96,7 +96,7 @@ def reconcile(
             what = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
             actions.append(Fail(replica, f"{what}, the deadline is {replica.deadlines.step_s:.0f} s"))
         elif overdrawn:  # 2b
-            actions.append(Stop(replica, "its drain is over"))
+            actions.append(Stop(replica, "its drain deadline has passed"))
         elif target is None or not _meets(replica, target, replaced):  # 3
             if ending:
                 actions.append(Forget(replica))

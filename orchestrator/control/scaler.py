@@ -1,7 +1,7 @@
-"""Keeps what gateways tell of the demand, and has the autoscaler decide how many replicas each model shall have.
+"""Collects the gateways' demand reports and runs the autoscaler, which sets the number of replicas of each model.
 
-It decides every ``AUTOSCALE_S`` seconds, and at once when requests wait for a model that has no replica. While no
-gateway tells anything it decides nothing: the numbers stay as they are.
+It decides every ``AUTOSCALE_S`` seconds, and at once when requests wait for a model without replicas. Without any
+gateway reports the numbers stay as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.fleet.core_allocation import rows_of
+from orchestrator.fleet.core_allocation import core_rows
 from orchestrator.fleet.lifecycle import STARTING, State
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.scaling.autoscaler import FleetNow, History, Load, ModelNow, Objectives, Targets, autoscale
@@ -25,19 +25,19 @@ from placements.spec.schema import ModelSpec
 
 log = logging.getLogger(__name__)
 
-AT_ONCE_S = 1.0  # the same, when requests wait for a model without a replica
-SILENT_S = 10.0  # a gateway that has told nothing for so long is gone
-ROUTED_S = 60.0  # between two samples of a model's requests in the events
-HELD_BACK_S = 600.0  # between two events about a model that is held back all the time
+AT_ONCE_S = 1.0  # shortest interval between decisions for models without a replica
+SILENT_S = 10.0  # a gateway without a report for this long is gone
+ROUTED_S = 60.0  # interval between two `Routed` events of a model
+HELD_BACK_S = 600.0  # interval between two `HeldBack` events of a model
 KINDS = ("Woken", "ScaledUp", "ScaledDown", "ScaledToZero", "HeldBack")  # events about numbers of replicas
-PREFILL_SHARE = 0.2  # of the newest interval in what a prompt takes
-UNKNOWN_PREFILL_S = 0.5  # at most half of what `ttft_ms` allows, while none was measured
-UNKNOWN_LOAD_S = 60.0  # to start a replica, of a model of which no start was measured
+PREFILL_SHARE = 0.2  # weight of the newest interval in the average prefill time
+UNKNOWN_PREFILL_S = 0.5  # assumed if none was measured, at most half of `ttft_ms`
+UNKNOWN_LOAD_S = 60.0  # assumed start time of a model if none was measured
 
 
 @dataclass
 class _Gateway:
-    """What one gateway has told."""
+    """The last report of one gateway."""
 
     number: int  # of its last report
     heard: float
@@ -46,20 +46,20 @@ class _Gateway:
 
 @dataclass
 class _Memory:
-    """What is remembered of one model."""
+    """The scaling history of one model."""
 
     why: str | None = None  # the last reason
-    bounds: tuple[ModelSpec, Bounds] | None = None  # seen last, and of which revision's model
+    bounds: tuple[ModelSpec, Bounds] | None = None  # the last ones, with the model of their revision
     load_s: float | None = None  # of its last start
-    prefill_s: float | None = None  # from the slot to the first token; an exponential average
-    first_ready_at: float | None = None  # since it had no replica last
+    prefill_s: float | None = None  # from slot to first token; an exponential average
+    first_ready_at: float | None = None  # since the model last had no replica
     routed_at: float = float("-inf")
-    held_at: float = float("-inf")  # when it was told that it is held back
-    held_on: float = float("-inf")  # when it was held back last, told or not
-    changes: dict[str, int] = field(default_factory=dict)  # how many events of each kind
+    held_at: float = float("-inf")  # the last `HeldBack` event
+    held_on: float = float("-inf")  # when it was last held back, with or without an event
+    changes: dict[str, int] = field(default_factory=dict)  # number of events by kind
 
     def measure_prefill(self, told: Counts) -> None:
-        """Learn from what was counted."""
+        """Update the average prefill time."""
         if told.first_tokens:
             mean = told.prefill_s / told.first_tokens
             before = mean if self.prefill_s is None else self.prefill_s
@@ -67,29 +67,29 @@ class _Memory:
 
 
 class Scaler:
-    """Of one controller, on its event loop. Times are those of the state's clock."""
+    """The autoscaler's driver in one controller, on its event loop. Times are on the state's clock."""
 
     def __init__(self, state: FleetState) -> None:
         self._state = state
         self._gateways: dict[str, _Gateway] = {}
         self._sums: dict[str, Counts] = {}
-        self._since = 0.0  # when the last decision was, or the first report began
-        self._urged_at = float("-inf")  # when it was decided at once last
-        self._woken: set[str] = set()  # models that a request asks for
-        self._urged: set[str] = set()  # models that were decided about at once since the last decision in its time
+        self._since = 0.0  # time of the last decision, or start of the first report
+        self._urged_at = float("-inf")  # time of the last urgent decision
+        self._woken: set[str] = set()  # models that a request waits for
+        self._urged: set[str] = set()  # models with an urgent decision since the last regular one
         self._urgent = False
         self._history = History()
         self._known: dict[str, _Memory] = {}
 
-    # What is told
+    # Reports
 
     @property
     def active(self) -> bool:
-        """Whether some gateway tells what is asked for."""
+        """Whether any gateway reports demand."""
         return bool(self._gateways)
 
-    def hear(self, report: DemandReport) -> bool:
-        """Take a report, unless it was here before. True: something waits for a model that has no replica."""
+    def receive(self, report: DemandReport) -> bool:
+        """Receive a report; duplicates are ignored. Returns whether requests wait for a model without replicas."""
         now = self._state.clock()
         self._forget_silent(now)
         known = self._gateways.get(report.gateway)
@@ -105,30 +105,30 @@ class Scaler:
             if demand.waiting and name not in self._urged and self._is_asleep(name):
                 self._urged.add(name)
                 self._urgent = True
-        self._tell_samples(report.decisions, now)
+        self._record_samples(report.decisions, now)
         return self._urgent
 
     def wake(self, model: str) -> None:
-        """A request asks for a model without replicas: decide about it at once."""
+        """Decide at once about a model without replicas that a request waits for."""
         self._woken.add(model)
         self._urgent = True
 
     def released(self, model: ModelSpec, count: int) -> None:
-        """Nobody's hand holds the number any longer: with demand to decide from it is lowered by that only."""
-        self._state.aim_at(model, count if self.active and model.scaling.auto and count else None)
+        """Start from ``count`` after manual scaling ends; with demand reports, only the autoscaler lowers it."""
+        self._state.set_target(model, count if self.active and model.scaling.auto and count else None)
 
     def _is_asleep(self, name: str) -> bool:
         model = self._state.current.spec.model(name)
-        return model is not None and model.scaling.auto and self._state.wanted(model) == 0
+        return model is not None and model.scaling.auto and self._state.desired_count(model) == 0
 
     def _forget_silent(self, now: float) -> None:
         for name in [name for name, one in self._gateways.items() if now - one.heard > SILENT_S]:
-            log.info("gateway %s tells nothing any more", name)
+            log.info("gateway %s has stopped reporting", name)
             del self._gateways[name]
-        if not self._gateways:  # what was told before belongs to no interval that is known
+        if not self._gateways:  # their interval is unknown
             self._sums.clear()
 
-    def _tell_samples(self, decisions: Iterable[RoutingDecision], now: float) -> None:
+    def _record_samples(self, decisions: Iterable[RoutingDecision], now: float) -> None:
         for one in decisions:
             if self._state.current.spec.model(one.model) is None:
                 continue
@@ -136,12 +136,12 @@ class Scaler:
             if now - memory.routed_at >= ROUTED_S:
                 memory.routed_at = now
                 view = self._state.views.get(one.replica)
-                self._state.tell("info", "Routed", _sample(one), view=view, model=one.model)
+                self._state.record_event("info", "Routed", _sample(one), view=view, model=one.model)
 
-    # What is decided
+    # Decisions
 
     def round(self) -> None:
-        """Once in each round of the controller, before it aims: follow the schedules, and decide when it is time."""
+        """Apply schedules and decide if due. Called once in each round, before the goal is computed."""
         now = self._state.clock()
         self._forget_silent(now)
         self._watch()
@@ -157,11 +157,11 @@ class Scaler:
             self._wake_all()
 
     def due_in(self) -> float | None:
-        """Seconds until the decision that something waits for; None: nothing does."""
+        """Returns the seconds until the pending urgent decision; None: there is none."""
         return max(0.0, self._urged_at + AT_ONCE_S - self._state.clock()) if self._urgent and self.active else None
 
     def _wake_all(self) -> None:
-        """The gateways have fallen silent before it was decided."""
+        """Wake models whose requests wait although no gateway reports any more."""
         for name in self._woken:
             if self._is_asleep(name):
                 self._state.woken.add(name)
@@ -169,14 +169,14 @@ class Scaler:
         self._urgent = False
 
     def _views(self) -> dict[str, list[ReplicaView]]:
-        """By model, in the order of their numbers."""
+        """Returns the replicas by model, in the order of their numbers."""
         found: dict[str, list[ReplicaView]] = {}
         for view in sorted(self._state.views.values(), key=lambda view: view.replica):
             found.setdefault(view.model, []).append(view)
         return found
 
     def _watch(self) -> None:
-        """What a decision needs to know of the past of the replicas."""
+        """Update start times and first readiness, which decisions need."""
         views_of = self._views()
         for model in self._state.current.spec.models:
             memory = self._memory(model.name)
@@ -190,8 +190,8 @@ class Scaler:
                 memory.first_ready_at = None
 
     def _follow_bounds(self) -> None:
-        """Tell when a schedule begins or ends. Where there may be fewer now, by a schedule or by a new revision, what
-        runs goes on until the autoscaler finds it too much."""
+        """Record when a schedule begins or ends. If a schedule or a new revision lowers the minimum, running replicas
+        stay until the autoscaler removes them."""
         for model in self._state.current.spec.models:
             memory, held = self._memory(model.name), self._state.bounds(model)
             known, memory.bounds = memory.bounds, (model, held)
@@ -200,10 +200,10 @@ class Scaler:
             before = known[1]
             had = min(max(before.min, self._state.targets.get(model.name, 0)), before.max)
             if self.active and model.scaling.auto and held.min < had:
-                self._state.aim_at(model, min(had, held.max))
-            if known[0] is model:  # else somebody has applied it, which is an event of its own
+                self._state.set_target(model, min(had, held.max))
+            if known[0] is model:  # otherwise an apply has changed it, which has its own event
                 why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
-                self._tell(model, had, self._state.wanted(model), why)
+                self._record_change(model, had, self._state.desired_count(model), why)
 
     def _decide(self, now: float) -> None:
         state = self._state
@@ -230,21 +230,21 @@ class Scaler:
         count, why = found.counts.get(model.name), found.reasons.get(model.name)
         if count is None or not self._decides(model):
             return
-        before = state.wanted(model)
-        state.aim_at(model, count)
-        after = state.wanted(model)
+        before = state.desired_count(model)
+        state.set_target(model, count)
+        after = state.desired_count(model)
         if after != before or why is None:
             state.held_back.pop(model.name, None)
         if after != before:
-            self._tell(model, before, after, why or "", woken=load.waiting > 0)
+            self._record_change(model, before, after, why or "", woken=load.waiting > 0)
         elif why is not None:
-            self._tell_held_back(model, why, now)
+            self._record_held_back(model, why, now)
 
     def _decides(self, model: ModelSpec) -> bool:
-        """Whether the number is the autoscaler's: it is nobody's by hand, and the spec lets it."""
+        """Returns whether the autoscaler decides: the model is not scaled manually, and the spec allows it."""
         return model.scaling.auto and model.name not in self._state.journal.state().scales
 
-    def _tell(self, model: ModelSpec, before: int, after: int, why: str, *, woken: bool = False) -> None:
+    def _record_change(self, model: ModelSpec, before: int, after: int, why: str, *, woken: bool = False) -> None:
         memory = self._memory(model.name)
         memory.why = why
         if after == before:
@@ -256,21 +256,21 @@ class Scaler:
         memory.changes[kind] = memory.changes.get(kind, 0) + 1
         step = f"{before} to {after}"
         message = why if why.startswith(step) else f"{step}: {why}" if why else step
-        self._state.tell("info", kind, message, model=model.name)
+        self._state.record_event("info", kind, message, model=model.name)
 
-    def _tell_held_back(self, model: ModelSpec, why: str, now: float) -> None:
-        """When it begins, and then seldom."""
+    def _record_held_back(self, model: ModelSpec, why: str, now: float) -> None:
+        """Record that the model is held back: when it begins, then rarely."""
         memory = self._memory(model.name)
         memory.why = why
         began = now - memory.held_on > ROUTED_S
-        self._state.held_back.setdefault(model.name, why)  # as it began: its figures change all the time
+        self._state.held_back.setdefault(model.name, why)  # the first reason: its figures change all the time
         memory.held_on = now
         if now - memory.held_at >= (ROUTED_S if began else HELD_BACK_S):
             memory.held_at = now
             memory.changes["HeldBack"] = memory.changes.get("HeldBack", 0) + 1
-            self._state.tell("info", "HeldBack", why, model=model.name)
+            self._state.record_event("info", "HeldBack", why, model=model.name)
 
-    # What it is decided from
+    # Input of decisions
 
     def _load(self, name: str, now: float) -> Load:
         told = self._sums.get(name) or Counts()
@@ -286,10 +286,10 @@ class Scaler:
         return [one.latest[name] for one in self._gateways.values() if name in one.latest]
 
     def fleet_now(self) -> FleetNow:
-        """The fleet as the autoscaler sees it: hosts that live, cores that may be used, replicas that do not end."""
+        """Returns the autoscaler's input: live hosts, usable cores, and replicas that are not stopping."""
         state = self._state
         hosts = state.living_hosts
-        rows, blocked = rows_of(hosts, prices(state.current.spec, state.hosts), state.blocked())
+        rows, blocked = core_rows(hosts, prices(state.current.spec, state.hosts), state.blocked())
         numbers = {host.name: i for i, host in enumerate(hosts)}
         views = self._views()
         placed = Counter(target.model for target in state.goal.targets)
@@ -306,15 +306,15 @@ class Scaler:
     def _model_now(
         self, model: ModelSpec, every: Iterable[ReplicaView], placed: int, hosts: Mapping[str, int]
     ) -> ModelNow:
-        """``placed``: how many the last plan had; ``hosts``: the numbers of those that live, by name."""
+        """``placed``: replicas in the last plan; ``hosts``: the numbers of live hosts, by name."""
         state, memory = self._state, self._memory(model.name)
         every = list(every)
         views = [view for view in every if _counts(view) and view.host in hosts]
         given_up = sum(view.state is State.FAILED and not _counts(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
-        held, wanted = state.bounds(model), state.wanted(model)
+        held, wanted = state.bounds(model), state.desired_count(model)
         in_cores = any(takes_cores(state.current.engines[model.name], host) for host in state.living_hosts)
-        wishes = model.objectives
+        objectives = model.objectives
         return ModelNow(
             name=model.name,
             cores=model.tp_degree if in_cores else 0,
@@ -323,7 +323,9 @@ class Scaler:
             max=held.max,
             priority=model.priority,
             load_s=UNKNOWN_LOAD_S if memory.load_s is None else memory.load_s,
-            objectives=Objectives(_seconds(wishes.ttft_ms), _seconds(wishes.tpot_ms), _seconds(wishes.queue_ms)),
+            objectives=Objectives(
+                _seconds(objectives.ttft_ms), _seconds(objectives.tpot_ms), _seconds(objectives.queue_ms)
+            ),
             idle_s=model.scaling.idle_s,
             override=None if self._decides(model) else wanted,
             target=wanted,
@@ -334,17 +336,17 @@ class Scaler:
             reachable=placed if model.name in state.goal.steps else None,
             worth_per_1000=model.scaling.worth_per_1000,
             first_ready_at=memory.first_ready_at,
-            prefill_s=_prefill_s(memory.prefill_s, _seconds(wishes.ttft_ms)),
+            prefill_s=_prefill_s(memory.prefill_s, _seconds(objectives.ttft_ms)),
             places=tuple((hosts[view.host], view.cores.first) for view in views if view.cores is not None),
         )
 
     def _memory(self, name: str) -> _Memory:
         return self._known.setdefault(name, _Memory())
 
-    # What is shown
+    # Status
 
-    def told(self, model: ModelSpec) -> dict[str, Any]:
-        """For the status: what is aimed at and why, within which bounds, and what is asked for."""
+    def status(self, model: ModelSpec) -> dict[str, Any]:
+        """Returns the scaling status of a model: target, reason, bounds and demand."""
         held = self._state.bounds(model)
         memory = self._known.get(model.name) or _Memory()
         return {
@@ -367,18 +369,18 @@ class Scaler:
         }
 
     def load_times(self) -> dict[str, float]:
-        """How long the last start of a replica took, in seconds, by model; of those that have been measured."""
+        """Returns the measured duration of the last start of a replica by model, in seconds."""
         times = {name: memory.load_s for name, memory in self._known.items()}
         return {name: time for name, time in times.items() if time is not None}
 
     def changes(self) -> dict[tuple[str, ...], int]:
-        """How many events of each kind there were, by model and kind."""
+        """Returns the number of scaling events by model and kind."""
         names = [model.name for model in self._state.current.spec.models]
         return {(name, kind): self._memory(name).changes.get(kind, 0) for name in names for kind in KINDS}
 
 
 def _counts(view: ReplicaView) -> bool:
-    """Whether it serves, or will before long."""
+    """Returns whether the replica serves or is expected to."""
     if view.state is State.FAILED:
         return not view.stopped and not view.breaker_open
     return view.state in STARTING or view.state is State.READY
@@ -407,7 +409,7 @@ def _sample(one: RoutingDecision) -> str:
 
 
 def _prefill_s(measured: float | None, ttft_s: float | None) -> float:
-    """What of the time to the first token is not for waiting."""
+    """Returns the part of the time to first token that is not spent waiting."""
     if measured is not None:
         return measured
     return UNKNOWN_PREFILL_S if ttft_s is None else min(UNKNOWN_PREFILL_S, ttft_s / 2)

@@ -1,4 +1,4 @@
-"""What is told of a fleet: its status for people and programs, its routes for the gateway. Reads only."""
+"""Builds the fleet's status for operators and its route table for gateways. Read-only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Finding(NamedTuple):
-    """One condition as it is now."""
+    """The current value of one condition."""
 
     type: str
     holds: bool
@@ -34,14 +34,14 @@ class Finding(NamedTuple):
 
 
 class Conditions:
-    """Remembers since when each condition has held, or not held."""
+    """Remembers since when each condition has had its value."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._since: dict[tuple[str, str], tuple[bool, float]] = {}
 
-    def told(self, about: str, findings: Iterable[Finding]) -> list[dict[str, Any]]:
-        """As the status tells them, in Kubernetes' form."""
+    def report(self, about: str, findings: Iterable[Finding]) -> list[dict[str, Any]]:
+        """Returns the conditions in the status's form, which is that of Kubernetes."""
         told = []
         for finding in findings:
             key = about, finding.type
@@ -61,25 +61,25 @@ class Conditions:
 
 
 def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
-    """For the gateway."""
+    """Returns the route table for the gateways."""
     return RouteTable(
         ready=ready,
         stopping=closing,
         token=state.settings.token,
         credentials=state.settings.gateway,
         models=[_model_routes(state, model, closing) for model in state.current.spec.models]
-        + [_routes_unknown(state, name, closing) for name in _unknown(state)],
+        + [_routes_of_lost_model(state, name, closing) for name in _models_of_lost_revision(state)],
     )
 
 
-def _unknown(state: FleetState) -> list[str]:
-    """While the fleet is held, the models that serve and that only a lost revision has."""
+def _models_of_lost_revision(state: FleetState) -> list[str]:
+    """Returns the serving models that only a lost revision had, while the fleet is held."""
     serving = dict.fromkeys(view.model for view in state.views.values() if view.state is State.READY)
     return [name for name in serving if state.hold is not None and state.current.spec.model(name) is None]
 
 
-def _routes_unknown(state: FleetState, name: str, closing: bool) -> ModelRoutes:
-    """As its replicas were started; what only the spec says is as by default, and without aliases."""
+def _routes_of_lost_model(state: FleetState, name: str, closing: bool) -> ModelRoutes:
+    """Returns routes from the replicas' configuration; values that only a spec has are defaults, without aliases."""
     views = [view for view in state.replicas_of(name) if view.state is State.READY]
     first = state.configs[views[0].id]
     return ModelRoutes(
@@ -101,7 +101,7 @@ def _routes(views: Iterable[ReplicaView], closing: bool) -> list[Route]:
 
 
 def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRoutes:
-    """The versions that do not mix are not routed together: the older one's tokenizer counts until it is gone."""
+    """Returns routes to one of the versions if they do not mix: to the older one while it serves."""
     current = state.current
     step = state.goal.steps.get(model.name)
     version = current.versions[model.name]
@@ -111,7 +111,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     source, max_len = current.folder(model), current.length(model)
     own = current.tokenizers[model.name]
     serves_old = step is not None and step.serves_old
-    if state.hold is not None:  # those of a lost revision go on, where there are no others
+    if state.hold is not None:  # replicas of a lost revision serve if there are no others
         serves_old = not any(view.version == version for view in views)
     if serves_old and configs:
         views = [view for view in views if view.version != version]
@@ -120,7 +120,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
     else:
         views = [v for v in views if v.version == version or state.configs[v.id].tokenizer == own]
         max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
-    if source is None and engine != "echo":  # nobody has seen it from here: the folder that a host has fetched
+    if source is None and engine != "echo":  # its metadata is unknown here: use the folder that a host has fetched
         source = next((state.configs[view.id].source for view in views), None)
     told, reason = _state_of(state, model)
     canary = current.revision.canary if state.in_canary else None
@@ -149,7 +149,7 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
 
 def _loads_on_request(state: FleetState, model: ModelSpec) -> bool:
     held = state.bounds(model)
-    return held.min == 0 and held.max > 0 and not state.sleeps(model.name)
+    return held.min == 0 and held.max > 0 and not state.is_unloaded(model.name)
 
 
 def status(
@@ -160,7 +160,7 @@ def status(
     log_of: Callable[[str, int], Path],
     scaling_of: Callable[[ModelSpec], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What `corewright status` shows; its JSON form is documented in docs/cli.md."""
+    """Returns what `corewright status` shows; docs/cli.md documents its JSON form."""
     hosts = [_host_status(state, host) for host in state.hosts]
     return {
         "name": state.current.spec.name,
@@ -168,7 +168,7 @@ def status(
         "revision": state.current.number,
         "index": state.journal.state().index,
         "rollout": rollout(state),
-        "conditions": conditions.told("fleet", _fleet_findings(state, ready, hosts)),
+        "conditions": conditions.report("fleet", _fleet_findings(state, ready, hosts)),
         "models": [
             _model_status(state, model, conditions, log_of, scaling_of(model)) for model in state.current.spec.models
         ],
@@ -177,7 +177,7 @@ def status(
 
 
 def rollout(state: FleetState) -> dict[str, Any]:
-    """How far the current revision is."""
+    """Returns the progress of the current revision's rollout."""
     told, reason = state.rollout_state()
     outcome = state.outcome
     return {
@@ -193,13 +193,13 @@ def rollout(state: FleetState) -> dict[str, Any]:
 
 def _model_rollout(state: FleetState, model: ModelSpec, told: str) -> dict[str, Any]:
     step = state.goal.steps.get(model.name, Step())
-    way = state.ways.get(model.name)
+    way = state.strategies.get(model.name)
     if told == "complete" or state.settled(model):
         told = "complete"
     elif told == "canary" and not step.old and not step.lost:
-        told = "progressing"  # it has no part in the canary, and is repaired
+        told = "progressing"  # it is not part of the canary, and is repaired
     strategy = None if way is None else way.strategy
-    return _model_row(model.name, told, strategy, state.wanted(model), step.alive, step.ready, step.old)
+    return _model_row(model.name, told, strategy, state.desired_count(model), step.alive, step.ready, step.old)
 
 
 def _model_row(
@@ -218,14 +218,14 @@ def _model_row(
 
 def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]]) -> Iterable[Finding]:
     yield Finding(
-        "Ready", ready, "Served" if ready else "Loading", "every model has had its min replicas" if ready else ""
+        "Ready", ready, "Served" if ready else "Loading", "every model has reached its min replicas" if ready else ""
     )
     writable = state.writable
     yield Finding(
         "JournalWritable",
         writable,
         "Written" if writable else "DiskFull",
-        "" if writable else "nothing can be applied until the journal can be written; repairs go on",
+        "" if writable else "the journal cannot be written: nothing can be applied, repairs continue",
     )
     hold = state.hold
     intact, why = hold is None, "" if hold is None else problem_text(hold)
@@ -237,17 +237,17 @@ def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]])
 
 
 def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
-    ready, wanted = state.ready(model.name), state.wanted(model)
+    ready, wanted = state.ready(model.name), state.desired_count(model)
     enough = ready >= min(model.replicas.min, wanted)
     yield Finding("Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {wanted} replicas are ready")
     step = state.goal.steps.get(model.name)
-    moving = step is not None and not step.settled(state.wish(model))
+    moving = step is not None and not step.settled(state.desired_model(model))
     yield Finding(
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
     missing = [one for one in state.goal.plan.unplaced if one.model == model.name]
     if sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
-        missing = []  # the autoscaler would have more, and may wait
+        missing = []  # only replicas that the autoscaler adds are missing
     what = "; ".join(problem.what for one in missing for problem in one.problems)
     yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
     cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
@@ -275,12 +275,12 @@ def _model_status(
         "name": model.name,
         "state": told.value,
         "reason": reason,
-        "wanted": state.wanted(model),
+        "wanted": state.desired_count(model),
         "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
         "scaling": scaling,
         "version": state.current.versions[model.name],
         "preparing": [_preparing(state, one) for one in _preparations(state, model)],
-        "conditions": conditions.told(model.name, _model_findings(state, model)),
+        "conditions": conditions.report(model.name, _model_findings(state, model)),
         "replicas": [
             {
                 "id": view.id,
@@ -341,14 +341,14 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "balanced": balanced,
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
         "draining": host.name in state.journal.state().drains,
-        "quarantine": [{"core": core, **_told_of(why)} for core, why in sorted(withheld.items())],
+        "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
         "fetches": [_fetch(one) for one in state.fetches.get(host.name, ())],
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
     }
 
 
 def _fetch(status: FetchStatus) -> dict[str, Any]:
-    """How far a fetch is; what nobody knows yet is None."""
+    """Returns the progress of a fetch; unknown values are None."""
     return {
         "source": status.source,
         "phase": status.phase,
@@ -361,8 +361,8 @@ def _fetch(status: FetchStatus) -> dict[str, Any]:
 
 
 def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
-    """What the model's update waits for."""
-    found = {(one := state.preparation(target)).key: one for target in state.coming if target.model == model.name}
+    """Returns the preparations that the model's update waits for."""
+    found = {(one := state.preparation(target)).key: one for target in state.upcoming if target.model == model.name}
     return list(found.values())
 
 
@@ -376,7 +376,7 @@ def _preparing(state: FleetState, one: Preparation) -> dict[str, Any]:
     }
 
 
-def _told_of(why: CoreOwner | Suspect) -> dict[str, Any]:
+def _quarantine_cause(why: CoreOwner | Suspect) -> dict[str, Any]:
     if isinstance(why, CoreOwner):
         return {"pid": why.pid, "command": why.command, "cause": None}
     return {"pid": None, "command": None, "cause": why.cause}
@@ -385,7 +385,7 @@ def _told_of(why: CoreOwner | Suspect) -> dict[str, Any]:
 def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | None]:
     views = state.replicas_of(model.name)
     failed = any(view.state is State.FAILED for view in views)
-    due = state.wanted(model) if failed else _due(state, model)
+    due = state.desired_count(model) if failed else _due(state, model)
     told = model_state(due, (view.outlook for view in views))
     reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
     reasons += [
@@ -395,19 +395,19 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
         for problem in missing.problems
     ]
     if reasons and not views:
-        told = ModelState.FAILED  # it has no place
+        told = ModelState.FAILED  # it cannot be placed
     if told is ModelState.UNLOADED:
         reasons = why_unloaded(state, model) or reasons
     return told, reasons[0] if reasons and told is not ModelState.READY else None
 
 
 def _due(state: FleetState, model: ModelSpec) -> int:
-    """How many replicas it must have; what the autoscaler adds beside the first comes in its time."""
-    return min(state.wanted(model), max(1, state.required(model)))
+    """Returns the number of required replicas, at least 1: those that the autoscaler adds may start later."""
+    return min(state.desired_count(model), max(1, state.required(model)))
 
 
 def _speculation(view: ReplicaView) -> dict[str, float] | None:
-    """How many tokens were drafted, and how many of them the model agreed with; None where none is drafted."""
+    """Returns the numbers of drafted and accepted tokens; None without speculation."""
     if not view.drafted:
         return None
     return {

@@ -1,1 +1,1 @@
-"""The fleet as values that every part shares: snapshot, replica life cycle, route table, and the effects on it."""
+"""Shared values of the fleet: snapshot, replica life cycle, route table, and the effects on it."""

@@ -1,4 +1,4 @@
-"""What the controller of a fleet is told at its start, and tells again after each restart."""
+"""The controller's settings, fixed for the life of a fleet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from workers.messages.credentials import Credentials
 
 DRAIN_S = 20.0
 ADMIN_PATH = "/admin/v1"
-BY_HEADER = "x-corewright-by"  # who asks, as the journal tells it
-LONGEST_WAIT_S = 30.0  # of one question for news
+BY_HEADER = "x-corewright-by"  # the operator, recorded in the journal
+LONGEST_WAIT_S = 30.0  # of one long poll
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +27,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_port: int
     cpus: tuple[int, ...]  # of this machine, for planning
     instance: str | None  # of this machine, when it has Neuron devices
-    drain_s: float = DRAIN_S  # at the end of the fleet
+    drain_s: float = DRAIN_S  # at the shutdown of the fleet
     daemon_pid: int = 0
     config: tuple[dict[str, Any], ...] = ()  # the settings of this `up`: name, value, origin
-    allowed_sources: tuple[str, ...] | None = None  # what a spec may read: folders and s3:// prefixes; None: anything
-    store: StoreSettings | None = None  # what each host keeps of artifacts; None: without a limit, in the home
+    allowed_sources: tuple[str, ...] | None = None  # folders and s3:// prefixes that a spec may read; None: any
+    store: StoreSettings | None = None  # artifact store of each host; None: without a limit, in the home
     data_plane: Literal["unix", "tcp"] = "unix"  # tcp: between all hosts, emulated ones too
     log_format: Literal["text", "json"] = "text"
     gateway: Credentials | None = None  # of the data plane between hosts

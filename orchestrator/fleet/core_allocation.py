@@ -1,4 +1,4 @@
-"""Floor: which cores of which host are whose, as far as it is known. What the autoscaler asks where room is."""
+"""Tracks which replica owns which cores of each host, for the autoscaler's capacity decisions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from placements.facts.topology import Host
 
 Place = tuple[int, int]  # host, first core
 Rows = tuple[tuple[tuple[int, float], ...], tuple[frozenset[int], ...]]
-"""Of each host its usable cores with their price, and the numbers of those that nobody may use."""
-Owner = tuple[str, int]  # model, and the how-manyeth of its replicas
-_NOTHING: Mapping[str, Iterable[int]] = MappingProxyType({})
+"""By host, the number of usable cores with their price, and the unusable cores."""
+Owner = tuple[str, int]  # model, index of the replica
+_NONE_WITHHELD: Mapping[str, Iterable[int]] = MappingProxyType({})
 
 
-def rows_of(
-    hosts: Sequence[Host], prices: Mapping[str, float], withheld: Mapping[str, Iterable[int]] = _NOTHING
+def core_rows(
+    hosts: Sequence[Host], prices: Mapping[str, float], withheld: Mapping[str, Iterable[int]] = _NONE_WITHHELD
 ) -> Rows:
-    """``withheld``: cores by host that may not be used now, beside the reserved ones."""
+    """Returns the rows of `CoreAllocation`; ``withheld`` are unusable cores by host, beside the reserved ones."""
     blocked = tuple(
         frozenset(core for core in {*withheld.get(host.name, ()), *host.reserved_cores} if 0 <= core < host.cores)
         for host in hosts
@@ -27,10 +27,10 @@ def rows_of(
 
 
 class CoreAllocation:
-    """Cores, each free, blocked or owned by one replica. A replica lies on consecutive cores, aligned to its size."""
+    """Cores, each free, blocked or owned by a replica. A replica has contiguous cores, aligned to their number."""
 
     def __init__(self, hosts: Sequence[tuple[int, float]], blocked: Sequence[frozenset[int]] = ()) -> None:
-        """``hosts``: usable cores and their price; ``blocked``: the cores of each that nobody may use, beside those."""
+        """``hosts``: number of usable cores and their price; ``blocked``: further cores of each that are unusable."""
         self.prices = [price for _, price in hosts]
         self._owners: list[list[Owner | bool | None]] = []  # True: blocked
         for i, (cores, _) in enumerate(hosts):
@@ -45,15 +45,15 @@ class CoreAllocation:
 
     @property
     def free(self) -> int:
-        """Cores of nobody."""
+        """The number of free cores."""
         return sum(self._free)
 
     def price(self, place: Place | None) -> float:
-        """Of a core an hour; 0.0 where it is not known where that is."""
+        """Returns the price of a core per hour; 0.0 for an unknown place."""
         return 0.0 if place is None else self.prices[place[0]]
 
     def take(self, owner: Owner, cores: int, place: Place) -> bool:
-        """Give a replica those cores; False when one of them is not there or not free."""
+        """Assign cores to a replica. Returns False if one of them is missing or not free."""
         host, first = place
         if not 0 <= host < len(self._owners) or first < 0:
             return False
@@ -66,7 +66,7 @@ class CoreAllocation:
         return True
 
     def leave(self, owner: Owner, cores: int, place: Place) -> None:
-        """The replica's cores are nobody's again."""
+        """Free the cores of a replica."""
         host, first = place
         if self._owners[host][first] == owner:
             self._owners[host][first : first + cores] = [None] * cores
@@ -74,7 +74,7 @@ class CoreAllocation:
             self._changed(host)
 
     def room(self, cores: int, *, most: float = 0.0) -> Place | None:
-        """Free cores in a row, of at most that price each: the cheapest, then on the fullest host, then the first."""
+        """Returns free contiguous cores up to that price: the cheapest, then on the fullest host, then the first."""
         best, rank = None, (0.0, 0)
         for host, free in enumerate(self._free):
             price = self.prices[host]
@@ -88,7 +88,7 @@ class CoreAllocation:
         return best
 
     def windows(self, cores: int) -> Iterator[tuple[Place, tuple[Owner, ...]]]:
-        """Where so many cores in a row are free or owned by replicas, and by which; without those that are all free."""
+        """Yields windows of contiguous cores without blocked ones, with their owners. Skips windows that are free."""
         for host in range(len(self._owners)):
             known = self._windows.get((host, cores))
             if known is None:

@@ -1,4 +1,4 @@
-"""Every side effect of the controller on its fleet, as one small Protocol: Ray behind it, or a fake in a test."""
+"""Defines every side effect of the controller on its fleet as one Protocol: Ray implements it, tests fake it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workers.messages.status import Failure, ReplicaStatus
 
 
 class ReplicaDied(Exception):
-    """The replica's process is gone, or was never made; the text says why."""
+    """The replica's process is gone or never started; the text is the cause."""
 
 
 class HostLost(Exception):
-    """The host's Ray node is dead or absent; the text names it."""
+    """The host's Ray node is dead or missing; the text names it."""
 
 
 @dataclass(frozen=True)
 class CoreOwner:
-    """Who holds a core; None for what cannot be found out."""
+    """The process that holds a core; None where unknown."""
 
     pid: int | None
     command: str | None = None
@@ -31,10 +31,10 @@ class CoreOwner:
 
 @dataclass(frozen=True)
 class Suspect:
-    """Why a core gets no replica although nobody holds it."""
+    """A core in quarantine after a failure."""
 
     cause: str
-    until: float | None = None  # on the controller's clock; None: until an operator says that it is sound
+    until: float | None = None  # on the controller's clock; None: until an operator clears it
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class Survivor:
 
 @dataclass(frozen=True)
 class Fetched:
-    """All that a replica loads is on its host."""
+    """A completed fetch: everything that a replica loads is on its host."""
 
-    config: ReplicaConfig  # as its process is to be told
-    bytes: int  # of it all
-    moved: int = 0  # bytes that came over the network for it
+    config: ReplicaConfig  # for the process
+    bytes: int  # in total
+    moved: int = 0  # bytes that came over the network
     seconds: float = 0.0
-    warning: str = ""  # it may not be what the sources have now
+    warning: str = ""  # set if the content may be outdated
 
 
 @dataclass(frozen=True)
 class FetchedFiles:
-    """The last of what a replica loads is on its way, into a folder that can be loaded from meanwhile."""
+    """A fetch in progress whose last artifact arrives in a folder that can be loaded meanwhile."""
 
-    config: ReplicaConfig  # as its process could be told now
-    left: int  # bytes that are still to come
+    config: ReplicaConfig  # for a process that starts now
+    left: int  # remaining bytes
     moved: int  # bytes that came over the network so far
 
 
@@ -69,107 +69,109 @@ Arrives = Callable[[FetchedFiles], None]
 
 
 def actor_name(model: str, replica: int, epoch: int) -> str:
-    """New for each start, so that nothing can take the dying one for the new one."""
+    """Returns a name that is unique for each start, so that a dying actor is not mistaken for its successor."""
     return f"{model}/{replica}.{epoch}"
 
 
 class ClusterClient(Protocol):
-    """What the controller does to replicas and asks of hosts. ``name`` is an ``actor_name``; ``host`` is the planner's
-    name of a host, and without it the controller's own is asked."""
+    """The controller's operations on replicas and hosts.
+
+    ``name`` is an ``actor_name``; ``host`` is the planner's name of a host, by default the controller's own.
+    """
 
     async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
-        """Bring what the replica loads to ``config.host``, where it is not a folder already; each artifact once at a
-        time, however many ask. Who cancels the call waits no longer, and what nobody waits for is stopped.
+        """Fetch remote artifacts of the replica to ``config.host``. Concurrent fetches of an artifact are shared; one
+        whose callers have all cancelled is stopped.
 
-        ``arrives`` hears every moment how far it is, where all but the last artifact are there, and that one comes into
-        the folder that it will be loaded from, with the very content that ``config`` means. Raises HostLost.
+        ``arrives`` is called repeatedly while only the last artifact is missing, if it arrives in the folder that it
+        is loaded from, with exactly the content that ``config`` requests. Raises HostLost.
         """
         ...
 
     async def progress(self, host: str) -> Sequence[FetchStatus]:
-        """How far each fetch is that goes on there."""
+        """Returns the progress of each fetch on the host."""
         ...
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
-        """By host, which of these sources are there as a whole, of whatever date. Nobody is asked over the network."""
+        """Returns which of these sources are completely stored, by host, of any date. Does not query the sources."""
         ...
 
     async def check(self, config: ReplicaConfig) -> Failure | None:
-        """Why the replica could not load what it names, as far as that shows without cores: its tokenizer, its config,
-        the header of each file of weights, the engine's package in its interpreter. What it names is on its host. Reads
-        no weights, in a process of its own. Raises HostLost."""
+        """Check without cores whether the replica can load its artifacts, which are on its host: tokenizer, config,
+        the header of each weights file, and the engine's package in its interpreter. Runs in a separate process and
+        reads no weights. Returns the failure, if any. Raises HostLost."""
         ...
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
-        """What the start of a replica would have to compile that can be compiled ahead, each in words. Claims no core
-        and reads no weights. A Failure (foresee-failed) where that cannot be told. Raises HostLost."""
+        """Returns descriptions of what a start would have to compile and can be compiled ahead. Claims no core and
+        reads no weights. Returns a Failure (foresee-failed) if the prediction fails. Raises HostLost."""
         ...
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
-        """Compile that, on its host and in a process of its own; once at a time, however many ask. As for ``fetch``,
-        who cancels the call waits no longer. Raises HostLost."""
+        """Compile ahead what ``foresee`` returns, on its host in a separate process. Shared and cancelled like
+        ``fetch``. Raises HostLost."""
         ...
 
     async def start(self, config: ReplicaConfig) -> None:
-        """Ask for the replica's process on ``config.host``. Returns at once; ``watch`` tells how it goes.
+        """Start the replica's process on ``config.host``. Returns at once; ``watch`` returns its status.
 
-        Raises HostLost when that host is known to be gone.
+        Raises HostLost if the host is known to be lost.
         """
         ...
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
-        """The replica's status once it is newer than ``seen``, or as it is after a while. Raises ReplicaDied."""
+        """Returns the replica's status once it is newer than ``seen``, or after a few seconds. Raises ReplicaDied."""
         ...
 
     async def drain(self, name: str, timeout_s: float) -> bool:
-        """Wait for the replica's live requests to end. True when none is left, or when it is gone."""
+        """Wait for the replica's live requests to end. Returns True if none is left, or if the replica is gone."""
         ...
 
     async def end(self, name: str, pid: int | None, started: float | None, host: str | None = None) -> bool:
-        """Kill the replica; true once its host has seen its process gone (or that there never was one).
+        """Kill the replica. Returns True once its host has confirmed that no process is left.
 
-        The process is killed by pid and start time too: it outlives its actor for a moment when its raylet has died.
-        Of a lost host another one on the same machine is asked; a lost machine has no processes.
+        The process is also killed by pid and start time: it can outlive its actor briefly if its raylet has died. For
+        a lost host, another host on the same machine confirms; a lost machine has no processes.
         """
         ...
 
     async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
-        """The last lines of a log; none when the host is lost."""
+        """Returns the last lines of a log; none if the host is lost."""
         ...
 
     async def log_part(
         self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
     ) -> tuple[str, int]:
-        """At most ``most`` bytes of a log from ``offset`` on, or without one its last ``lines``; and the next offset.
+        """Returns at most ``most`` bytes of a log from ``offset``, by default its last ``lines``, and the next offset.
 
-        A log that is not there, or shorter than ``offset``, begins anew.
+        A log that is missing or shorter than ``offset`` is read from its beginning.
         """
         ...
 
     async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
-        """What the last words of a replica that is gone tell of its death, where it is a known fault."""
+        """Returns the known fault at the end of a dead replica's log, if there is one."""
         ...
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
-        """What the Python at that path on the host holds; None: of the one that replicas run in there by default.
+        """Returns what the Python at that path on the host has installed; None: the default one of replicas there.
 
-        Raises HostLost when nobody answers for the host.
+        Raises HostLost if the host does not answer.
         """
         ...
 
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
-        """The cores that any process holds: on an emulated host by its ``claims``, else as the Neuron tools tell."""
+        """Returns the cores that processes hold: by the ``claims`` of an emulated host, else from the Neuron tools."""
         ...
 
     async def device_metrics(self, host: str) -> list[MetricFamily]:
-        """What that host's Neuron devices measure, under neuron-monitor's names; nothing where the tool is not."""
+        """Returns the Neuron device metrics of the host, under neuron-monitor's names; none if the tool is missing."""
         ...
 
     async def lost_hosts(self) -> frozenset[str]:
-        """The planner's names of the hosts whose Ray node is dead or absent. Cheap enough for every second."""
+        """Returns the planner's names of the hosts whose Ray node is dead or missing. Cheap enough for every second."""
         ...
 
     async def survivors(self) -> tuple[Sequence[Survivor], Mapping[str, int]]:
-        """Replicas that a former controller started and that still live; and of those that do not answer, which are
-        ended, the epoch by id."""
+        """Returns the live replicas that an earlier controller started, and the epochs by id of those that did not
+        answer and were killed."""
         ...

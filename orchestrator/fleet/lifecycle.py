@@ -1,13 +1,13 @@
-"""The life of a replica as one table, and what the states of its replicas make of a model.
+"""The life cycle of a replica as one table, and the state of a model derived from its replicas.
 
-pending   asked for: it is found out what it needs; then Ray has not started its process yet
-fetching  its host brings the artifacts that it will load; there is no process yet
-compiling its host compiles ahead what would not be found compiled; there is no process yet
-loading   the process is up: environment, cores, weights, warm-up, a first generation
+pending   its needs are being determined, then Ray starts its process
+fetching  its host fetches the artifacts that it loads; it has no process yet
+compiling its host compiles ahead what is not in the cache; it has no process yet
+loading   its process runs: environment, cores, weights, warm-up, a first generation
 ready     serves
-draining  takes nothing new; its live requests go on
-stopping  told to end; its cores are held until the host has seen the process gone
-failed    its process died, or cannot serve; it is started again, or forgotten
+draining  accepts no new requests; its live requests continue
+stopping  is being killed; its cores are held until the host confirms that the process is gone
+failed    its process died or cannot serve; it is restarted or forgotten
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class State(str, Enum):
 
 
 class Signal(str, Enum):
-    """What can happen to a replica. The controller gives FETCH, COMPILE, DRAIN and STOP; the others are observed."""
+    """An event in a replica's life. The controller sends FETCH, COMPILE, DRAIN and STOP; the others are observed."""
 
     FETCH = "fetch"
     FETCHED = "fetched"
@@ -39,7 +39,7 @@ class Signal(str, Enum):
     LOADED = "loaded"
     DRAIN = "drain"
     STOP = "stop"
-    FAILED = "failed"  # its process died, or said that it cannot serve
+    FAILED = "failed"  # its process died or reported a failure
 
 
 TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
@@ -64,7 +64,7 @@ TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
         (State.READY, Signal.FAILED): State.FAILED,
         (State.DRAINING, Signal.STOP): State.STOPPING,
         (State.DRAINING, Signal.FAILED): State.FAILED,
-        (State.STOPPING, Signal.FAILED): State.STOPPING,  # it was told to die
+        (State.STOPPING, Signal.FAILED): State.STOPPING,  # it is being killed
         (State.STOPPING, Signal.STOP): State.STOPPING,
         (State.FAILED, Signal.STOP): State.STOPPING,
         (State.FAILED, Signal.FAILED): State.FAILED,  # the first cause stays the cause
@@ -73,18 +73,18 @@ TRANSITIONS: Mapping[tuple[State, Signal], State] = MappingProxyType(
 
 
 STARTING = frozenset({State.PENDING, State.FETCHING, State.COMPILING, State.LOADING})
-"""On its way to be ready."""
+"""The states before readiness."""
 
 AHEAD = frozenset({State.FETCHING, State.COMPILING})
-"""What has a deadline of its own, and is not counted to the start."""
+"""The states with deadlines of their own, which do not count as start time."""
 
 
 class IllegalTransition(Exception):
-    """A signal that cannot come in this state: a bug in the controller, not a fault of the fleet."""
+    """A signal that is not valid in this state: a bug in the controller, not a fault of the fleet."""
 
 
 def advance(state: State, signal: Signal) -> State:
-    """The state after ``signal``. Raises IllegalTransition where the table has no entry."""
+    """Returns the state after ``signal``. Raises IllegalTransition if the table has no entry."""
     try:
         return TRANSITIONS[state, signal]
     except KeyError:
@@ -92,7 +92,7 @@ def advance(state: State, signal: Signal) -> State:
 
 
 def diagram() -> str:
-    """The table as a Mermaid state diagram, an arrow for each pair of states; docs/architecture.md holds it."""
+    """Returns the table as a Mermaid state diagram, with an arrow for each pair of states, for docs/architecture.md."""
     arrows: dict[tuple[State, State], list[str]] = {}
     for (before, signal), after in TRANSITIONS.items():
         arrows.setdefault((before, after), []).append(signal.value)
@@ -103,18 +103,18 @@ def diagram() -> str:
 class ModelState(str, Enum):
     READY = "ready"  # every wanted replica is ready
     DEGRADED = "degraded"  # some are
-    LOADING = "loading"  # none is, but one is on its way
+    LOADING = "loading"  # none is, but one is starting
     UNLOADED = "unloaded"  # none is wanted
-    FAILED = "failed"  # none is ready, and none on its way
+    FAILED = "failed"  # none is ready or starting
 
 
-def model_state(wanted: int, states: Iterable[State]) -> ModelState:
-    """What a model with ``wanted`` replicas is, given the states of those that exist."""
+def model_state(desired: int, states: Iterable[State]) -> ModelState:
+    """Returns the state of a model with ``desired`` replicas, given the states of those that exist."""
     present = list(states)
     ready = present.count(State.READY)
-    if wanted == 0 and ready == 0:
+    if desired == 0 and ready == 0:
         return ModelState.UNLOADED
-    if ready >= wanted:
+    if ready >= desired:
         return ModelState.READY
     if ready > 0:
         return ModelState.DEGRADED

@@ -1,4 +1,4 @@
-"""How far a fetch is, and what holds a fleet, in words."""
+"""Formats the progress of fetches, and the reason for which a fleet is held, as text."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from workers.artifacts.fetch.progress import size_text as size_text
 
 
 def problem_text(problem: Problem) -> str:
-    """In one line, as replicas tell their failures."""
+    """Returns the problem on one line, in the form of replica failures."""
     return f"{problem.id}: {problem.what} ({problem.hint})"
 
 
 def hold_text(status: Mapping[str, Any]) -> str:
-    """Why the fleet does nothing until an operator confirms its revision; empty: nothing holds it."""
+    """Returns why the fleet is held until an operator confirms its revision; empty: it is not held."""
     conditions = status.get("conditions") or ()
     return next((one["message"] for one in conditions if one["type"] == "JournalIntact" and not one["status"]), "")
 
 
 def fetch_text(fetch: Mapping[str, Any]) -> str:
-    """One of the status, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
+    """Returns a fetch's progress, such as "fetching s3://models/chat: 1.2 GB of 13.5 GB, 210.0 MB/s, 58 s left"."""
     parts = []
     if fetch["total"]:
         parts.append(f"{size_text(fetch['bytes'])} of {size_text(fetch['total'])}")
@@ -29,18 +29,18 @@ def fetch_text(fetch: Mapping[str, Any]) -> str:
         parts.append(f"{size_text(fetch['bytes_per_s'])}/s")
     if fetch["left_s"] is not None:
         parts.append(f"{fetch['left_s']:.0f} s left")
-    if fetch.get("trouble"):  # a fleet of an earlier version does not tell it
+    if fetch.get("trouble"):  # absent in fleets of earlier versions
         parts.append(fetch["trouble"])
     return f"{fetch['phase']} {fetch['source']}" + (f": {', '.join(parts)}" if parts else "")
 
 
 def tenths(fetch: Mapping[str, Any] | None) -> int | None:
-    """How many tenths of it are here; None: nobody knows."""
+    """Returns how many tenths of a fetch are done; None: unknown."""
     return int(10 * fetch["bytes"] / fetch["total"]) if fetch and fetch["total"] else None
 
 
 def fetched_text(total: int, moved: int, seconds: float, warning: str = "") -> str:
-    """Of ``total`` bytes, ``moved`` of them over the network, such as "13.5 GB in 12.3 s, 1100 MB/s"."""
+    """Returns the result of a fetch, such as "13.5 GB in 12.3 s, 1100 MB/s"; ``moved`` bytes came over the network."""
     if moved:
         told = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
         told += f"; {size_text(total - moved)} were here" if total > moved else ""

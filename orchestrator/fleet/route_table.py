@@ -1,4 +1,4 @@
-"""What the controller tells the gateway: which models there are, and where their ready replicas listen."""
+"""The controller's route table for gateways: the models, and the addresses of their ready replicas."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class ModelRoutes(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None  # why it is not ready
     engine: str
     source: str | None  # the folder of its tokenizer; None for the echo engine
-    tokenizer: str = ""  # changes when the same text gives other tokens
+    tokenizer: str = ""  # changes if the same text may give other tokens
     max_len: int
     max_queue: int
     max_queue_bytes: int = 256 * 2**20
-    max_wait_s: float | None = None  # that each request may wait for its first token
+    max_wait_s: float | None = None  # a request's longest wait for its first token
     queue_order: Literal["fair", "deadline"] = "fair"
-    hold_s: float = 300.0  # that requests wait for a model which they have started
-    loads_on_request: bool  # `min: 0`: a request is what loads it, and waits for it
+    hold_s: float = 300.0  # how long requests wait for a model that they start
+    loads_on_request: bool  # `min: 0`: a request starts the model and waits for it
     holds: bool = False  # its one replica is being swapped, and requests wait for the new one
     aliases: list[str] = []  # other names of the model
-    tool_parser: str = "auto"  # of the spec: how the model writes the calls of tools
-    canary: float | None = None  # share of the requests that goes to the version that is being tried
+    tool_parser: str = "auto"  # the spec's format of tool calls
+    canary: float | None = None  # share of the requests that goes to the canary version
     canaries: list[str] = []  # ids of the replicas of that version
     replicas: list[Route]
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True):
-    """All models. ``ready`` stays true once every model has had its ``min`` replicas."""
+    """The routes of all models. ``ready`` stays true once every model has reached its ``min`` replicas."""
 
     ready: bool
-    stopping: bool  # the fleet is going down: nothing new is begun
+    stopping: bool  # the fleet shuts down: no new requests are accepted
     token: str
     models: list[ModelRoutes]
-    credentials: Credentials | None = None  # of the gateways, for replicas on other hosts
+    credentials: Credentials | None = None  # of gateways, for replicas on other hosts

@@ -56,7 +56,7 @@ class ControllerActor:
             resumed=clock.resumed_at,
             restarted=bool(ray.get_runtime_context().was_current_actor_reconstructed),
         )
-        cluster.know_hosts(host.name for host in self._controller.state.hosts)
+        cluster.add_hosts(host.name for host in self._controller.state.hosts)
         self._operator = Operator(self._controller, cluster)
         loop = asyncio.get_running_loop()  # Ray makes an async actor's object on its event loop
         self._beating = loop.create_task(clock.beat())

@@ -196,7 +196,7 @@ class RayCluster:
         address = f"[{node.address}]" if ":" in node.address else node.address
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
 
-    def know_hosts(self, names: Iterable[str]) -> None:
+    def add_hosts(self, names: Iterable[str]) -> None:
         """All of the planner's hosts, in its order: ``lost_hosts`` tells of those that are not there."""
         self._labels.update(host_labels(names))
 

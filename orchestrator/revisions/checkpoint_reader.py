@@ -196,7 +196,7 @@ def remote_code(config: object) -> str | None:
 # Sources elsewhere
 
 
-def heads_here() -> SourceMetadata:
+def source_metadata_store() -> SourceMetadata:
     """The heads of this machine's home."""
     from orchestrator.process.home import Home
     from workers.artifacts.sources.source_metadata import SourceMetadata
@@ -204,7 +204,7 @@ def heads_here() -> SourceMetadata:
     return SourceMetadata(Home.from_environment().path / "store" / "heads")
 
 
-def asked_of(part: CheckpointPart) -> Asked:
+def source_query(part: CheckpointPart) -> Asked:
     """The question to the source of a part that lies elsewhere."""
     from workers.artifacts.sources.source_metadata import Asked
 
@@ -217,7 +217,7 @@ def asked_of(part: CheckpointPart) -> Asked:
     )
 
 
-def is_of_the_hub(part: CheckpointPart) -> bool:
+def is_hub_source(part: CheckpointPart) -> bool:
     """Whether its source is a hub id."""
     return (part.model.draft_kind if part.is_draft else part.model.source_kind) == "hub"
 
@@ -234,8 +234,10 @@ def _heads_of(
         return {}
     from workers.artifacts.sources.listing import SourceError
 
-    heads, found = heads_here(), {}
-    asked = {part.key: asked_of(part) for part in away if "revision" not in part.model.broken and not _misplaced(part)}
+    heads, found = source_metadata_store(), {}
+    asked = {
+        part.key: source_query(part) for part in away if "revision" not in part.model.broken and not _misplaced(part)
+    }
     unknown = {question for key, question in asked.items() if key not in pinned}
 
     def answer(question: Asked) -> Seen | SourceError:

@@ -17,7 +17,7 @@ _NEEDED = frozenset(
 )
 
 
-def given_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem]:
+def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem]:
     """What starts of these models would fail with, as an error each; nothing where config.json is not known. Blocks."""
     for model in spec.models:
         if model.engine == _ENGINE and model.name in facts.checkpoints and not _NEEDED & model.broken:

@@ -13,11 +13,11 @@ from orchestrator.records.journal import Revision
 from orchestrator.revisions.checkpoint_reader import (
     CheckpointFacts,
     CheckpointPart,
-    asked_of,
-    heads_here,
-    is_of_the_hub,
+    is_hub_source,
     parts,
     read_facts,
+    source_metadata_store,
+    source_query,
     tokenizer_key,
 )
 from orchestrator.rollout.changes import interpreters, version_of
@@ -118,10 +118,10 @@ def read_generation(revision: Revision, machine: Machine) -> ResolvedRevision:
 
 
 def _pinned_facts(spec: Spec, fleet: str) -> CheckpointFacts:
-    hub = {part.key: asked_of(part).digest for part in parts(spec) if is_of_the_hub(part)}
+    hub = {part.key: source_query(part).digest for part in parts(spec) if is_hub_source(part)}
     if not hub or not fleet:
         return read_facts(spec, fresh=False)
-    heads = heads_here()
+    heads = source_metadata_store()
     pins = heads.pins(fleet)
     facts = read_facts(spec, fresh=False, pinned={key: pins[digest] for key, digest in hub.items() if digest in pins})
     more = {digest: facts.heads[key] for key, digest in hub.items() if digest not in pins and key in facts.heads}

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from orchestrator.access.source_policy import SourcePolicy
-from orchestrator.revisions.checkpoint_reader import is_of_the_hub, parts, read_facts
-from orchestrator.revisions.precompiled_checkpoint import given_problems
+from orchestrator.revisions.checkpoint_reader import is_hub_source, parts, read_facts
+from orchestrator.revisions.precompiled_checkpoint import precompiled_problems
 from placements.facts.checkpoints import Checkpoint
 from placements.facts.engines import Engine, resolve
 from placements.facts.topology import Host
@@ -107,7 +107,7 @@ def examine(
     hosts = hosts_for(parsed.spec, machine)
     facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
     found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
-    given = given_problems(parsed.spec, facts)
+    given = precompiled_problems(parsed.spec, facts)
     problems = in_order((*parsed.problems, *facts.problems, *found, *given, *_unserved_engines(parsed.spec, hosts)))
     return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
@@ -141,7 +141,7 @@ def _folders_meant(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
     """An error for each hub id that is also the relative path of a checkpoint's folder beside the spec. Blocks."""
     for part in parts(spec):
         folder = (Path(spec.base_dir) / part.source).resolve()
-        if is_of_the_hub(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
+        if is_hub_source(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
             key = "draft.source" if part.is_draft else "source"
             what = f"{part.model.name}: {key} {part.source} is read as a hub id, and the folder ./{part.source} exists"
             hint = f"write {key}: ./{part.source} to load the folder; to fetch from the hub, rename the folder"

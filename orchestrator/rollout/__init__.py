@@ -1,1 +1,1 @@
-"""From one revision to the next: changes, update strategies, relocation, defragmentation. Pure."""
+"""Rollouts from one revision to the next: changes, update strategies, relocation, defragmentation. Pure."""

@@ -1,4 +1,4 @@
-"""What a new spec changes: each difference with its tag, and how each model gets from one to the other. Pure."""
+"""Computes what a new spec changes: each difference, its cost, and the action for each model. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placements.spec.schema import REACHES, ModelSpec, Reach, Spec
 
 
 class Tag(str, Enum):
-    """What a change costs, from nothing to hours; a model's tag is the greatest of its fields'."""
+    """The cost of a change, in ascending order; a model's tag is the greatest of its fields'."""
 
     NONE = "none"
     RECONFIGURE = "reconfigure"  # takes effect while the replicas run
@@ -28,18 +28,18 @@ _ORDER = tuple(Tag)
 
 
 class Action(str, Enum):
-    """What becomes of a model."""
+    """The action that an apply takes on a model."""
 
     NONE = "none"
     CREATE = "create"
-    UPDATE = "update"  # its processes stay, or there are none
-    REPLACE = "replace"  # new processes take the place of those that run
+    UPDATE = "update"  # its processes stay, or it has none
+    REPLACE = "replace"  # new processes replace the running ones
     DELETE = "delete"
 
 
 @dataclass(frozen=True)
 class FieldChange:
-    """One field, as the spec's JSON writes its values."""
+    """A changed field, with its values as in the spec's JSON."""
 
     field: str
     before: Any
@@ -48,25 +48,25 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class ModelChange:
-    """One model of the old spec, the new one, or both."""
+    """The changes of one model of the old spec, the new one, or both."""
 
     model: str
     tag: Tag
     fields: tuple[FieldChange, ...] = ()
-    action: Action = Action.NONE  # never REPLACE: whether anything runs is not known here
+    action: Action = Action.NONE  # never REPLACE: this comparison does not know what runs
 
 
 def tag_of(name: str, engine: Engine) -> Tag:
-    """What a change of that field of `ModelSpec` costs on a resolved engine. KeyError for one that no spec may give."""
+    """Returns the cost of changing that field of `ModelSpec` on a resolved engine. Raises KeyError for other fields."""
     reach = REACHES[name]
     if reach is Reach.LIVE:
         return Tag.RECONFIGURE
-    compiles = reach is Reach.SHAPE and engine not in HOST_ENGINES  # a new process where nothing is compiled
+    compiles = reach is Reach.SHAPE and engine not in HOST_ENGINES  # host engines compile nothing: a restart suffices
     return Tag.RECOMPILE if compiles else Tag.RESTART
 
 
 def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engine) -> ModelChange:
-    """What is different about one model. A model that comes or goes has the tag of a process."""
+    """Returns the changes of one model. Raises ValueError if both sides are None."""
     one = after or before
     if one is None:
         raise ValueError("no model on either side")
@@ -74,7 +74,7 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
         tag = Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART
         return ModelChange(one.name, tag, action=Action.CREATE if after else Action.DELETE)
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
-    for told, model in ((old, before), (new, after)):  # the same folder may be written in two ways
+    for told, model in ((old, before), (new, after)):  # the same folder may be spelled in two ways
         told["source"] = model.source_path or model.source
         if model.draft is not None:
             told["draft"] = {**told["draft"], "source": model.draft_path or model.draft.source}
@@ -85,13 +85,13 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
 
 
 def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
-    """Where the spec names another Python for a resolved engine, by engine; ``auto`` may become any of two."""
+    """Returns the Python that the spec sets for a resolved engine, by engine; ``auto`` may resolve to either of two."""
     meant = AUTO_ENGINES if engine == "auto" else (engine,)
     return {one: python for one in meant if (python := spec.python_for(one)) is not None}
 
 
 def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[str, str] | None = None) -> str:
-    """A name for what a replica's process is told: processes of the same version are interchangeable.
+    """Returns a hash of a replica's configuration: processes of the same version are interchangeable.
 
     ``pythons`` are the spec's `interpreters` for the engine.
     """
@@ -101,7 +101,7 @@ def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[
 
 
 def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) -> list[ModelChange]:
-    """Every model of either spec, those of the new one first. ``engines`` are resolved, by model."""
+    """Returns the changes of every model of either spec, the new one's first. ``engines`` are resolved, by model."""
     old = {model.name: model for model in before.models} if before is not None else {}
     changes = []
     for model in after.models:
@@ -114,7 +114,7 @@ def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) 
 
 
 def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Mapping[str, str]) -> ModelChange:
-    """The same with the interpreters that differ, each a restart."""
+    """Returns the change with the interpreters that differ, each of which requires a restart."""
     fields = tuple(
         FieldChange(f"engines.{engine}.python", before.get(engine), after.get(engine))
         for engine in dict.fromkeys((*before, *after))
@@ -127,9 +127,9 @@ def _with_interpreters(change: ModelChange, before: Mapping[str, str], after: Ma
 
 
 def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> list[dict[str, str]]:
-    """One entry for each replica that an apply would start, stop, move to other cores or restart on the same.
+    """Returns an entry for each replica that an apply would start, stop, move, or restart on the same cores.
 
-    ``goal`` is the first step of the update, ``settled`` the plan when it is over.
+    ``goal`` is the first step of the update, ``settled`` the one at its end.
     """
     kept = {target.id for target in goal.targets if target.placement is None}
     now = {view.id: view for view in views if view.state not in (State.DRAINING, State.STOPPING)}

@@ -1,4 +1,4 @@
-"""What would have to move so that so many cores in a row are free: the JSON of `corewright plan --defrag`."""
+"""Finds the moves that free a given number of contiguous cores: the JSON of `corewright plan --defrag`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def defragmentation(
     load_s: Mapping[str, float] | None = None,
     traffic: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The window and its moves; a window of null, and a problem, where there is none.
+    """Returns the window and its moves; a window of None and a problem if there is none.
 
-    ``load_s`` and ``traffic`` are those of `room.move_costs`.
+    ``load_s`` and ``traffic`` are those of `relocation.move_costs`.
     """
     known = load_s or {}
     costs = move_costs(spec, known, traffic or {})
@@ -57,7 +57,7 @@ def defragmentation(
 def _after(
     spec: Spec, hosts: Sequence[Host], running: Sequence[Running], moves: Sequence[Move]
 ) -> tuple[Placement, ...]:
-    """What runs, once the moves are made."""
+    """Returns the running placements after the moves."""
     machines = {host.name: host for host in hosts}
     models = {model.name: model for model in spec.models}
     moved = {move.before: move.after for move in moves}
@@ -91,4 +91,4 @@ def _problems(
     longest = max(runs, key=len, default=None)
     allowed = "none of its cores may be used" if longest is None else f"replicas may use {longest} there"
     what = f"no moves open a window of {cores} cores: most are free on {name}, {free[name]}, and {allowed}"
-    return [Problem("no-window", "error", "", what, "fewer cores, fewer replicas, or another host")]
+    return [Problem("no-window", "error", "", what, "request fewer cores, or remove replicas, or add a host")]

@@ -1,4 +1,4 @@
-"""What is done before a replica's process is asked for: what it loads is fetched, what it would compile is compiled."""
+"""Prepares a replica's start on its host: fetches what it loads, and compiles what it would compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 from orchestrator.fleet.effects import ClusterClient, Fetched, FetchedFiles
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import BREAKER_AFTER, BREAKER_PAUSE_S, FIRST_BACKOFF_S
-from orchestrator.rollout.rollout_step import ReplicaTarget, Situation, aim
+from orchestrator.rollout.rollout_step import ReplicaTarget, Situation, compute_goal
 from placements.facts.engines import Engine, needs_neuron
 from placements.spec.schema import ModelSpec
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
@@ -21,35 +21,35 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 
 PROCESS_S = 5.0
-"""From asking for a process to its first look at weights: 1 s for Ray to start it, 4 s for torch and transformers to be
-imported (a replica that was killed serves a small model again after 5.7 s: docs/benchmarks.md)."""
-PACE_S = 1.0  # a fetch is watched for so long before it is said how long the rest takes
-SPAN_S = 10.0  # over which that is measured
+"""From the request for a process until it reads weights: 1 s for Ray to start it, 4 s to import torch and transformers
+(a killed replica serves a small model again after 5.7 s: docs/benchmarks.md)."""
+PACE_S = 1.0  # observation time of a fetch before its remaining time is estimated
+SPAN_S = 10.0  # window of that estimate
 
 
-class Watching(Protocol):
-    """Whoever is told how far it is."""
+class PreparationObserver(Protocol):
+    """Receives the progress of a preparation."""
 
     def fetching(self, sources: list[str]) -> None: ...
 
     def fetched(self, found: Fetched) -> None: ...
 
     def arrives(self, config: ReplicaConfig, left_s: float) -> None:
-        """Its process may be asked for, with that configuration: the fetch takes ``left_s`` more. Told once."""
+        """The process may be started with ``config``; the fetch ends in about ``left_s`` seconds. Called once."""
         ...
 
     def not_fetched(self, failure: Failure) -> None: ...
 
     def checking(self) -> None:
-        """All is here, and whether it can be loaded is looked at."""
+        """Everything is fetched; a check whether it can be loaded begins."""
         ...
 
     def looking(self) -> None:
-        """The engine's package is asked what it would compile."""
+        """The prediction of what the engine's package would compile begins."""
         ...
 
     def unforeseen(self, failure: Failure) -> None:
-        """That cannot be told: the start will find out, and compile what it must on its cores."""
+        """The prediction failed: the start compiles whatever is missing on its cores."""
         ...
 
     def compiling(self, missing: list[str]) -> None: ...
@@ -57,59 +57,58 @@ class Watching(Protocol):
     def compiled(self, seconds: float) -> None: ...
 
 
-async def get_ready(
+async def prepare(
     config: ReplicaConfig,
     cluster: ClusterClient,
-    watching: Watching,
+    observer: PreparationObserver,
     clock: Callable[[], float] = time.monotonic,
     *,
     compiled: bool = False,
     checks: bool = False,
     lead_s: float | None = None,
 ) -> ReplicaConfig | Failure:
-    """The configuration as its process is to be told, when its host has all of it; or why it cannot be had.
+    """Returns the configuration for the process once its host has everything, or the failure.
 
-    ``checks``: what its start would find wrong without its cores counts as well. ``compiled``: the engine's package is
-    not asked what it would compile, which takes it some seconds. ``lead_s``: ``watching`` hears of an arrival that ends
-    within that time (see `lead_of`); None: of none. Cancelled, it waits for neither any longer. Raises HostLost.
+    ``checks``: also run the checks of a start that need no cores. ``compiled``: skip the prediction of what the
+    engine's package would compile, which takes seconds. ``lead_s``: call ``observer.arrives`` when a fetch ends within
+    that time (see `lead_of`); None: never. Cancelling it stops waiting for fetch and compilation. Raises HostLost.
     """
     wanted = [one.source for one in wanted_by(config) if one is not None]
     if wanted:
-        watching.fetching(wanted)
-        found = await cluster.fetch(config, None if lead_s is None else _Announcing(watching, lead_s, clock))
+        observer.fetching(wanted)
+        found = await cluster.fetch(config, None if lead_s is None else _ArrivalAnnouncer(observer, lead_s, clock))
         if isinstance(found, Failure):
-            watching.not_fetched(found)
+            observer.not_fetched(found)
             return found
         config = found.config
-        watching.fetched(found)
+        observer.fetched(found)
     if checks:
-        watching.checking()
+        observer.checking()
         failure = await cluster.check(config)
         if failure is not None:
             return failure
     if compiled or not compiles(config):
         return config
-    watching.looking()
+    observer.looking()
     missing = await cluster.foresee(config)
     if isinstance(missing, Failure):
-        watching.unforeseen(missing)
+        observer.unforeseen(missing)
     elif missing:
-        watching.compiling(list(missing))
+        observer.compiling(list(missing))
         began = clock()
         failure = await cluster.compile(config)
         if failure is not None and failure.id != NEEDS_DEVICE:
             return failure
-        watching.compiled(clock() - began)
+        observer.compiled(clock() - began)
     return config
 
 
 def lead_of(config: ReplicaConfig, load_s: float | None) -> float | None:
-    """How long before the end of its fetch a replica's process may be asked for, so that it wants its weights when they
-    are there; None: not before.
+    """Returns how long before the end of its fetch a replica's process may be started, in seconds; None: not before.
 
-    Its engine must wait for what is not there yet, and nothing else may look for it: no code of the checkpoint, and
-    nobody who compiles ahead. ``load_s`` is how long the model's last start took in all, which is an upper bound; what
-    of it came before the weights is not told by replicas.
+    Its engine must be able to wait for missing files, and nothing else may read them: neither code of the checkpoint
+    nor compilation ahead. ``load_s`` is the duration of the model's last start, an upper bound: replicas do not report
+    how much of it precedes the weights.
     """
     if config.engine not in LOADS_ARRIVING or config.trust_remote_code or compiles(config):
         return None
@@ -117,11 +116,11 @@ def lead_of(config: ReplicaConfig, load_s: float | None) -> float | None:
 
 
 @dataclass
-class _Announcing:
-    """Tells of an arrival when little enough of it is left, by the bytes that came over the network lately: what an
-    earlier attempt had left comes at the speed of the disk, and says nothing of the rest."""
+class _ArrivalAnnouncer:
+    """Reports an arrival once little enough of it is left, estimated from the recent network rate: bytes left by an
+    earlier attempt arrive at the speed of the disk and do not predict the rest."""
 
-    watching: Watching
+    observer: PreparationObserver
     lead_s: float
     clock: Callable[[], float]
     seen: deque[tuple[float, int]] = field(default_factory=deque)
@@ -138,14 +137,14 @@ class _Announcing:
         left_s = arrival.left * (now - at) / (arrival.moved - moved)
         if left_s < self.lead_s:
             self.told = True
-            self.watching.arrives(arrival.config, left_s)
+            self.observer.arrives(arrival.config, left_s)
 
 
-NEEDS_DEVICE = "compile-needs-device"  # the start will compile it, on its cores
+NEEDS_DEVICE = "compile-needs-device"  # the start compiles it on its cores
 
 
 def takes_long(model: ModelSpec, engine: Engine) -> bool:
-    """Whether its start may have to fetch or to compile something first."""
+    """Returns whether a start of the model may have to fetch or compile something first."""
     elsewhere = model.source_kind != "path" or model.draft_kind not in (None, "path")
     kept = engine == "auto" or needs_neuron(engine) or bool(model.engine_options.get("compile"))
     return engine != "echo" and (elsewhere or kept)
@@ -153,7 +152,7 @@ def takes_long(model: ModelSpec, engine: Engine) -> bool:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a new version needs on a host, before an old replica goes for it there."""
+    """The preparation of a new version on a host, which precedes the stop of an old replica there."""
 
     model: str
     version: str
@@ -161,8 +160,8 @@ class Preparation:
     done: bool = False
     failures: int = 0  # in a row
     reason: str | None = None
-    stopped: bool = False  # it would only fail again
-    since: float = 0.0  # on the controller's clock: when it has ended last
+    stopped: bool = False  # a retry would fail again
+    since: float = 0.0  # when the last attempt ended, on the controller's clock
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -170,7 +169,7 @@ class Preparation:
 
     @property
     def retry_at(self) -> float:
-        """When it may be tried again."""
+        """When the next attempt may begin, on the controller's clock."""
         if self.stopped:
             return float("inf")
         pause_s = BREAKER_PAUSE_S if self.failures >= BREAKER_AFTER else FIRST_BACKOFF_S * 2.0 ** (self.failures - 1)
@@ -180,9 +179,9 @@ class Preparation:
         return replace(self, failures=self.failures + 1, reason=str(failure), stopped=stopped, since=now)
 
 
-def coming(situation: Situation, name: str) -> tuple[ReplicaTarget, ...]:
-    """The replicas that the next step of a model's update would start, in place of old ones that would go for them."""
-    goal = aim(situation.with_wish(replace(situation.wishes[name], awaited=False)))
+def upcoming_targets(situation: Situation, name: str) -> tuple[ReplicaTarget, ...]:
+    """Returns the replicas that the next step of a model's update would start in place of old ones."""
+    goal = compute_goal(situation.with_desired(replace(situation.desired_models[name], awaited=False)))
     ends = (State.DRAINING, State.STOPPING)
     there = {
         (view.id, view.host, view.cores, view.version)

@@ -1,4 +1,4 @@
-"""Room: running replicas that go elsewhere so that a replica that is blocked finds enough cores in a row. Pure."""
+"""Relocates running replicas so that a replica that cannot be placed gets enough contiguous cores. Pure."""
 
 from __future__ import annotations
 
@@ -7,39 +7,38 @@ from dataclasses import dataclass
 
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.rollout_step import Goal, Situation, aim
+from orchestrator.rollout.rollout_step import Goal, Situation, compute_goal
 from orchestrator.rollout.update_strategy import END_S
 from placements.spec.schema import Spec
 
 MOST_MOVES = 4
-"""How many replicas go for one that is blocked. With four, an arrival is rejected half as often as by first fit
-(benchmarks/placement.py); more gain little."""
+"""The most replicas that are moved for one that cannot be placed. With four, an arrival is rejected half as often as by
+first fit (benchmarks/placement.py); more gain little."""
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """Cores that are being emptied."""
+    """A set of cores that is being emptied for replicas that cannot be placed."""
 
-    models: tuple[str, ...]  # whose replicas will lie there
-    cores: Mapping[str, frozenset[int]]  # by host; nothing else may go there meanwhile
-    moving: tuple[ReplicaView, ...]  # they go elsewhere first, and then end where they are
+    models: tuple[str, ...]  # whose replicas will be placed there
+    cores: Mapping[str, frozenset[int]]  # by host; reserved until the relocation ends
+    moving: tuple[ReplicaView, ...]  # replaced elsewhere first, then stopped
 
     def empty(self, views: Sequence[ReplicaView]) -> bool:
-        """Whether nothing lies there any more."""
+        """Returns whether no replica uses the cores any more."""
         return not any(view.touches(self.cores.get(view.host, frozenset())) for view in views if not view.gone)
 
 
-def room_for(situation: Situation, goal: Goal) -> Relocation | None:
-    """The cheapest room for what `goal` leaves out for want of cores in a row; None: there is none, or no need.
+def find_relocation(situation: Situation, goal: Goal) -> Relocation | None:
+    """Returns the cheapest relocation for replicas that ``goal`` cannot place for lack of contiguous cores, or None.
 
-    Only where each replica that goes is ready and finds its new cores free at once: then another one of it serves
-    there before it ends, and nobody misses it.
+    Every moved replica is ready and its new cores are free: its replacement serves before it stops, without an outage.
     """
     if not any(one.problems[0].id == "no-room" for one in goal.plan.unplaced):
         return None
     if any(step.old for step in goal.steps.values()):
-        return None  # an update is under way, and frees cores by itself
-    trial = aim(situation, moves=MOST_MOVES, costs=_costs(situation)).plan
+        return None  # an update in progress frees cores by itself
+    trial = compute_goal(situation, moves=MOST_MOVES, costs=_costs(situation)).plan
     if len(trial.unplaced) >= len(goal.plan.unplaced):
         return None
     held: dict[str, frozenset[int]] = {}
@@ -65,10 +64,10 @@ def room_for(situation: Situation, goal: Goal) -> Relocation | None:
 
 
 def move_costs(spec: Spec, load_s: Mapping[str, float], traffic: Mapping[str, float]) -> dict[str, float]:
-    """What moving a replica of each model costs: (load_s + END_S) x (1 + traffic).
+    """Returns the cost of moving a replica of each model: (load_s + END_S) x (1 + traffic).
 
-    ``load_s`` is how long a start of a replica of a model takes, in seconds, ``traffic`` how many requests each of its
-    replicas holds. A model whose start nobody has measured is taken to load as long as the slowest that is known.
+    ``load_s`` is the start time of a replica by model, in seconds; ``traffic`` the requests per replica. A model whose
+    start was not measured is assumed to load as long as the slowest one that was.
     """
     usual = max(load_s.values(), default=0.0)
     return {
@@ -78,13 +77,13 @@ def move_costs(spec: Spec, load_s: Mapping[str, float], traffic: Mapping[str, fl
 
 
 def load_times(situation: Situation) -> dict[str, float]:
-    """By model, in seconds; of those that have been measured."""
+    """Returns the measured start times by model, in seconds."""
     times = {model.name: situation.load_s(model.name) for model in situation.spec.models}
     return {name: time for name, time in times.items() if time is not None}
 
 
 def traffic(situation: Situation) -> dict[str, float]:
-    """Requests that each replica of a model holds, on average."""
+    """Returns the mean number of requests per replica, by model."""
     found = {}
     for model in situation.spec.models:
         views = [view for view in situation.views if view.model == model.name]

@@ -1,13 +1,13 @@
-"""From what is wished to which replicas should be now, one step of an update at a time. Pure.
+"""Computes which replicas should run now, one step of an update at a time. Pure.
 
-A replica is *current* when it runs the wished version in a place that is still meant for it; else it is *old*: of an
-earlier version, on a host that is being drained, or told to be replaced. Old ones go as current ones come; how is the
-strategy's business:
+A replica is *current* when it runs the desired version on cores where it may stay; otherwise it is *old*: it has an
+earlier version, is on a host that is being drained, or has to be replaced. Old replicas stop as current ones start; the
+strategy determines the order:
 
-surge      a current one more, on free cores; when it is ready an old one goes
-in_place   an old one goes, and a current one takes its cores; one at a time
-hold       as in_place; requests wait meanwhile instead of being refused
-borrow     an idle replica of another model gives way, and then as surge; it comes back on the cores that become free
+surge      one more current replica starts on free cores; once it is ready, an old one stops
+in_place   an old replica stops and a current one takes its cores; one at a time
+hold       as in_place; meanwhile requests wait instead of being rejected
+borrow     an idle replica of another model is stopped, then as surge; it restarts on the cores that become free
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENDING = (State.DRAINING, State.STOPPING)
 
 @dataclass(frozen=True)
 class ReplicaTarget:
-    """A replica that should be, and where. ``placement`` is None for an old one, which stays as it was started."""
+    """A replica that should run, and where. ``placement`` is None for an old one, which keeps its configuration."""
 
     model: str
     replica: int
@@ -47,8 +47,7 @@ class ReplicaTarget:
 
 @dataclass(frozen=True)
 class Former:
-    """The version that was complete last: to it the lost replicas of a canary return, and of an update that stands
-    still."""
+    """The last version whose rollout completed. During a canary or a frozen update, lost replicas restart in it."""
 
     model: ModelSpec
     version: str
@@ -56,101 +55,103 @@ class Former:
 
     @property
     def apart(self) -> ModelSpec:
-        """The model under a name of its own, to be planned beside the new version."""
+        """A copy of the model with a distinct name, so that it can be planned beside the new version."""
         return self.model.model_copy(update={"name": f"{self.model.name} (former version)"})
 
 
 @dataclass(frozen=True)
 class DesiredModel:
-    """What one model should become, and by which way."""
+    """The desired state of one model, and the update strategy that leads to it."""
 
     model: ModelSpec
     count: int
     version: str
-    strategy: Strategy = "surge"  # never auto: that has been decided
-    mixes: bool = True  # both versions may serve at once: their tokenizers agree
-    canary: bool = False  # one current replica, until it is promoted
-    reachable: bool = False  # promise no more replicas than find a place: waiting for more would never end
-    frozen: bool = False  # paused: nothing old goes and nothing current comes
-    awaited: bool = False  # what the current ones load is not on their hosts yet: nothing old goes for them before
-    lender: str | None = None  # with borrow: the id of the replica that gives way
-    former: Former | None = None  # of a canary, and of what is frozen, where it is known
+    strategy: Strategy = "surge"  # never auto: it is resolved already
+    mixes: bool = True  # both versions may serve at once, since their tokenizers are equal
+    canary: bool = False  # only one current replica until the promotion
+    reachable: bool = False  # limit the count to what can be placed: waiting for more would never end
+    frozen: bool = False  # paused: no old replica stops and no current one starts
+    awaited: bool = False  # old replicas stay until the artifacts of the current ones are on their hosts
+    lender: str | None = None  # with borrow: the id of the replica that is stopped
+    former: Former | None = None  # of a canary or a frozen update, if known
 
 
 @dataclass(frozen=True)
 class Step:
-    """How far one model is."""
+    """The progress of one model's update, and its next step."""
 
-    keep: tuple[ReplicaView, ...] = ()  # old ones that go on serving
-    count: int = 0  # current ones that should be
-    old: int = 0  # old ones that are not gone yet
-    alive: int = 0  # current ones that there are
-    ready: int = 0  # and of these are ready
-    serves_old: bool = False  # requests go to old ones only: the versions do not mix
-    lost: int = 0  # old ones that are gone, and come back elsewhere in the former version
+    keep: tuple[ReplicaView, ...] = ()  # old replicas that continue to serve
+    count: int = 0  # desired current replicas
+    old: int = 0  # old replicas that still exist
+    alive: int = 0  # existing current replicas
+    ready: int = 0  # ready current replicas
+    serves_old: bool = False  # requests go to old replicas only: the versions do not mix
+    lost: int = 0  # old replicas that were lost and restart elsewhere in the former version
 
-    def settled(self, wish: DesiredModel) -> bool:
-        """Whether nothing of the update is left to do."""
-        return self.old == 0 and self.ready >= wish.count
+    def settled(self, desired: DesiredModel) -> bool:
+        """Returns whether the update is finished."""
+        return self.old == 0 and self.ready >= desired.count
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What should be now: the replicas, the plan of the current ones, and each model's step."""
+    """The desired state now: the replicas, the plan of the current ones, and the step of each model."""
 
     targets: tuple[ReplicaTarget, ...] = ()
     plan: Plan = field(default_factory=Plan)
     steps: Mapping[str, Step] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def step(wish: DesiredModel, current: Sequence[ReplicaView], old: Sequence[ReplicaView], leaving: int = 0) -> Step:
-    """The next step of one model. ``leaving`` counts old ones that drain or stop already.
+def step(desired: DesiredModel, current: Sequence[ReplicaView], old: Sequence[ReplicaView], leaving: int = 0) -> Step:
+    """Returns the next step of one model. ``leaving`` counts old replicas that drain or stop already.
 
-    Neither strategy lets go of a ready old replica before what it promises is served by others: surge promises as many
-    as are wished, in_place one fewer.
+    A ready old replica stays until enough others serve: the desired number with surge, one fewer with in_place.
     """
     ready = sum(view.state is State.READY for view in current)
     alive = len(current)
-    done = Step((), wish.count, len(old) + leaving, alive, ready)
-    restores = wish.former is not None and (wish.canary or (wish.frozen and (bool(old) or not ready)))
+    done = Step((), desired.count, len(old) + leaving, alive, ready)
+    restores = desired.former is not None and (desired.canary or (desired.frozen and (bool(old) or not ready)))
     if not old and not restores:
         return done
     best_first = sorted(old, key=lambda view: (view.state is not State.READY, view.replica))
-    missing = wish.count - len(old)
-    waits = wish.awaited and wish.strategy != "surge"
-    spare = 0 if wish.strategy in ("surge", "borrow") else 1
-    if wish.canary and restores:
-        comes = min(wish.count, alive if wish.frozen or waits else 1, 1)
-        promised = max(wish.count - spare * comes, min(wish.count, 1))
+    missing = desired.count - len(old)
+    waits = desired.awaited and desired.strategy != "surge"
+    spare = 0 if desired.strategy in ("surge", "borrow") else 1
+    if desired.canary and restores:
+        comes = min(desired.count, alive if desired.frozen or waits else 1, 1)
+        promised = max(desired.count - spare * comes, min(desired.count, 1))
         keep = best_first[:promised]
         return replace(done, keep=tuple(keep), count=comes, lost=promised - len(keep))
-    if wish.frozen or waits:  # the versions stand still, the numbers need not
-        keep = best_first[: max(0, wish.count - ready)]
+    if desired.frozen or waits:  # versions are frozen, counts may still change
+        keep = best_first[: max(0, desired.count - ready)]
         if restores:
-            lost = max(0, wish.count - len(keep) - sum(view.state is not State.FAILED for view in current))
-            done = replace(done, count=min(wish.count, alive), lost=lost)
-            return replace(done, keep=tuple(keep), serves_old=not wish.mixes)
-        return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, missing)), serves_old=not wish.mixes)
-    if wish.canary:
-        keep = best_first[: max(0, wish.count - spare)]
-        return replace(done, keep=tuple(keep), count=min(wish.count, max(1, missing)))
-    if not wish.mixes:
-        keep = best_first if spare == 0 and ready < wish.count else []
-        return replace(done, keep=tuple(keep[: wish.count]), serves_old=bool(keep))
-    keep = best_first[: max(0, wish.count - ready - spare)]
-    return replace(done, keep=tuple(keep), count=min(wish.count, max(alive, ready + 1, missing)))
+            lost = max(0, desired.count - len(keep) - sum(view.state is not State.FAILED for view in current))
+            done = replace(done, count=min(desired.count, alive), lost=lost)
+            return replace(done, keep=tuple(keep), serves_old=not desired.mixes)
+        return replace(
+            done, keep=tuple(keep), count=min(desired.count, max(alive, missing)), serves_old=not desired.mixes
+        )
+    if desired.canary:
+        keep = best_first[: max(0, desired.count - spare)]
+        return replace(done, keep=tuple(keep), count=min(desired.count, max(1, missing)))
+    if not desired.mixes:
+        keep = best_first if spare == 0 and ready < desired.count else []
+        return replace(done, keep=tuple(keep[: desired.count]), serves_old=bool(keep))
+    keep = best_first[: max(0, desired.count - ready - spare)]
+    return replace(done, keep=tuple(keep), count=min(desired.count, max(alive, ready + 1, missing)))
 
 
-def deferred(
+def defer_displacements(
     goal: Goal,
     views: Sequence[ReplicaView],
     lacking: Callable[[ReplicaTarget], bool],
     stays: Callable[[ReplicaView], bool],
 ) -> tuple[Goal, tuple[ReplicaTarget, ...]]:
-    """The same, but that no replica that serves goes for one of another model whose host lacks what it loads.
+    """Keeps serving replicas until the artifacts of the replicas that displace them are on their hosts.
 
-    ``lacking`` says so of a new one, ``stays`` whether one that is not wanted may go on. Also those that wait now. A
-    place that somebody takes at once all the same is given up for all.
+    ``lacking`` returns whether the host of a new replica lacks artifacts, ``stays`` whether an unplanned replica may
+    continue. Returns the goal and the targets that have to wait. Cores that at least one new replica takes at once are
+    released for all.
     """
     there = {(view.id, view.host, view.cores, view.version) for view in views if view.state not in _ENDING}
     late = {
@@ -183,66 +184,68 @@ def _lies_on(target: ReplicaTarget, view: ReplicaView) -> bool:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that is decided from.
+    """The input of `compute_goal`.
 
-    ``hosts`` are those that live. ``blocked`` are cores by host where nothing new may go, ``drained`` those whose
-    replicas shall move, ``replaced`` (id, epoch) of replicas that shall be replaced by new processes, ``held`` the
-    models by host whose artifacts are there.
+    ``hosts`` are the hosts that are up. By host, ``blocked`` are the cores where no replica may be placed, ``drained``
+    the cores whose replicas have to move, and ``held`` the models whose artifacts are there. ``replaced`` has the
+    (id, epoch) of replicas that need a new process.
     """
 
     spec: Spec
     hosts: tuple[Host, ...]
     checkpoints: Mapping[str, Checkpoint]
-    wishes: Mapping[str, DesiredModel]
+    desired_models: Mapping[str, DesiredModel]
     views: tuple[ReplicaView, ...]
     blocked: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     drained: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     replaced: frozenset[tuple[str, int]] = frozenset()
     held: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
 
-    def with_wish(self, wish: DesiredModel) -> Situation:
-        """The same with another wish for its model."""
-        return replace(self, wishes={**self.wishes, wish.model.name: wish})
+    def with_desired(self, desired: DesiredModel) -> Situation:
+        """Returns a copy in which ``desired`` replaces the desired state of its model."""
+        return replace(self, desired_models={**self.desired_models, desired.model.name: desired})
 
     def load_s(self, model: str) -> float | None:
-        """How long the last start of a replica of the model took, in seconds; None before one was ready."""
+        """Returns how long the last start of a replica of the model took, in seconds; None if none was ready yet."""
         known = [view.load_s for view in self.views if view.model == model and view.load_s is not None]
         return max(known, default=None)
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The replicas of each model, by what is to become of them."""
+    """The replicas of each model, classified as current, old or leaving."""
 
     current: dict[str, list[ReplicaView]]
     old: dict[str, list[ReplicaView]]
-    leaving: dict[str, int]  # old ones that drain or stop already
+    leaving: dict[str, int]  # number of old replicas that drain or stop already
 
-    def step(self, wish: DesiredModel) -> Step:
-        name = wish.model.name
-        return step(wish, self.current[name], self.old[name], self.leaving[name])
+    def step(self, desired: DesiredModel) -> Step:
+        name = desired.model.name
+        return step(desired, self.current[name], self.old[name], self.leaving[name])
 
 
-def aim(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:
-    """Which replicas should be now; with ``moves``, which could be if so many running replicas were given other cores.
+def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None = None) -> Goal:
+    """Returns the replicas that should run now; with ``moves``, those possible if so many running replicas may move.
 
-    Old replicas are kept for as many new ones as are wished; where the wish is ``reachable``, for as many as find a
-    place. ``moves`` and ``costs`` are those of `placements.planner.plan.plan`.
+    Old replicas are kept up to the desired count; for a ``reachable`` model, up to the count that can be placed.
+    ``moves`` and ``costs`` are passed to `placements.planner.plan.plan`.
     """
-    wishes = situation.wishes
+    desired_models = situation.desired_models
     found = _sort(situation)
-    steps = {name: found.step(wish) for name, wish in wishes.items()}
+    steps = {name: found.step(desired) for name, desired in desired_models.items()}
     made = _plan(situation, found, steps, moves, costs)
     waiting = {one.model for one in made.unplaced}
-    stuck = [name for name in waiting if wishes[name].reachable and steps[name].keep]
-    if stuck:  # how many there can be when nothing old is in the way any more; with none, the old ones are all there is
-        ends = {name: Step(count=wish.count) for name, wish in wishes.items()}
+    stuck = [name for name in waiting if desired_models[name].reachable and steps[name].keep]
+    if stuck:  # the count that fits once all old replicas are gone; if that is 0, only the old ones can serve
+        ends = {name: Step(count=desired.count) for name, desired in desired_models.items()}
         most = Counter(one.model for one in _plan(situation, found, ends, moves, costs).placements)
-        steps |= {name: found.step(replace(wishes[name], count=most[name])) for name in stuck if most[name]}
+        steps |= {name: found.step(replace(desired_models[name], count=most[name])) for name in stuck if most[name]}
         made = _plan(situation, found, steps, moves, costs)
-    back = [one for one in made.placements if one.model not in wishes]
-    made = replace(made, placements=tuple(one for one in made.placements if one.model in wishes))
-    targets = [ReplicaTarget(p.model, p.replica, p.host, p.cores, wishes[p.model].version, p) for p in made.placements]
+    back = [one for one in made.placements if one.model not in desired_models]
+    made = replace(made, placements=tuple(one for one in made.placements if one.model in desired_models))
+    targets = [
+        ReplicaTarget(p.model, p.replica, p.host, p.cores, desired_models[p.model].version, p) for p in made.placements
+    ]
     for one in steps.values():
         targets += [ReplicaTarget(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
     targets += _returning(situation, back, targets)
@@ -250,8 +253,12 @@ def aim(situation: Situation, moves: int = 0, costs: Mapping[str, float] | None 
 
 
 def _returning(situation: Situation, back: Sequence[Placement], others: Iterable[ReplicaTarget]) -> list[ReplicaTarget]:
-    """Targets of the former version, with numbers that nobody has."""
-    formers = {wish.former.apart.name: wish.former for wish in situation.wishes.values() if wish.former is not None}
+    """Returns targets of the former version, with unused replica numbers."""
+    formers = {
+        desired.former.apart.name: desired.former
+        for desired in situation.desired_models.values()
+        if desired.former is not None
+    }
     taken = {view.id for view in situation.views} | {target.id for target in others}
     targets = []
     for placement in back:
@@ -265,30 +272,30 @@ def _returning(situation: Situation, back: Sequence[Placement], others: Iterable
 
 
 def _sort(situation: Situation) -> _Sorted:
-    wishes = situation.wishes
+    desired_models = situation.desired_models
     names = {host.name for host in situation.hosts}
-    current: dict[str, list[ReplicaView]] = {name: [] for name in wishes}
-    old: dict[str, list[ReplicaView]] = {name: [] for name in wishes}
-    leaving: dict[str, int] = dict.fromkeys(wishes, 0)
+    current: dict[str, list[ReplicaView]] = {name: [] for name in desired_models}
+    old: dict[str, list[ReplicaView]] = {name: [] for name in desired_models}
+    leaving: dict[str, int] = dict.fromkeys(desired_models, 0)
     for view in situation.views:
-        wish = wishes.get(view.model)
-        if wish is None:
+        desired = desired_models.get(view.model)
+        if desired is None:
             continue
         is_old = (
-            view.version != wish.version
+            view.version != desired.version
             or (view.id, view.epoch) in situation.replaced
             or view.touches(situation.drained.get(view.host, frozenset()))
         )
         if view.state in _ENDING or view.host not in names:
             leaving[view.model] += is_old and not view.gone
         elif view.state is State.FAILED and view.touches(situation.blocked.get(view.host, frozenset())):
-            continue  # it had better go elsewhere
+            continue  # it is placed elsewhere
         elif is_old:
             old[view.model].append(view)
         else:
             current[view.model].append(view)
-    for name, wish in wishes.items():
-        old[name] += _misplaced(wish, current[name])
+    for name, desired in desired_models.items():
+        old[name] += _misplaced(desired, current[name])
         current[name] = [view for view in current[name] if view not in old[name]]
     return _Sorted(current, old, leaving)
 
@@ -296,15 +303,15 @@ def _sort(situation: Situation) -> _Sorted:
 def _plan(
     situation: Situation, found: _Sorted, steps: Mapping[str, Step], moves: int, costs: Mapping[str, float] | None
 ) -> Plan:
-    """Where the current replicas of those steps lie, beside the old ones that they keep."""
-    wishes, blocked = situation.wishes, situation.blocked
+    """Returns a plan of the current replicas of the steps, beside the old replicas that they keep."""
+    desired_models, blocked = situation.desired_models, situation.blocked
     lent = {
-        wish.lender
-        for name, wish in wishes.items()
-        if wish.strategy == "borrow" and wish.lender is not None and steps[name].old > 0 and not wish.awaited
+        desired.lender
+        for name, desired in desired_models.items()
+        if desired.strategy == "borrow" and desired.lender is not None and steps[name].old > 0 and not desired.awaited
     }
-    lent_by = Counter(id.rpartition("/")[0] for id in lent)  # for as long as it is lent, wherever its process is
-    counts = {name: max(0, min(one.count, wishes[name].count - lent_by[name])) for name, one in steps.items()}
+    lent_by = Counter(id.rpartition("/")[0] for id in lent)  # while it is lent, regardless of its process
+    counts = {name: max(0, min(one.count, desired_models[name].count - lent_by[name])) for name, one in steps.items()}
     taken = _cores_of(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)
@@ -315,7 +322,11 @@ def _plan(
     occupied = {host: blocked.get(host, frozenset()) | taken.get(host, frozenset()) for host in {*blocked, *taken}}
     numbered = {name: frozenset(view.replica for view in one.keep) for name, one in steps.items() if one.keep}
     spec, checkpoints = situation.spec, dict(situation.checkpoints)
-    formers = [(wish.former, steps[name].lost) for name, wish in wishes.items() if wish.former and steps[name].lost]
+    formers = [
+        (desired.former, steps[name].lost)
+        for name, desired in desired_models.items()
+        if desired.former and steps[name].lost
+    ]
     for former, lost in formers:
         spec = spec.model_copy(update={"models": (former.apart, *spec.models)})
         counts[former.apart.name] = lost
@@ -338,10 +349,10 @@ def _plan(
     return replace(made, unplaced=unplaced)
 
 
-def _misplaced(wish: DesiredModel, current: Sequence[ReplicaView]) -> list[ReplicaView]:
-    """Those that the model's pins would have elsewhere: it has a pin for each replica, and this one is on none."""
-    pins = wish.model.cores
-    if not pins or wish.count > len(pins):
+def _misplaced(desired: DesiredModel, current: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """Returns the replicas that are on none of the model's pins, if it has a pin for each replica."""
+    pins = desired.model.cores
+    if not pins or desired.count > len(pins):
         return []
     return [
         view

@@ -1,69 +1,69 @@
-"""Which way a model's replicas are replaced: what interrupts least. Pure."""
+"""Chooses the update strategy of a model that interrupts its service least. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from orchestrator.fleet.lifecycle import State
-from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.spec.schema import Pin, Strategy
 
-END_S = 2.0  # from the last answer of a replica to its cores being free: a kill and the host's look at the process
+END_S = 2.0  # from the last answer of a replica until its cores are free: kill and confirmation of death
 
 
 @dataclass(frozen=True)
 class UpdateStrategy:
-    """How a model's replicas are replaced, and what that costs."""
+    """How the replicas of a model are replaced, and the outage that this causes."""
 
     strategy: Strategy
-    outage_s: float | None  # how long no replica of the model serves; None: nobody has measured a start of it yet
+    outage_s: float | None  # how long no replica of the model serves; None: no start was measured yet
     why: str
     lender: str | None = None
     possible: bool = True
 
 
 def choose(situation: Situation, name: str) -> UpdateStrategy:
-    """The way for a model with old replicas: the spec's, or under ``auto`` the first of these.
+    """Returns the strategy for a model with old replicas: the spec's, or with ``auto`` the first possible one of these.
 
-    1. surge, where a replica more finds free cores (all of them where the versions do not mix)   no outage
-    2. in_place, one replica at a time, where another one serves meanwhile                        no outage
-    3. borrow, where an idle replica of no higher priority lies on enough cores                   no outage
-    4. hold, where the predicted swap takes at most ``max_swap_s``                                requests wait
-    5. in_place                                                                                   requests are refused
+    1. surge, if an extra replica finds free cores (all of them if the versions do not mix)     no outage
+    2. in_place, one replica at a time, if another one serves meanwhile                         no outage
+    3. borrow, if an idle replica of no higher priority has enough cores                        no outage
+    4. hold, if the predicted swap takes at most ``max_swap_s``                                 requests wait
+    5. in_place                                                                                 requests are rejected
     """
-    wish = situation.wishes[name]
-    asked = wish.model.update.strategy
+    desired = situation.desired_models[name]
+    asked = desired.model.update.strategy
     ready = sum(view.model == name and view.state is State.READY for view in situation.views)
     load_s = situation.load_s(name)
     swap_s = None if load_s is None else load_s + END_S
     cause: str | None = f"update.strategy is {asked}"
     if asked in ("auto", "surge", "borrow"):
-        cause = _obstacle(situation, replace(wish, strategy="surge", lender=None))
+        cause = _obstacle(situation, replace(desired, strategy="surge", lender=None))
     if asked in ("auto", "surge"):
         if cause is None:
             return UpdateStrategy("surge", 0.0, "free cores hold the new replica while the old one serves")
         if asked == "surge":
             return UpdateStrategy("surge", None, cause, possible=False)
-    if asked in ("auto", "in_place") and ready > 1 and wish.mixes:
+    if asked in ("auto", "in_place") and ready > 1 and desired.mixes:
         return UpdateStrategy("in_place", 0.0, f"one of {ready} replicas at a time, the others serve")
     if asked in ("auto", "borrow"):
-        lender = _lender(situation, wish)
+        lender = _lender(situation, desired)
         if lender is not None:
             return UpdateStrategy("borrow", 0.0, f"{lender} is idle and lends its cores meanwhile", lender)
         if asked == "borrow":
-            none = f"no idle replica of priority {wish.model.priority} or lower can lend its cores"
+            none = f"no idle replica of priority {desired.model.priority} or lower can lend its cores"
             return UpdateStrategy("borrow", None, none + (f", and {cause}" if cause else ""), possible=False)
     if ready == 0:
         return UpdateStrategy("in_place", 0.0, "no replica serves now")
-    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= wish.model.update.max_swap_s):
+    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= desired.model.update.max_swap_s):
         return UpdateStrategy("hold", swap_s, f"{cause}; requests wait while the replica is swapped")
     return UpdateStrategy("in_place", swap_s, f"{cause}; the replica stops before the new one starts")
 
 
-def _obstacle(situation: Situation, wish: DesiredModel) -> str | None:
-    """Why the new replicas find no place beside the old ones, with what would help; None where they find one."""
-    name, pins = wish.model.name, wish.model.cores
-    trial = aim(situation.with_wish(wish))
+def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
+    """Returns why the new replicas cannot be placed beside the old ones, with a remedy; None if they can."""
+    name, pins = desired.model.name, desired.model.cores
+    trial = compute_goal(situation.with_desired(desired))
     if sum(placement.model == name for placement in trial.plan.placements) >= trial.steps[name].count:
         return None
     problem = next((one.problems[0] for one in trial.plan.unplaced if one.model == name), None)
@@ -73,13 +73,13 @@ def _obstacle(situation: Situation, wish: DesiredModel) -> str | None:
         return problem.what
     plural, are = ("s", "are") if len(pins) > 1 else ("", "is")
     taken = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
-    model = wish.model.model_copy(update={"cores": ()})
+    model = desired.model.model_copy(update={"cores": ()})
     models = tuple(model if one.name == name else one for one in situation.spec.models)
     free = replace(situation, spec=situation.spec.model_copy(update={"models": models}))
-    without = _obstacle(free, replace(wish, model=model))
+    without = _obstacle(free, replace(desired, model=model))
     if without is not None:
         return f"{taken}, and without the pin{plural} {without}"
-    places = aim(free.with_wish(replace(wish, model=model))).plan.placements
+    places = compute_goal(free.with_desired(replace(desired, model=model))).plan.placements
     host, cores = next((one.host, one.cores) for one in places if one.model == name and one.cores is not None)
     range = Pin(cores, host if len(situation.hosts) > 1 else None)
     return (
@@ -98,19 +98,19 @@ def _free_cores(situation: Situation) -> int:
     return free
 
 
-def _lender(situation: Situation, wish: DesiredModel) -> str | None:
-    """The idle replica of the lowest priority whose cores would let the model surge."""
+def _lender(situation: Situation, desired: DesiredModel) -> str | None:
+    """Returns the idle replica of the lowest priority whose cores would let the model surge."""
     specs = {model.name: model for model in situation.spec.models}
     idle = [
         view
         for view in situation.views
-        if view.model != wish.model.name
+        if view.model != desired.model.name
         and view.model in specs
         and view.state is State.READY
         and view.idle
-        and specs[view.model].priority <= wish.model.priority
+        and specs[view.model].priority <= desired.model.priority
     ]
     for view in sorted(idle, key=lambda view: (specs[view.model].priority, len(view.cores or ()), view.id)):
-        if _obstacle(situation, replace(wish, strategy="borrow", lender=view.id)) is None:
+        if _obstacle(situation, replace(desired, strategy="borrow", lender=view.id)) is None:
             return view.id
     return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from orchestrator.fleet.core_allocation import rows_of
+from orchestrator.fleet.core_allocation import core_rows
 from orchestrator.scaling.autoscaler import FleetNow, ModelNow
 from orchestrator.scaling.demand_report import Counts
 from orchestrator.scaling.forecast import Load
@@ -107,7 +107,7 @@ class _Run:
         self.targets: dict[str, int] = {}
         self.decisions: list[Decision] | None = [] if record else None
         self._first_ready: dict[str, float | None] = dict.fromkeys(self.desks, None)
-        self._hosts, self._blocked = rows_of(scenario.hosts, prices(scenario.spec, scenario.hosts))
+        self._hosts, self._blocked = core_rows(scenario.hosts, prices(scenario.spec, scenario.hosts))
         self._host_numbers = {host.name: i for i, host in enumerate(scenario.hosts)}
         self._by_request: set[str] = set()  # models without scaling that a request has started
         self._last_tick = 0.0

@@ -13,7 +13,7 @@ from orchestrator.fleet.effects import ClusterClient, Fetched
 from orchestrator.fleet.lifecycle import STARTING, Signal, State
 from orchestrator.fleet.progress_text import fetched_text
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.preparation import get_ready, lead_of
+from orchestrator.rollout.preparation import lead_of, prepare
 from orchestrator.starts.engine_resolution import resolve_engine
 from orchestrator.state.fleet_state import FleetState, Level
 from workers.artifacts.fetch.artifact_fetcher import wanted_by
@@ -28,10 +28,10 @@ class StartEffects:
     """What the controller does for it."""
 
     view: Callable[[str, int], ReplicaView | None]  # of that id, where it has that epoch still
-    put: Callable[[ReplicaView], ReplicaView]
+    store_view: Callable[[ReplicaView], ReplicaView]
     signal: Callable[[ReplicaView, Signal], ReplicaView]
     fail: Callable[[ReplicaView, Failure], None]
-    hear_again: Callable[[str, int], None]  # what it has told last counts from now on
+    apply_last_status: Callable[[str, int], None]  # what it has told last counts from now on
     fetched: Callable[[str, Fetched | None], None]  # by model, what a fetch brought; None: it failed
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     wake: Callable[[], None]  # asks for a round
@@ -53,10 +53,10 @@ class _Arriving:
 class StartPipeline:
     """Of all replicas of one controller, on its event loop."""
 
-    def __init__(self, state: FleetState, cluster: ClusterClient, hands: StartEffects) -> None:
+    def __init__(self, state: FleetState, cluster: ClusterClient, effects: StartEffects) -> None:
         self._state = state
         self._cluster = cluster
-        self._hands = hands
+        self._effects = effects
         self._ahead: dict[str, asyncio.Task[ReplicaConfig | Failure]] = {}  # of replicas that are made ready to start
         self._arriving: dict[str, _Arriving] = {}  # those of them that have a process already
 
@@ -83,16 +83,16 @@ class StartPipeline:
         """What its process is to be told; None when it was told to stop meanwhile. What it loads may still be arriving:
         then that goes on in ``_ahead``."""
         ready = await resolve_engine(config, self._state.generation_of(config.model, config.version), self._cluster)
-        view = self._hands.view(id, config.epoch)
+        view = self._effects.view(id, config.epoch)
         if isinstance(ready, Failure) or view is None or view.state is not State.PENDING:
             return ready
         ready = self._state.pinned(ready)
         self._state.configs[id] = ready
         known = (config.model, config.version, config.host) in self._state.compiled_on
-        watching = _Telling(self._state, self._hands, id, config.epoch)
+        watching = _Telling(self._state, self._effects, id, config.epoch)
         lead_s = self.lead_s(ready)
         work = asyncio.ensure_future(
-            get_ready(ready, self._cluster, watching, self._state.clock, compiled=known, lead_s=lead_s)
+            prepare(ready, self._cluster, watching, self._state.clock, compiled=known, lead_s=lead_s)
         )
         self._ahead[id] = work
         either: set[asyncio.Future[Any]] = {work, watching.loadable}
@@ -126,7 +126,7 @@ class StartPipeline:
         self._await_rest(id, config, _Arriving(config.epoch, 0.0, now, until))
 
     async def _fetched_on(self, id: str, config: ReplicaConfig) -> ReplicaConfig | Failure:
-        found, watching = await self._cluster.fetch(config), _Telling(self._state, self._hands, id, config.epoch)
+        found, watching = await self._cluster.fetch(config), _Telling(self._state, self._effects, id, config.epoch)
         if isinstance(found, Failure):
             watching.not_fetched(found)
             return found
@@ -142,7 +142,7 @@ class StartPipeline:
 
     def _await_rest(self, id: str, config: ReplicaConfig, rest: _Arriving) -> None:
         self._arriving[id] = rest
-        self._hands.spawn(self._rest_of(id, config, rest, self._ahead[id]))
+        self._effects.spawn(self._rest_of(id, config, rest, self._ahead[id]))
 
     async def _rest_of(
         self, id: str, config: ReplicaConfig, rest: _Arriving, work: asyncio.Task[ReplicaConfig | Failure]
@@ -161,42 +161,44 @@ class StartPipeline:
                 found = await work
             else:
                 fetch_s = self._state.views[id].deadlines.fetch_s
-                found = Failure("fetch-deadline", f"it is not here after {fetch_s:.0f} s, though its process waits")
+                found = Failure(
+                    "fetch-deadline", f"the fetch did not end within {fetch_s:.0f} s, while its process waits"
+                )
         except Exception as error:
             log.exception("the rest of what %s loads is not heard of", id)
             found = Failure("start-failed", f"{type(error).__name__}: {error}")
         finally:
             self._leave(id, work)
-        view = self._hands.view(id, rest.epoch)
+        view = self._effects.view(id, rest.epoch)
         if view is None or view.state not in STARTING:
             return
         if not isinstance(found, Failure) and _contents(found) != _contents(config):
             found = Failure("fetch-ended", "what has arrived is not what it was told to load: its source has changed")
         if isinstance(found, Failure):  # 2
-            self._hands.fail(view, found)
+            self._effects.fail(view, found)
             return
-        self._hands.put(dataclasses.replace(view, aside_s=rest.aside(self._state.clock()), fetch=None))  # 1
+        self._effects.store_view(dataclasses.replace(view, aside_s=rest.aside(self._state.clock()), fetch=None))  # 1
         self._state.pin(found)
-        self._hands.hear_again(id, rest.epoch)
-        self._hands.wake()
+        self._effects.apply_last_status(id, rest.epoch)
+        self._effects.wake()
 
     def look(self) -> None:
         """Note of replicas that load meanwhile how far their fetches are, and that they wait for them."""
         for id, rest in self._arriving.items():
-            view = self._hands.view(id, rest.epoch)
+            view = self._effects.view(id, rest.epoch)
             if view is not None and view.state in STARTING:
                 sources = {one.source for one in wanted_by(self._state.configs[id]) if one is not None}
                 here = [one for one in self._state.fetches.get(view.host, ()) if one.source in sources]
                 told = here[0] if here else view.fetch
-                self._hands.put(dataclasses.replace(view, aside_s=rest.aside(self._state.clock()), fetch=told))
+                self._effects.store_view(dataclasses.replace(view, aside_s=rest.aside(self._state.clock()), fetch=told))
 
 
 class _Telling:
-    """Tells of what a replica waits for (`ahead.Watching`)."""
+    """Tells of what a replica waits for (`preparation.PreparationObserver`)."""
 
-    def __init__(self, state: FleetState, hands: StartEffects, id: str, epoch: int) -> None:
+    def __init__(self, state: FleetState, effects: StartEffects, id: str, epoch: int) -> None:
         self._state = state
-        self._hands = hands
+        self._effects = effects
         self._id = id
         self._epoch = epoch
         self.loadable: asyncio.Future[ReplicaConfig] = asyncio.get_running_loop().create_future()
@@ -206,7 +208,7 @@ class _Telling:
         self._tell("info", "Fetching", ", ".join(sources), Signal.FETCH)
 
     def fetched(self, found: Fetched) -> None:
-        self._hands.fetched(self._id.rpartition("/")[0], found)
+        self._effects.fetched(self._id.rpartition("/")[0], found)
         what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
         self._tell("warning" if found.warning else "info", "Fetched", what)
 
@@ -215,16 +217,16 @@ class _Telling:
         self.loadable.set_result(config)
 
     def not_fetched(self, failure: Failure) -> None:
-        self._hands.fetched(self._id.rpartition("/")[0], None)
+        self._effects.fetched(self._id.rpartition("/")[0], None)
         self._tell("error", "FetchFailed", str(failure))
 
     def checking(self) -> None:
         """The start itself finds that out: nobody asks for this."""
 
     def looking(self) -> None:
-        view = self._hands.view(self._id, self._epoch)
+        view = self._effects.view(self._id, self._epoch)
         if view is not None and view.state is State.FETCHING:
-            self._hands.signal(view, Signal.FETCHED)
+            self._effects.signal(view, Signal.FETCHED)
 
     def unforeseen(self, failure: Failure) -> None:
         self._tell("warning", "ForeseeFailed", f"{failure}; it compiles on its cores what it must")
@@ -236,12 +238,12 @@ class _Telling:
         self._tell("info", "Compiled", f"ahead, in {seconds:.0f} s")
 
     def _tell(self, level: Level, reason: str, message: str, signal: Signal | None = None) -> None:
-        view = self._hands.view(self._id, self._epoch)
+        view = self._effects.view(self._id, self._epoch)
         if view is None or view.state not in STARTING:
             return
         if signal is not None:
-            view = self._hands.signal(view, signal)
-        self._state.tell(level, reason, message, view=view)
+            view = self._effects.signal(view, signal)
+        self._state.record_event(level, reason, message, view=view)
 
 
 def _contents(config: ReplicaConfig) -> tuple[Origin | None, Origin | None]:

@@ -15,7 +15,7 @@ import msgspec.structs
 from orchestrator.fleet.effects import ClusterClient, Fetched
 from orchestrator.fleet.progress_text import fetched_text
 from orchestrator.fleet.snapshot import LOOKING_S
-from orchestrator.rollout.preparation import Preparation, get_ready
+from orchestrator.rollout.preparation import Preparation, prepare
 from orchestrator.rollout.rollout_step import ReplicaTarget
 from orchestrator.starts.engine_resolution import resolve_engine
 from orchestrator.state.fleet_state import FleetState
@@ -55,7 +55,7 @@ class UpdatePrefetch:
         self._fetched = fetched
         self._wake = wake
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by `Preparation.key`
-        self._looked: dict[tuple[str, str, str], int] = {}  # of each, `FleetState.looked` when it began
+        self._looked: dict[tuple[str, str, str], int] = {}  # of each, `FleetState.source_refreshes` when it began
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -65,12 +65,14 @@ class UpdatePrefetch:
     def round(self) -> None:
         """Begin what is to come, and stop what is needed no more."""
         state, now = self._state, self._state.clock()
-        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.coming}
-        for key in self._tasks.keys() - {key for key in wanted if self._looked.get(key) == state.looked[key[0]]}:
+        wanted = {(preparation := state.preparation(target)).key: (preparation, target) for target in state.upcoming}
+        for key in self._tasks.keys() - {
+            key for key in wanted if self._looked.get(key) == state.source_refreshes[key[0]]
+        }:
             self._tasks.pop(key).cancel()  # nobody needs it, or what it brings
         for key, (preparation, target) in wanted.items():
             if key not in self._tasks and now >= preparation.retry_at and target.placement is not None:
-                self._looked[key] = state.looked[key[0]]
+                self._looked[key] = state.source_refreshes[key[0]]
                 self._tasks[key] = self._spawn(self._prepare(preparation, self._config_of(target)))
         state.preparing = {key: state.preparing.get(key, "waiting") for key in self._tasks}
 
@@ -80,14 +82,14 @@ class UpdatePrefetch:
             task.cancel()
 
     async def _prepare(self, before: Preparation, config: ReplicaConfig) -> None:
-        state, looked = self._state, self._state.looked[before.model]
+        state, looked = self._state, self._state.source_refreshes[before.model]
         ready = await self._made_ready(before, config)
-        if looked != state.looked[before.model]:
+        if looked != state.source_refreshes[before.model]:
             return  # it is what the source had, and another task brings what it has now
         if isinstance(ready, Failure):
             after = before.failed(ready, state.clock(), stopped=ready.reaction is Reaction.STOP)
             what = f"{ready}; the old replicas go on serving"
-            state.tell("error", "PreparationFailed", what, model=before.model, host=before.host)
+            state.record_event("error", "PreparationFailed", what, model=before.model, host=before.host)
         else:
             after = dataclasses.replace(before, done=True, failures=0, reason=None)
             state.pin(ready)
@@ -107,7 +109,7 @@ class UpdatePrefetch:
             # not into the log of the replica that serves with that number
             ready = msgspec.structs.replace(state.pinned(ready), log=str(self._log_of(before.model)))
             watching = _Watching(state, before, self._fetched, self._wake)
-            work = get_ready(ready, self._cluster, watching, state.clock, checks=True)
+            work = prepare(ready, self._cluster, watching, state.clock, checks=True)
             return await self._within(deadlines, watching, work)
         except Exception as error:  # the old replicas serve, and it is tried again
             log.exception("%s cannot be made ready on %s", before.model, before.host)
@@ -143,7 +145,7 @@ class UpdatePrefetch:
 
 
 class _Watching:
-    """Tells of what an update waits for (`ahead.Watching`)."""
+    """Tells of what an update waits for (`preparation.PreparationObserver`)."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class _Watching:
     def fetched(self, found: Fetched) -> None:
         self._fetched(self._of.model, found)
         what = fetched_text(found.bytes, found.moved, found.seconds, found.warning)
-        self._state.tell(
+        self._state.record_event(
             "warning" if found.warning else "info", "Fetched", what, model=self._of.model, host=self._of.host
         )
 
@@ -183,7 +185,7 @@ class _Watching:
 
     def not_fetched(self, failure: Failure) -> None:
         self._fetched(self._of.model, None)
-        self._state.tell("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
+        self._state.record_event("error", "FetchFailed", str(failure), model=self._of.model, host=self._of.host)
 
     def checking(self) -> None:
         self._enter("checking")
@@ -193,7 +195,7 @@ class _Watching:
 
     def unforeseen(self, failure: Failure) -> None:
         what = f"{failure}; the start compiles on its cores what it must"
-        self._state.tell("warning", "ForeseeFailed", what, model=self._of.model, host=self._of.host)
+        self._state.record_event("warning", "ForeseeFailed", what, model=self._of.model, host=self._of.host)
 
     def compiling(self, missing: list[str]) -> None:
         self._enter("compiling")
@@ -203,4 +205,4 @@ class _Watching:
         self._tell("Compiled", f"ahead, in {seconds:.0f} s")
 
     def _tell(self, reason: str, message: str) -> None:
-        self._state.tell("info", reason, message, model=self._of.model, host=self._of.host)
+        self._state.record_event("info", reason, message, model=self._of.model, host=self._of.host)

@@ -1,1 +1,1 @@
-"""What the controller knows and has decided, with the journal behind it."""
+"""The controller's state of the fleet, persisted in the journal."""

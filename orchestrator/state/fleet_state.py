@@ -1,4 +1,4 @@
-"""What the controller knows and has decided: one owner of state, with the journal behind it. No effects in here."""
+"""The controller's observed and desired state of the fleet, persisted in the journal. No other effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.fleet.effects import CoreOwner, Suspect
 from orchestrator.fleet.lifecycle import STARTING, State
 from orchestrator.fleet.progress_text import problem_text
-from orchestrator.fleet.reachability import Reach
+from orchestrator.fleet.reachability import Reachability
 from orchestrator.fleet.snapshot import ReplicaView
 from orchestrator.records.journal import (
     Damage,
@@ -38,9 +38,17 @@ from orchestrator.records.journal import (
 )
 from orchestrator.revisions.resolved_revision import ResolvedRevision, read_generation
 from orchestrator.revisions.rollback import reverted
-from orchestrator.rollout.preparation import Preparation, coming, takes_long
-from orchestrator.rollout.relocation import Relocation, room_for
-from orchestrator.rollout.rollout_step import DesiredModel, Former, Goal, Situation, Step, aim, deferred
+from orchestrator.rollout.preparation import Preparation, takes_long, upcoming_targets
+from orchestrator.rollout.relocation import Relocation, find_relocation
+from orchestrator.rollout.rollout_step import (
+    DesiredModel,
+    Former,
+    Goal,
+    Situation,
+    Step,
+    compute_goal,
+    defer_displacements,
+)
 from orchestrator.rollout.rollout_step import ReplicaTarget as ReplicaTarget
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose
 from orchestrator.scaling.schedules import Bounds, bounds
@@ -55,23 +63,23 @@ log = logging.getLogger(__name__)
 
 Level = Literal["info", "warning", "error"]
 Outcome = Literal["progressing", "paused", "canary", "complete", "failed", "rolled_back"]
-ROOM_S = 60.0  # between two attempts to make room; and how long one may take beside the starts
-MOST_DAMAGE = 3  # sentences in one record
-HELD_RECORDS = 1000  # decisions and events that wait for room on the disk
+ROOM_S = 60.0  # between two relocation attempts; and the limit of one, beside the starts
+MOST_DAMAGE = 3  # damage descriptions in one record
+HELD_RECORDS = 1000  # decisions and events buffered while the disk is full
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """A rollout has failed: what it goes back to, the failed model, and why."""
+    """A failed rollout: the revision to restore, the failed model, and the cause."""
 
     to: ResolvedRevision
     model: str
     cause: str
-    undone: tuple[int, ...] = ()  # the revisions that alone are taken back; else all since ``to``
+    undone: tuple[int, ...] = ()  # the only revisions to revert; empty: all since ``to``
 
 
 class FleetState:
-    """One fleet. Used from one event loop, so there are no locks."""
+    """The state of one fleet. Used from one event loop, so there are no locks."""
 
     def __init__(
         self,
@@ -81,12 +89,12 @@ class FleetState:
         wall: Callable[[], float] = time.time,
         restarted: bool = False,
     ) -> None:
-        """Take up the journal's last revision, or make the `up`'s own the first of this fleet.
+        """Resume the journal's last revision, or record the spec of `up` as the first one of this fleet.
 
-        ``restarted``: another controller of this fleet came before. Then a journal that is damaged may have had a newer
-        revision, and holds the fleet; at the first start the spec of `up` is the operator's word.
+        ``restarted``: this fleet had an earlier controller. A damaged journal may then have lost a newer revision, and
+        holds the fleet; at the first start the spec of `up` is current.
 
-        Raises ValueError when that spec has errors: `up` has checked it before.
+        Raises ValueError if that spec has errors; `up` has checked it before.
         """
         self.settings = settings
         self.journal = journal
@@ -94,7 +102,7 @@ class FleetState:
         self.wall = wall
         self.machine = Machine(settings.cpus, settings.instance)
         self._unwritten: list[Record] = []
-        self.suspects: dict[str, dict[int, Suspect]] = {}  # by host and core: what a failure has told of them
+        self.suspects: dict[str, dict[int, Suspect]] = {}  # by host and core, after failures
         known = journal.state()
         last = known.revisions.get(known.revision or 0)
         begins = last is None or last.fleet != settings.fleet
@@ -105,55 +113,55 @@ class FleetState:
         if confirmed:
             self._report_damage()  # before the revision, which ends the hold
         if begins and not (restarted and journal.damage):
-            for model in known.scales:  # said of an earlier fleet; cordons are about the machine, and stay
+            for model in known.scales:  # of an earlier fleet; cordons concern the machine and stay
                 self.note(Scale(model=model, count=None, by="up"))
             for model in known.targets:
                 self.note(Target(model=model, count=None))
-            for record in failed_cores(known):  # somebody may have mended them: they are tried again
+            for record in failed_cores(known):  # they may have been repaired, and are tried again
                 self.note(msgspec.structs.replace(record, on=False))
         else:
             for record in failed_cores(known):
                 self.suspects.setdefault(record.host, {})[record.core] = Suspect(record.cause)
         if begins:
             self.note(self.current.revision)
-            self.tell("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
+            self.record_event("info", "FleetStarted", f"revision {self.current.number} of {settings.spec_file}")
         if not confirmed:
             self._report_damage()
         if self.hold is not None:
-            self.tell("error", "ActionsHeld", problem_text(self.hold))
-        self.stable: ResolvedRevision | None = None  # what a failed rollout goes back to; None while there is nothing
+            self.record_event("error", "ActionsHeld", problem_text(self.hold))
+        self.stable: ResolvedRevision | None = None  # the revision that a failed rollout restores
         self._find_stable()
         self.views: dict[str, ReplicaView] = {}
-        self.configs: dict[str, ReplicaConfig] = {}  # what each of them was told
-        self.epochs: dict[str, int] = dict(known.epochs)  # the last one of each replica that ever was
+        self.configs: dict[str, ReplicaConfig] = {}  # of each replica
+        self.epochs: dict[str, int] = dict(known.epochs)  # the last epoch of every replica that ever existed
         self.quarantined: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
-        self.reach = Reach()
+        self.reach = Reachability()
         self.unreachable: frozenset[str] = frozenset()  # replicas that a gateway cannot connect to, as of this round
-        self.woken: set[str] = set()  # models of min 0 that a request has started
-        self.targets = dict(journal.state().targets)  # what the autoscaler aims at, where it is not what the spec says
-        self.held_back: dict[str, str] = {}  # why the autoscaler starts nothing of a model that is asked for
-        self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # and the minute that they hold in
-        self.ways: dict[str, UpdateStrategy] = {}  # of models whose replicas are being replaced
-        self._holding: set[str] = set()  # models whose replicas were to be swapped by `hold`, until that is settled
-        self.coming: tuple[ReplicaTarget, ...] = ()  # old ones go for them once their hosts have what they load
+        self.woken: set[str] = set()  # models with min 0 that a request started
+        self.targets = dict(journal.state().targets)  # of the autoscaler, where they differ from the spec
+        self.held_back: dict[str, str] = {}  # by model, why the autoscaler does not start requested replicas
+        self._bounds: dict[str, tuple[ModelSpec, float, Bounds]] = {}  # with the minute in which they apply
+        self.strategies: dict[str, UpdateStrategy] = {}  # of models that are being updated
+        self._holding: set[str] = set()  # models updated by `hold`, until they are settled
+        self.upcoming: tuple[ReplicaTarget, ...] = ()  # they displace others once their hosts are prepared
         self.preparations: dict[tuple[str, str, str], Preparation] = {}
-        self.preparing: Mapping[tuple[str, str, str], str] = {}  # of these, what is under way, and its phase
-        self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start compiles nothing
+        self.preparing: Mapping[tuple[str, str, str], str] = {}  # those in progress, with their phase
+        self.compiled_on: set[tuple[str, str, str]] = set()  # (model, version, host) whose start has nothing to compile
         self.pins = {  # by model and version
             (pin.model, pin.version): (pin.origin, pin.draft_origin) for pin in journal.state().pins.values()
         }
-        self.looked: Counter[str] = Counter()  # by model, how often somebody wanted what its source has now
-        self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, those that go on
-        self.held: Mapping[str, frozenset[str]] = {}  # by host, the sources elsewhere that are there as a whole
+        self.source_refreshes: Counter[str] = Counter()  # by model, how often its source was refreshed
+        self.fetches: Mapping[str, tuple[FetchStatus, ...]] = {}  # by host, fetches in progress
+        self.held: Mapping[str, frozenset[str]] = {}  # by host, the remote sources that are complete there
         self.goal = Goal()
-        self._lost_former: set[str] = set()  # models that miss replicas of their former version
-        self.room: Relocation | None = None  # that is being made for what is blocked
+        self._lost_former: set[str] = set()  # models that lost replicas of their former version
+        self.room: Relocation | None = None  # in progress
         self._room_since = float("-inf")
-        self._no_room: tuple[object, object] | None = None  # what lay where, and what was missing, when none was found
+        self._no_room: tuple[object, object] | None = None  # placements and missing replicas when none was found
         self._numbers: dict[str, int] = {}
         self._progress: tuple[Any, float] = ((), clock())
-        self._late: set[str] = set()  # models without progress for their deadline, and without a way back
+        self._late: set[str] = set()  # models past their progress deadline that cannot be rolled back
 
     def _first_revision(self, known: JournalState) -> Revision:
         settings = self.settings
@@ -170,27 +178,27 @@ class FleetState:
         )
 
     def _find_stable(self) -> None:
-        """The latest revision of this fleet that was complete, unless the current one is itself."""
+        """Set ``stable`` to the latest completed revision of this fleet, unless that is the current one."""
         known = self.journal.state()
         last = known.revisions.get(known.completed or 0)
         if last is not None and last.fleet == self.settings.fleet and last.number != self.current.number:
             self.stable = read_generation(last, self.machine)
 
     def _report_damage(self) -> None:
-        """An event for each damage of the journal, and the record that holds the fleet until the next revision."""
+        """Record each damage of the journal as an event, and hold the fleet until the next revision."""
         damage = self.journal.damage
         if not damage:
             return
         more = len(damage) - MOST_DAMAGE
         self.note(Damage(what="; ".join(damage[:MOST_DAMAGE]) + (f"; and {more} more" if more > 0 else "")))
         for what in damage:
-            self.tell("error", "JournalDamaged", f"journal-damaged: {what}")
+            self.record_event("error", "JournalDamaged", f"journal-damaged: {what}")
 
     # The journal
 
     @property
     def hold(self) -> Problem | None:
-        """Why nothing is started, stopped or moved until an operator has applied a spec; None: nothing is held."""
+        """Why no replica is started, stopped or moved until an operator applies a spec; None: the fleet is not held."""
         damage = self.journal.state().held
         for record in self._unwritten:
             damage = record.what if isinstance(record, Damage) else None if isinstance(record, Revision) else damage
@@ -203,43 +211,43 @@ class FleetState:
 
     @property
     def next_number(self) -> int:
-        """Of the next revision."""
+        """The number of the next revision."""
         return max(self.current.number + 1, self.journal.state().next_revision)
 
     def record(self, record: Record) -> None:
-        """Write what someone has asked for. Raises JournalUnwritable: then it is not to be done."""
+        """Write a record of an operator's request. Raises JournalUnwritable: then the request must be rejected."""
         self.flush()
         self.journal.append(record)
 
     def note(self, record: Record) -> None:
-        """Write what the controller does by itself: repairs go on when the disk is full, and are written later."""
+        """Write a record of the controller's own action; on a full disk it is buffered, since repairs must go on."""
         try:
             self.record(record)
         except JournalUnwritable as error:
             if not self._unwritten:
-                log.error("the journal cannot be written, repairs go on without: %s", error)
+                log.error("the journal cannot be written; repairs continue, their records are buffered: %s", error)
             self._unwritten.append(record)
-            if len(self._unwritten) > HELD_RECORDS:  # an event is the least loss
+            if len(self._unwritten) > HELD_RECORDS:  # events are the least important
                 oldest = next((i for i, one in enumerate(self._unwritten) if isinstance(one, Event)), 0)
                 del self._unwritten[oldest]
 
     def flush(self) -> None:
-        """Write what had to wait. Raises JournalUnwritable."""
+        """Write the buffered records. Raises JournalUnwritable."""
         while self._unwritten:
             self.journal.append(self._unwritten[0])
             self._unwritten.pop(0)
 
     @property
     def writable(self) -> bool:
-        """Whether everything is in the journal."""
+        """Whether all records are in the journal."""
         return not self._unwritten
 
-    def try_to_write(self) -> None:
-        """Write what had to wait, if there is room now."""
+    def try_flush(self) -> None:
+        """Write the buffered records if the disk allows it."""
         with contextlib.suppress(JournalUnwritable):
             self.flush()
 
-    def tell(
+    def record_event(
         self,
         level: Level,
         reason: str,
@@ -249,7 +257,7 @@ class FleetState:
         model: str | None = None,
         host: str | None = None,
     ) -> None:
-        """An event, for people."""
+        """Log a message and record it as an event."""
         log.log(
             logging.INFO if level == "info" else logging.WARNING, "%s: %s", view.id if view else model or host, message
         )
@@ -265,7 +273,7 @@ class FleetState:
         )
 
     def decide(self, action: Any, view: ReplicaView, reason: str) -> None:
-        """Note what is about to be done to a replica."""
+        """Record an action on a replica before it is executed."""
         self.note(
             Decision(
                 action=action,
@@ -279,19 +287,19 @@ class FleetState:
             )
         )
 
-    # What is wished
+    # Desired state
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """All that the spec means."""
+        """All hosts of the spec."""
         return self.current.hosts
 
     @property
     def living_hosts(self) -> tuple[Host, ...]:
         return tuple(host for host in self.hosts if host.name not in self.lost)
 
-    def wanted(self, model: ModelSpec) -> int:
-        """How many replicas it should have: as someone has scaled it, else as the autoscaler and the spec say."""
+    def desired_count(self, model: ModelSpec) -> int:
+        """Returns the desired number of replicas: the manual scale, else the autoscaler's and the spec's."""
         scale = self.journal.state().scales.get(model.name)
         if scale is not None and scale.sleep:
             return 0
@@ -300,17 +308,17 @@ class FleetState:
         return self.target(model)
 
     def target(self, model: ModelSpec) -> int:
-        """What it would be if nobody had scaled it by hand: what the autoscaler aims at, within the bounds."""
+        """Returns the desired number without a manual scale: the autoscaler's target within the bounds."""
         held = self.bounds(model)
         count = self.targets.get(model.name) if model.scaling.auto else None
         return min(max(held.min, self._least(model) if count is None else count), held.max)
 
     def _least(self, model: ModelSpec) -> int:
-        """Without a decision of the autoscaler: min, or one that a request has started."""
+        """Returns the desired number without the autoscaler: min, or 1 if a request started the model."""
         return max(self.bounds(model).min, 1 if model.name in self.woken else 0)
 
     def bounds(self, model: ModelSpec) -> Bounds:
-        """How many there are at least and at most, now: of the spec, and of the schedules that hold."""
+        """Returns the current limits of the number of replicas, from the spec and its schedules."""
         if not model.scaling.schedules:
             return Bounds(min(model.replicas.min, model.replicas.max), model.replicas.max)
         minute = self.wall() // 60.0
@@ -320,8 +328,8 @@ class FleetState:
             known = self._bounds[model.name] = model, minute, held
         return known[2]
 
-    def aim_at(self, model: ModelSpec, count: int | None) -> None:
-        """The autoscaler has decided, or (None) is to be heard no longer: it is as the spec and the requests say."""
+    def set_target(self, model: ModelSpec, count: int | None) -> None:
+        """Set the autoscaler's target; None clears it, so that the spec and the requests decide."""
         held = self.bounds(model)
         if count == 0:
             self.woken.discard(model.name)
@@ -335,24 +343,24 @@ class FleetState:
             self.note(Target(model=model.name, count=told))
 
     def required(self, model: ModelSpec) -> int:
-        """Of those that are wanted the ones that a rollout waits for: what the autoscaler adds comes as cores allow."""
+        """Returns how many replicas a rollout waits for: those that the autoscaler adds start as cores allow."""
         scaled = self.journal.state().scales.get(model.name)
-        wanted = self.wanted(model)
+        wanted = self.desired_count(model)
         return wanted if scaled is not None else min(wanted, self._least(model))
 
     def settled(self, model: ModelSpec) -> bool:
-        """Whether nothing of the rollout is left to do for it."""
+        """Returns whether the rollout of the model is finished."""
         step = self.goal.steps.get(model.name)
         return step is not None and step.old == 0 and step.ready >= self.required(model)
 
-    def sleeps(self, model: str) -> bool:
-        """Whether it was unloaded by hand, so that no request starts it."""
+    def is_unloaded(self, model: str) -> bool:
+        """Returns whether the model was unloaded or scaled to 0 manually, so that requests do not start it."""
         scale = self.journal.state().scales.get(model)
         return scale is not None and (scale.sleep or scale.count == 0)
 
     @property
     def outcome(self) -> RolloutState | None:
-        """What was last noted about the rollout of the current revision."""
+        """The last recorded state of the current revision's rollout."""
         for record in reversed(self._unwritten):
             if isinstance(record, RolloutState) and record.revision == self.current.number:
                 return record
@@ -360,21 +368,21 @@ class FleetState:
 
     @property
     def in_canary(self) -> bool:
-        """Whether the current revision waits for someone to promote it."""
+        """Whether the current revision is a canary that was not promoted."""
         return self.current.revision.canary is not None and self.journal.state().promoted != self.current.number
 
     @property
     def frozen(self) -> bool:
-        """Whether the rollout stands still: paused, or failed with nothing to go back to."""
+        """Whether the rollout is stopped: paused, or failed without a revision to restore."""
         return self.outcome is not None and self.outcome.state in ("paused", "failed")
 
-    def wish(self, model: ModelSpec) -> DesiredModel:
-        """What the model should become, now."""
-        way = self.ways.get(model.name)
+    def desired_model(self, model: ModelSpec) -> DesiredModel:
+        """Returns the desired state of the model."""
+        way = self.strategies.get(model.name)
         version = self.current.versions[model.name]
         return DesiredModel(
             model,
-            self.wanted(model),
+            self.desired_count(model),
             version,
             strategy="surge" if way is None else way.strategy,
             mixes=self.mixes(self.current, model),
@@ -384,11 +392,11 @@ class FleetState:
             former=self._former(model),
             reachable=model.name in self._late
             or self.journal.state().completed == self.current.number
-            or self.wanted(model) > self.required(model),
+            or self.desired_count(model) > self.required(model),
         )
 
     def _former(self, model: ModelSpec) -> Former | None:
-        """The version to which its lost replicas return: only somebody's word, or a rollout that goes on, ends it."""
+        """Returns the version in which lost replicas restart during a canary or a frozen rollout."""
         before = self.stable
         if before is None or not (self.in_canary or self.frozen):
             return None
@@ -398,14 +406,14 @@ class FleetState:
         return Former(old, before.versions[model.name], before.checkpoints.get(model.name))
 
     def generation_of(self, model: str, version: str) -> ResolvedRevision:
-        """The generation by which a replica of that version is started."""
+        """Returns the revision from which a replica of that version is started."""
         before = self.stable
         if before is None or version == self.current.versions.get(model) or version != before.versions.get(model):
             return self.current
         return before
 
     def mixes(self, generation: ResolvedRevision, model: ModelSpec) -> bool:
-        """Whether replicas of other versions than that generation's read the same tokens out of a text."""
+        """Returns whether all running versions of the model have the same tokenizer as ``generation``."""
         version, own = generation.versions[model.name], generation.tokenizers[model.name]
         return all(
             self.configs[view.id].tokenizer == own
@@ -414,7 +422,7 @@ class FleetState:
         )
 
     def blocked(self) -> dict[str, frozenset[int]]:
-        """Cores by host where nothing new may go."""
+        """Returns the cores by host where no replica may be placed."""
         cordons = self.journal.state().cordons
         found = {}
         for host in self.hosts:
@@ -426,16 +434,16 @@ class FleetState:
         return found
 
     def quarantine(self, host: str) -> dict[int, CoreOwner | Suspect]:
-        """The cores of a host that get no replica: others hold them, or they have failed; each with what is known."""
+        """Returns the quarantined cores of a host, each with its foreign owner or the failure that caused it."""
         return {**self.quarantined.get(host, {}), **self.suspects.get(host, {})}
 
     def drained(self) -> dict[str, frozenset[int]]:
-        """Cores by host whose replicas shall move."""
+        """Returns the cores by host whose replicas have to move."""
         drains = self.journal.state().drains
         return {host.name: frozenset(range(host.cores)) for host in self.hosts if host.name in drains}
 
     def replaced(self) -> frozenset[tuple[str, int]]:
-        """(id, epoch) of the replicas that shall be replaced by new processes."""
+        """Returns the (id, epoch) of replicas that need a new process."""
         return frozenset(
             (view.id, view.epoch)
             for view in self.views.values()
@@ -443,12 +451,12 @@ class FleetState:
         )
 
     def situation(self) -> Situation:
-        """All that is decided from."""
+        """Returns the input of `compute_goal`."""
         return Situation(
             self.current.spec,
             self.living_hosts,
             self.current.checkpoints,
-            {model.name: self.wish(model) for model in self.current.spec.models},
+            {model.name: self.desired_model(model) for model in self.current.spec.models},
             tuple(self.views.values()),
             self._blocked_or_held(),
             self.drained(),
@@ -457,7 +465,7 @@ class FleetState:
         )
 
     def sources(self, model: ModelSpec) -> frozenset[str]:
-        """Those of the model and its draft that must be fetched."""
+        """Returns the remote sources of the model and its draft."""
         if not takes_long(model, self.current.engines[model.name]):
             return frozenset()
         elsewhere = {model.source} if model.source_kind != "path" else set()
@@ -465,7 +473,7 @@ class FleetState:
         return frozenset(elsewhere | draft)
 
     def _models_held(self) -> dict[str, frozenset[str]]:
-        """By host, the models that would have nothing to fetch there."""
+        """Returns the models by host that have nothing to fetch there."""
         wanted = {model.name: sources for model in self.current.spec.models if (sources := self.sources(model))}
         if not wanted:
             return {}
@@ -475,26 +483,26 @@ class FleetState:
         }
 
     def preparation(self, target: ReplicaTarget) -> Preparation:
-        """How far what that replica needs is on its host."""
+        """Returns the preparation of the target's host for it."""
         new = Preparation(target.model, target.version, target.host)
         return self.preparations.get(new.key, new)
 
     def pinned(self, config: ReplicaConfig) -> ReplicaConfig:
-        """The configuration with the content that replicas of its version got: all of them load the same."""
+        """Returns the configuration with the pinned content: all replicas of a version load the same."""
         origin, draft = self.pins.get((config.model, config.version), (None, None))
         return msgspec.structs.replace(
             config, origin=origin or config.origin, draft_origin=draft or config.draft_origin
         )
 
     def pin(self, config: ReplicaConfig) -> None:
-        """Replicas of its version load what this one does from now on; a warning where that is not what they did."""
+        """Pin the content of ``config`` for its version; record a warning if another one was pinned."""
         key, now = (config.model, config.version), (config.origin, config.draft_origin)
         if now == (None, None):
             return
         before = self.pins.get(key)
         if before is not None and before != now:
-            what = "its source has other content now, and what it had is not kept: from here on replicas load the new"
-            self.tell("warning", "SourceChanged", what, model=config.model)
+            what = "its source has changed, and its previous content is not stored: new replicas load the new content"
+            self.record_event("warning", "SourceChanged", what, model=config.model)
         if before != now:
             self.pins[key] = now
             self.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
@@ -504,98 +512,103 @@ class FleetState:
             del self.pins[model, version]
             self.note(Pin(model=model, version=version, origin=None))
 
-    def look_again(self, model: str) -> None:
-        """Somebody wants new processes of the model: they load what its source has now."""
-        self.looked[model] += 1
+    def refresh_source(self, model: str) -> None:
+        """Forget the pinned content of the model, so that new processes load what its source has now."""
+        self.source_refreshes[model] += 1
         self._unpin([key for key in self.pins if key[0] == model])
         self.compiled_on = {key for key in self.compiled_on if key[0] != model}
         self.preparations = {key: one for key, one in self.preparations.items() if key[0] != model}
 
     def _blocked_or_held(self) -> dict[str, frozenset[int]]:
-        """The room that is being made is nobody's until it is empty."""
+        """Returns the blocked cores and those that a relocation is emptying."""
         blocked = self.blocked()
         for host, cores in (self.room.cores if self.room is not None else {}).items():
             blocked[host] = blocked.get(host, frozenset()) | cores
         return blocked
 
-    def aim(self) -> Goal:
-        """What should be now. A model whose replicas must be replaced gets its way here, and keeps it to the end."""
+    def update_goal(self) -> Goal:
+        """Compute the desired state. A model with old replicas gets its update strategy here, until it is settled."""
         situation = self.situation()
-        goal = aim(situation)
-        if self.hold is not None:  # nothing is done for it: it says what there is, for the routes and the status
+        goal = compute_goal(situation)
+        if self.hold is not None:  # not acted upon: routes and status show it
             self.goal = goal
             return goal
         undecided = [name for name, step in goal.steps.items() if step.old and self._needs_way(name, step, goal)]
         for name in undecided:
             way = choose(situation, name)
-            if way != self.ways.get(name):
-                outage = "an outage nobody has measured" if way.outage_s is None else f"{way.outage_s:.0f} s of outage"
-                self.tell("info", "UpdateStrategy", f"{way.strategy}, {outage}: {way.why}", model=name)
-            self.ways[name] = way
+            if way != self.strategies.get(name):
+                outage = "an outage of unknown length" if way.outage_s is None else f"{way.outage_s:.0f} s of outage"
+                self.record_event("info", "UpdateStrategy", f"{way.strategy}, {outage}: {way.why}", model=name)
+            self.strategies[name] = way
             if way.strategy == "hold":
                 self._holding.add(name)
         for name, step in goal.steps.items():
-            if step.settled(situation.wishes[name]):
-                self.ways.pop(name, None)
+            if step.settled(situation.desired_models[name]):
+                self.strategies.pop(name, None)
                 self._holding.discard(name)
-        for name in self.ways.keys() - goal.steps.keys():
-            del self.ways[name]
+        for name in self.strategies.keys() - goal.steps.keys():
+            del self.strategies[name]
         if undecided:
             situation = self.situation()
-            goal = aim(situation)
+            goal = compute_goal(situation)
         self.goal = self._with_awaited(situation, goal)
         self._tell_lost()
         if self._make_room():
-            return self.aim()
+            return self.update_goal()
         return self.goal
 
     def _with_awaited(self, situation: Situation, goal: Goal) -> Goal:
-        """The same, but that no old replica goes for one for which not all is done that needs no cores."""
-        self.coming = ()
+        """Returns the goal in which old replicas stay until the hosts of their successors are prepared."""
+        self.upcoming = ()
         awaited = situation
         for name, step in goal.steps.items():
-            way = self.ways.get(name)
+            way = self.strategies.get(name)
             if not step.old or way is None or way.strategy == "surge" or self.frozen:
                 continue
-            missing = tuple(one for one in coming(situation, name) if not self.preparation(one).done)
+            missing = tuple(one for one in upcoming_targets(situation, name) if not self.preparation(one).done)
             if missing:
-                self.coming += missing
-                awaited = awaited.with_wish(dataclasses.replace(awaited.wishes[name], awaited=True))
-        goal = goal if awaited is situation else aim(awaited)
+                self.upcoming += missing
+                awaited = awaited.with_desired(dataclasses.replace(awaited.desired_models[name], awaited=True))
+        goal = goal if awaited is situation else compute_goal(awaited)
         if self.frozen:
             return goal
         planned = Counter(target.model for target in goal.targets)
-        short = {name for name, wish in situation.wishes.items() if planned[name] < wish.count}
-        goal, waiting = deferred(goal, situation.views, self._is_lacking, lambda view: self._may_stay(view, short))
-        self.coming += waiting
+        short = {name for name, desired in situation.desired_models.items() if planned[name] < desired.count}
+        goal, waiting = defer_displacements(
+            goal, situation.views, self._is_lacking, lambda view: self._may_stay(view, short)
+        )
+        self.upcoming += waiting
         return goal
 
     def _is_lacking(self, target: ReplicaTarget) -> bool:
-        """Whether not all is done for it: where a replica like it was ready, only what it loads may be gone again."""
+        """Returns whether the host is not prepared for the target. After a ready start only fetches can remain."""
         model, preparation = self.current.spec.model(target.model), self.preparation(target)
         if model is None or preparation.done:
             return False
         return takes_long(model, self.current.engines[model.name]) or preparation.key not in self.compiled_on
 
     def _may_stay(self, view: ReplicaView, short: Collection[str]) -> bool:
-        """Nobody has told it to go: others need its cores more, that is all. ``short``: the models that lose some."""
+        """Returns whether a displaced replica may continue: neither an operator nor the spec stops it.
+
+        ``short`` has the models with fewer targets than desired.
+        """
         told = self.current.spec.model(view.model) is None
         told = told or (view.model in self.journal.state().scales and view.model not in short)
         drained = view.host in self.journal.state().drains or view.host in self.lost
         return not told and not drained and (view.id, view.epoch) not in self.replaced()
 
     def _tell_lost(self) -> None:
-        """An event when replicas of a former version are gone."""
+        """Record an event when replicas of a former version are lost."""
         lost = {name: step.lost for name, step in self.goal.steps.items() if step.lost}
         for name in lost.keys() - self._lost_former:
             missing = [p.what for one in self.goal.plan.unplaced if one.model == name for p in one.problems]
-            what = f"no place is free, the new version serves alone: {missing[0]}" if missing else "starting elsewhere"
+            what = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
             count = f"{lost[name]} replica{'' if lost[name] == 1 else 's'} of the former version"
-            self.tell("warning", "FormerVersionLost", f"{count} lost: {what}", model=name)
+            self.record_event("warning", "FormerVersionLost", f"{count} lost: {what}", model=name)
         self._lost_former = set(lost)
 
     def _make_room(self) -> bool:
-        """Begin to make room, or be done with it; True when that changes what should be now."""
+        """Start or end a relocation. Returns whether the goal must be computed again."""
         now = self.clock()
         if self.room is not None:
             late = now - self._room_since > ROOM_S + max(view.deadlines.start_s for view in self.room.moving)
@@ -609,37 +622,37 @@ class FleetState:
         missing = tuple((one.model, one.replica) for one in self.goal.plan.unplaced)
         if not missing or (lying, missing) == self._no_room:
             return False
-        room = room_for(self.situation(), self.goal)
+        room = find_relocation(self.situation(), self.goal)
         if room is None:
             self._no_room = (lying, missing)
             return False
         self.room, self._room_since = room, now
         for view in room.moving:
             self.note(Replace(model=view.model, replica=view.replica, epoch=view.epoch, by="the controller"))
-            self.tell(
-                "info", "MakingRoom", f"it goes elsewhere, to make room for {' and '.join(room.models)}", view=view
+            self.record_event(
+                "info", "MakingRoom", f"it is moved to make room for {' and '.join(room.models)}", view=view
             )
         return True
 
     def _needs_way(self, name: str, step: Step, goal: Goal) -> bool:
-        """It has none, or the one it has finds no place for the next replica."""
-        way = self.ways.get(name)
+        """Returns whether the model has no strategy, or one that cannot place the next replica."""
+        way = self.strategies.get(name)
         if way is None:
             return True
         stuck = any(missing.model == name for missing in goal.plan.unplaced)
         return stuck and way.strategy in ("surge", "borrow") and not self.frozen
 
     def holds(self, model: ModelSpec) -> bool:
-        """Whether requests wait while the model has no ready replica: an update swaps it by `hold`, or has done so and
-        is being rolled back. A controller that was started again goes by the spec alone."""
+        """Returns whether requests wait while the model has no ready replica: it is being updated or rolled back with
+        `hold`. A restarted controller decides by the spec alone."""
         held = model.name in self._holding or (model.update.strategy == "hold" and self.stable is not None)
-        failed = self.outcome is not None and self.outcome.state == "failed"  # and nothing is tried any more
-        return held and not failed and self.wanted(model) > 0
+        failed = self.outcome is not None and self.outcome.state == "failed"  # no more attempts follow
+        return held and not failed and self.desired_count(model) > 0
 
     # The rollout
 
     def rollout_state(self) -> tuple[Outcome, str]:
-        """How far the current revision is, and why."""
+        """Returns the state of the current revision's rollout, and the reason."""
         outcome = self.outcome
         if outcome is not None and outcome.state != "progressing":
             return outcome.state, outcome.reason
@@ -660,36 +673,36 @@ class FleetState:
         return not step.old or step.ready >= step.count
 
     def leaving(self) -> Counter[str]:
-        """Replicas of models that the spec no longer has, by model."""
+        """Returns the number of replicas by model, of models that the spec no longer has."""
         return Counter(view.model for view in self.views.values() if self.current.spec.model(view.model) is None)
 
     def _unsettled(self, counts: Callable[[Step], bool] = lambda step: True) -> str:
-        """The models that are under way, in a sentence."""
+        """Returns the progress of unfinished models as text."""
         parts = []
         for model in self.current.spec.models:
             step = self.goal.steps.get(model.name)
             if step is not None and not self.settled(model) and counts(step):
-                parts.append(f"{model.name}: {step.ready} of {self.wanted(model)} ready, {step.old} old")
+                parts.append(f"{model.name}: {step.ready} of {self.desired_count(model)} ready, {step.old} old")
         return "; ".join([*parts, *(f"{name}: 0 of 0 ready, {old} old" for name, old in self.leaving().items())])
 
     def follow_rollout(self) -> Rollback | None:
-        """See how the rollout goes, and note its end. When it has failed: what to go back to."""
+        """Check the progress of the rollout and record its end. Returns the rollback if it failed."""
         state, _ = self.rollout_state()
         if state != "progressing":
             self.restart_progress()
             return None
         unsettled = [model for model in self.current.spec.models if not self.settled(model)]
         if not unsettled and not self.leaving():
-            self._end("complete", "every model is as the spec says")
+            self._end("complete", "every model matches the spec")
             self.stable = None
             return None
         back = self.stable
         if self.current.revision.cause == "rollback" and not any(map(self._changes, self.current.spec.models)):
-            back = None  # it is all that is known to work
+            back = None  # there is no other revision that is known to work
         under_way = [model for model in unsettled if back is None or self._changes(model)]
         self._watch_progress(under_way)
-        if back is None:  # it is tried on, ever more seldom
-            self._promise_less(under_way)
+        if back is None:  # retried with growing pauses
+            self._limit_stuck_models(under_way)
             return None
         failed = self._failure(under_way)
         if failed is None:
@@ -701,10 +714,10 @@ class FleetState:
         return None
 
     def _watch_progress(self, under_way: Iterable[ModelSpec]) -> None:
-        """Note when something has moved last.
+        """Update the time of the last progress.
 
-        A start has its whole time, that of the compiler too, and time is no fault of a new version while
-        requests drain or a host is lost. Failed starts are counted, so that an update whose starts all hang ends too.
+        Starts within their deadlines, compilation, drains and missing replicas of a lost host count as progress. Failed
+        starts are counted elsewhere, so that an update whose starts all hang ends as well.
         """
         now = self.clock()
         reach = tuple((name, step.old, step.ready) for name, step in self.goal.steps.items())
@@ -719,23 +732,23 @@ class FleetState:
         if reach != self._progress[0] or starting or draining or homeless:
             self._progress = (reach, now)
 
-    def _promise_less(self, under_way: Iterable[ModelSpec]) -> None:
-        """Old replicas are kept for as many as are wished. Where so many find no place that would be for ever."""
+    def _limit_stuck_models(self, under_way: Iterable[ModelSpec]) -> None:
+        """Limit stuck models to as many replicas as can be placed: otherwise their old replicas would stay forever."""
         quiet = self.clock() - self._progress[1]
         for model in under_way:
             late = quiet > model.update.progress_deadline_s and self.goal.steps[model.name].keep
             if late and not self.in_canary and model.name not in self._late:
                 self._late.add(model.name)
-                what = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to go back to"
-                kept = "old replicas stay only for as many new ones as find a place"
-                self.tell("warning", "UpdateStuck", f"{what}: {kept}", model=model.name)
+                what = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to restore"
+                kept = "old replicas stay only for as many new ones as can be placed"
+                self.record_event("warning", "UpdateStuck", f"{what}: {kept}", model=model.name)
 
     def _changes(self, model: ModelSpec) -> bool:
         before = self.stable.versions.get(model.name) if self.stable is not None else None
         return before != self.current.versions[model.name]
 
     def _failure(self, unsettled: Iterable[ModelSpec]) -> tuple[ModelSpec, str] | None:
-        """Which model has failed, and why; None while the rollout may still succeed."""
+        """Returns the failed model and the cause; None while the rollout may still succeed."""
         for model in unsettled:
             version = self.current.versions[model.name]
             for view in self.views.values():
@@ -747,7 +760,7 @@ class FleetState:
             for one in self.preparations.values():
                 fails = one.stopped or one.failures >= model.update.max_failures
                 if (one.model, one.version) == (model.name, version) and fails:
-                    return model, f"{model.name} cannot be made ready on {one.host}: {one.reason}"
+                    return model, f"{model.name} cannot be prepared on {one.host}: {one.reason}"
             quiet = self.clock() - self._progress[1]
             if quiet > model.update.progress_deadline_s:
                 return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
@@ -757,10 +770,10 @@ class FleetState:
         self.note(RolloutState(revision=self.current.number, state=state, reason=reason))
         level: Level = "info" if state == "complete" else "error"
         name = {"complete": "RolloutComplete", "failed": "RolloutFailed", "rolled_back": "RolloutFailed"}[state]
-        self.tell(level, name, f"revision {self.current.number}: {reason}")
+        self.record_event(level, name, f"revision {self.current.number}: {reason}")
 
     def narrowed(self, rollback: Rollback) -> Rollback:
-        """The rollback that spares the changes of revisions which the failed model has no part in, where there is one.
+        """Returns the rollback limited to revisions that changed the failed model, if possible.
 
         Blocks, and changes nothing.
         """
@@ -772,7 +785,7 @@ class FleetState:
         return rollback if found is None else dataclasses.replace(rollback, to=found[0], undone=tuple(found[1]))
 
     def roll_back(self, rollback: Rollback) -> None:
-        """Make the earlier generation current again. The revision comes first: one record is all it takes."""
+        """Make the earlier revision current again. Its record is written first: it alone suffices after a crash."""
         failed, before = self.current.number, rollback.to.revision
         canary = self.current.revision.canary if rollback.undone and self.in_canary else None
         revision = msgspec.structs.replace(
@@ -791,7 +804,7 @@ class FleetState:
         self._end("rolled_back", rollback.cause)
         undone = " and ".join(map(str, rollback.undone))
         what = f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
-        self.tell("warning", "RolledBack", f"revision {revision.number} is {what}")
+        self.record_event("warning", "RolledBack", f"revision {revision.number} is {what}")
         self.install(dataclasses.replace(rollback.to, revision=revision))
 
     def install(self, generation: ResolvedRevision) -> None:
@@ -799,16 +812,16 @@ class FleetState:
         if self.journal.state().completed == self.current.number:
             self.stable = self.current
         self.current = generation
-        for view in list(self.views.values()):  # the cause may be in what has changed
+        for view in list(self.views.values()):  # the change may have fixed the cause
             self.views[view.id] = dataclasses.replace(view, stopped=False)
-        self.ways.clear()
+        self.strategies.clear()
         self._late.clear()
         versions = set(generation.versions.items())
         used = {(view.model, view.version) for view in self.views.values()} | versions
         self.preparations = {key: one for key, one in self.preparations.items() if key[:2] in versions}
         self._unpin([key for key in self.pins if key not in used])
         self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
-        self.goal = aim(self.situation())  # the old one would tell of the new revision what was true of the last
+        self.goal = compute_goal(self.situation())  # the previous goal describes the previous revision
         self.restart_progress()
         names = {model.name for model in generation.spec.models}
         self.woken &= names
@@ -817,23 +830,23 @@ class FleetState:
             self.note(Target(model=name, count=None))
 
     def restart_progress(self) -> None:
-        """The deadline for progress begins anew."""
+        """Restart the progress deadline."""
         self._progress = ((), self.clock())
 
-    # Looking up
+    # Lookups
 
     def model_number(self, name: str) -> int:
-        """A small number for the model, the same for as long as the fleet lives."""
+        """Returns a small number for the model, constant while the fleet runs."""
         if name not in self._numbers:
             self._numbers[name] = next(i for i in itertools.count() if i not in self._numbers.values())
         return self._numbers[name]
 
     def number_model(self, name: str, number: int) -> None:
-        """A replica of it that lives has this number already."""
+        """Assign the number that a running replica of the model already uses."""
         self._numbers[name] = number
 
     def replicas_of(self, name: str) -> list[ReplicaView]:
-        """In the order of their numbers."""
+        """Returns the replicas of a model in the order of their numbers."""
         return sorted((view for view in self.views.values() if view.model == name), key=lambda view: view.replica)
 
     def ready(self, name: str) -> int:

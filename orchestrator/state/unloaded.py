@@ -1,4 +1,4 @@
-"""Why a model is unloaded, where no failure is the reason. Pure."""
+"""Explains why a model is unloaded, if no failure is the cause. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from placements.spec.schema import ModelSpec
 
 
 def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
-    """For an operator: what was done by hand, with the command that undoes it, or what the autoscaler says.
+    """Returns the reasons for an operator: the manual action with the command that reverts it, or the autoscaler's.
 
-    Empty: it is at zero because nobody asks.
+    Empty: the model is at zero for lack of requests.
     """
     scale = state.journal.state().scales.get(model.name)
     if scale is not None and scale.sleep:
@@ -20,7 +20,7 @@ def why_unloaded(state: FleetState, model: ModelSpec) -> list[str]:
 
 
 def reason_for_clients(state: FleetState, model: ModelSpec, reason: str | None) -> str | None:
-    """``reason`` without what is an operator's business: commands, and the figures of a decision."""
+    """Returns ``reason`` for clients, without commands and without the figures of an autoscaler decision."""
     scale = state.journal.state().scales.get(model.name)
     if scale is not None and (scale.sleep or scale.count == 0):
         return "by hand" if scale.sleep else "scaled to 0 by hand"

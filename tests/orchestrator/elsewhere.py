@@ -17,4 +17,4 @@ def _away(asked: Asked) -> Remote:
 def nobody_is_asked(patch: pytest.MonkeyPatch, home: Path) -> None:
     """The planner knows nothing of a source elsewhere, and asks nobody."""
     for module in ("orchestrator.revisions.checkpoint_reader", "orchestrator.revisions.resolved_revision"):
-        patch.setattr(f"{module}.heads_here", lambda: SourceMetadata(home / "heads", _away))
+        patch.setattr(f"{module}.source_metadata_store", lambda: SourceMetadata(home / "heads", _away))

@@ -15,7 +15,7 @@ from orchestrator.cli.tables import status_text
 from orchestrator.daemon.daemon import _progress
 from orchestrator.fleet.effects import Arrives, Fetched, FetchedFiles
 from orchestrator.fleet.progress_text import fetch_text
-from orchestrator.rollout.preparation import PROCESS_S, get_ready, lead_of
+from orchestrator.rollout.preparation import PROCESS_S, lead_of, prepare
 from tests.orchestrator.elsewhere import nobody_is_asked
 from tests.orchestrator.fakefleet import STATUS
 from tests.orchestrator.fakes import FakeCluster, Played, play, virtually
@@ -116,7 +116,7 @@ def test_a_fetch_that_nobody_wants_any_more_is_stopped(tmp_path: Path) -> None:
     async def story(played: Played) -> None:
         await played.until(lambda: cluster.stopped_fetches, "its deadline ended it", 2000.0)
         await played.until(lambda: len(cluster.fetches) == 2, "it is tried again", 100.0)
-        assert "fetch-deadline: it is not here after 200 s" in played.replica("m/0")["reason"]
+        assert "fetch-deadline: the fetch did not end within 200 s" in played.replica("m/0")["reason"]
         await played.operator.unload("m", "tester")
         await played.until(lambda: len(cluster.stopped_fetches) == 2, "stopped", 100.0)
         await played.until(lambda: not played.model("m")["replicas"], "forgotten", 100.0)
@@ -450,7 +450,7 @@ def test_a_fetch_that_never_ends_is_ended_by_its_own_deadline(tmp_path: Path) ->
     async def story(played: Played) -> None:
         await played.until(lambda: played.replica("m/0").get("failures") == 1, "it failed", 300.0)
         assert now() == pytest.approx(200.0, abs=2.0)
-        assert "fetch-deadline: it is not here after 200 s" in played.replica("m/0")["reason"]
+        assert "fetch-deadline: the fetch did not end within 200 s" in played.replica("m/0")["reason"]
         await played.until(lambda: cluster.ended == ["m/0.1"], "its process is ended", 10.0)
         assert cluster.stopped_fetches == [(HOST, "s3://models/one")]
 
@@ -537,7 +537,7 @@ class Scripted(FakeCluster):
 
 
 class Heard:
-    """Notes when it might be started (`ahead.Watching`)."""
+    """Notes when it might be started (`preparation.PreparationObserver`)."""
 
     def __init__(self) -> None:
         self.early: list[tuple[float, float]] = []
@@ -569,7 +569,7 @@ def test_how_long_the_rest_takes_is_told_by_what_came_over_the_network(
 
     async def story() -> None:
         config = msgspec.structs.replace(CONFIG, source="s3://models/one")
-        await get_ready(config, Scripted(told), heard, asyncio.get_running_loop().time, lead_s=5.0)
+        await prepare(config, Scripted(told), heard, asyncio.get_running_loop().time, lead_s=5.0)
 
     virtually(story)
     assert heard.early == early

@@ -38,7 +38,7 @@ def test_a_look_that_never_ends_is_a_failed_start(tmp_path: Path) -> None:
 
     async def story(played: Played) -> None:
         await played.until(lambda: played.replica("m/0").get("failures"), "it failed", 700.0)
-        assert played.replica("m/0")["reason"].startswith("start-deadline: what it needs was not found out in 60")
+        assert played.replica("m/0")["reason"].startswith("start-deadline: its needs were not determined within 60")
 
     play(tmp_path, cluster, spec(compiles=True), story)
 

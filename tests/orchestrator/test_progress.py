@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.spec.schema import ModelSpec, Spec
@@ -145,7 +145,7 @@ def test_old_replicas_that_nothing_can_follow_stay() -> None:
     )
     wish = DesiredModel(model, 3, "new", strategy="in_place", reachable=True)
     free = Situation(Spec(models=(model,)), (host,), {}, {"a": wish}, views)
-    cordoned = Situation(free.spec, free.hosts, {}, free.wishes, views, {host.name: frozenset(range(24))})
+    cordoned = Situation(free.spec, free.hosts, {}, free.desired_models, views, {host.name: frozenset(range(24))})
 
-    assert [view.replica for view in aim(cordoned).steps["a"].keep] == [0, 1]
-    assert aim(free).plan.unplaced == ()
+    assert [view.replica for view in compute_goal(cordoned).steps["a"].keep] == [0, 1]
+    assert compute_goal(free).plan.unplaced == ()

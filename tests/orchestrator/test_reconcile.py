@@ -204,7 +204,7 @@ def test_fetching_has_a_deadline_of_its_own_and_so_has_compiling_ahead() -> None
     """Neither counts as starting, before it is over or after; what has no end is ended."""
     fetching = view(State.FETCHING, since=20.0, deadlines=Deadlines(start_s=100.0, fetch_s=500.0))
     assert decide([target()], fetching, now=520.0) == []
-    late = "fetch-deadline: it is not here after 500 s"
+    late = "fetch-deadline: the fetch did not end within 500 s"
     assert decide([target()], fetching, now=520.1) == [Fail(fetching, late)]
 
     compiling = view(State.COMPILING, since=20.0, aside_s=90.0, deadlines=Deadlines(start_s=100.0, compile_s=500.0))

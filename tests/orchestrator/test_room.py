@@ -7,8 +7,8 @@ from typing import Any
 
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.relocation import room_for
-from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from orchestrator.rollout.relocation import find_relocation
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
 from placements.spec.schema import ModelSpec, Spec
@@ -93,7 +93,7 @@ def test_no_one_goes_where_another_must_go_first() -> None:
         *(view("one", i, cores) for i, cores in enumerate(("8", "9", "12"))),
         view("pinned", 0, "16-23"),
     )
-    wishes = {model.name: DesiredModel(model, model.replicas.min, "v") for model in models}
-    situation = Situation(Spec(models=models), (host,), {}, wishes, views)
-    assert len(aim(situation, moves=4).plan.moves) == 2
-    assert room_for(situation, aim(situation)) is None
+    desired_models = {model.name: DesiredModel(model, model.replicas.min, "v") for model in models}
+    situation = Situation(Spec(models=models), (host,), {}, desired_models, views)
+    assert len(compute_goal(situation, moves=4).plan.moves) == 2
+    assert find_relocation(situation, compute_goal(situation)) is None

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.fleet.lifecycle import State
 from orchestrator.fleet.snapshot import ReplicaView
-from orchestrator.rollout.rollout_step import DesiredModel, Situation, aim
+from orchestrator.rollout.rollout_step import DesiredModel, Situation, compute_goal
 from orchestrator.rollout.update_strategy import UpdateStrategy, choose
 from placements.facts.core_range import CoreRange
 from placements.facts.topology import TOPOLOGIES, Host
@@ -19,7 +19,7 @@ def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) 
     """A fleet whose models are all to be updated. ``lying`` has the core ranges of each model's ready replicas."""
     parsed = parse(f"defaults: {{engine: echo}}\nmodels: {{{models}}}", "f.yaml", "/")
     assert parsed.spec is not None, parsed.problems
-    wishes = {m.name: DesiredModel(m, m.replicas.min, "new", mixes=mixes) for m in parsed.spec.models}
+    desired_models = {m.name: DesiredModel(m, m.replicas.min, "new", mixes=mixes) for m in parsed.spec.models}
     views = tuple(
         ReplicaView(
             name, i, 1, HOSTS[0].name, CoreRange.parse(cores), State.READY, 0.0, version="old", load_s=8.0, idle_s=idle
@@ -28,9 +28,9 @@ def situation(models: str, *, hosts: int = 1, mixes: bool = True, **lying: str) 
         for i, cores in enumerate(text.replace("idle ", "").split())
         for idle in (600.0 if text.startswith("idle ") else 0.0,)
     )
-    for name in wishes.keys() - {"a"}:  # only `a` changes
-        wishes[name] = DesiredModel(wishes[name].model, wishes[name].count, "old")
-    return Situation(parsed.spec, HOSTS[:hosts], {}, wishes, views)
+    for name in desired_models.keys() - {"a"}:  # only `a` changes
+        desired_models[name] = DesiredModel(desired_models[name].model, desired_models[name].count, "old")
+    return Situation(parsed.spec, HOSTS[:hosts], {}, desired_models, views)
 
 
 def way(models: str, **more: object) -> UpdateStrategy:
@@ -73,7 +73,7 @@ def test_a_spare_range_lets_the_new_replica_of_a_pinned_model_start_first() -> N
     assert way("a: {tp_degree: 8}", a="0-7").strategy == "surge"
     spare = situation("a: {tp_degree: 8, cores: ['0-7', '8-15']}", a="0-7")
     assert choose(spare, "a").strategy == "surge"
-    (placement,) = aim(spare).plan.placements
+    (placement,) = compute_goal(spare).plan.placements
     assert str(placement.cores) == "8-15"
 
 

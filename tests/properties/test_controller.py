@@ -151,7 +151,7 @@ class World:
             await asyncio.sleep(700.0)
             self.check()
         state = self.played.controller.state
-        goal = state.aim()
+        goal = state.update_goal()
         observed = Observed(state.clock(), dict(state.views))
         assert reconcile(goal.targets, observed, state.replaced()) == []
         assert {view.state for view in state.views.values()} <= {State.READY}
@@ -368,7 +368,7 @@ def test_whatever_a_canary_loses_the_old_version_stays_or_comes_back(story: list
                     assert spec is not None
                     assert ready.count(state.current.versions[model]) == 1
                     others = len(ready) - 1  # in place, the canary stands for one of them
-                    assert ready.count(old[model]) == others >= max(1, state.wanted(spec) - 1)
+                    assert ready.count(old[model]) == others >= max(1, state.desired_count(spec) - 1)
                 await world.played.kill()
 
     virtually(live)
