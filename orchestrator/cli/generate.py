@@ -25,7 +25,7 @@ from placements.spec.problems import has_errors
 from workers.host import child_process
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
-from workers.serving.generate_once import End, Job, Piece, Told, Trouble
+from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
 
 END_S = 5.0  # for the process to end by itself; then it is killed
 
@@ -171,7 +171,7 @@ def _pass_on(process: subprocess.Popen[bytes], job: Job) -> int:
     with contextlib.suppress(BrokenPipeError), pipe:  # broken: it ended at once, and how is told below
         pipe.write(msgspec.json.encode(job))
     for line in cast(IO[bytes], process.stdout):
-        told: Told = msgspec.json.decode(line, type=Told)
+        told: Reply = msgspec.json.decode(line, type=Reply)
         if isinstance(told, Piece):
             stdout().write(told.text)
             stdout().flush()

@@ -205,8 +205,8 @@ def test_a_forced_call_comes_from_any_model(place: Place, choice: str, stream: b
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str | None, str, str]] = [
-    ("echo", {"tools": TOOLS}, "tools_not_supported", "tools", "knows no tools"),
-    ("echo", {"tools": TOOLS, "tool_choice": "required"}, "tools_not_supported", "tools", "knows no tools"),
+    ("echo", {"tools": TOOLS}, "tools_not_supported", "tools", "does not support tools"),
+    ("echo", {"tools": TOOLS, "tool_choice": "required"}, "tools_not_supported", "tools", "does not support tools"),
     ("hermes", {"tool_choice": "auto"}, None, "tool_choice", "only for a request with tools"),
     (
         "hermes",

@@ -27,7 +27,7 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.serving import generate_once
-from workers.serving.generate_once import End, Job, Piece, Told, Trouble
+from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
 from workers.text.tokenizer import load_tokenizer
 
 SPEC = """\
@@ -367,9 +367,9 @@ class WithLoop(EchoEngine):
         return list(self.answer)
 
 
-def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Told]:
+def told_by(engine: Any, monkeypatch: pytest.MonkeyPatch, **job: Any) -> list[Reply]:
     """All that the process tells when it opens that engine."""
-    told: list[Told] = []
+    told: list[Reply] = []
     monkeypatch.setattr(generate_once, "open_engine", lambda config: engine)
     generate_once.run(Job(config=config(), prompt="Hi", raw=True, **job), told.append)
     return told

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased,
 from orchestrator.gateway.telemetry.request_spans import RequestTracing
 from workers.batching.batcher import BatcherClosed
 from workers.messages.requests import FinishReason, GenerateRequest, TokenEvent
-from workers.serving.spans import ReplicaTracing, SpanId, SpanSink, open_sink, wanted
+from workers.serving.spans import ReplicaTracing, SpanId, SpanSink, is_enabled, open_sink
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -252,15 +252,15 @@ def test_a_request_that_is_not_traced_costs_next_to_nothing() -> None:
 )
 def test_the_environment_asks_for_traces(environ: dict[str, str], asked: bool) -> None:
     """By the standard variables alone."""
-    assert wanted(environ) is asked
+    assert is_enabled(environ) is asked
 
 
 def test_without_being_asked_for_traces_nothing_of_opentelemetry_is_imported() -> None:
     """Neither by the gateway nor by a replica: it need not be installed."""
     program = (
-        "import sys; from orchestrator.gateway.telemetry.request_spans import Tracing; "
+        "import sys; from orchestrator.gateway.telemetry.request_spans import RequestTracing; "
         "from workers.serving.spans import open_sink; "
-        "assert Tracing.from_environment() is None and open_sink('x') is None; "
+        "assert RequestTracing.from_environment() is None and open_sink('x') is None; "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run(

@@ -87,9 +87,9 @@ def test_each_slot_is_sampled_as_its_request_asks() -> None:
     [
         ({"top_k": 257}, "top_k must be at most 256"),
         ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"min_p": 0.1}, "without min_p"),
-        ({"seed": 1}, "a seed has no effect"),
-        ({"logit_bias": {3: 1.0}}, "without logit_bias"),
+        ({"min_p": 0.1}, "min_p is not supported"),
+        ({"seed": 1}, "seed is not supported"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias, penalties"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused(rest: dict[str, Any], word: str) -> None:

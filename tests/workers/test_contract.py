@@ -112,10 +112,10 @@ def test_a_function_that_is_gone_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("was", "now", "how"),
     [
-        ("debug=False", "verbose=False", "takes no debug; takes besides verbose"),
-        ("debug=False", "debug=True", "has another default of debug"),
-        ("debug=False", "*, debug=False", "takes its arguments in another way"),
-        ("compiled_model_path, debug=False", "compiled_model_path, where, debug=False", "takes besides where"),
+        ("debug=False", "verbose=False", "does not take debug; also takes verbose"),
+        ("debug=False", "debug=True", "has another default for debug"),
+        ("debug=False", "*, debug=False", "has another order or kind of parameters"),
+        ("compiled_model_path, debug=False", "compiled_model_path, where, debug=False", "also takes where"),
     ],
     ids=["name", "default", "kind", "more"],
 )

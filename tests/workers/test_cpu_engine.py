@@ -567,7 +567,7 @@ PICKLE_FAULTS: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     ),
     "a shard is missing": (
         "weights-missing",
-        "lacks pytorch_model-2.bin",
+        "is missing pytorch_model-2.bin",
         lambda p: (shard_pickle(pickle_weights(p)), (p / "pytorch_model-2.bin").unlink()),
     ),
     "another model's": (

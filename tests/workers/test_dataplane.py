@@ -221,7 +221,7 @@ def test_a_slot_that_was_promised_is_not_taken_by_who_is_faster(
 ) -> None:
     """The gateway that has just had the slot asks for it again at once, and must wait: else a busy one starves the
     others."""
-    monkeypatch.setattr(dataplane, "PROMISE_S", 30.0)
+    monkeypatch.setattr(dataplane, "GRANT_S", 30.0)
     busy, waiting = Client(served.path), Client(served.path)
     assert isinstance(busy.receive(), Welcome)
     assert isinstance(waiting.receive(), Welcome)

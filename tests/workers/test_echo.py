@@ -57,11 +57,11 @@ BROKEN_RULES: dict[str, tuple[str, Callable[[EchoEngine, list[int]], object]]] =
     "unsorted slots": ("not sorted", lambda e, t: e.decode([1, 0], [t[1], t[0]], [3, 2])),
     "a slot twice": ("not sorted", lambda e, t: e.decode([0, 0], [t[0], t[0]], [2, 2])),
     "a wrong position": ("position 3 is wrong", lambda e, t: e.decode([0, 1], t, [3, 3])),
-    "another slot's token": ("was answered", lambda e, t: e.decode([0, 1], [t[1], t[0] + 1], [2, 3])),
-    "a free slot": ("holds nothing", lambda e, t: e.decode([0, 1, 2], [*t, 0], [2, 3, 0])),
+    "another slot's token": ("expected", lambda e, t: e.decode([0, 1], [t[1], t[0] + 1], [2, 3])),
+    "a free slot": ("is empty", lambda e, t: e.decode([0, 1, 2], [*t, 0], [2, 3, 0])),
     "no such slot": ("does not exist", lambda e, t: e.decode([4], [0], [0])),
     "no rows": ("decode of 0 slots", lambda e, t: e.decode([], [], [])),
-    "two prompts for one slot": ("different slots", lambda e, t: e.prefill([2, 2], [[1], [2]])),
+    "two prompts for one slot": ("distinct", lambda e, t: e.prefill([2, 2], [[1], [2]])),
     "an empty prompt": ("empty", lambda e, t: e.prefill([2], [[]])),
     "a foreign id": ("vocabulary", lambda e, t: e.prefill([2], [[257]])),
     "too long a prompt": ("129 tokens", lambda e, t: e.prefill([2], [[1] * 129])),
@@ -80,7 +80,7 @@ def test_a_live_slot_left_out_of_a_decode_is_found() -> None:
     """As on Neuron, the decode overwrites it, and listing it again is an error."""
     engine, tokens = two_live()
     (second,) = engine.decode([1], tokens[1:], [3])
-    with pytest.raises(ValueError, match="left out of a decode"):
+    with pytest.raises(ValueError, match="omitted from a decode"):
         engine.decode([0, 1], [tokens[0], second], [2, 4])
 
 

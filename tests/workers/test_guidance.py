@@ -184,7 +184,7 @@ def test_a_model_with_a_padded_vocabulary_never_says_the_padding(tokenizer: Toke
     [
         ("{", "cannot be read"),
         ("[]", "cannot be read: Expecting object"),
-        ('{"type": "objekt"}', "cannot be followed: Invalid type: objekt"),
+        ('{"type": "objekt"}', "is not supported: Invalid type: objekt"),
         ('{"type": "string", "pattern": "("}', "unclosed group"),
         ('{"minimum": 5, "maximum": 3, "type": "integer"}', "minimum .5. is greater than maximum .3."),
         ('{"not": {"type": "string"}}', 'Unimplemented keys: ."not".'),
@@ -275,7 +275,7 @@ def test_only_so_many_schemas_are_kept(tokenizer: Tokenizer) -> None:
 def test_a_reference_that_has_no_end_is_refused(schema: Any, tokenizer: Tokenizer) -> None:
     """No answer could satisfy it. The client made it, so that it is not an error of the engine."""
     batcher = Batcher(engine(), tokenizer, Answers())
-    with pytest.raises(ValueError, match=r"the JSON schema cannot be followed: no answer can begin under it"):
+    with pytest.raises(ValueError, match=r"the JSON schema is not supported: no answer can begin under it"):
         batcher.submit(request(schema=schema))
 
 
@@ -284,7 +284,7 @@ def test_a_schema_that_outgrows_its_limits_in_mid_answer_is_the_clients(
 ) -> None:
     """Its answer ends as invalid, with one line of the reason; the engine goes on."""
     monkeypatch.setattr(Guide, "forbidden", lambda self, size: None)
-    monkeypatch.setattr(Guide, "error", property(lambda self: "the JSON schema cannot be followed: too many items"))
+    monkeypatch.setattr(Guide, "error", property(lambda self: "the JSON schema is not supported: too many items"))
     got = answers(engine(), [request("guided", OBJECT), request("free", max_tokens=5)], tokenizer)
     assert (got.finish("guided"), got.finish("free")) == (FinishReason.INVALID, FinishReason.LENGTH)
-    assert got.of("guided")[-1].error == "the JSON schema cannot be followed: too many items"
+    assert got.of("guided")[-1].error == "the JSON schema is not supported: too many items"

@@ -1,1 +1,1 @@
-"""Continuous batching: slots, buckets, sampling, guided decoding."""
+"""Continuous batching: slots, buckets, sampling and guided decoding."""

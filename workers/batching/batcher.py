@@ -1,4 +1,4 @@
-"""The continuous batcher: waiting requests join, live ones go on, one engine step at a time."""
+"""The continuous batcher: admits waiting requests and runs one engine step at a time."""
 
 from __future__ import annotations
 
@@ -26,51 +26,51 @@ from workers.text.tokenizer import Tokenizer
 
 
 class BatcherClosed(RuntimeError):
-    """The batcher takes no more requests: it is draining, closed, or its engine failed. Not the client's fault."""
+    """The batcher accepts no more requests: it is draining, closed, or its engine failed. Not the client's fault."""
 
 
 @dataclass(frozen=True)
 class BatcherStats:
-    """A snapshot. Times are those of the batcher's clock, in seconds."""
+    """A snapshot of the batcher. Times are those of its clock, in seconds."""
 
     slots: int
     live: int  # requests that own a slot
-    waiting: int  # accepted, without a slot yet
-    prefilling: int  # of the live ones, those whose prompt is in the step that runs now
+    waiting: int  # accepted requests without a slot
+    prefilling: int  # live requests whose prompt is in the current step
     steps: int  # prefills and decodes since the start
     tokens: int  # tokens produced since the start
-    step_started_at: float | None  # of the step that runs now; None between steps
+    step_started_at: float | None  # start of the current step; None between steps
     last_step_at: float | None  # end of the last step
     draining: bool
     failed: str | None  # why the engine cannot go on
     drafted: int = 0  # tokens guessed by a draft model since the start
-    accepted: int = 0  # of these, those that were the model's own
-    prefix_queries: int = 0  # prompt tokens that were looked for in the slots' KV caches, since the start
-    prefix_hits: int = 0  # of these, those that were there, and were not read
+    accepted: int = 0  # of these, those that the model agreed with
+    prefix_queries: int = 0  # prompt tokens looked up in the slots' KV caches since the start
+    prefix_hits: int = 0  # of these, those found there and not processed again
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """An accepted request and how far it is."""
+    """An accepted request and its progress."""
 
     request: GenerateRequest
     answer: AnswerText
     how: sampling.Sampling | None  # None where the engine samples
-    ending_ids: frozenset[int]  # not before min_tokens are out
+    ending_ids: frozenset[int]  # not before min_tokens
     produced: int = 0
     last_token: int = -1
     token_before_last: int = -1
     ids: list[int] = field(default_factory=list)  # of the answer
-    start: int = 0  # tokens of the prompt that the slot has before the prefill
+    start: int = 0  # prompt tokens that the slot already holds before the prefill
 
     @property
     def last_two(self) -> tuple[int, int]:
-        """The tokens before the next: of an answer that has begun, with what stands before it."""
+        """The tokens at the last two positions; before the second answer token, the first is the prompt's last."""
         return self.token_before_last, self.last_token
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether each next token is the largest logit and nothing else is asked of it. The same all its life."""
+        """Whether every token is just the argmax of the logits. Constant for the life of the request."""
         how = self.how
         if how is None or how.generator is not None or how.penalties is not None or how.guide is not None:
             return False
@@ -78,20 +78,20 @@ class _Sequence:
 
     @property
     def position(self) -> int:
-        """Tokens in the slot's KV cache: all but the last, which the next decode writes there."""
+        """The number of tokens in the slot's KV cache: all but the last, which the next decode writes there."""
         return len(self.request.prompt_ids) + self.produced - 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether the guide says that nothing can follow."""
+        """Whether the guide allows no further token."""
         return self.how is not None and self.how.guide is not None and self.how.guide.ended
 
     def advance(self, token: int | None, logprobs: TokenLogprobs | None = None) -> TokenEvent:
-        """Take the engine's next token: what the client gets of it, and whether the answer ends."""
+        """Append the engine's next token. Returns the client's event, with a finish if the answer ends."""
         request = self.request
         if token is None:
             if self.how is None:
-                return self.end(FinishReason.ERROR, "the engine gave no token")
+                return self.end(FinishReason.ERROR, "the engine returned no token")
             by_guide = self.how.guide is not None and self.how.guide.error is not None  # the client's schema
             return self.end(FinishReason.INVALID if by_guide else FinishReason.ERROR, self.how.error)
         self.token_before_last = self.last_token if self.produced else request.prompt_ids[-1]
@@ -113,7 +113,7 @@ class _Sequence:
         )
 
     def advance_all(self, tokens: Sequence[int | None]) -> TokenEvent:
-        """As ``advance``, for as many of ``tokens`` as the answer takes; one event for all."""
+        """Like ``advance``, for as many of ``tokens`` as the answer takes; returns one event for all."""
         events = []
         for token in tokens:
             events.append(self.advance(token))
@@ -128,7 +128,7 @@ class _Sequence:
         )
 
     def _grow(self, token: int) -> tuple[str, FinishReason | None]:
-        """The text that ``token`` adds, and the finish where it was the last for another reason than its id."""
+        """Returns the text that ``token`` adds, and the finish if the answer ends for another reason than its id."""
         text = self.answer.push(token)
         if self.answer.stopped:
             return text, FinishReason.STOP
@@ -148,25 +148,25 @@ class Batcher:
 
     Any thread may ``submit``, ``cancel``, ``drain``, ``close`` and read ``stats``; one thread calls ``run`` (or, in
     tests, ``step``), and all events are emitted from that thread, one list for each step, in the order of the steps.
-    Each accepted request gets exactly one event with a finish, as its last.
+    Each accepted request gets exactly one event with a finish, which is its last.
 
     One step:
-    1. Cancelled requests leave, and their slots are free.
-    2. When a slot is free and a request waits, it is a prefill, except that (2a) right after a prefill every live
-       request first gets a decode, so that a queue of prompts slows the live ones down but never stops them; and (2b)
-       an engine that is not continuous admits only when no slot is live.
+    1. Cancelled requests end, and their slots are free.
+    2. When a slot is free and a request waits, the step is a prefill, except that (2a) right after a prefill every
+       live request first gets a decode, so that a queue of prompts slows live requests down but never stops them; and
+       (2b) an engine that is not continuous admits only when no slot is live.
        Requests join in the order of their arrival: as many as there are free slots, while (2c) the padded prompts
-       together are no longer than the longest single prompt could be, so that no prefill stalls the live requests for
-       longer than that one would (of a prompt, what its slot has of it already does not count); or (2d) where the
-       engine is not continuous, while the longest of the prompts and the longest of the answers fit into a slot
-       together: it pads all prompts to one length, and all rows share a position.
-    3. Otherwise it is a decode of every live slot, sorted; where the engine drafts, of several tokens each, of which
-       the plainly greedy requests get those that are the model's own choice, and all others the first; where it
-       speculates within its own step, of as many as come.
+       together are no longer than the longest possible prompt, so that no prefill stalls the live requests for longer
+       than that one would (tokens that a slot already holds do not count); or (2d) where the engine is not
+       continuous, while the longest prompt and the longest answer together fit into a slot: it pads all prompts to one
+       length, and all rows share a position.
+    3. Otherwise the step is a decode of every live slot, sorted. Where the engine drafts, it decodes several tokens of
+       each slot: plainly greedy requests get those that are the model's own choice, all others only the first. Where
+       it speculates within its own step, all tokens that it returns are used.
 
-    An exception of the engine in a step is the end: what its KV cache holds is unknown, and on Neuron the runtime does
-    not recover. Every request gets an ERROR event, later ones are refused with ``BatcherClosed``, and the exception
-    leaves ``step`` and ``run``, so that the replica's process can end and be started anew.
+    An engine exception in a step is fatal: the state of its KV cache is unknown, and on Neuron the runtime does not
+    recover. Every request gets an ERROR event, later ones are refused with ``BatcherClosed``, and ``step`` and ``run``
+    raise the exception, so that the replica's process can exit and be restarted.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Batcher:
         emit: Callable[[list[TokenEvent]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine`` is loaded. ``emit`` is called without any lock held; what it raises ends the batcher."""
+        """``engine`` is loaded. ``emit`` is called without any lock held; an exception of it ends the batcher."""
         self._engine = engine
         self._spec = engine.spec
         self._tokenizer = tokenizer
@@ -190,7 +190,7 @@ class Batcher:
         self._changed = threading.Condition()  # guards all below
         self._slots: Slots[_Sequence] = Slots(self._spec.slots)
         self._prefixes = SlotPrefixes(self._spec.slots, self._spec.prefix_block) if self._continuing else None
-        self._copies: list[tuple[int, int, int]] = []  # source, slot and tokens, before the prefill that comes now
+        self._copies: list[tuple[int, int, int]] = []  # source, slot and tokens; made before the next prefill
         self._waiting: deque[_Sequence] = deque()
         self._accepted: dict[str, _Sequence] = {}
         self._cancelled: set[str] = set()
@@ -210,7 +210,7 @@ class Batcher:
         self._last_step_at: float | None = None
 
     def submit(self, request: GenerateRequest) -> None:
-        """Accept a request; its events follow. Raises ValueError for one that can never run, and ``BatcherClosed``."""
+        """Accept a request. Raises ValueError for one that can never run, and ``BatcherClosed``."""
         if self._spec.run_k and request.temperature_is_default:
             request = msgspec.structs.replace(request, temperature=0.0)
         self._check(request)
@@ -218,22 +218,22 @@ class Batcher:
         with self._changed:
             self._refuse_when_closed()
             if request.id in self._accepted:
-                raise ValueError(f"request {request.id} is here already")
+                raise ValueError(f"request {request.id} is already running")
             self._accepted[request.id] = sequence
             self._waiting.append(sequence)
             self._changed.notify_all()
 
     def cancel(self, id: str) -> None:
-        """End a request before the next step, with a CANCELLED event. One that is not here (any more) is ignored."""
+        """End a request before the next step, with a CANCELLED event. Unknown ids are ignored."""
         with self._changed:
             if id in self._accepted:
                 self._cancelled.add(id)
                 self._changed.notify_all()
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Refuse new requests from now on and wait for the accepted ones, at most ``timeout_s``. True: none is left.
+        """Refuse new requests and wait up to ``timeout_s`` for the accepted ones. Returns whether all have ended.
 
-        It may be called again to wait longer. The waiting is done by another thread than the one that runs the steps.
+        May be called again to wait longer. Call it from another thread than the one that runs the steps.
         """
         with self._changed:
             self._draining = True
@@ -246,13 +246,13 @@ class Batcher:
             self._changed.notify_all()
 
     def warm_guides(self) -> None:
-        """Prepare for answers that must keep a JSON schema. Takes seconds for a large vocabulary; any thread."""
+        """Load the vocabulary for guided decoding ahead of time: seconds for a large one. Any thread may call this."""
         if self._spec.returns == "logits":
             self._guides.warm()
 
     @property
     def engine(self) -> GenerateEngine:
-        """The engine that it drives. Its calls belong to the thread that runs the steps."""
+        """The engine that the batcher drives. Only the thread that runs the steps may call it."""
         return self._engine
 
     @property
@@ -276,7 +276,7 @@ class Batcher:
             )
 
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
-        """Step until ``close``, asleep while there is nothing to do. Raises what the engine or ``emit`` raised.
+        """Run steps until ``close``, waiting while idle. Raises the exceptions of the engine and of ``emit``.
 
         ``after_step`` is called after each step, on this thread.
         """
@@ -289,7 +289,7 @@ class Batcher:
             after_step()
 
     def step(self) -> bool:
-        """Run one step. False when there was nothing to do. Raises what the engine or ``emit`` raised."""
+        """Run one step. Returns False with nothing to do. Raises the exceptions of the engine and of ``emit``."""
         with self._changed:
             if self._failed is not None:
                 raise BatcherClosed(self._failed)
@@ -322,7 +322,7 @@ class Batcher:
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= spec.vocab_size:
             raise ValueError(f"the prompt has ids outside the vocabulary of {spec.vocab_size}")
         if length > spec.prefill_buckets[-1]:
-            raise ValueError(f"the prompt has {length} tokens, the longest possible has {spec.prefill_buckets[-1]}")
+            raise ValueError(f"the prompt has {length} tokens, the limit is {spec.prefill_buckets[-1]}")
         if length + request.max_tokens > spec.max_len:
             raise ValueError(
                 f"{length} prompt tokens and max_tokens {request.max_tokens} exceed the {spec.max_len} of a slot"
@@ -331,22 +331,22 @@ class Batcher:
         if spec.returns == "tokens":
             if changes_choice(request) or request.logprobs is not None or request.guide is not None:
                 raise ValueError(
-                    "this model's engine chooses the tokens itself, and does so without logit_bias, penalties, "
-                    "no_repeat_ngram_size, logprobs and JSON schemas"
+                    "this model's engine samples the tokens itself: logit_bias, penalties, no_repeat_ngram_size, "
+                    "logprobs and JSON schemas are not supported"
                 )
             if spec.device_top_k:
                 sampling.check_device_sampling(request, spec.device_top_k)
             elif spec.run_k and not sampling.is_greedy(request):
                 raise ValueError(
-                    "this model's engine speculates on the device, where it takes the most probable token: "
+                    "this model's engine speculates on the device, which is greedy: "
                     f"temperature must be 0, not {request.temperature:g}"
                 )
 
     def _start(self, request: GenerateRequest) -> _Sequence:
-        """The state of a new request. Raises ValueError for a guide or a stop string that cannot be followed."""
+        """Returns the state of a new request. Raises ValueError for an unsupported schema or stop string."""
         guide = None if request.guide is None else self._guides.start(request.guide)
         ending_ids = frozenset(request.stop_token_ids)
-        if guide is not None:  # its EOS says that the value is complete, so ignore_eos does not hold
+        if guide is not None:  # its EOS completes the value, so ignore_eos does not apply
             ending_ids |= guide.eos_ids
         elif not request.ignore_eos:
             ending_ids |= self._spec.eos_token_ids
@@ -388,7 +388,7 @@ class Batcher:
         return events
 
     def _admit(self) -> list[tuple[int, _Sequence]]:
-        """Step 2: the requests that join now with their slots, sorted by slot; empty when it is no prefill."""
+        """Step 2: returns the requests that join now with their slots, sorted by slot; empty for no prefill."""
         live = self._slots.live_count
         if live and (self._just_prefilled or not self._spec.continuous):  # 2a, 2b
             return []
@@ -405,7 +405,7 @@ class Batcher:
         return sorted(joining, key=lambda row: row[0])
 
     def _reuse(self, sequence: _Sequence) -> Reuse | None:
-        """The free slot that it would join in; None for the lowest, where no engine keeps prefixes."""
+        """Returns the free slot to join and its reusable prefix; None for the lowest slot, without a prefix cache."""
         if self._prefixes is None:
             return None
         return self._prefixes.place(sequence.request.prompt_ids, self._slots.free())
@@ -413,7 +413,7 @@ class Batcher:
     def _take(self, sequence: _Sequence, reuse: Reuse | None) -> int:
         if reuse is None or self._prefixes is None:
             return self._slots.take(sequence)
-        self._prefixes.drop(reuse.slot)  # until the prefill is done, what it holds is not known
+        self._prefixes.drop(reuse.slot)  # until the prefill is done, its content is unknown
         if reuse.source is not None:
             self._copies.append((reuse.source, reuse.slot, reuse.count))
         self._prefix_queries += len(sequence.request.prompt_ids)
@@ -421,7 +421,7 @@ class Batcher:
         return self._slots.take(sequence, reuse.slot)
 
     def _release(self, slot: int, finish: FinishReason) -> None:
-        """Free the slot of a request that has ended. What it holds is certain unless it ended by an error."""
+        """Free the slot of a request that has ended. Its content is known unless the request failed."""
         sequence = self._slots.release(slot)
         if self._prefixes is None:
             return
@@ -431,14 +431,14 @@ class Batcher:
             self._prefixes.hold(slot, [*sequence.request.prompt_ids, *sequence.ids][: sequence.position])
 
     def _join_fits(self, count: int, prompt: int, answer: int) -> bool:
-        """2c, 2d: whether ``count`` requests may join together; the lengths are those of the longest of them."""
+        """2c, 2d: whether ``count`` requests may join together; the lengths are those of the longest one."""
         if not self._spec.continuous:
             return prompt + answer <= self._spec.max_len
         buckets = self._spec.prefill_buckets
         return count * smallest_bucket(buckets, prompt) <= buckets[-1]
 
     def _run_engine(self, rows: Sequence[tuple[int, _Sequence]], is_prefill: bool) -> list[TokenEvent]:
-        """Step 2 or 3: one call of the engine for ``rows``, and what it gave each of them."""
+        """Steps 2 and 3: call the engine once for ``rows``. Returns an event for each."""
         slots = [slot for slot, _ in rows]
         sequences = [sequence for _, sequence in rows]
         ahead = 0 if is_prefill else self._draft_length(sequences)
@@ -470,32 +470,32 @@ class Batcher:
         return events
 
     def _prefill(self, slots: Sequence[int], sequences: Sequence[_Sequence]) -> Any:
-        """Step 2, from where each prompt's slot has no more of it."""
+        """Step 2, from where each slot's reusable prefix ends."""
         if self._sampling is not None:
             most = self._spec.device_top_k
             self._sampling.sample_by(slots, [sampling.on_device(s.request, most) for s in sequences])
         prompts, starts = [s.request.prompt_ids for s in sequences], [s.start for s in sequences]
         if self._continuing is None or not any(starts):
             return self._engine.prefill(slots, prompts)
-        # In the order in which they were decided on: a slot that is copied from may be written over by a later one.
+        # In the order of admission: a slot that is copied from may be overwritten by a later prefill.
         for source, slot, count in self._copies:
             self._continuing.copy_prefix(source, slot, count)
         self._copies.clear()
         return self._continuing.prefill_from(slots, prompts, starts)
 
     def _draft_length(self, sequences: Sequence[_Sequence]) -> int:
-        """How many tokens to draft; 0 for an ordinary decode.
+        """Returns the number of tokens to draft; 0 for an ordinary decode.
 
-        None where no plainly greedy request wants more than one token, and no more than fit into every slot: since a
-        request that wants n tokens has room for n, a greedy one that goes on always gets its drafts, as an engine asks.
+        It is 0 where no plainly greedy request needs more than one token, and at most what fits into every slot. A
+        request that needs n tokens has room for n, so a greedy one gets its drafts in every step, as engines require.
         """
         if self._drafting is None:
             return 0
-        wanted = [s.request.max_tokens - s.produced - 1 for s in sequences if s.is_plainly_greedy]
-        return min(self._spec.draft_k, self._room(sequences), max(wanted, default=0))
+        lengths = [s.request.max_tokens - s.produced - 1 for s in sequences if s.is_plainly_greedy]
+        return min(self._spec.draft_k, self._room(sequences), max(lengths, default=0))
 
     def _room(self, sequences: Sequence[_Sequence]) -> int:
-        """How many tokens more than one fit into every slot."""
+        """Returns how many tokens beyond the next one fit into every slot."""
         return min(self._spec.max_len - 1 - s.position for s in sequences)
 
     def _speculate(
@@ -503,17 +503,17 @@ class Batcher:
     ) -> list[TokenEvent]:
         """Step 3 with ``ahead`` drafted tokens for each plainly greedy request, padding for the others."""
         greedy = [row for row, sequence in enumerate(sequences) if sequence.is_plainly_greedy]
-        others = [row for row in range(len(sequences)) if row not in greedy]
+        sampled = [row for row in range(len(sequences)) if row not in greedy]
         positions = [sequence.position for sequence in sequences]
-        # A slot that is not listed may lose its KV cache: then the others' guesses are made too, for nothing.
-        guessing = greedy if self._spec.keeps_idle_slots else list(range(len(sequences)))
+        # An engine that loses the KV cache of unlisted slots needs guesses for all of them, also unused ones.
+        drafted = greedy if self._spec.keeps_idle_slots else list(range(len(sequences)))
         guesses = engine.draft(
-            [slots[row] for row in guessing],
-            [sequences[row].last_two for row in guessing],
-            [positions[row] for row in guessing],
+            [slots[row] for row in drafted],
+            [sequences[row].last_two for row in drafted],
+            [positions[row] for row in drafted],
             ahead,
         )
-        by_row = dict(zip(guessing, guesses, strict=True))
+        by_row = dict(zip(drafted, guesses, strict=True))
         drafts = [by_row[row] for row in greedy]
         tokens = [[sequence.last_token, *by_row.get(row, [0] * ahead)] for row, sequence in enumerate(sequences)]
         logits = engine.verify(slots, tokens, positions)
@@ -522,14 +522,14 @@ class Batcher:
             self._drafted += ahead * len(greedy)
             self._accepted_drafts += sum(len(run) - 1 for run in runs)
         events = {row: sequences[row].advance_all(run) for row, run in zip(greedy, runs, strict=True)}
-        if others:
-            members = [sequences[row] for row in others]
-            for row, choice in zip(others, self._chosen(logits[others, 0], members), strict=True):
+        if sampled:
+            members = [sequences[row] for row in sampled]
+            for row, choice in zip(sampled, self._chosen(logits[sampled, 0], members), strict=True):
                 events[row] = sequences[row].advance(*choice)
         return [events[row] for row in range(len(sequences))]
 
     def _take_runs(self, engine: RunEngine, slots: Sequence[int], sequences: Sequence[_Sequence]) -> list[TokenEvent]:
-        """Step 3 where the engine speculates by itself."""
+        """Step 3 where the engine speculates within its step."""
         runs = engine.decode_runs(slots, [s.last_token for s in sequences], [s.position for s in sequences])
         with self._changed:
             self._drafted += self._spec.run_k * len(runs)
@@ -537,12 +537,12 @@ class Batcher:
         return [sequence.advance_all(run) for sequence, run in zip(sequences, runs, strict=True)]
 
     def _chosen(self, output: Any, sequences: Sequence[_Sequence]) -> Sequence[tuple[int | None, TokenLogprobs | None]]:
-        """The next token of each of ``sequences``, and its logprobs where they are asked for."""
+        """Returns the next token of each of ``sequences``, and its logprobs where requested."""
         if self._spec.returns == "tokens":
             return [(token, None) for token in output]
         tokens = sampling.sample(output, [s.how for s in sequences if s.how is not None])
-        wanted = [s.request.logprobs for s in sequences]
-        return list(zip(tokens, token_logprobs(output, tokens, wanted, self._tokenizer.token_bytes), strict=True))
+        counts = [s.request.logprobs for s in sequences]
+        return list(zip(tokens, token_logprobs(output, tokens, counts, self._tokenizer.token_bytes), strict=True))
 
     def _fail(self, reason: str) -> list[TokenEvent]:
         with self._changed:
@@ -552,7 +552,7 @@ class Batcher:
             return self._end_all(reason)
 
     def _send(self, events: list[TokenEvent]) -> None:
-        """Emit, and only then let ``drain`` see that nothing is left: its caller may end the process."""
+        """Emit the events before ``drain`` can return, since its caller may end the process."""
         try:
             if events:
                 self._emit(events)

@@ -1,4 +1,4 @@
-"""Buckets: the few lengths that an engine is compiled for, and which of them a length goes to."""
+"""Buckets: the few lengths that an engine is compiled for, and the choice of one for a length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NoBucket(ValueError):
 
 
 def ladder(shortest: int, longest: int) -> tuple[int, ...]:
-    """Lengths that double from ``shortest`` and end with exactly ``longest``: ``ladder(16, 100)`` is 16, 32, 64, 100.
+    """Returns lengths that double from ``shortest`` up to exactly ``longest``: 16, 32, 64, 100 for (16, 100).
 
     Raises ValueError unless both are positive; a ``longest`` below ``shortest`` is the only rung.
     """
@@ -30,30 +30,30 @@ def ladder(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def default_prefill_buckets(max_len: int) -> tuple[int, ...]:
-    """Prompt lengths for a slot of ``max_len`` tokens."""
+    """Returns the prompt lengths for a slot of ``max_len`` tokens."""
     return ladder(SHORTEST_PREFILL, max_len)
 
 
 def default_decode_buckets(max_len: int) -> tuple[int, ...]:
-    """KV lengths for a slot of ``max_len`` tokens."""
+    """Returns the KV lengths for a slot of ``max_len`` tokens."""
     return ladder(SHORTEST_DECODE, max_len)
 
 
 def smallest_bucket(buckets: Sequence[int], length: int) -> int:
-    """The smallest of the ascending ``buckets`` that holds ``length`` tokens. Raises ``NoBucket`` when none does."""
+    """Returns the smallest of the ascending ``buckets`` that holds ``length`` tokens. Raises ``NoBucket``."""
     index = bisect_left(buckets, length)
     if index == len(buckets):
-        raise NoBucket(f"{length} tokens need a bucket, the largest is {buckets[-1] if buckets else 'missing'}")
+        raise NoBucket(f"no bucket holds {length} tokens, the largest is {buckets[-1] if buckets else 'missing'}")
     return buckets[index]
 
 
 def checked_buckets(kind: str, buckets: Sequence[int], max_len: int) -> tuple[int, ...]:
-    """``buckets`` as a tuple, or ValueError naming what is wrong: ascending, positive, none beyond ``max_len``."""
-    found = tuple(buckets)
-    if not found:
+    """Returns ``buckets`` as a tuple. Raises ValueError unless positive, ascending and at most ``max_len``."""
+    lengths = tuple(buckets)
+    if not lengths:
         raise ValueError(f"{kind} buckets are empty")
-    if found[0] < 1 or any(a >= b for a, b in pairwise(found)):
-        raise ValueError(f"{kind} buckets must be positive and ascending, not {list(found)}")
-    if found[-1] > max_len:
-        raise ValueError(f"the {kind} bucket {found[-1]} is longer than max_len {max_len}")
-    return found
+    if lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
+        raise ValueError(f"{kind} buckets must be positive and ascending, not {list(lengths)}")
+    if lengths[-1] > max_len:
+        raise ValueError(f"the {kind} bucket {lengths[-1]} is longer than max_len {max_len}")
+    return lengths

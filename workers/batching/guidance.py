@@ -1,4 +1,4 @@
-"""Answers that satisfy a JSON schema: after each token, which ones may follow. By `llguidance`, extra ``json``."""
+"""Guided decoding for JSON schemas: the tokens that may come next, by `llguidance` (extra ``json``)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLParserLimits
 
-# Between two parts of an answer: one space, or a new line with its indentation. With more, a model that prefers spaces
-# fills `max_tokens` with them: of 32 at each place, an object of three fields has 320.
+# Whitespace between two parts of an answer: one space, or a newline with indentation. With more, a model that prefers
+# spaces fills `max_tokens` with them: with 32 at each place, an object of three fields has 320.
 MAX_INDENT = 16  # spaces; half as many tabs
 _WHITESPACE = rf"\x20|\x0D?\x0A(\x20{{0,{MAX_INDENT}}}|\x09{{0,{MAX_INDENT // 2}}})"
 
-MAX_COMPILED = 32  # schemas that are kept, at up to 4 MB each; the least recently used one goes
-MAX_REASON = 300  # characters of llguidance's own words
+MAX_COMPILED = 32  # cached schemas, at up to 4 MB each; the least recently used one is evicted
+MAX_REASON = 300  # characters of llguidance's own message
 
 
 class Guides:
-    """Makes the guides of one model's requests. Any thread may call it."""
+    """Creates the guides of one model's requests. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """``vocab_size`` and ``eos_token_ids`` are the model's. Nothing is loaded before the first ``start``."""
@@ -34,14 +34,14 @@ class Guides:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
-        self._compiling = threading.Lock()  # guards what is below
-        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # by digest: a matcher to copy, or why there is none
+        self._compiling = threading.Lock()  # guards the cache below
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # by digest: a matcher to copy, or an error message
 
     def start(self, schema: str) -> Guide:
         """Returns the guide of a new answer. Takes up to a second for a large schema that is not compiled yet.
 
         Raises ValueError for text that is not JSON, for a schema that no value satisfies or that llguidance does not
-        support, where llguidance is not installed, and where it cannot read the tokenizer.
+        support, where llguidance is not installed, and where llguidance cannot read the tokenizer.
         """
         try:
             import llguidance  # noqa: F401
@@ -52,7 +52,7 @@ class Guides:
             ) from error
         vocabulary = self._loaded()
         digest = blake2b(schema.encode(), digest_size=16).digest()
-        with self._compiling:  # choices of one request come together: the first one compiles for all
+        with self._compiling:  # choices of one request arrive together: the first one compiles for all
             compiled = self._compiled.pop(digest, None) or self._compile(vocabulary, schema)
             self._compiled[digest] = compiled
             if len(self._compiled) > MAX_COMPILED:
@@ -62,7 +62,7 @@ class Guides:
             return Guide(compiled.deep_copy(), vocabulary.vocab_size, frozenset(vocabulary.eos_tokens))
 
     def _compile(self, vocabulary: Any, schema: str) -> Any:
-        """Returns a matcher at its beginning, or as text the reason why the schema is refused."""
+        """Returns a matcher in its initial state, or the error message where the schema is refused."""
         from llguidance import LLMatcher
 
         try:
@@ -71,21 +71,21 @@ class Guides:
             return f"the JSON schema cannot be read: {_brief(str(error))}"
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
-            return f"the JSON schema cannot be followed: {_brief(matcher.get_error())}"
+            return f"the JSON schema is not supported: {_brief(matcher.get_error())}"
         if not Guide(matcher.deep_copy(), vocabulary.vocab_size, frozenset()).can_begin():
             return (
-                "the JSON schema cannot be followed: no answer can begin under it; a $ref that leads back to itself, "
+                "the JSON schema is not supported: no answer can begin under it; a $ref that leads back to itself, "
                 "for example, never ends"
             )
         return matcher
 
     def warm(self) -> None:
-        """Load the vocabulary now, so that no request waits for it; nothing happens where guides cannot be had."""
+        """Load the vocabulary now, so that no request waits for it; does nothing where guides are unavailable."""
         with contextlib.suppress(ImportError, ValueError):
             self._loaded()
 
     def _loaded(self) -> Any:
-        """llguidance's form of the vocabulary: 30 ms for 512 ids, 1 s for 32k, 4 s for 128k, once."""
+        """Returns llguidance's form of the vocabulary: 30 ms for 512 ids, 1 s for 32k, 4 s for 128k, once."""
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -102,34 +102,34 @@ class Guides:
 
 
 class Guide:
-    """How far one answer is in its grammar. Used by one thread at a time."""
+    """The progress of one answer in its grammar. Used by one thread at a time."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
         import numpy as np
 
         self._matcher = matcher
         self._mask = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
-        self.eos_ids = eos_ids  # they can come only when the answer is complete, and end it
+        self.eos_ids = eos_ids  # allowed only when the answer is complete; they end it
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is complete, and nothing could follow."""
+        """Whether the answer is complete and no token can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
     def error(self) -> str | None:
-        """Why the guide cannot go on: a grammar that outgrew llguidance's limits."""
+        """Why the guide cannot continue: the grammar exceeds llguidance's limits."""
         if not self._matcher.is_error():
             return None
-        return f"the JSON schema cannot be followed: {_brief(self._matcher.get_error())}"
+        return f"the JSON schema is not supported: {_brief(self._matcher.get_error())}"
 
     def can_begin(self) -> bool:
-        """Whether some token may come."""
+        """Whether any token is allowed."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         return bool(self._mask.any()) and not self._matcher.is_error()
 
     def forbidden(self, vocab_size: int) -> torch.Tensor | None:
-        """True for every id that must not come next, ``[vocab_size]`` bool; None after an error."""
+        """Returns ``[vocab_size]`` bool, True for each id that must not come next; None after an error."""
         import numpy as np
         import torch
 
@@ -140,13 +140,13 @@ class Guide:
         return torch.from_numpy(np.pad(allowed, (0, vocab_size - len(allowed)))) == 0
 
     def take(self, token: int) -> None:
-        """Go on behind the token that came."""
+        """Advance by the chosen token."""
         self._matcher.consume_token(token)
 
 
 def _limits() -> LLParserLimits:
-    """llguidance's limits of one answer. Its defaults allow 0.5 GB of lexer states and masks of 100 ms, in which the
-    whole batch stands still; under these a mask takes some milliseconds, and ordinary schemas of 64 KiB compile."""
+    """Returns llguidance's limits of one answer. Its defaults allow 0.5 GB of lexer states and masks of 100 ms, during
+    which the whole batch waits; with these a mask takes some milliseconds, and usual schemas of 64 KiB compile."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -160,6 +160,6 @@ def _limits() -> LLParserLimits:
 
 
 def _brief(reason: str) -> str:
-    """llguidance's words, without the state of the parser that follows them, and without what it echoes at length."""
+    """Returns llguidance's message without the parser state after it, cut where it quotes the schema at length."""
     reason = reason.partition("\n<state>")[0].partition("\n<non-verbose/>")[0]
     return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."

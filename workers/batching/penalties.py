@@ -1,4 +1,4 @@
-"""What a request's own tokens, and those that it favours or forbids, do to the scores of its next one."""
+"""Penalties and biases: the processors that change the scores of single ids for one request."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class Penalties:
-    """Those processors of one request that look at single ids, with what they must remember of its tokens.
+    """Applies the per-id processors of one request, and holds the token counts that they need.
 
-    In this order, which is that of transformers' ``generate`` with ours where it puts custom processors:
+    In this order, that of transformers' ``generate``, with ours where it puts custom processors:
 
     1. logit_bias is added (transformers' SequenceBias).
     2. repetition_penalty, on all ids of prompt and output (transformers' own class, given only the scores it changes).
     3. no_repeat_ngram_size, in prompt and output together (transformers' NoRepeatNGram).
-    4. min_tokens: until so many are out, no id that would end the answer can come (transformers' MinNewTokensLength
+    4. min_tokens: before that many tokens, no id that ends the answer is allowed (transformers' MinNewTokensLength
        does so for EOS alone; vLLM, like us, for the stop ids too).
     5. presence_penalty and frequency_penalty, on the ids of the output alone, as OpenAI defines them:
        ``score -= frequency * count + presence * (count > 0)``.
 
-    What is remembered grows by one token at a time; no step looks at the whole answer in Python.
+    The state grows by one token at a time; no step scans the whole answer in Python.
     """
 
     def __init__(self, request: GenerateRequest, ending_ids: frozenset[int]) -> None:
@@ -52,7 +52,7 @@ class Penalties:
         return self._lasting or self._produced < self._min_tokens
 
     def take(self, token: int) -> None:
-        """Remember the token that came."""
+        """Count the chosen token."""
         self._produced += 1
         if self._seen is not None:
             self._seen.take(token)
@@ -62,7 +62,7 @@ class Penalties:
             self._ngrams.take(token)
 
     def apply(self, scores: torch.Tensor) -> None:
-        """Change the scores ``[vocab_size]`` float32 of the next token in place; the numbers are the class's."""
+        """Change the scores ``[vocab_size]`` float32 of the next token in place; numbered as in the class."""
         if self._biased.numel():  # 1
             scores[self._biased] += self._bias
         if self._seen is not None:  # 2
@@ -76,12 +76,12 @@ class Penalties:
 
 
 def needs_penalties(request: GenerateRequest) -> bool:
-    """Whether any parameter of the request asks for ``Penalties``."""
+    """Whether any parameter of the request needs ``Penalties``."""
     return changes_choice(request) or bool(request.min_tokens)
 
 
 def changes_choice(request: GenerateRequest) -> bool:
-    """Whether the tokens themselves depend on ``Penalties``, not only how soon they may end."""
+    """Whether ``Penalties`` affect the tokens themselves, and not only how early the answer may end."""
     return bool(
         request.logit_bias
         or request.repetition_penalty != 1
@@ -92,7 +92,7 @@ def changes_choice(request: GenerateRequest) -> bool:
 
 
 def _repetition_penalty(scores: torch.Tensor, penalty: float) -> torch.Tensor:
-    """transformers' own penalty, of every one of ``scores`` ``[n]``."""
+    """Returns ``scores`` ``[n]`` with transformers' own penalty on each."""
     import torch
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -102,10 +102,10 @@ def _repetition_penalty(scores: torch.Tensor, penalty: float) -> torch.Tensor:
 
 
 class _Ids:
-    """Different ids and how often each came, as tensors that grow without being copied."""
+    """Distinct ids and their counts, as tensors that grow without being copied."""
 
     def __init__(self, ids: Iterable[int], room: int) -> None:
-        """``room`` is how many more may be taken."""
+        """``room`` is the number of further tokens."""
         import torch
 
         self._place: dict[int, int] = {}  # of each id in the tensors
@@ -131,7 +131,7 @@ class _Ids:
 
 
 class _Ngrams:
-    """Which tokens followed each ``size - 1`` tokens so far."""
+    """The tokens that have followed each run of ``size - 1`` tokens."""
 
     def __init__(self, size: int, first: Iterable[int]) -> None:
         self._kept = size - 1
@@ -146,5 +146,5 @@ class _Ngrams:
         self._last = (*self._last, token)[-self._kept :] if self._kept else ()
 
     def repeating(self) -> set[int]:
-        """The tokens that would complete an n-gram a second time."""
+        """Returns the tokens that would repeat an n-gram."""
         return self._followers.get(self._last, set())

@@ -1,22 +1,22 @@
-"""Choosing the next token on the host, from the logits of one step.
+"""Sampling: chooses the next tokens on the host, from the logits of one step.
 
 The order of the processors is that of transformers' ``generate``: ``penalties.Penalties``, then the guide's mask
-(``guidance.Guide``), then temperature, top_k, top_p, min_p, by transformers' own warpers. What each request gets is
-exactly their distribution over the full vocabulary; how it is computed depends on the vocabulary:
+(``guidance.Guide``), then temperature, top_k, top_p, min_p, by transformers' own warpers. Each request samples from
+exactly their distribution over the full vocabulary; the computation depends on the vocabulary size:
 
 1. Greedy rows (temperature below ``GREEDY_BELOW``) take the first of the largest scores, all rows in one argmax.
 2. Up to ``FULL_UP_TO`` ids, a row runs through the warpers and is drawn as ``generate`` draws it: the same seed gives
    the same tokens as ``torch.manual_seed(seed)`` and ``generate(do_sample=True)``.
 3. Above, where sorting 32k ids costs 3 ms a row and drawing from them 2 ms:
-   a. with a top_k up to ``SHORTLIST``, all ids that can come are among the most probable ``SHORTLIST``, and only these
-      are cut and drawn from, unless so many ids tie for the last place that there may be more of them;
+   a. with a top_k up to ``SHORTLIST``, only the ``SHORTLIST`` most probable ids are cut and drawn from, unless so many
+      ids tie for the last place that others could be chosen;
    b. with top_p and no top_k, when the ``SHORTLIST`` most probable ids hold at least top_p of the full vocabulary's
-      probability, the nucleus lies inside them, and only they are cut and drawn from;
-   c. else all ids are cut (which sorts nothing without top_p), and one uniform number is looked up in the cumulated
+      probability, the nucleus is a subset of them, and only they are cut and drawn from;
+   c. else all ids are cut (without top_p nothing is sorted), and one uniform number is looked up in the cumulative
       probabilities.
 
-Every request draws from a generator of its own, so its tokens do not depend on what else is in the batch. Rows that
-the same warpers can take go through them together.
+Every request draws from its own generator, so its tokens do not depend on the rest of the batch. Rows with the same
+warpers are processed together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 GREEDY_BELOW = 1e-5  # temperature; dividing by less overflows float32
 FULL_UP_TO = 1024  # ids
 SHORTLIST = 256  # ids; also the most that the Neuron engines sample from on the device (global_topk)
-BLOCK = 256  # ids looked at together
+BLOCK = 256  # ids summed together
 SEED_RANGE = range(-(2**63), 2**64)  # what torch.Generator accepts
 OPENAI_PENALTY = 2.0  # of presence and frequency, either way
 OPENAI_BIAS = 100.0  # either way
@@ -47,7 +47,7 @@ MAX_LOGPROBS = 20  # OpenAI's
 
 @dataclass(frozen=True)
 class Warp:
-    """How scores become probabilities."""
+    """The parameters that turn scores into probabilities."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -57,7 +57,7 @@ class Warp:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request chooses its tokens. Holds the state of its random numbers, its penalties and its guide."""
+    """How one request samples its tokens: its parameters, random generator, penalties and guide."""
 
     warp: Warp
     generator: torch.Generator | None  # None: greedy
@@ -70,17 +70,19 @@ class Sampling:
 
     @property
     def error(self) -> str:
-        """Why ``sample`` had no token."""
+        """Why ``sample`` returned no token."""
         if self.guide is not None and self.guide.error is not None:
             return self.guide.error
         if self.changes_scores:
-            return "no token can come: the logits are not finite numbers, or the request's parameters forbid every id"
+            return (
+                "no token is possible: the logits are not finite numbers, or the request's parameters forbid every id"
+            )
         return "the model's logits are not finite numbers"
 
     def change(self, scores: torch.Tensor) -> None:
-        """Run the penalties and the guide on ``scores`` ``[vocab_size]`` float32, in place.
+        """Apply the penalties and the guide to ``scores`` ``[vocab_size]`` float32, in place.
 
-        The guide comes first in rank: where nothing is left that both it and the penalties allow, it stands alone.
+        The guide takes precedence: where no id satisfies both, only the guide applies.
         """
         forbidden = None if self.guide is None else self.guide.forbidden(len(scores))
         if self.guide is not None and forbidden is None:
@@ -95,7 +97,7 @@ class Sampling:
                 scores.copy_(guided)
 
     def take(self, token: int) -> None:
-        """Remember the token that came. ``sample`` does so for what it chooses."""
+        """Record the chosen token. ``sample`` does so for the tokens that it chooses."""
         if self.penalties is not None:
             self.penalties.take(token)
         if self.guide is not None:
@@ -103,7 +105,7 @@ class Sampling:
 
 
 def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises ValueError, with the number and its range, for what cannot be sampled with. NaN is in no range."""
+    """Raises ValueError, with the value and its range, for invalid sampling parameters. NaN is in no range."""
     numbers: list[tuple[str, float, float, float]] = [
         ("top_p", request.top_p, 0, 1),
         ("min_p", request.min_p, 0, 1),
@@ -124,7 +126,7 @@ def check_sampling(request: GenerateRequest, vocab_size: int) -> None:
             raise ValueError(f"{name} must be at least 0, not {count}")
     for name, ids in (("logit_bias", list(request.logit_bias)), ("stop_token_ids", request.stop_token_ids)):
         if any(not 0 <= id < vocab_size for id in ids):
-            raise ValueError(f"{name} must be of ids inside the vocabulary of {vocab_size}")
+            raise ValueError(f"{name} must have ids inside the vocabulary of {vocab_size}")
     if request.seed is not None and request.seed not in SEED_RANGE:
         raise ValueError(f"seed must be from -2**63 to 2**64-1, not {request.seed}")
 
@@ -135,22 +137,22 @@ def is_greedy(request: GenerateRequest) -> bool:
 
 
 def check_device_sampling(request: GenerateRequest, most: int) -> None:
-    """Raises ValueError for what cannot be sampled on a device that draws from at most ``most`` ids."""
+    """Raises ValueError for parameters unsupported on a device that samples from at most ``most`` ids."""
     if is_greedy(request):
         return
-    where = "this model's engine samples on the device"
+    engine = "this model's engine samples on the device"
     if request.top_k > most:
-        raise ValueError(f"{where}: top_k must be at most {most}, not {request.top_k}")
+        raise ValueError(f"{engine}: top_k must be at most {most}, not {request.top_k}")
     if not request.top_p:
-        raise ValueError(f"{where}: top_p must be above 0")
+        raise ValueError(f"{engine}: top_p must be above 0")
     if request.min_p:
-        raise ValueError(f"{where}, and does so without min_p")
+        raise ValueError(f"{engine}: min_p is not supported")
     if request.seed is not None:
-        raise ValueError(f"{where}, where a seed has no effect: leave it out")
+        raise ValueError(f"{engine}: seed is not supported")
 
 
 def on_device(request: GenerateRequest, most: int) -> DeviceSampling:
-    """How a request that ``check_device_sampling`` let pass is sampled there. Without a top_k, from ``most`` ids."""
+    """Returns the device's parameters for a request that passed ``check_device_sampling``. No top_k means ``most``."""
     if is_greedy(request):
         return DeviceSampling()
     return DeviceSampling(request.top_k or most, request.top_p, request.temperature)
@@ -159,9 +161,9 @@ def on_device(request: GenerateRequest, most: int) -> DeviceSampling:
 def start_sampling(
     request: GenerateRequest, ending_ids: frozenset[int] = frozenset(), guide: Guide | None = None
 ) -> Sampling:
-    """The sampling state of a new request that ``check_sampling`` let pass; without a seed a random one.
+    """Returns the sampling state of a new request that passed ``check_sampling``; without a seed, a random one.
 
-    ``ending_ids`` are those that end its answer.
+    ``ending_ids`` are the ids that end its answer.
     """
     penalties = Penalties(request, ending_ids) if needs_penalties(request) else None
     if is_greedy(request):
@@ -178,10 +180,9 @@ def start_sampling(
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Sampling]) -> list[int | None]:
-    """The next token of each row of ``logits`` ``[len(rows), vocab_size]`` float32, which ``rows`` then remember.
+    """Returns the next token of each row of ``logits`` ``[len(rows), vocab_size]`` float32, and records it in ``rows``.
 
-    None for a row whose logits are not numbers (NaN or +inf), or where nothing is left to choose: see
-    ``Sampling.error``.
+    None for a row whose logits are not numbers (NaN or +inf), or where no id is allowed: see ``Sampling.error``.
     """
     import torch
 
@@ -212,13 +213,13 @@ def sample(logits: torch.Tensor, rows: Sequence[Sampling]) -> list[int | None]:
 
 
 def _finite(logits: torch.Tensor, best: torch.Tensor) -> list[bool]:
-    """Whether each row's largest logit is a number; NaN and +inf count as largest."""
+    """Whether each row's largest logit is finite; NaN and +inf count as largest."""
     finite: list[bool] = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
     return finite
 
 
 def _draw(scores: torch.Tensor, warp: Warp, generators: Sequence[torch.Generator]) -> list[int]:
-    """One token from each row of ``scores`` ``[rows, vocab_size]``; the numbers are those of the module's docstring."""
+    """Returns one token for each row of ``scores`` ``[rows, vocab_size]``; numbered as in the module's docstring."""
     if scores.shape[-1] <= FULL_UP_TO:  # 2
         return _as_generate(_cut(scores, warp.top_k, warp.top_p, warp.min_p), generators)
     if 0 < warp.top_k <= SHORTLIST:
@@ -229,7 +230,7 @@ def _draw(scores: torch.Tensor, warp: Warp, generators: Sequence[torch.Generator
 
 
 def _from_top_k(scores: torch.Tensor, warp: Warp, generators: Sequence[torch.Generator]) -> list[int]:
-    """3a. One more than the shortlist is looked at, to see ties: top_k keeps all that equal its last."""
+    """3a. Takes one id more than the shortlist, to detect ties: top_k keeps all ids that equal its last."""
     best, ids = scores.topk(SHORTLIST + 1)
     last = best[:, warp.top_k - 1]
     may_go_on = ((last == best[:, SHORTLIST]) & last.isfinite()).tolist()
@@ -255,14 +256,14 @@ def _from_nucleus(scores: torch.Tensor, warp: Warp, generators: Sequence[torch.G
         own, generator = slice(row, row + 1), generators[row : row + 1]
         if share < warp.top_p:  # 3c
             tokens += _look_up(_cut(scores[own], 0, warp.top_p, warp.min_p), generator)
-        else:  # to the warper the shortlist is the whole, so top_p grows by what the shortlist leaves out
+        else:  # the warper sees only the shortlist, so top_p is scaled up by its share
             place = _as_generate(_cut(shortlists[own], 0, min(1.0, warp.top_p / share), warp.min_p), generator)[0]
             tokens.append(int(ids[row, place]))
     return tokens
 
 
 def _as_generate(scores: torch.Tensor, generators: Sequence[torch.Generator]) -> list[int]:
-    """The draw of transformers' ``generate``, each row with its own generator."""
+    """Draw as transformers' ``generate`` does, each row with its own generator."""
     import torch
 
     probabilities = torch.softmax(scores, dim=-1)
@@ -273,7 +274,7 @@ def _as_generate(scores: torch.Tensor, generators: Sequence[torch.Generator]) ->
 
 
 def _look_up(scores: torch.Tensor, generators: Sequence[torch.Generator]) -> list[int]:
-    """Inverse transform sampling, in two steps: which block of ids, then which of its ids.
+    """Inverse transform sampling in two steps: first a block of ids, then an id within it.
 
     Only the block's sums are cumulated: all 32k probabilities would take three times as long.
     """
@@ -284,12 +285,12 @@ def _look_up(scores: torch.Tensor, generators: Sequence[torch.Generator]) -> lis
     points = torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
     block, inside = _place(blocks.sum(-1), points)
     token, _ = _place(blocks[torch.arange(len(generators)), block], inside)
-    found: list[int] = (block * BLOCK + token).tolist()
-    return found
+    tokens: list[int] = (block * BLOCK + token).tolist()
+    return tokens
 
 
 def _place(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each of ``points`` (0 to 1) falls on its row of ``weights`` laid end to end, and how far into that weight.
+    """Returns the index of the weight where each of ``points`` (0 to 1) falls on its row, and how far into it.
 
     Never a weight of 0. Shapes ``[rows, n]``, ``[rows]`` -> ``[rows]``, ``[rows]``.
     """
@@ -297,7 +298,7 @@ def _place(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, t
 
     ends = weights.double().cumsum(-1)
     targets = (points.clamp(max=1 - 1e-12) * ends[:, -1])[:, None]
-    index = torch.searchsorted(ends, targets, right=True)  # right: the first end beyond, so its weight is not 0
+    index = torch.searchsorted(ends, targets, right=True)  # right: the first end beyond, whose weight is not 0
     weight = weights.gather(-1, index).double()
     into = (targets - (ends.gather(-1, index) - weight)) / weight
     return index[:, 0], into[:, 0].clamp(0, 1)
@@ -313,7 +314,7 @@ def _temperature(scores: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _cut(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """-inf for every id that top_k, top_p or min_p leaves out, in the order of ``generate``."""
+    """Returns ``scores`` with -inf for ids that top_k, top_p or min_p exclude, in the order of ``generate``."""
     from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the slots of an engine hold in their KV cache, and which of it a new prompt begins with. Pure."""
+"""The tokens in each slot's KV cache, and the slot that a new prompt can reuse the most of. Pure."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ _TOKEN_BYTES = array("I").itemsize
 
 @dataclass(frozen=True)
 class Reuse:
-    """Where a prompt goes, and how much of it need not be read."""
+    """The slot of a prompt, and the prefix that need not be processed again."""
 
     slot: int
-    count: int = 0  # of its first tokens, that the slot holds, or ``source`` does
-    source: int | None = None  # the slot whose first ``count`` tokens are copied first; None: none are
+    count: int = 0  # prompt tokens that the slot, or ``source``, holds already
+    source: int | None = None  # the slot to copy the first ``count`` tokens from; None: no copy
 
 
 class SlotPrefixes:
-    """Token ids by slot, as far as it is certain that the slot's KV cache holds them. Not thread-safe.
+    """Token ids by slot, where the content of its KV cache is known for certain. Not thread-safe.
 
-    Slots are live or free as their owner says; what either holds stays where it is until another prompt goes there.
+    Slots are live or free; the content of both stays until another prompt is placed there.
     """
 
     def __init__(self, slots: int, block: int) -> None:
-        """Fewer than ``block`` tokens in common are none: they would save less than they cost."""
+        """Common prefixes shorter than ``block`` tokens are ignored: they would cost more than they save."""
         self._block = block
         self._held = [b""] * slots
-        self._used = [0] * slots  # when each was held last, as a count; 0: it holds nothing
+        self._used = [0] * slots  # when each was last used, as a counter; 0: empty
         self._uses = 0
 
     def hold(self, slot: int, ids: Sequence[int]) -> None:
-        """The slot's KV cache holds these tokens, from its beginning on."""
+        """Record that the slot's KV cache holds these tokens, from its beginning on."""
         self._held[slot] = _packed(ids)
         self._uses += 1
         self._used[slot] = self._uses if ids else 0
 
     def drop(self, slot: int) -> None:
-        """What the slot holds is not known any more."""
+        """Record that the slot's content is unknown."""
         self._held[slot] = b""
         self._used[slot] = 0
 
     def held(self, slot: int) -> list[int]:
-        """The tokens that the slot holds for certain."""
+        """Returns the tokens that the slot holds for certain."""
         return list(array("I", self._held[slot]))
 
     def place(self, prompt: Sequence[int], free: Collection[int]) -> Reuse:
-        """The best of the ``free`` slots, at least one, for a prompt. Who takes it drops what it holds.
+        """Returns the best of the ``free`` slots, at least one, for a prompt. Callers then ``drop`` that slot.
 
-        1. The source is the slot, free or live, that begins like the prompt for longest; of equals a free one, then
-           the one that holds least, then the lowest. The prompt's last token is read in any case, since the answer
+        1. The source is the slot, free or live, with the longest common prefix; of equals a free one, then the one
+           with the fewest tokens, then the lowest. The prompt's last token is always processed, since the answer
            begins with its logits.
-        2. Nothing in common: the free slot that holds nothing, else the one that was used longest ago.
-        3. A free source of which less than a block would be lost is taken as it is: a conversation that goes on.
-        4. Otherwise its beginning is copied to the slot of rule 2, so that the rest of it stays for who goes on there;
-           where that is the source itself, it is taken as it is.
+        2. Without a common prefix: an empty free slot, else the least recently used free slot.
+        3. A free source that would lose less than a block is used as it is: a conversation that continues.
+        4. Otherwise the common prefix is copied to the slot of rule 2, so that the source can still be continued;
+           where that slot is the source itself, it is used as it is.
         """
         packed = _packed(prompt[:-1])
-        first = packed[: self._block * _TOKEN_BYTES]  # most slots differ here already
+        first = packed[: self._block * _TOKEN_BYTES]  # most slots already differ here
         common = [_common(packed, held) if held.startswith(first) else 0 for held in self._held]
         source = max(range(len(common)), key=lambda slot: (common[slot], slot in free, -len(self._held[slot]), -slot))
         count, spare = common[source], min(free, key=lambda slot: (self._used[slot], slot))
@@ -73,14 +73,14 @@ def _packed(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def _common(one: bytes, other: bytes) -> int:
-    """Tokens that both begin with: a search by halves, since comparing bytes is faster than counting tokens."""
-    same, different = 0, min(len(one), len(other)) // _TOKEN_BYTES + 1
-    if other[: (different - 1) * _TOKEN_BYTES] == one[: (different - 1) * _TOKEN_BYTES]:
+def _common(a: bytes, b: bytes) -> int:
+    """Returns the length of the common prefix in tokens. A binary search: comparing bytes is faster than counting."""
+    same, different = 0, min(len(a), len(b)) // _TOKEN_BYTES + 1
+    if b[: (different - 1) * _TOKEN_BYTES] == a[: (different - 1) * _TOKEN_BYTES]:
         return different - 1
     while different - same > 1:
         middle = (same + different) // 2
-        if one[same * _TOKEN_BYTES : middle * _TOKEN_BYTES] == other[same * _TOKEN_BYTES : middle * _TOKEN_BYTES]:
+        if a[same * _TOKEN_BYTES : middle * _TOKEN_BYTES] == b[same * _TOKEN_BYTES : middle * _TOKEN_BYTES]:
             same = middle
         else:
             different = middle

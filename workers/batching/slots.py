@@ -1,4 +1,4 @@
-"""Slots: which batch row of the engine belongs to whom."""
+"""Slots: the assignment of the engine's batch rows to requests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ Owner = TypeVar("Owner")
 
 
 class SlotError(RuntimeError):
-    """A slot was taken or released that could not be: a fault of the caller's bookkeeping, never of a client."""
+    """A slot was taken or released twice, or does not exist: a bug of the caller, never a client's fault."""
 
 
 class Slots(Generic[Owner]):
     """The engine's batch rows and their owners; the only place that counts them.
 
-    Unless a certain one is asked for, the lowest free slot is taken first, so live slots stay packed at the low end and
-    engines can read one block. Not thread-safe: the batcher guards it.
+    Unless the caller names a slot, the lowest free one is taken, so live slots stay packed at the low end and engines
+    can read one block. Not thread-safe: the batcher locks it.
     """
 
     def __init__(self, count: int) -> None:
@@ -25,29 +25,29 @@ class Slots(Generic[Owner]):
         self._live = 0
 
     def __len__(self) -> int:
-        """How many slots there are, free and live."""
+        """Returns the number of slots, free and live."""
         return len(self._owners)
 
     @property
     def live_count(self) -> int:
-        """Slots with an owner."""
+        """The number of slots with an owner."""
         return self._live
 
     @property
     def free_count(self) -> int:
-        """Slots without an owner."""
+        """The number of slots without an owner."""
         return len(self._owners) - self._live
 
     def live(self) -> list[tuple[int, Owner]]:
-        """Every live slot with its owner, sorted by slot: the rows of the next decode."""
+        """Returns every live slot with its owner, sorted by slot: the rows of the next decode."""
         return [(slot, owner) for slot, owner in enumerate(self._owners) if owner is not None]
 
     def free(self) -> list[int]:
-        """Every slot without an owner, ascending."""
+        """Returns every slot without an owner, ascending."""
         return [slot for slot, owner in enumerate(self._owners) if owner is None]
 
     def take(self, owner: Owner, slot: int | None = None) -> int:
-        """Give ``slot`` to ``owner``, None: the lowest free one. Raises ``SlotError`` when it, or all, are live."""
+        """Assign ``slot``, or the lowest free one, to ``owner``. Raises ``SlotError`` when it is, or all are, live."""
         if slot is None:
             slot = next((slot for slot, present in enumerate(self._owners) if present is None), None)
             if slot is None:
@@ -61,7 +61,7 @@ class Slots(Generic[Owner]):
         return slot
 
     def release(self, slot: int) -> Owner:
-        """Free ``slot`` and return who owned it. Raises ``SlotError`` when it is free or does not exist."""
+        """Free ``slot`` and return its owner. Raises ``SlotError`` when it is free or does not exist."""
         if not 0 <= slot < len(self._owners):
             raise SlotError(f"slot {slot} does not exist, there are {len(self._owners)}")
         owner = self._owners[slot]
@@ -72,7 +72,7 @@ class Slots(Generic[Owner]):
         return owner
 
     def check_integrity(self) -> None:
-        """Conservation: free + live = all. Raises ``SlotError`` otherwise; cheap enough to run whenever idle."""
+        """Check that free + live = all slots. Raises ``SlotError`` otherwise; cheap enough for every idle moment."""
         owned = sum(owner is not None for owner in self._owners)
         if owned != self._live:
             raise SlotError(f"{owned} slots have an owner, but {self._live} are counted live")

@@ -1,4 +1,4 @@
-"""What a step of several tokens a slot gives under greedy decoding: the drafted ones that are right, and one more."""
+"""Greedy verification of drafted tokens: the correct guesses of a step, and one token more."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def agreed(logits: Any, drafts: Sequence[Sequence[int]]) -> list[list[int | None]]:
-    """The target's own tokens for each row of ``logits``, a tensor ``[len(drafts), k + 1, vocab_size]`` of float32.
+    """Returns the model's own tokens for each row of ``logits`` ``[len(drafts), k + 1, vocab_size]`` float32.
 
-    As many as follow from right guesses, 1 to k + 1: the token after the last right guess is the target's own too.
-    None, which ends a row, where the logits are not numbers.
+    A row has 1 to k + 1 tokens: the correct guesses, and the model's own token after the last of them. None, which
+    ends a row, stands for logits that are not finite.
     """
     best = logits.argmax(dim=-1)
     finite = logits.gather(-1, best[..., None])[..., 0].isfinite().tolist()  # NaN and +inf count as largest

@@ -1,4 +1,4 @@
-"""The engines, each in a module that imports its libraries only when it is opened."""
+"""The engines. Each module imports its libraries only when its engine is opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU_PACKAGES = "python -m pip install torch safetensors numpy, in the Python of 
 
 
 class EngineConfig(Protocol):
-    """What of a replica's configuration concerns its engine."""
+    """The part of a replica's configuration that its engine reads."""
 
     @property
     def engine(self) -> str: ...
@@ -61,20 +61,20 @@ class EngineConfig(Protocol):
 
 
 def hide_progress_bars() -> None:
-    """Of loading and downloading: in a log each of their states is a line, or one line of a thousand states.
+    """Disable the progress bars of loading and downloading, which fill a log with their intermediate states.
 
-    The variable is for the processes that compile, and for whatever is imported later; the call is for transformers
-    before 4.51, which reads none.
+    The variable is for compile processes and for later imports; the call is for transformers before 4.51, which
+    ignores the variable.
     """
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    with contextlib.suppress(ImportError):  # which the engine tells in its own words
+    with contextlib.suppress(ImportError):  # which the engine reports itself
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def open_engine(config: EngineConfig) -> GenerateEngine:
-    """The engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
+    """Returns the engine, not loaded yet. Raises EngineLoadError for one that this host does not have."""
     if config.engine != "echo":
         hide_progress_bars()
     if config.engine == "echo":

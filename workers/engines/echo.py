@@ -1,4 +1,4 @@
-"""An engine without a model, whose every token proves that all tokens before it arrived unharmed and in order."""
+"""An engine without a model: each token proves that all tokens before it arrived unchanged and in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRINTABLE = 95  # space to tilde
 
 
 def echo_tokens(prompt_ids: Sequence[int], n: int) -> list[int]:
-    """The ``n`` tokens that follow ``prompt_ids``, each a printable ASCII byte.
+    """Returns the ``n`` tokens that follow ``prompt_ids``, each a printable ASCII byte.
 
     The rule: a token is ``32 + crc32(all tokens before it, four little-endian bytes each) mod 95``. A lost, repeated,
     changed or foreign token therefore changes all that follow.
@@ -43,19 +43,19 @@ def _token(digest: int) -> int:
 
 @dataclass
 class _Row:
-    """One slot's stand-in for a KV cache: what was written to it, as a digest."""
+    """One slot's substitute for a KV cache: a digest of the tokens written to it."""
 
     digest: int
     length: int  # tokens written
-    next_token: int  # what the engine answered last, and expects back
+    next_token: int  # the engine's last output, expected as the next input
 
 
 class EchoEngine:
-    """Keeps ``GenerateEngine``; answers with ``echo_tokens`` and raises where a Neuron engine would answer nonsense.
+    """Implements ``GenerateEngine`` with ``echo_tokens``; raises where a Neuron engine would return wrong tokens.
 
-    As on Neuron, a decode overwrites every slot that is not listed, so a live slot that was left out is found when it
-    is listed again. It never answers with EOS: an answer ends by its length or a stop string. It needs neither torch
-    nor transformers.
+    As on Neuron, a decode overwrites every slot that is not listed, so a live slot that was omitted is detected when it
+    is listed again. It never returns EOS: an answer ends by its length or a stop string. It needs neither torch nor
+    transformers.
     """
 
     def __init__(self, slots: int, max_len: int, step_ms: float = 0.0) -> None:
@@ -90,9 +90,9 @@ class EchoEngine:
         )
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
-        """See ``GenerateEngine.prefill``. Raises ValueError for a call that a Neuron engine would not survive."""
+        """See ``GenerateEngine.prefill``. Raises ValueError for a call that would crash a Neuron engine."""
         if len(slots) != len(prompts) or len(set(slots)) != len(slots):
-            raise ValueError(f"one prompt for each of different slots is needed: {list(slots)}, {len(prompts)} prompts")
+            raise ValueError(f"slots must be distinct, with one prompt each: {list(slots)}, {len(prompts)} prompts")
         self._check_slots(slots)
         for slot, prompt in zip(slots, prompts, strict=True):
             if not prompt:
@@ -107,7 +107,7 @@ class EchoEngine:
         return [self._rows[slot].next_token for slot in slots]
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """See ``GenerateEngine.decode``. Raises ValueError when the hard rule is broken."""
+        """See ``GenerateEngine.decode``. Raises ValueError for an invalid call."""
         if not len(slots) == len(tokens) == len(positions) or not slots:
             raise ValueError(f"decode of {len(slots)} slots, {len(tokens)} tokens, {len(positions)} positions")
         if any(a >= b for a, b in pairwise(slots)):
@@ -116,13 +116,13 @@ class EchoEngine:
         for slot, token, position in zip(slots, tokens, positions, strict=True):
             row = self._rows.get(slot)
             if row is None:
-                raise ValueError(f"slot {slot} holds nothing: it was never filled, or left out of a decode")
+                raise ValueError(f"slot {slot} is empty: it was never filled, or omitted from a decode")
             if position != row.length:
                 raise ValueError(f"slot {slot} holds {row.length} tokens, so position {position} is wrong")
             if position >= self._max_len:
                 raise ValueError(f"slot {slot} is full: {position} of {self._max_len} tokens")
             if token != row.next_token:
-                raise ValueError(f"slot {slot} was answered {row.next_token} and is given {token}")
+                raise ValueError(f"slot {slot} got token {token}, expected {row.next_token}")
         self._take_time()
         listed = {}
         for slot in slots:

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, as digests: kept, since reading hundreds of gigabytes again takes minutes."""
+"""Cached digests of a checkpoint's files: reading hundreds of gigabytes again takes minutes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,35 @@ log = logging.getLogger(__name__)
 
 KEPT = "digests.json"  # path -> stamp and digest
 BLOCK = 1 << 24  # bytes read at once
-READERS = 4  # files read at the same time: hashing keeps a thread busy, and disks and networks are faster than one
+READERS = 4  # files read at once: disks and networks are faster than one hashing thread
 
 Stamp = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
 def digest_of(source: Path, keep: Path) -> str:
-    """Of the names and the whole contents of the files in ``source``, not of their times, nor of what a store adds.
+    """Returns a digest of the names and contents of the files in ``source``, except those that a store adds.
 
-    A file whose digest is known in the folder ``keep`` is not read again while its inode, size and time of change are
-    the same.
+    A file with a digest in the folder ``keep`` is not read again while its inode, size and modification time are the
+    same.
     """
     files = _files(source)
     stamps = {path: _stamp(path) for path in files}
-    known = _known(keep / KEPT)
-    kept = {path: known[str(path)] for path in files if str(path) in known}
-    digests = {path: digest for path, (stamp, digest) in kept.items() if stamp == stamps[path]}
+    stored = _known(keep / KEPT)
+    entries = {path: stored[str(path)] for path in files if str(path) in stored}
+    digests = {path: digest for path, (stamp, digest) in entries.items() if stamp == stamps[path]}
     missing = [path for path in files if path not in digests]
     if missing:
         began = time.monotonic()
         size = sum(stamps[path][2] for path in missing)
         with ThreadPoolExecutor(READERS) as pool:
             digests |= zip(missing, pool.map(_read, missing), strict=True)
-        log.info("read %.1f GB of %s in %.0f s: artifacts hold weights", size / 1e9, source, time.monotonic() - began)
-        # One that is written to meanwhile has another stamp by now, and its digest is worth nothing.
+        log.info(
+            "hashed %.1f GB of %s in %.0f s: compiled artifacts contain weights",
+            size / 1e9,
+            source,
+            time.monotonic() - began,
+        )
+        # A file that was written to meanwhile has another stamp by now, and its digest is useless.
         fresh = {str(path): (stamps[path], digests[path]) for path in missing if _stamp(path) == stamps[path]}
         _keep(keep / KEPT, fresh)
     found = blake2b(digest_size=16)
@@ -50,10 +55,10 @@ def digest_of(source: Path, keep: Path) -> str:
 
 
 def unread_of(source: Path, keep: Path) -> tuple[Path, ...]:
-    """The files that ``digest_of`` would have to read now."""
-    known = _known(keep / KEPT)
+    """Returns the files that ``digest_of`` would have to read now."""
+    stored = _known(keep / KEPT)
     files = _files(source)
-    return tuple(path for path in files if known.get(str(path), (None,))[0] != _stamp(path))
+    return tuple(path for path in files if stored.get(str(path), (None,))[0] != _stamp(path))
 
 
 def _files(source: Path) -> list[Path]:
@@ -61,21 +66,21 @@ def _files(source: Path) -> list[Path]:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Of what a link leads to: the folders of a download are full of links."""
+    """Returns the stamp of a link's target: a download's folder is full of links."""
     about = path.stat()
     return (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 def _read(path: Path) -> str:
-    found = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _known(file: Path) -> dict[str, tuple[Stamp, str]]:
-    """Empty where nothing was kept, or what was kept cannot be read: then the files are."""
+    """Returns the stored digests; empty where there are none, or they cannot be read."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, tuple[Stamp, str]])
     except (OSError, msgspec.DecodeError):
@@ -83,11 +88,11 @@ def _known(file: Path) -> dict[str, tuple[Stamp, str]]:
 
 
 def _keep(file: Path, fresh: dict[str, tuple[Stamp, str]]) -> None:
-    """Of two processes that write at the same time one is forgotten, and reads its files once more."""
+    """Store digests. Of two concurrent writers one is lost, and reads its files again."""
     written = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         written.write_bytes(msgspec.json.encode({**_known(file), **fresh}))
         written.replace(file)
     except OSError as error:
-        log.info("the next start reads the same files again: %s", error)
+        log.info("cannot store digests, the next start reads the same files again: %s", error)

@@ -1,8 +1,8 @@
-"""What the adapters call of the Neuron packages, as it was recorded, and how an installed package differs from it.
+"""The contract with the Neuron packages: the recorded API that adapters use, and an installed package's drift from it.
 
-The recorded part is workers/engines/surfaces/<package>.json. Nothing here touches a device: the packages reserve cores
-with their first operation, not when they are imported. Needs only the standard library, so that any interpreter can run
-it: ``python -c "import runpy; runpy.run_path('.../contract.py', run_name='__main__')" ENGINE`` prints a drift as JSON.
+The record is workers/engines/surfaces/<package>.json. Nothing here uses a device: the packages reserve cores with their
+first operation, not at import. Needs only the standard library, so that any interpreter can run it:
+``python -c "import runpy; runpy.run_path('.../contract.py', run_name='__main__')" ENGINE`` prints a drift as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SURFACES = Path(__file__).parent / "surfaces"
-# As in placements.facts.engines, which another interpreter need not have.
+# As in placements.facts.engines, which another interpreter may lack.
 PACKAGES: Mapping[str, str] = {
     "transformers-neuronx": "transformers_neuronx",
     "nxd-inference": "neuronx_distributed_inference",
@@ -34,86 +34,88 @@ PACKAGES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Change:
-    """A function that is called otherwise than it was recorded."""
+    """A function whose signature differs from the recorded one."""
 
     name: str
     recorded: str  # "(self, directory)"
     installed: str
-    how: str = "is called otherwise"  # the difference in words
+    how: str = "has another signature"  # the difference in words
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How an installed package differs from the recorded version that is nearest to it. All empty: not at all."""
+    """The differences of an installed package from the nearest recorded version. All empty: none."""
 
     engine: str
     package: str  # its import name
     installed: str | None  # its version; None: it is not installed
-    recorded: str | None = None  # the version that it was compared with, as the contract names it
-    known: bool = True  # that version is of the same release series; else another release had to do
+    recorded: str | None = None  # the version that it was compared with
+    known: bool = True  # whether that version is of the same release series
     removed: tuple[str, ...] = ()  # names that are gone, options as "NeuronConfig: name"
     added: tuple[str, ...] = ()  # options that it has beyond the recorded ones
     changed: tuple[Change, ...] = ()
     problem: str | None = None  # why it cannot be imported
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Drift:
-        """From what ``main`` has printed, read as JSON."""
-        lists = {name: tuple(told[name]) for name in ("removed", "added")}
-        changed = tuple(Change(**one) for one in told["changed"])
-        return cls(**{**told, **lists, "changed": changed})
+    def of(cls, record: Mapping[str, Any]) -> Drift:
+        """Returns the drift that ``main`` printed, decoded from JSON."""
+        lists = {name: tuple(record[name]) for name in ("removed", "added")}
+        changed = tuple(Change(**change) for change in record["changed"])
+        return cls(**{**record, **lists, "changed": changed})
 
     @property
     def none(self) -> bool:
-        """Whether nothing is to be said of it: not installed, or as recorded."""
+        """Whether there is nothing to report: not installed, or as recorded."""
         return self.known and not (self.removed or self.added or self.changed or self.problem)
 
     def lines(self) -> list[str]:
-        """One line for each difference, for a log."""
-        found = []
+        """Returns one log line for each difference."""
+        lines = []
         if self.problem:
-            found.append(f"{self.package} {self.installed} cannot be imported: {self.problem}")
+            lines.append(f"{self.package} {self.installed} cannot be imported: {self.problem}")
         if not self.known:
-            found.append(f"{self.package} {self.installed} was not recorded; compared with {self.recorded}")
-        found += [f"{name} is gone (recorded in {self.recorded})" for name in self.removed]
-        found += [f"{one.name} {one.how} (recorded in {self.recorded})" for one in self.changed]
-        return [*found, *(f"{name} is new (not in {self.recorded})" for name in self.added)]
+            lines.append(f"{self.package} {self.installed} was not recorded; compared with {self.recorded}")
+        lines += [f"{name} is gone (recorded in {self.recorded})" for name in self.removed]
+        lines += [f"{change.name} {change.how} (recorded in {self.recorded})" for change in self.changed]
+        return [*lines, *(f"{name} is new (not in {self.recorded})" for name in self.added)]
 
 
 @cache
 def surface(engine: str) -> Mapping[str, Any]:
-    """What was recorded: ``versions`` -> signatures, classes, options. Raises KeyError for an engine without one."""
-    found: Mapping[str, Any] = json.loads((SURFACES / f"{PACKAGES[engine]}.json").read_text())
-    return found
+    """Returns the record: ``versions`` -> signatures, classes, options. Raises KeyError for an engine without one."""
+    record: Mapping[str, Any] = json.loads((SURFACES / f"{PACKAGES[engine]}.json").read_text())
+    return record
 
 
 def drift(engine: str) -> Drift:
-    """Compare the installed package. Imports it if it is there; raises KeyError for an engine without a contract."""
+    """Compare the installed package, importing it if present. Raises KeyError for an engine without a contract."""
     package = PACKAGES[engine]
     installed = installed_version(package)
     if installed is None:
         return Drift(engine, package, None)
     versions: Mapping[str, Any] = surface(engine)["versions"]
-    series = {name: _series(told["package_version"]) for name, told in versions.items()}
+    series = {name: _series(record["package_version"]) for name, record in versions.items()}
     try:
         module = importlib.import_module(package)
         installed = str(getattr(module, "__version__", None) or installed_version(package))
         nearest = _nearest(_series(installed), set(series.values()))
-        found = [_compare(engine, installed, name, versions[name]) for name, one in series.items() if one == nearest]
-    except Exception as error:  # noqa: BLE001 - whatever an import of theirs raises is what there is to tell
+        drifts = [
+            _compare(engine, installed, name, versions[name]) for name, value in series.items() if value == nearest
+        ]
+    except Exception as error:  # noqa: BLE001 - report whatever its import raises
         return Drift(engine, package, installed, problem=f"{type(error).__name__}: {error}")
-    best = min(found, key=lambda one: len(one.removed) + len(one.changed) + len(one.added))
+    best = min(drifts, key=lambda one: len(one.removed) + len(one.changed) + len(one.added))
     return best if nearest == _series(installed) else Drift(**{**vars(best), "known": False})
 
 
 def log_drift(engine: str, log: logging.Logger) -> None:
-    """Say how the installed package differs from what the adapter was written against."""
+    """Log how the installed package differs from the recorded API."""
     for line in drift(engine).lines():
         log.warning("%s: %s", engine, line)
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package by its import name; "unknown" where it has no metadata, None where it is missing."""
+    """Returns a package's version by its import name; "unknown" without metadata, None where it is missing."""
     try:
         if importlib.util.find_spec(package) is None:
             return None
@@ -125,38 +127,46 @@ def installed_version(package: str) -> str | None:
 
 
 def parameters(signature: inspect.Signature) -> list[str]:
-    """One text for each parameter, without annotations: "self", "debug=False", "*", "**kwargs"."""
-    found: list[str] = []
-    for one in signature.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and not any(text.startswith("*") for text in found):
-            found.append("*")
-        stars = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
-        default = "" if one.default is one.empty else f"={one.default!r}"
-        found.append(f"{stars}{one.name}{default}")
-    return found
+    """Returns one text for each parameter, without annotations: "self", "debug=False", "*", "**kwargs"."""
+    texts: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(text.startswith("*") for text in texts):
+            texts.append("*")
+        stars = (
+            "*"
+            if parameter.kind is parameter.VAR_POSITIONAL
+            else "**"
+            if parameter.kind is parameter.VAR_KEYWORD
+            else ""
+        )
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        texts.append(f"{stars}{parameter.name}{default}")
+    return texts
 
 
 def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, Any]) -> Drift:
     removed, changed, added = [], [], []
-    for name, wished in recorded["signatures"].items():
-        if wished is None:
+    for name, expected in recorded["signatures"].items():
+        if expected is None:
             continue
-        found = _function(name)
-        if found is None:
+        function = _function(name)
+        if function is None:
             removed.append(name)
             continue
         with contextlib.suppress(ValueError, TypeError):  # builtins and some wrappers have no signature
-            there = parameters(inspect.signature(found))
-            if not _alike(wished, there):
-                how = _difference(wished, there)
-                changed.append(Change(name, f"({', '.join(wished)})", f"({', '.join(there)})", how))
+            installed_parameters = parameters(inspect.signature(function))
+            if not _alike(expected, installed_parameters):
+                how = _difference(expected, installed_parameters)
+                changed.append(Change(name, f"({', '.join(expected)})", f"({', '.join(installed_parameters)})", how))
     removed += [name for name in recorded["classes"] if _attribute(name) is None]
     for name, options in recorded["options"].items():
-        there_too = _options(_attribute(name))
+        installed_options = _options(_attribute(name))
         short = name.rpartition(".")[2]
-        if len(there_too & set(options)) > len(options) / 2:  # else they are not read by name, and cannot be told
-            removed += [f"{short}: {option}" for option in options if option not in there_too]
-            added += [f"{short}: {option}" for option in sorted(there_too - set(options))]
+        if (
+            len(installed_options & set(options)) > len(options) / 2
+        ):  # else options are not read by name, and are unknown
+            removed += [f"{short}: {option}" for option in options if option not in installed_options]
+            added += [f"{short}: {option}" for option in sorted(installed_options - set(options))]
     return Drift(
         engine,
         PACKAGES[engine],
@@ -168,23 +178,23 @@ def _compare(engine: str, installed: str, version: str, recorded: Mapping[str, A
     )
 
 
-def _difference(wished: Sequence[str], there: Sequence[str]) -> str:
-    """In words, how two lists of parameters that are not alike differ."""
-    before, after = (dict(text.partition("=")[::2] for text in texts) for texts in (wished, there))
-    kept = [name for name in before if name in after]
-    told = {
-        "takes no": [name for name in before if name not in after and name != "*"],
-        "takes besides": [name for name in after if name not in before and name != "*"],
-        "has another default of": [name for name in kept if not _same(name, before, after)],
+def _difference(expected: Sequence[str], installed: Sequence[str]) -> str:
+    """Describe how two different lists of parameters differ."""
+    before, after = (dict(text.partition("=")[::2] for text in texts) for texts in (expected, installed))
+    common = [name for name in before if name in after]
+    differences = {
+        "does not take": [name for name in before if name not in after and name != "*"],
+        "also takes": [name for name in after if name not in before and name != "*"],
+        "has another default for": [name for name in common if not _same(name, before, after)],
     }
-    words = [f"{what} {_few(names)}" for what, names in told.items() if names]
-    return "; ".join(words) or "takes its arguments in another way"
+    words = [f"{phrase} {_few(names)}" for phrase, names in differences.items() if names]
+    return "; ".join(words) or "has another order or kind of parameters"
 
 
 def _same(name: str, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
     """Whether a parameter of both has the same default, or none in both."""
-    one, other = (f"{name}={defaults[name]}" if defaults[name] else name for defaults in (before, after))
-    return _alike([one], [other])
+    first, second = (f"{name}={defaults[name]}" if defaults[name] else name for defaults in (before, after))
+    return _alike([first], [second])
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:
@@ -192,50 +202,50 @@ def _few(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _alike(wished: Sequence[str], there: Sequence[str]) -> bool:
-    """Whether a call that the one takes has the same meaning for the other. Defaults count where they are literals."""
-    if [text.partition("=")[0] for text in wished] != [text.partition("=")[0] for text in there]:
+def _alike(expected: Sequence[str], installed: Sequence[str]) -> bool:
+    """Whether calls of one signature mean the same for the other. Only literal defaults are compared."""
+    if [text.partition("=")[0] for text in expected] != [text.partition("=")[0] for text in installed]:
         return False
-    for one, other in zip(wished, there, strict=True):
-        if ("=" in one) != ("=" in other):
+    for old, new in zip(expected, installed, strict=True):
+        if ("=" in old) != ("=" in new):
             return False
         try:
-            literal = ast.literal_eval(one.partition("=")[2]) if "=" in one else None
+            literal = ast.literal_eval(old.partition("=")[2]) if "=" in old else None
         except (ValueError, SyntaxError):
             continue  # "Layout.HSB": its value shows only in the source
-        if "=" in one and repr(literal) != other.partition("=")[2]:
+        if "=" in old and repr(literal) != new.partition("=")[2]:
             return False
     return True
 
 
 def _attribute(dotted: str) -> Any:
-    """What stands at a dotted name, or None."""
+    """Returns the object at a dotted name, or None."""
     parts = dotted.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:cut]))
+            value: Any = importlib.import_module(".".join(parts[:cut]))
         except ModuleNotFoundError:
             continue
         except ImportError:
             return None
         for part in parts[cut:]:
-            found = getattr(found, part, None)
-        return found
+            value = getattr(value, part, None)
+        return value
     return None
 
 
 def _function(dotted: str) -> Any:
-    """The function behind a name, with its ``self`` or ``cls``."""
+    """Returns the function at a dotted name, with its ``self`` or ``cls``."""
     holder, _, name = dotted.rpartition(".")
     owner = _attribute(holder) if "." in holder else None
-    found = inspect.getattr_static(owner, name, None) if inspect.isclass(owner) else _attribute(dotted)
-    return getattr(found, "__func__", found)
+    function = inspect.getattr_static(owner, name, None) if inspect.isclass(owner) else _attribute(dotted)
+    return getattr(function, "__func__", function)
 
 
 def _options(configured: Any) -> set[str]:
-    """What a class takes out of its ``**kwargs`` by name: pop, get, a subscript or ``in``. Read from its source, since
-    unknown options are only logged there; empty where the source tells none."""
-    found: set[str] = set()
+    """Returns the names that a class reads from ``**kwargs``: pop, get, a subscript or ``in``. Read from its source,
+    since the package only logs unknown options; empty where the source shows none."""
+    names: set[str] = set()
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         tree = ast.parse(textwrap.dedent(inspect.getsource(configured)))
         for node in ast.walk(tree):
@@ -248,8 +258,8 @@ def _options(configured: Any) -> set[str]:
             elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and _is_kwargs(node.comparators[0]):
                 key = node.left
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                found.add(key.value)
-    return found
+                names.add(key.value)
+    return names
 
 
 def _is_kwargs(node: ast.expr) -> bool:
@@ -258,20 +268,20 @@ def _is_kwargs(node: ast.expr) -> bool:
 
 def _series(version: str) -> tuple[int, int]:
     """Major and minor: (0, 13) of "0.13.x" or "0.13.798+abc"."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _nearest(installed: tuple[int, int], recorded: set[tuple[int, int]]) -> tuple[int, int]:
-    """That very one, else the newest that is older, else the oldest."""
-    return max((one for one in recorded if one <= installed), default=min(recorded))
+    """Returns that series, else the newest older one, else the oldest."""
+    return max((series for series in recorded if series <= installed), default=min(recorded))
 
 
 def main(engine: str) -> None:
-    """Print the drift as JSON on standard output; what the package prints at its import goes to standard error."""
+    """Print the drift as JSON on standard output; output of the package's import goes to standard error."""
     with contextlib.redirect_stdout(sys.stderr):
-        told = asdict(drift(engine))
-    sys.stdout.write(json.dumps(told) + "\n")
+        record = asdict(drift(engine))
+    sys.stdout.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

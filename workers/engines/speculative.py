@@ -1,4 +1,4 @@
-"""An engine with a second, smaller one beside it, which guesses the tokens that the first will choose."""
+"""Speculative decoding: an engine with a smaller draft engine that guesses its next tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from workers.messages.engine_protocol import EngineLoadError, EngineSpec, Prefix
 
 
 class SpeculativeEngine:
-    """Keeps ``DraftingEngine``: the target's own engine in everything but ``draft``.
+    """Implements ``DraftingEngine``: the target engine in everything but ``draft``.
 
-    The draft engine has the same slots and lengths, and every prompt is prefilled in both. It is behind the target by
-    at most one token, the last of a run that was accepted to its end; so each draft begins with the slot's last two
-    tokens, of which writing the first again changes nothing where it was there already.
+    The draft engine has the same slots and lengths, and every prompt is prefilled in both. It lags behind the target by
+    at most one token, the last of a fully accepted run. Each draft therefore begins with the slot's last two tokens;
+    writing the first one again changes nothing.
     """
 
     def __init__(self, target: VerifyingEngine, draft: VerifyingEngine, k: int) -> None:
@@ -27,9 +27,9 @@ class SpeculativeEngine:
         return replace(self._target.spec, draft_k=self._k)
 
     def load(self) -> None:
-        """Load both. Raises EngineLoadError, also where their vocabularies differ."""
+        """Load both engines. Raises EngineLoadError, also where their vocabularies differ."""
         if self._k < 1:
-            raise EngineLoadError("bad-draft", f"a draft of {self._k} tokens is none", "at least 1")
+            raise EngineLoadError("bad-draft", f"draft k must be at least 1, not {self._k}")
         self._target.load()
         try:
             self._draft.load()
@@ -39,8 +39,8 @@ class SpeculativeEngine:
         if own != other:
             raise EngineLoadError(
                 "bad-draft",
-                f"the vocabulary of the draft model has {other} ids, the model's {own}",
-                "a draft model has the tokenizer of its model",
+                f"the draft model's vocabulary has {other} ids, the model's {own}",
+                "use a draft model with the same tokenizer",
             )
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
@@ -51,7 +51,7 @@ class SpeculativeEngine:
         cast(PrefixEngine, self._target).copy_prefix(source, slot, count)
 
     def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
-        """The draft engine reads whole prompts: it has seen no token of a slot that it was not asked to draft for."""
+        """The draft engine processes whole prompts: its KV cache lacks tokens of steps without a draft."""
         self._draft.prefill(slots, prompts)
         return cast(PrefixEngine, self._target).prefill_from(slots, prompts, starts)
 

@@ -1,1 +1,1 @@
-"""Values that cross processes: replica configuration, requests, status, metrics, frames; and the engine protocol."""
+"""Values shared between processes (replica configuration, requests, status, metrics) and the engine protocol."""

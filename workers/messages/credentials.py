@@ -1,4 +1,4 @@
-"""Who a gateway and a replica are to each other on another host: certificates of an authority that one fleet has."""
+"""TLS credentials for the data plane between hosts: certificates issued by the fleet's own authority."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import ssl
 
 GATEWAY = "corewright-gateway"
-REPLICA = "corewright-replica"  # the name that a gateway looks for in a replica's certificate
+REPLICA = "corewright-replica"  # the name that a gateway expects in a replica's certificate
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """One side's certificate and key, and the authority that the other side's must be of. PEM.
+    """One side's certificate and key, and the authority that must have issued the peer's certificate. PEM.
 
-    They cross processes by Ray, and are written to no file.
+    They are passed to other processes by Ray and are never written to a file.
     """
 
     certificate: str
@@ -26,13 +26,13 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     authority: str
 
     def __repr__(self) -> str:
-        return "Credentials(...)"  # a key must not get into a log by way of a value that holds it
+        return "Credentials(...)"  # keeps the key out of logs
 
 
 @lru_cache(maxsize=4)
 def server_context(own: Credentials) -> ssl.SSLContext:
-    """A replica's: every peer needs a certificate of the authority that is meant for a client."""
-    import ssl  # 10 ms, which a command need not wait for
+    """Returns a replica's context: every peer needs a client certificate of the authority."""
+    import ssl  # takes 10 ms, which CLI commands avoid
 
     context = _context(ssl.PROTOCOL_TLS_SERVER, own)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -41,7 +41,7 @@ def server_context(own: Credentials) -> ssl.SSLContext:
 
 @lru_cache(maxsize=4)
 def client_context(own: Credentials) -> ssl.SSLContext:
-    """A gateway's: the peer must be a replica of the authority. To be used with ``server_hostname=REPLICA``."""
+    """Returns a gateway's context: the peer must be a replica of the authority. For ``server_hostname=REPLICA``."""
     import ssl
 
     context = _context(ssl.PROTOCOL_TLS_CLIENT, own)
@@ -55,7 +55,7 @@ def _context(protocol: int, own: Credentials) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=own.authority)
-    descriptor = os.memfd_create("credentials", os.MFD_CLOEXEC)  # the ssl module reads a key from a file only
+    descriptor = os.memfd_create("credentials", os.MFD_CLOEXEC)  # ssl loads keys only from files
     try:
         os.write(descriptor, f"{own.certificate}\n{own.key}".encode())
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")

@@ -1,4 +1,4 @@
-"""The protocols that every engine keeps, so that one batcher drives all of them."""
+"""The protocols that engines implement, so that one batcher drives all of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 LOADS_ARRIVING: frozenset[str] = frozenset({"cpu"})
-"""The engines whose ``load`` may be called while the checkpoint is still being fetched into its folder: they wait for
-each file before they read it, and return when all is there (`workers.artifacts.fetch.arrival`). Of checkpoints whose
-own code is run none does, since that reads what it likes. Neuron's packages open files by themselves, so they do
-not."""
+"""The engines whose ``load`` may run while the checkpoint is still being fetched: they wait for each file before they
+read it, and return when the checkpoint is complete (`workers.artifacts.fetch.arrival`). This excludes checkpoints that
+run code of their own, which may read any file, and the Neuron packages, which open files themselves."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the batcher must know of an engine. Fixed once it is loaded, since Neuron compiles shapes ahead of time."""
+    """What the batcher needs to know about an engine. Fixed after ``load``: Neuron compiles shapes ahead of time."""
 
     slots: int  # batch rows; the compiled batch size on Neuron
     max_len: int  # tokens a slot's KV cache holds: prompt + generated
@@ -26,17 +25,17 @@ class EngineSpec:
     continuous: bool = True  # a prompt may join while others decode
     returns: Literal["logits", "tokens"] = "logits"  # "tokens": the engine samples, greedily or on the device
     keeps_idle_slots: bool = True  # False: decode overwrites the KV cache of every slot that is not listed
-    draft_k: int = 0  # tokens that it drafts ahead of a step, where it is a ``DraftingEngine``; 0: it is none
-    device_top_k: int = 0  # the largest top_k of a ``SamplingEngine``; 0: it is none, and returns logits or is greedy
-    run_k: int = 0  # tokens that it guesses within a step, where it is a ``RunEngine``; 0: it is none
-    prefix_block: int = 0  # tokens of a block of its prefix cache, where it is a ``PrefixEngine``; 0: it is none
+    draft_k: int = 0  # tokens drafted ahead of a step by a ``DraftingEngine``; 0: it does not draft
+    device_top_k: int = 0  # the largest top_k of a ``SamplingEngine``; 0: it returns logits, or is greedy
+    run_k: int = 0  # tokens that a ``RunEngine`` guesses within a step; 0: it is not one
+    prefix_block: int = 0  # tokens in a prefix-cache block of a ``PrefixEngine``; 0: it is not one
 
 
 class GenerateEngine(Protocol):
     """One loaded causal language model with ``spec.slots`` independent KV caches.
 
-    The hard rule of the Neuron engines, which callers keep for all: a step is a prefill or a decode, never both, and
-    every live slot is in every decode, sorted ascending. Calls come from one thread.
+    The Neuron engines require, and callers ensure for all: a step is a prefill or a decode, never both, and every
+    live slot is in every decode, sorted ascending. Calls come from one thread.
     """
 
     @property
@@ -45,7 +44,7 @@ class GenerateEngine(Protocol):
         ...
 
     def load(self) -> None:
-        """Read the weights and warm up every bucket. Raises ``EngineLoadError`` with the cause and its remedy."""
+        """Read the weights and warm up every bucket. Raises ``EngineLoadError`` with the cause and a hint."""
         ...
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Any:
@@ -57,14 +56,14 @@ class GenerateEngine(Protocol):
         ...
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Any:
-        """One more token for each live slot: ``tokens[i]`` is written at ``positions[i]`` of ``slots[i]``.
+        """Generate one more token for each live slot: ``tokens[i]`` is written at ``positions[i]`` of ``slots[i]``.
 
-        Returns as ``prefill`` does. ``positions[i]`` is the number of tokens already in the slot.
+        Returns the same as ``prefill``. ``positions[i]`` is the number of tokens already in the slot.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything. On Neuron only the end of the process frees the cores."""
+        """Release all resources. On Neuron, cores are freed only when the process exits."""
         ...
 
 
@@ -72,41 +71,41 @@ class VerifyingEngine(GenerateEngine, Protocol):
     """An engine that takes several tokens a slot in one step, and returns logits."""
 
     def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> Any:
-        """As ``decode``, with ``q`` tokens for each slot, written from ``positions[i]`` on.
+        """Like ``decode``, with ``q`` tokens for each slot, written from ``positions[i]`` on.
 
-        Returns float32 logits ``[len(slots), q, vocab_size]``, each of the token that follows. What stands behind the
-        last written position of a slot is never read, so a caller takes tokens back by writing over them.
+        Returns float32 logits ``[len(slots), q, vocab_size]``, each of the token that follows. Positions after the
+        last written one of a slot are never read, so a caller takes tokens back by overwriting them.
         ``positions[i] + q`` is at most ``spec.max_len``.
         """
         ...
 
 
 class PrefixEngine(GenerateEngine, Protocol):
-    """An engine whose prompts may begin with what a slot holds already. ``spec.keeps_idle_slots`` is True.
+    """An engine that can reuse the beginning of a prompt from a slot. ``spec.keeps_idle_slots`` is True.
 
-    A free slot keeps what its last owner left; a slot's cache has the tokens that were prefilled, and each that was
-    decoded, at their positions. What stands behind the last of them is never read.
+    A free slot keeps the KV cache of its last request: the prefilled tokens, and each decoded one, at their positions.
+    Positions after the last of them are never read.
     """
 
     def copy_prefix(self, source: int, slot: int, count: int) -> None:
-        """The first ``count`` positions of the slot ``source``, live or free, come to be those of ``slot`` too."""
+        """Copy the first ``count`` positions of the slot ``source``, live or free, to ``slot``."""
         ...
 
     def prefill_from(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Any:
-        """As ``prefill``, where ``slots[i]`` holds the first ``starts[i]`` tokens of ``prompts[i]``, but never all."""
+        """Like ``prefill``, where ``slots[i]`` holds the first ``starts[i]`` tokens of ``prompts[i]``, never all."""
         ...
 
 
 class DraftingEngine(VerifyingEngine, Protocol):
-    """An engine that also guesses what its next tokens will be, for less than a step of its own costs."""
+    """An engine that also guesses its next tokens, at a lower cost than a step of its own."""
 
     def draft(
         self, slots: Sequence[int], tokens: Sequence[tuple[int, int]], positions: Sequence[int], k: int
     ) -> list[list[int]]:
-        """``k`` guesses for each of ``slots``, sorted, which may be some of the live ones.
+        """Returns ``k`` guesses for each of ``slots``, sorted, which may be a subset of the live ones.
 
         ``tokens[i]`` are the last two of the slot; the second of them will be written at ``positions[i]``. A slot is
-        drafted for either before each of its steps or never, since the draft sees no other tokens. Where
+        drafted for before each of its steps or never, since the draft sees no other tokens. Where
         ``spec.keeps_idle_slots`` is False, all live slots are drafted for.
         """
         ...
@@ -125,26 +124,26 @@ class DeviceSampling:
 
 
 class SamplingEngine(GenerateEngine, Protocol):
-    """An engine that draws the tokens itself, by what it was last told for the slot. ``spec.returns`` is "tokens"."""
+    """An engine that samples tokens itself, by the parameters last set for the slot. ``spec.returns`` is "tokens"."""
 
     def sample_by(self, slots: Sequence[int], how: Sequence[DeviceSampling]) -> None:
-        """From now on ``slots[i]`` is sampled by ``how[i]``. Called before the prefill into the slot."""
+        """Sample ``slots[i]`` by ``how[i]`` from now on. Called before the prefill into the slot."""
         ...
 
 
 class RunEngine(GenerateEngine, Protocol):
-    """An engine that speculates within its own step and tells what came of it. Greedy; ``spec.returns`` is "tokens"."""
+    """An engine that speculates within its own step. Greedy; ``spec.returns`` is "tokens"."""
 
     def decode_runs(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
-        """As ``decode``, with 1 to ``spec.run_k + 1`` tokens for each slot, all of them the model's own choice.
+        """Like ``decode``, with 1 to ``spec.run_k + 1`` tokens for each slot, all of them the model's own choice.
 
-        ``positions[i] + spec.run_k + 1`` is at most ``spec.max_len``; where there is less room, callers ``decode``.
+        ``positions[i] + spec.run_k + 1`` is at most ``spec.max_len``; with less room, callers use ``decode``.
         """
         ...
 
 
 class OneOffEngine(GenerateEngine, Protocol):
-    """An engine whose package has a generate loop of its own, for one answer without a batcher."""
+    """An engine whose package has its own generate loop, for a single answer without a batcher."""
 
     def generate(
         self,
@@ -156,16 +155,16 @@ class OneOffEngine(GenerateEngine, Protocol):
         top_p: float,
         on_token: Callable[[int], None],
     ) -> list[int]:
-        """One answer to one prompt; ``temperature`` 0 is greedy. ``on_token`` gets each id as it comes, an EOS too.
+        """Returns the answer to one prompt; ``temperature`` 0 is greedy. ``on_token`` receives each id, also an EOS.
 
-        Raises ValueError, before any token, where that loop cannot be used for the model as it was loaded: callers then
-        ``prefill`` and ``decode``.
+        Raises ValueError, before the first token, where that loop cannot be used for the model as it was loaded:
+        callers then use ``prefill`` and ``decode``.
         """
         ...
 
 
 class EngineLoadError(Exception):
-    """A model that cannot be loaded: a stable id, the cause in one sentence, and what mends it."""
+    """A model that cannot be loaded: a stable id, the cause in one sentence, and a hint."""
 
     def __init__(self, id: str, what: str, hint: str = "") -> None:
         super().__init__(f"{id}: {what}" + (f" ({hint})" if hint else ""))

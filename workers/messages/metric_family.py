@@ -1,4 +1,4 @@
-"""A metric and its values, as plain values that cross processes. Prometheus' own forms of them are made at the end."""
+"""Metrics as plain values that cross processes; they are converted to Prometheus' forms at the end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FamilyKind = Literal["gauge", "counter", "histogram"]
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One series of a family: a value, or of a histogram its sum and counts."""
+    """One series of a family: a value, or the sum and the counts of a histogram."""
 
     labels: tuple[str, ...]  # the values, in the order of the family's labels
-    value: float  # of a histogram the sum of all that was observed
-    counts: tuple[int, ...] = ()  # of a histogram: observations in each bucket, not cumulative, and at last above all
+    value: float  # of a histogram: the sum of all observations
+    counts: tuple[int, ...] = ()  # of a histogram: observations in each bucket, not cumulative; the last: above all
 
 
 class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Histogram:
-    """What was observed, by bucket. Cheap enough for every token: a bisection and two additions."""
+    """Observations by bucket. Cheap enough for every token: a bisection and two additions."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -42,12 +42,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """``count`` observations of ``value``."""
+        """Add ``count`` observations of ``value``."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
     def observe_all(self, values: Iterable[float]) -> None:
-        """One observation of each value, at a fraction of the cost of one call for each."""
+        """Add one observation of each value, at a fraction of the cost of a call for each."""
         ordered = sorted(values)
         below = 0
         for bucket, bound in enumerate(self.bounds):
@@ -62,7 +62,7 @@ class Histogram:
 
 
 def gauge(name: str, help: str, value: float) -> MetricFamily:
-    """A family of one series without labels."""
+    """Returns a family of one series without labels."""
     return MetricFamily(name=name, kind="gauge", help=help, points=(Point((), value),))
 
 
@@ -73,25 +73,28 @@ def by_label(
     labels: Sequence[str],
     values: Mapping[K, float],
 ) -> MetricFamily:
-    """A family from its values by the values of its labels, in their order."""
+    """Returns a family from values keyed by its label values, in the order of ``labels``."""
     points = tuple(Point(key, float(value)) for key, value in values.items())
     return MetricFamily(name=name, kind=kind, help=help, labels=tuple(labels), points=points)
 
 
 def labelled(family: MetricFamily, label: str, value: str) -> MetricFamily:
-    """The family with one more label, the same for all its series."""
+    """Returns the family with one more label, the same for all its series."""
     points = tuple(Point((*point.labels, value), point.value, point.counts) for point in family.points)
     return msgspec.structs.replace(family, labels=(*family.labels, label), points=points)
 
 
 def joined(families: Sequence[MetricFamily]) -> list[MetricFamily]:
-    """One family for each name, with the series of all of that name. They must have the same labels and buckets;
-    one that has not, from another version of corewright, is left out."""
-    found: dict[str, MetricFamily] = {}
+    """Returns one family for each name, with all its series.
+
+    Families of the same name must have the same kind, labels and buckets; one that differs from the first, as from
+    another version of corewright, is left out.
+    """
+    by_name: dict[str, MetricFamily] = {}
     for family in families:
-        first = found.get(family.name)
+        first = by_name.get(family.name)
         if first is None:
-            found[family.name] = family
+            by_name[family.name] = family
         elif (first.labels, first.buckets, first.kind) == (family.labels, family.buckets, family.kind):
-            found[family.name] = msgspec.structs.replace(first, points=(*first.points, *family.points))
-    return list(found.values())
+            by_name[family.name] = msgspec.structs.replace(first, points=(*first.points, *family.points))
+    return list(by_name.values())

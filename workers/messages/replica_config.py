@@ -1,4 +1,4 @@
-"""What a replica is told at its start, as a value that crosses processes."""
+"""A replica's configuration, as a value that crosses processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from workers.messages.credentials import Credentials
 
-# Of the environment, what no replica has. The first would narrow the cores of some engines; the others are for models
-# over several hosts, and transformers-neuronx reads them when its NeuronConfig is made (`config`, `decoder`).
+# Environment variables that are removed for every replica. The first would narrow the cores of some engines; the others
+# are for models over several hosts, and transformers-neuronx reads them for its NeuronConfig (`config`, `decoder`).
 NEVER_SET = (
     "NEURON_RT_NUM_CORES",
     "NEURON_RANK_ID",
@@ -21,41 +21,41 @@ NEVER_SET = (
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a folder was fetched from."""
+    """The source that a folder was fetched from."""
 
-    source: str  # s3://... or a hub id; it holds no credentials
+    source: str  # s3://... or a hub id; without credentials
     revision: str | None = None  # of the hub
-    artifact: str = ""  # the key of its content; empty: what the source has
+    artifact: str = ""  # the key of its content; empty: the source's current content
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a replica is told at its start."""
+    """The configuration that a replica gets at its start."""
 
     model: str
     replica: int
     epoch: int
-    host: str  # the planner's name of it
+    host: str  # as the planner names it
     engine: str
-    source: str | None  # a folder on this host, or what is to be fetched to it; None for the echo engine
+    source: str | None  # a folder on this host, or a source to fetch; None for the echo engine
     revision: str | None = None  # of a source on the hub: the commit
     dtype: str
     slots: int
     max_len: int
-    cores: list[int]  # empty where the engine takes none
+    cores: list[int]  # empty where the engine uses none
     claims: str | None  # the folder of the core locks of an emulated host
-    env: dict[str, str]  # what the environment must hold
+    env: dict[str, str]  # variables that the process must have
     log: str
     socket: str  # the path of a unix socket, for gateways of the same host
     token: str
-    listen: str = ""  # for gateways of another host: `tls://ADDRESS:0`, or `tls` where the address is still to be found
+    listen: str = ""  # for gateways of another host: `tls://ADDRESS:0`, or `tls` where the address is not known yet
     credentials: Credentials | None = None  # of the replicas of this fleet
-    draft_source: str | None = None  # as ``source``, of the model that drafts; None: nothing is drafted
+    draft_source: str | None = None  # as ``source``, of the draft model; None: no drafting
     draft_revision: str | None = None
-    draft_k: int = 0  # tokens that it drafts ahead
-    origin: Origin | None = None  # of ``source``, once that was fetched
+    draft_k: int = 0  # tokens drafted ahead
+    origin: Origin | None = None  # of ``source``, once it is fetched
     draft_origin: Origin | None = None
-    allow_pickle: bool = False  # read pickled weights too, the draft's as well
-    trust_remote_code: bool = False  # run Python code of the checkpoint, and of the draft's
+    allow_pickle: bool = False  # read pickled weights too, also the draft's
+    trust_remote_code: bool = False  # run Python code of the checkpoint and of the draft's
     engine_options: dict[str, Any] = {}
     tp_degree: int = 1
     sampling: Literal["host", "device"] = "host"
@@ -66,8 +66,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True):
     group_query_attention: str | None = None
     fuse_qkv: bool | None = None
     compile_workers: int | None = None  # graphs compiled at once; None: the engine's own number
-    compiled: str | None = None  # the folder on this host where compiled artifacts are kept, of all models
-    neff_cache: str | None = None  # where all hosts find what was compiled: a folder, or s3://...
-    python: str | None = None  # the interpreter that it runs in; None: that of the Ray node
-    version: str = ""  # of all that matters to its process: equal ones are interchangeable
-    tokenizer: str = ""  # equal where the same text gives the same tokens
+    compiled: str | None = None  # the folder of compiled artifacts of all models on this host
+    neff_cache: str | None = None  # where all hosts share compiled artifacts: a folder, or s3://...
+    python: str | None = None  # the interpreter of its process; None: that of the Ray node
+    version: str = ""  # of everything that its process depends on; equal versions are interchangeable
+    tokenizer: str = ""  # a key; equal keys mean that the same text gives the same tokens

@@ -1,4 +1,4 @@
-"""What a client asks of a replica, and what the replica answers, as values that cross a socket."""
+"""Generation requests and the events that answer them, as values that cross a socket."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class FinishReason(str, Enum):
 
     STOP = "stop"  # an EOS id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the slot's max_len
-    CANCELLED = "cancelled"  # the client went away
-    INVALID = "invalid"  # the replica cannot serve such a request; TokenEvent.error says why
-    REFUSED = "refused"  # the replica takes nothing new; another one may
-    BUSY = "busy"  # other gateways have filled its slots; it says when one is free again
-    ERROR = "error"  # the engine failed; TokenEvent.error says how
+    CANCELLED = "cancelled"  # the client disconnected
+    INVALID = "invalid"  # the replica cannot serve such a request; TokenEvent.error has the reason
+    REFUSED = "refused"  # the replica accepts no new requests; another one may
+    BUSY = "busy"  # other gateways have filled its slots; `Room` follows when one is free
+    ERROR = "error"  # the engine failed; TokenEvent.error has the cause
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,7 +29,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_ids: list[int]
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy
-    temperature_is_default: bool = False  # the client named none, so an engine that is only greedy may take 0
+    temperature_is_default: bool = False  # the client gave none, so a greedy-only engine may use 0
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0
@@ -40,14 +40,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0
     logprobs: int | None = None  # None: none; n: of each token, and of the n most probable beside it
-    guide: str | None = None  # a JSON schema, as text, that the answer must keep
+    guide: str | None = None  # a JSON schema, as text, that the answer must satisfy
     stop: list[str] = []
     stop_token_ids: list[int] = []
     seed: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    trace: str | None = None  # W3C's `traceparent` of the span that the replica's are below; None: it is not traced
-    whole: bool = False  # the client reads nothing before the end: after the first token all come in one event
+    trace: str | None = None  # W3C's `traceparent` of the parent span; None: the request is not traced
+    whole: bool = False  # the client reads nothing before the end: after the first token the rest comes in one event
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -61,16 +61,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one engine step gave one request.
+    """The result of one engine step for one request.
 
-    ``text`` is only what is certain: characters that are complete and can no longer become part of a stop string.
-    ``token_ids`` are all ids produced in this step, the EOS that ends an answer among them (usage counts it, the text
-    does not hold it).
+    ``text`` holds only final characters: complete ones that can no longer become part of a stop string. ``token_ids``
+    are all ids produced in this step, including the EOS that ends an answer (usage counts it, the text leaves it out).
     """
 
     id: str
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where they were asked for
+    logprobs: list[TokenLogprobs] = []  # one for each of token_ids, where they were requested
     finish: FinishReason | None = None
     error: str | None = None

@@ -1,4 +1,4 @@
-"""What a replica tells of itself, as values that cross processes."""
+"""A replica's status and failures, as values that cross processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placements.spec.problems import printable
 
 
 class Phase(str, Enum):
-    """How far a replica is, as it says itself."""
+    """A replica's phase, as it reports it."""
 
     LOADING = "loading"
     READY = "ready"
@@ -20,12 +20,12 @@ class Phase(str, Enum):
 
 
 class Reaction(str, Enum):
-    """What is right after a failure."""
+    """How the controller reacts to a failure."""
 
-    RETRY = "retry"  # the same start again, after the usual pauses
-    ELSEWHERE = "elsewhere"  # the same start on other cores; those that it had are set aside for a while
-    QUARANTINE = "quarantine"  # on other cores; the device gets nothing until an operator says that it is sound
-    STOP = "stop"  # the same start would fail again: none until the spec changes or an operator asks for it
+    RETRY = "retry"  # start again the same way, after the usual back-off
+    ELSEWHERE = "elsewhere"  # start on other cores; its cores are set aside for a while
+    QUARANTINE = "quarantine"  # start on other cores; the device gets no replicas until an operator releases it
+    STOP = "stop"  # starting again would fail: wait until the spec changes or an operator restarts it
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Failure(msgspec.Struct, frozen=True):
     what: str
     hint: str = ""
     reaction: Reaction = Reaction.RETRY
-    devices: tuple[int, ...] = ()  # that the fault is about, as the host counts them; empty where it names none
+    devices: tuple[int, ...] = ()  # at fault, as the host numbers them; empty where unknown
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "what", printable(self.what))
@@ -46,7 +46,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading of a replica. ``version`` grows with each change, so that a watcher can ask for the next."""
+    """One reading of a replica. ``version`` grows with each change, so that a watcher can wait for the next."""
 
     version: int
     phase: Phase
@@ -55,15 +55,15 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     live: int = 0  # requests in slots, as of this reading
     waiting: int = 0  # requests accepted and not in a slot yet
-    idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 while there is one
+    idle_s: float = 0.0  # since the last request ended, or since it was ready; 0 with a request
     step_s: float = 0.0  # how long the engine step that runs now has been running; 0 between steps
-    compile_s: float = 0.0  # how long this process has compiled, or waited for another that compiles the same
+    compile_s: float = 0.0  # how long this process has compiled, or waited for another one to compile the same
     drafted: int = 0  # tokens by the draft model, as of this reading
-    accepted: int = 0  # of these, what the model agreed with
-    prefix_queries: int = 0  # prompt tokens that were looked for in KV caches, as of this reading
-    prefix_hits: int = 0  # of these, what was there already
+    accepted: int = 0  # of these, those that the model agreed with
+    prefix_queries: int = 0  # prompt tokens that were looked up in KV caches, as of this reading
+    prefix_hits: int = 0  # of these, those that were already there
     slots: int = 0  # requests that can run at once; 0 before it is loaded
     steps: int = 0  # of the engine, as of this reading
     tokens: int = 0  # produced, as of this reading
     load_s: float | None = None  # from the actor's start to its first real generation
-    address: str = ""  # where its data plane listens: a path, or `tls://host:port`; empty before it does
+    address: str = ""  # of its data plane: a path, or `tls://host:port`; empty before it listens

@@ -1,12 +1,12 @@
-"""The frames between a gateway and a replica: four bytes of length (big endian), then msgpack.
+"""The wire protocol between a gateway and a replica: four bytes of length (big endian), then msgpack.
 
-A message that does not fit into a frame, such as a very long prompt, comes in several; the length of all but the last
-of them has its highest bit set.
+A message that does not fit into a frame, such as a very long prompt, is split over several; the length of all but the
+last of them has its highest bit set.
 
-One connection carries all requests of a gateway to a replica. The gateway speaks first (``Hello``); the replica
-answers ``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step``
-for each engine step. Where several gateways share a replica, it is the replica that grants its slots: a request too
-many comes back as BUSY, and ``Room`` follows when it may be sent again. End of file means that the other side is gone.
+One connection carries all requests of a gateway to a replica. The gateway opens with ``Hello``; the replica answers
+``Welcome`` or ``Refused``. After that the gateway sends ``Submit`` and ``Cancel``, and the replica one ``Step`` for
+each engine step. Where several gateways share a replica, the replica grants its slots: a request beyond them is
+answered BUSY, and ``Room`` follows when it may be sent again. End of file means that the peer has disconnected.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 
 from workers.messages.requests import GenerateRequest, TokenEvent
 
-MAX_FRAME_BYTES = 2**20  # a larger length is that of a broken or foreign peer
+MAX_FRAME_BYTES = 2**20  # a larger length means a broken or foreign peer
 MAX_MESSAGE_BYTES = 16 * 2**20  # far above the longest prompt, and above a step of 128 requests with logprobs
 _LENGTH_BYTES = 4
 _MORE = 2**31  # in a length: the message continues in the next frame
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Who calls, and which start of the replica it means: another epoch is refused."""
+    """Who connects, and to which start of the replica: another epoch is refused."""
 
     gateway: str
     token: str
@@ -30,15 +30,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """What the gateway must know before it sends a request."""
+    """What the gateway needs to know before it sends a request."""
 
     version: str
-    package: str  # the folder that the replica's code was imported from; "" in an interpreter of the engine's own
+    package: str  # the folder that the replica's code was imported from; "" in the engine's own interpreter
     slots: int
     max_len: int  # tokens: prompt + generated
     max_prompt: int  # tokens: the largest prefill bucket
     vocab_size: int
-    prefix_block: int = 0  # tokens of a block of its prefix cache; 0: each prompt is read from its beginning
+    prefix_block: int = 0  # tokens in a prefix-cache block; 0: prompts are always read from their beginning
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -56,13 +56,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """All that one engine step gave to the requests of this connection."""
+    """The results of one engine step for the requests of this connection."""
 
     events: list[TokenEvent]
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
-    """Slots are free again; for a gateway that was told BUSY."""
+    """Slots are free again; sent to a gateway whose request was answered BUSY."""
 
     free: int
 
@@ -74,11 +74,11 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class WireError(Exception):
-    """The peer sent what is not a frame of this protocol."""
+    """The peer sent something that is not a frame of this protocol."""
 
 
 def encode(message: Message) -> bytes:
-    """The frames of a message, ready to be written. Raises WireError when it is larger than a peer accepts."""
+    """Returns the frames of a message, ready to be written. Raises WireError when it is larger than peers accept."""
     body = _encoder.encode(message)
     if len(body) <= MAX_FRAME_BYTES:
         return len(body).to_bytes(_LENGTH_BYTES, "big") + body
@@ -93,14 +93,14 @@ def encode(message: Message) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into messages, however the bytes arrive."""
+    """Splits a byte stream into messages, however the bytes arrive."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._begun = b""  # of a message that comes in several frames
+        self._begun = b""  # of a message split over several frames
 
     def feed(self, data: bytes | bytearray) -> list[Message]:
-        """Take the bytes that arrived; give the messages that are complete. Raises WireError on anything else."""
+        """Returns the messages that ``data`` completes. Raises WireError for anything else."""
         if self._buffer:
             self._buffer += data
             data = self._buffer
@@ -119,7 +119,7 @@ class FrameReader:
             if more or self._begun:
                 self._begun += body
                 if len(self._begun) > MAX_MESSAGE_BYTES:
-                    raise WireError(f"a message of more than {MAX_MESSAGE_BYTES} bytes is over the limit")
+                    raise WireError(f"a message is over the limit of {MAX_MESSAGE_BYTES} bytes")
                 if more:
                     continue
                 body, self._begun = self._begun, b""
@@ -127,6 +127,6 @@ class FrameReader:
                 messages.append(_decoder.decode(body))
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 raise WireError(f"a frame that is not a message: {error}") from None
-        if start < size or self._buffer:  # most reads end with a frame, and nothing need be kept
+        if start < size or self._buffer:  # most reads end with a frame: nothing to keep
             self._buffer = bytearray(data[start:])
         return messages

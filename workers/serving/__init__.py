@@ -1,1 +1,1 @@
-"""A replica: its Ray actor, its data plane, its metrics and spans."""
+"""A replica: its Ray actor, data plane, metrics and spans."""

@@ -1,5 +1,4 @@
-"""The replica's end of the data plane: a server in front of a batcher, on a unix socket for gateways of the same host,
-on TCP with TLS for those of another one.
+"""The replica's data-plane server: a unix socket for gateways of the same host, TCP with TLS for those of other hosts.
 
 Its event loop runs on a thread of its own, so that neither an engine step nor a Ray call delays a frame.
 """
@@ -39,30 +38,30 @@ from workers.messages.wire import (
 
 log = logging.getLogger(__name__)
 
-UNREAD_CHECK_S = 10.0  # between two looks at a gateway that leaves something unread
-UNREAD_CHECKS = 3  # after so many in a row without a byte taken it is hung, and disconnected; one may follow a freeze
-HELD_TOKENS = 1024  # of an answer that is read at its end, before they are sent: no message may become large
-HELD_LOGPROBS = 16  # likewise, of tokens with logprobs, at up to 2 KB each
-FLUSH_S = 5.0  # for the last tokens of a drained replica to be on their way
+UNREAD_CHECK_S = 10.0  # between two checks of a gateway that leaves data unread
+UNREAD_CHECKS = 3  # checks in a row without a byte read before a gateway is disconnected; one may follow a freeze
+HELD_TOKENS = 1024  # buffered for a client that reads only the end of an answer: no message may become large
+HELD_LOGPROBS = 16  # likewise, tokens with logprobs, at up to 2 KB each
+FLUSH_S = 5.0  # for sending the last tokens of a drained replica
 FLUSH_POLL_S = 0.005
-PROMISE_S = 0.05  # in which a gateway that was told of room takes it
-PATH_POLL_S = 1.0  # between two checks that the socket's path is still there
+GRANT_S = 0.05  # for a gateway to use a slot that `Room` granted
+PATH_POLL_S = 1.0  # between two checks that the socket's path still exists
 TLS_SCHEME = "tls"
 HANDSHAKE_S = 5.0  # of TLS; a peer that takes longer is disconnected
 
 
 class RequestTable(Protocol):
-    """The two calls that a connection makes of the batcher. Both may be called from any thread."""
+    """The batcher's methods that connections call. Both may be called from any thread."""
 
     def submit(self, request: GenerateRequest) -> None:
-        """Raises ValueError when the request cannot be served, BatcherClosed when none is taken any more."""
+        """Raises ValueError when the request cannot be served, BatcherClosed when no requests are accepted."""
         ...
 
     def cancel(self, id: str) -> None: ...
 
 
 class DataPlane:
-    """Serves ``batcher`` at ``address`` to whoever knows the token and the epoch."""
+    """Serves ``batcher`` at ``address`` to gateways that have the token and the epoch."""
 
     def __init__(
         self,
@@ -75,9 +74,9 @@ class DataPlane:
         listen: str = "",
         credentials: Credentials | None = None,
     ) -> None:
-        """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP there instead,
-        where port 0 is any free one, and a peer must be a gateway by ``credentials`` before it may say a word."""
-        self.address = str(path)  # where it listens; of a free port once it is known
+        """Listens on the unix socket at ``path``; with ``listen``, such as `tls://192.0.2.7:0`, on TCP instead: port 0
+        is any free one, and peers must authenticate as a gateway by ``credentials``."""
+        self.address = str(path)  # for a free port, known once it listens
         self._path = None if listen else path
         self._listen_on = listen
         self._credentials = credentials
@@ -85,41 +84,41 @@ class DataPlane:
         self._token = token
         self._epoch = epoch
         self._batcher = batcher
-        self._asked: dict[str, _Asked] = {}  # by request id; the loop's thread only
-        self._told_busy: dict[_Connection, None] = {}  # in their order
-        self._promised: dict[_Connection, asyncio.TimerHandle] = {}  # a slot for each, for a moment
+        self._active: dict[str, _ActiveRequest] = {}  # by request id; the loop's thread only
+        self._busy: dict[_Connection, None] = {}  # in the order of their BUSY replies
+        self._grants: dict[_Connection, asyncio.TimerHandle] = {}  # one slot each, for GRANT_S
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="data-plane", daemon=True)
         self._server: asyncio.Server | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._path_watch: asyncio.Task[None] | None = None
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="schemas")  # starts its thread at the first schema
 
     def start(self) -> None:
-        """Listen; returns when connections are accepted. Raises OSError when the socket cannot be made."""
+        """Start to listen; returns when connections are accepted. Raises OSError when the socket cannot be created."""
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Send the events of one engine step, one frame for each connection. Called from the batcher's thread."""
         if events:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody is connected any more
+            with contextlib.suppress(RuntimeError):  # closed meanwhile: no connections are left
                 self._loop.call_soon_threadsafe(self._send, events)
 
     def flush(self, deadline_s: float = FLUSH_S) -> bool:
-        """Wait until the kernel has all that was emitted: then it outlives this process. False at the deadline."""
+        """Wait until the kernel has all emitted data: then it outlives this process. Returns False at the deadline."""
         try:
-            asyncio.run_coroutine_threadsafe(self._flushed(), self._loop).result(deadline_s)
+            asyncio.run_coroutine_threadsafe(self._wait_until_sent(), self._loop).result(deadline_s)
         except (TimeoutError, concurrent.futures.TimeoutError, RuntimeError):  # or closed meanwhile
             return False
         return True
 
-    async def _flushed(self) -> None:
+    async def _wait_until_sent(self) -> None:
         while any(connection.unsent for connection in self._connections):  # noqa: ASYNC110
             await asyncio.sleep(FLUSH_POLL_S)
 
     def close(self) -> None:
-        """Disconnect everyone and stop the thread."""
+        """Close all connections and stop the thread."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
@@ -140,7 +139,7 @@ class DataPlane:
             return
         self._path.unlink(missing_ok=True)
         await self._listen_at(self._path)
-        self._keeping = self._loop.create_task(self._keep(self._path))
+        self._path_watch = self._loop.create_task(self._watch_path(self._path))
 
     async def _listen_at(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -151,10 +150,10 @@ class DataPlane:
         finally:
             os.umask(mask)
         if before is not None:
-            before.close()  # of a path that is gone; its connections stay
+            before.close()  # its path is gone; its connections stay
 
-    async def _keep(self, path: Path) -> None:
-        """Listen again when the socket's path is gone: cleaners of temporary folders remove what looks old."""
+    async def _watch_path(self, path: Path) -> None:
+        """Listen again when the socket's path disappears: cleaners of temporary folders remove old files."""
         failed = False
         while True:
             await asyncio.sleep(PATH_POLL_S)
@@ -166,13 +165,13 @@ class DataPlane:
                 failed = False
             except OSError as error:
                 if not failed:
-                    log.error("the socket %s was removed and cannot be made again: %s", path, error)
+                    log.error("the socket %s was removed and cannot be created again: %s", path, error)
                 failed = True
 
     async def _listen_on_tcp(self) -> None:
         parts = urlsplit(self._listen_on)
         if parts.scheme != TLS_SCHEME or parts.port is None or self._credentials is None:
-            raise OSError(f"{self._listen_on} is no address to listen on with TLS, or there are no credentials")
+            raise OSError(f"cannot listen on {self._listen_on}: not a TLS address, or no credentials")
         self._server = await self._loop.create_server(
             lambda: _Connection(self),
             parts.hostname,
@@ -184,8 +183,8 @@ class DataPlane:
         self.address = f"{TLS_SCHEME}://[{host}]:{port}" if ":" in host else f"{TLS_SCHEME}://{host}:{port}"
 
     async def _shut(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._path_watch is not None:
+            self._path_watch.cancel()
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
@@ -195,21 +194,21 @@ class DataPlane:
         by_connection: dict[_Connection, list[TokenEvent]] = defaultdict(list)
         ended = False
         for event in events:
-            asked = self._asked.get(event.id)
-            if asked is None:
+            active = self._active.get(event.id)
+            if active is None:
                 continue
             if event.finish is not None:
                 ended = True
-                del self._asked[event.id]
-            if (ready := asked.ready(event)) is not None:
-                by_connection[asked.connection].append(ready)
+                del self._active[event.id]
+            if (ready := active.ready(event)) is not None:
+                by_connection[active.connection].append(ready)
         for connection, own in by_connection.items():
             self._write(connection, own)
-        if ended and self._told_busy:
-            self._tell_room()
+        if ended and self._busy:
+            self._grant_room()
 
     def _write(self, connection: _Connection, events: list[TokenEvent]) -> None:
-        """Write a step. Where it cannot be encoded, only the request at fault ends, with an error."""
+        """Write a step. If it cannot be encoded, only the request at fault ends, with an error."""
         try:
             connection.write(Step(events))
         except (WireError, UnicodeError, OverflowError) as error:
@@ -220,27 +219,27 @@ class DataPlane:
             id = events[0].id
             log.error("the answer to %s cannot be sent: %s", id, error)
             self._batcher.cancel(id)
-            self._asked.pop(id, None)
-            what = "a part of the answer is too large to be sent, or is not valid text"
-            connection.write(Step([TokenEvent(id=id, finish=FinishReason.ERROR, error=what)]))
+            self._active.pop(id, None)
+            message = "part of the answer is too large to send, or is not valid text"
+            connection.write(Step([TokenEvent(id=id, finish=FinishReason.ERROR, error=message)]))
 
-    def _tell_room(self) -> None:
-        """Promise what is free to those that were told BUSY, one after the other: whoever has a slot already would
-        else be faster each time."""
-        while self._told_busy and len(self._asked) + len(self._promised) < self._welcome.slots:
-            connection = next(iter(self._told_busy))
-            del self._told_busy[connection]
-            self._promised[connection] = self._loop.call_later(PROMISE_S, self._take_back, connection)
+    def _grant_room(self) -> None:
+        """Grant free slots to the gateways that got BUSY, in turn: otherwise one that already has slots would always be
+        faster."""
+        while self._busy and len(self._active) + len(self._grants) < self._welcome.slots:
+            connection = next(iter(self._busy))
+            del self._busy[connection]
+            self._grants[connection] = self._loop.call_later(GRANT_S, self._revoke, connection)
             connection.write(Room(1))
 
-    def _take_back(self, connection: _Connection) -> None:
-        """The slot that was promised is anyone's again."""
-        timer = self._promised.pop(connection, None)
+    def _revoke(self, connection: _Connection) -> None:
+        """Release a granted slot for all gateways."""
+        timer = self._grants.pop(connection, None)
         if timer is not None:
             timer.cancel()
-            self._tell_room()
+            self._grant_room()
 
-    # What a connection calls, on the loop's thread.
+    # Called by connections, on the loop's thread.
 
     def _greet(self, hello: Hello) -> Welcome | Refused:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
@@ -250,80 +249,80 @@ class DataPlane:
         return self._welcome
 
     def _submit(self, connection: _Connection, request: GenerateRequest) -> None:
-        if request.id in self._asked:  # its stream is somebody's already
+        if request.id in self._active:  # its events belong to another request
             connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.ERROR, error="duplicate request id")]))
             return
-        promise = self._promised.pop(connection, None)
-        if promise is not None:
-            promise.cancel()
-        if len(self._asked) + len(self._promised) >= self._welcome.slots:
-            self._told_busy[connection] = None
+        grant = self._grants.pop(connection, None)
+        if grant is not None:
+            grant.cancel()
+        if len(self._active) + len(self._grants) >= self._welcome.slots:
+            self._busy[connection] = None
             connection.write(Step([TokenEvent(id=request.id, finish=FinishReason.BUSY)]))
             return
-        asked = _Asked(connection, request.whole)
-        self._asked[request.id] = asked  # before the submit: an event may come at once
+        active = _ActiveRequest(connection, request.whole)
+        self._active[request.id] = active  # before the submit: an event may follow at once
         if request.guide is None:
-            self._hand_over(request)
+            self._submit_to_batcher(request)
             return
-        # A schema takes up to a second to compile: not on the loop that all streams share.
-        future = self._loop.run_in_executor(self._compiler, self._compile_and_hand_over, asked, request)
-        future.add_done_callback(lambda future: self._handed_over(asked, request.id, future))
+        # A schema takes up to a second to compile: keep it off the loop that all streams share.
+        future = self._loop.run_in_executor(self._compiler, self._compile_and_submit, active, request)
+        future.add_done_callback(lambda future: self._guide_compiled(active, request.id, future))
 
-    def _handed_over(self, asked: _Asked, id: str, future: asyncio.Future[None]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None:  # a panic of llguidance's Rust
+    def _guide_compiled(self, active: _ActiveRequest, id: str, future: asyncio.Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:  # a Rust panic of llguidance
             log.error("a JSON schema could not be compiled", exc_info=error)
             self._send([TokenEvent(id=id, finish=FinishReason.ERROR, error="the JSON schema could not be compiled")])
-        elif asked.cancelled:  # meanwhile
+        elif active.cancelled:  # meanwhile
             self._batcher.cancel(id)
 
-    def _compile_and_hand_over(self, asked: _Asked, request: GenerateRequest) -> None:
-        """On the compiler's thread. The requests that nobody waits for any more cost nothing there."""
-        if asked.cancelled:
+    def _compile_and_submit(self, active: _ActiveRequest, request: GenerateRequest) -> None:
+        """Runs on the compiler's thread. Skips requests that were cancelled while they waited."""
+        if active.cancelled:
             self.emit([TokenEvent(id=request.id, finish=FinishReason.CANCELLED)])
         else:
-            self._hand_over(request)
+            self._submit_to_batcher(request)
 
-    def _hand_over(self, request: GenerateRequest) -> None:
-        """Submit to the batcher; a refusal is the request's only event. On any thread."""
+    def _submit_to_batcher(self, request: GenerateRequest) -> None:
+        """Submit to the batcher; a refusal is the request's only event. Any thread."""
         try:
             self._batcher.submit(request)
         except BatcherClosed as error:
             self.emit([TokenEvent(id=request.id, finish=FinishReason.REFUSED, error=str(error))])
         except ValueError as error:
             self.emit([TokenEvent(id=request.id, finish=FinishReason.INVALID, error=str(error))])
-        except Exception as error:  # one request must not end the connection that all share
+        except Exception as error:  # one request must not end the shared connection
             log.exception("a request could not be accepted")
-            what = f"{type(error).__name__}: {error}"
-            self.emit([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=what)])
+            message = f"{type(error).__name__}: {error}"
+            self.emit([TokenEvent(id=request.id, finish=FinishReason.ERROR, error=message)])
 
     def _cancel(self, id: str) -> None:
-        if (asked := self._asked.get(id)) is not None:
-            asked.cancelled = True
+        if (active := self._active.get(id)) is not None:
+            active.cancelled = True
         self._batcher.cancel(id)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _remove(self, connection: _Connection) -> None:
         self._connections.discard(connection)
-        self._told_busy.pop(connection, None)
-        self._take_back(connection)
-        for id in [id for id, asked in self._asked.items() if asked.connection is connection]:
+        self._busy.pop(connection, None)
+        self._revoke(connection)
+        for id in [id for id, active in self._active.items() if active.connection is connection]:
             self._cancel(id)
-            del self._asked[id]
-        if self._told_busy:
-            self._tell_room()
+            del self._active[id]
+        if self._busy:
+            self._grant_room()
 
 
 @dataclass
-class _Asked:
-    """A request that is on its way."""
+class _ActiveRequest:
+    """A request in progress."""
 
     connection: _Connection
-    whole: bool  # after its first event the others come many in one
+    whole: bool  # after its first event, the rest is sent in few events
     begun: bool = False
     cancelled: bool = False
     held: list[TokenEvent] = field(default_factory=list)
 
     def ready(self, event: TokenEvent) -> TokenEvent | None:
-        """What is to be sent now that ``event`` has come."""
+        """Returns the event to send after ``event``, or None."""
         if not self.whole or (event.finish is not None and not self.held):
             return event
         if not self.begun and event.finish is None:
@@ -344,7 +343,7 @@ class _Asked:
 
 
 class _Connection(asyncio.Protocol):
-    """One gateway."""
+    """A connection to one gateway."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -352,13 +351,13 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._greeted = False
         self._written = 0  # bytes
-        self._taken = 0  # of these, what the kernel had taken at the last check
-        self._idle_checks = 0  # in a row, in which it has taken none
-        self._check: asyncio.TimerHandle | None = None  # while something is unread
+        self._accepted = 0  # bytes that the kernel had accepted at the last check
+        self._idle_checks = 0  # checks in a row without progress
+        self._check: asyncio.TimerHandle | None = None  # set while data is unread
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)  # so that it is known when something is left unread
+        self._transport.set_write_buffer_limits(high=0)  # to be notified when data is left unread
         self._plane._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -366,18 +365,18 @@ class _Connection(asyncio.Protocol):
             for message in self._reader.feed(data):
                 self._receive(message)
         except WireError as error:
-            log.warning("a gateway is disconnected: %s", error)
+            log.warning("disconnecting a gateway: %s", error)
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self.resume_writing()
-        self._plane._forget(self)
+        self._plane._remove(self)
 
     def pause_writing(self) -> None:
-        """The kernel takes no more. A gateway is disconnected by the time for which it reads nothing, and not by how
-        much it has to read; that is at most the answers of all slots, since one with its slots full sends no more."""
-        self._taken, self._idle_checks = self._written - self.unsent, 0
+        """The kernel's buffer is full. A gateway is disconnected by how long it reads nothing, not by how much is
+        unread: that is at most the answers of all slots, since a gateway whose slots are full sends no more."""
+        self._accepted, self._idle_checks = self._written - self.unsent, 0
         self._check = self._plane._loop.call_later(UNREAD_CHECK_S, self._check_reading)
 
     def resume_writing(self) -> None:
@@ -386,12 +385,14 @@ class _Connection(asyncio.Protocol):
             self._check = None
 
     def _check_reading(self) -> None:
-        taken = self._written - self.unsent
-        self._idle_checks = self._idle_checks + 1 if taken == self._taken else 0
-        self._taken = taken
+        accepted = self._written - self.unsent
+        self._idle_checks = self._idle_checks + 1 if accepted == self._accepted else 0
+        self._accepted = accepted
         if self._idle_checks >= UNREAD_CHECKS:
             unread_s = UNREAD_CHECKS * UNREAD_CHECK_S
-            log.warning("a gateway is disconnected: it has read nothing for %.0f s, of %d bytes", unread_s, self.unsent)
+            log.warning(
+                "disconnecting a gateway: it has read nothing for %.0f s, with %d bytes unread", unread_s, self.unsent
+            )
             self.abort()
         else:
             self._check = self._plane._loop.call_later(UNREAD_CHECK_S, self._check_reading)
@@ -404,7 +405,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that the kernel has not taken yet."""
+        """The number of bytes that the kernel has not accepted yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:

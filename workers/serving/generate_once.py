@@ -1,8 +1,8 @@
-"""One answer of one model in a process of its own, without Ray: ``python -m workers.serving.generate_once``.
+"""Answers one prompt in a process of its own, without Ray: ``python -m workers.serving.generate_once``.
 
-A ``Job`` comes as JSON on standard input; lines of JSON go to standard output, each a ``Piece`` of the answer, and last
-either its ``End`` or the ``Failure`` that prevented it. All that libraries print goes to standard error. The caller has
-set the whole environment. The process ends with its parent, so that no core stays taken.
+A ``Job`` is read as JSON from standard input. JSON lines go to standard output: each is a ``Piece`` of the answer, the
+last one its ``End`` or the ``Failure`` that prevented it. Output of libraries goes to standard error. The caller sets
+the whole environment. The process ends with its parent, so that no core stays claimed.
 """
 
 from __future__ import annotations
@@ -31,74 +31,74 @@ from workers.text.tokenizer import ChatTemplateError, NoChatTemplate, Tokenizer,
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TOKENS = 128  # of an answer, where the slot has room for as many
+DEFAULT_TOKENS = 128  # of an answer, if the slot has room
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done."""
+    """The prompt to answer, with its model and sampling parameters."""
 
     config: ReplicaConfig
     prompt: str
-    raw: bool = False  # the prompt is continued as it is; else it is what a user says, where there is a chat template
-    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or what the slot has room for
+    raw: bool = False  # continue the prompt as it is, without the chat template
+    max_tokens: int | None = None  # None: DEFAULT_TOKENS, or the room in the slot
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
-    parent: int = 0  # the pid of whoever waits for the answer
+    parent: int = 0  # the pid of the caller
 
 
 class Piece(msgspec.Struct, frozen=True, tag="piece"):
-    """Some more text of the answer."""
+    """Further text of the answer."""
 
     text: str
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """The answer is whole."""
+    """The end of a complete answer."""
 
     tokens: int
     finish: str  # "stop" or "length"
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """There is no answer, or no more of it."""
+    """The failure that prevented or interrupted the answer."""
 
     failure: Failure
 
 
-Told = Piece | End | Trouble
-Tell = Callable[[Told], None]
+Reply = Piece | End | Trouble
+Send = Callable[[Reply], None]
 
 
-def run(job: Job, tell: Tell) -> None:
-    """Load the model, answer, and tell of it. Never raises for what the model or the machine does."""
+def run(job: Job, send: Send) -> None:
+    """Load the model, answer, and send the result. Never raises for faults of the model or the machine."""
     config = job.config
-    doing, id = "the load", "load-failed"
+    activity, id = "the load", "load-failed"
     engine = claim = None
     try:
         claim = CoreClaim(Path(config.claims), config.cores) if config.claims and config.cores else None
         engine = open_engine(config)
         engine.load()
         tokenizer = load_tokenizer(config.engine, config.source)
-        doing, id = "a step of the engine", "engine-failed"
+        activity, id = "a step of the engine", "engine-failed"
         request = _request(job, tokenizer, engine.spec.max_len)
-        tell(_answer(engine, tokenizer, request, tell))
+        send(_answer(engine, tokenizer, request, send))
     except EngineLoadError as error:
-        told = Failure(error.id, error.what, error.hint)
-        tell(Trouble(_explained(told, error, config.log) if error.id in VAGUE else told))
+        failure = Failure(error.id, error.what, error.hint)
+        send(Trouble(_explained(failure, error, config.log) if error.id in VAGUE else failure))
     except CoresTaken as error:
-        hint = "does a fleet serve on them? corewright unload MODEL frees those of a model"
-        tell(Trouble(Failure("cores-taken", f"{error} (held: {error.held})", hint)))
+        hint = "a running fleet may hold them; corewright unload MODEL frees those of a model"
+        send(Trouble(Failure("cores-taken", f"{error} (held: {error.held})", hint)))
     except _Refused as error:
-        tell(Trouble(Failure("generate-refused", str(error), "see `corewright generate --help`")))
+        send(Trouble(Failure("generate-refused", str(error), "see `corewright generate --help`")))
     except Exception as error:
-        log.exception("%s failed", doing)
+        log.exception("%s failed", activity)
         if is_out_of_memory(error):
-            want = out_of_memory(error, doing)
-            tell(Trouble(Failure(want.id, want.what, want.hint)))
+            shortage = out_of_memory(error, activity)
+            send(Trouble(Failure(shortage.id, shortage.what, shortage.hint)))
         else:
-            told = Failure(id, f"{type(error).__name__}: {error}", f"the log is {config.log}")
-            tell(Trouble(_explained(told, error, config.log)))
+            failure = Failure(id, f"{type(error).__name__}: {error}", f"the log is {config.log}")
+            send(Trouble(_explained(failure, error, config.log)))
     finally:
         if engine is not None:
             engine.close()
@@ -107,12 +107,12 @@ def run(job: Job, tell: Tell) -> None:
 
 
 class _Refused(Exception):
-    """A prompt or a way of sampling that this model does not serve."""
+    """The model does not support the prompt or the sampling parameters."""
 
 
-def _explained(told: Failure, error: Exception, log_file: str) -> Failure:
-    """In the Neuron runtime's terms, where the log or the exception tells them."""
-    return fault_of(error, host_facts.last_words(Path(log_file))) or told
+def _explained(failure: Failure, error: Exception, log_file: str) -> Failure:
+    """Returns the failure in the Neuron runtime's terms, where the log or the exception has them."""
+    return fault_of(error, host_facts.last_words(Path(log_file))) or failure
 
 
 def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
@@ -128,8 +128,8 @@ def _request(job: Job, tokenizer: Tokenizer, max_len: int) -> GenerateRequest:
 
 
 def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
-    """In the model's chat template, unless it has none or ``raw`` says otherwise: a model that was trained to chat
-    often ends at once after a bare question. Raises _Refused."""
+    """Returns the prompt in the model's chat template, if it has one, unless ``raw``: a chat model often ends at once
+    after a bare question. Raises _Refused."""
     if not job.prompt:
         raise _Refused("the prompt is empty")
     if not job.raw:
@@ -138,26 +138,26 @@ def _prompt_ids(job: Job, tokenizer: Tokenizer) -> list[int]:
         except NoChatTemplate:
             pass
         except ChatTemplateError as error:
-            raise _Refused(f"the chat template refuses the prompt: {error}; --raw goes without it") from error
+            raise _Refused(f"the chat template rejected the prompt: {error}; --raw skips the template") from error
     return tokenizer.encode(job.prompt)
 
 
-def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, tell: Tell) -> End:
-    """By the engine's own loop where it has one for this model, else step by step."""
+def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: Send) -> End:
+    """Answer by the engine's own generate loop where it has one for this model, else step by step."""
     done: list[TokenEvent] = []
 
     def emit(events: list[TokenEvent]) -> None:
         for event in events:
             if event.text:
-                tell(Piece(event.text))
+                send(Piece(event.text))
             done.append(event)
 
     batcher = Batcher(engine, tokenizer, emit)
     try:
-        batcher.submit(request)  # refuses what cannot be served, whoever answers
+        batcher.submit(request)  # validates the request for both ways
     except ValueError as error:
         raise _Refused(str(error)) from error
-    if hasattr(engine, "generate") and (end := _by_its_own(engine, tokenizer, request, tell)) is not None:
+    if hasattr(engine, "generate") and (end := _generate_by_package(engine, tokenizer, request, send)) is not None:
         return end
     while not (done and done[-1].finish is not None):
         batcher.step()
@@ -167,16 +167,16 @@ def _answer(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, tell: T
     return End(sum(len(event.token_ids) for event in done), last.finish.value)
 
 
-def _by_its_own(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, tell: Tell) -> End | None:
-    """The package's own generate loop (`OneOffEngine`); None where it cannot be used for the model as it is loaded."""
+def _generate_by_package(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, send: Send) -> End | None:
+    """Answer by the package's own loop (`OneOffEngine`). Returns None where it cannot serve the model as loaded."""
     stream = tokenizer.stream(request.prompt_ids)
     ends = engine.spec.eos_token_ids
-    seen: list[int] = []
+    tokens: list[int] = []
 
     def on_token(token: int) -> None:
-        seen.append(token)
+        tokens.append(token)
         if token not in ends and (text := stream.push(token)):
-            tell(Piece(text))
+            send(Piece(text))
 
     try:
         engine.generate(
@@ -188,17 +188,17 @@ def _by_its_own(engine: Any, tokenizer: Tokenizer, request: GenerateRequest, tel
             on_token=on_token,
         )
     except ValueError as error:
-        if seen:
+        if tokens:
             raise
         log.info("the package's own loop is not used: %s", error)
         return None
     if text := stream.flush():
-        tell(Piece(text))
-    return End(len(seen), "stop" if seen and seen[-1] in ends else "length")
+        send(Piece(text))
+    return End(len(tokens), "stop" if tokens and tokens[-1] in ends else "length")
 
 
 def main() -> None:
-    """Read the job, answer it."""
+    """Read the job and answer it."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     end_with(job.parent)
     run(job, answering())

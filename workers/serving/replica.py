@@ -1,7 +1,7 @@
-"""The Ray actor of one replica: one engine, one batcher, one process, on its own cores.
+"""The Ray actor of one replica: one engine and one batcher in one process, on its own cores.
 
-Nothing of an engine is imported before the environment has been checked and the cores are claimed. The actor always
-comes up and then tells its phase, its cause when it failed included; only a killed process tells nothing.
+No engine package is imported before the environment is checked and the cores are claimed. The actor always starts and
+then reports its phase, including the cause of a failed load; only a killed process reports nothing.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_CHECK_S = 30.0  # between two looks at the size of the own log
+LOG_CHECK_S = 30.0  # between two checks of the log's size
 PROBE_ID = "probe"
 PROBE_TOKENS = 2  # one from the prefill, one from a decode
 PROBE_DEADLINE_S = 60.0
-# They claim cores, or read the environment, when they are imported or soon after.
+# They claim cores, or read the environment, at import or soon after.
 NEURON_MODULES = frozenset(
     {
         "libneuronxla",
@@ -70,12 +70,12 @@ M = TypeVar("M", bound=Callable[..., object])
 
 
 def _ctl(method: M) -> M:
-    """Run the method on a thread of the actor's control group, so that it answers while a load blocks."""
+    """Run the method on a thread of the actor's control group, so that it responds while a load blocks."""
     return cast(M, ray.method(concurrency_group="ctl")(method))
 
 
 class Replica:
-    """The actor. ``cluster.py`` gives the class the model's name, so that Ray's dashboard shows it."""
+    """The actor class. ``cluster.py`` names it after the model, for Ray's dashboard."""
 
     def __init__(self, config: ReplicaConfig) -> None:
         self._config = config
@@ -92,7 +92,7 @@ class Replica:
         self._plane: DataPlane | None = None
         self._tracing: ReplicaTracing | None = None
         self._claim: CoreClaim | None = None
-        self._uses = contextlib.ExitStack()  # what it loads is not removed for as long as this process lives
+        self._uses = contextlib.ExitStack()  # keeps its artifacts from being evicted while this process lives
         self._probed = threading.Event()
         self._probe_error: str | None = None
         threading.Thread(target=self._live, name="load", daemon=True).start()
@@ -103,39 +103,39 @@ class Replica:
 
     @_ctl
     def watch(self, seen: int, timeout_s: float) -> ReplicaStatus:
-        """The status, as soon as its version is above ``seen``; after ``timeout_s`` as it is."""
+        """Returns the status once its version is above ``seen``, or after ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._status.version > seen, timeout_s)
             return self._reading()
 
     @_ctl
     def describe(self) -> tuple[ReplicaConfig, ReplicaStatus]:
-        """What it was told and how far it is: enough for a new controller to take it over."""
+        """Returns the configuration and the status: enough for a new controller to take over."""
         return self._config, self._reading()
 
     @_ctl
     def drain(self, timeout_s: float) -> bool:
-        """Take no new request and wait for the live ones. True when none is left."""
+        """Refuse new requests and wait for the live ones. Returns whether all have ended."""
         batcher = self._batcher
         if batcher is None or self._status.phase not in (Phase.READY, Phase.DRAINING):
             return True
-        if self._status.phase is Phase.READY:  # else a controller that died has begun it: its requests still run
+        if self._status.phase is Phase.READY:  # else a previous controller began to drain; requests may still run
             self._set(Phase.DRAINING)
         drained = batcher.drain(timeout_s)
         if self._plane is not None:
-            self._plane.flush()  # who hears that it is drained may kill this process at once
+            self._plane.flush()  # the controller may kill a drained process at once
         if self._tracing is not None:
             self._tracing.flush()
         return drained
 
     def _reading(self) -> ReplicaStatus:
-        told = msgspec.structs.replace(self._status, compile_s=compiled_artifacts.SPENT.seconds)
+        status = msgspec.structs.replace(self._status, compile_s=compiled_artifacts.SPENT.seconds)
         if self._batcher is None:
-            return told
+            return status
         stats, now = self._batcher.stats, time.monotonic()
         idle_since = stats.last_step_at or self._began
         return msgspec.structs.replace(
-            told,
+            status,
             live=stats.live,
             waiting=stats.waiting,
             idle_s=0.0 if stats.live or stats.waiting else now - idle_since,
@@ -153,8 +153,8 @@ class Replica:
         try:
             self._load()
         except EngineLoadError as error:
-            again = Reaction.STOP if error.id == "engine-not-installed" else Reaction.RETRY
-            self._fail(self._explained(Failure(error.id, error.what, error.hint, again), error))
+            reaction = Reaction.STOP if error.id == "engine-not-installed" else Reaction.RETRY
+            self._fail(self._explained(Failure(error.id, error.what, error.hint, reaction), error))
         except SourceError as error:
             self._fail(Failure(error.id, error.what, error.hint))
         except CoresTaken as error:
@@ -202,19 +202,23 @@ class Replica:
         )
         self._plane.start()
         log.info("ready after %.2f s", time.monotonic() - self._began)
-        host_facts.mark_log(2)  # what is said from here on is about serving
+        host_facts.mark_log(2)  # later output is about serving
         load_s = round(time.monotonic() - self._began, 3)
         self._set(Phase.READY, load_s=load_s, address=self._plane.address)
 
     def _probe(self) -> None:
-        """One real generation before anyone is sent here. Raises EngineLoadError when it does not work."""
+        """Run one real generation before any request. Raises EngineLoadError when it fails."""
         assert self._batcher is not None
         prompt = [min(1, self._batcher.engine.spec.vocab_size - 1)]
         self._batcher.submit(
             GenerateRequest(id=PROBE_ID, prompt_ids=prompt, max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True)
         )
-        if not any(self._probed.wait(1.0) for _ in range(int(PROBE_DEADLINE_S))):  # a pause is one of these seconds
-            raise EngineLoadError("probe-failed", f"no answer to a first generation within {PROBE_DEADLINE_S:.0f} s")
+        if not any(
+            self._probed.wait(1.0) for _ in range(int(PROBE_DEADLINE_S))
+        ):  # a freeze of the machine counts as one second
+            raise EngineLoadError(
+                "probe-failed", f"the first generation did not finish within {PROBE_DEADLINE_S:.0f} s"
+            )
         if self._probe_error is not None:
             raise EngineLoadError("probe-failed", f"the first generation failed: {self._probe_error}")
 
@@ -242,29 +246,31 @@ class Replica:
             self._fail(self._explained(failure, error))
 
     def _explained(self, failure: Failure, error: Exception) -> Failure:
-        """The failure in the runtime's own terms, where it has only been said that something failed."""
+        """Returns a vague failure in the runtime's own terms, where they are known; other failures unchanged."""
         if failure.id not in VAGUE:
             return failure
-        found = fault_of(error, host_facts.last_words(Path(self._config.log)))
-        if found is None:
+        fault = fault_of(error, host_facts.last_words(Path(self._config.log)))
+        if fault is None:
             return failure
-        if found.id == "cores-taken":
+        if fault.id == "cores-taken":
             owners = [f"nc{core} by pid {pid} ({command})" for core, (pid, command) in self._owners().items()]
-            found = msgspec.structs.replace(found, what=f"{found.what}; held: {', '.join(owners) or 'by nobody now'}")
-        return after_serving(found) if self._status.phase in (Phase.READY, Phase.DRAINING) else found
+            fault = msgspec.structs.replace(
+                fault, what=f"{fault.what}; held: {', '.join(owners) or 'by no process now'}"
+            )
+        return after_serving(fault) if self._status.phase in (Phase.READY, Phase.DRAINING) else fault
 
     def _owners(self) -> dict[int, Owner]:
         return who_holds(self._config.cores)
 
     def _open_sink(self, metric: Metric) -> Sink:
         kind, tags = (Gauge if metric.kind is Kind.GAUGE else Counter), (self._config.model, str(self._config.replica))
-        made = kind(metric.name, metric.description, TAGS).set_default_tags(dict(zip(TAGS, tags, strict=True)))
-        return cast(Sink, made.set if metric.kind is Kind.GAUGE else made.inc)
+        instrument = kind(metric.name, metric.description, TAGS).set_default_tags(dict(zip(TAGS, tags, strict=True)))
+        return cast(Sink, instrument.set if metric.kind is Kind.GAUGE else instrument.inc)
 
     def _fail(self, failure: Failure) -> None:
         log.error("%s: %s", failure.id, failure.what)
         if self._status.phase is Phase.FAILED:
-            return  # the first cause is the cause
+            return  # the first cause counts
         self._set(Phase.FAILED, failure=failure)
 
     def _set(self, phase: Phase, **changes: object) -> None:
@@ -280,26 +286,28 @@ def _refresh(metrics: StepMetrics, batcher: Batcher) -> None:
         time.sleep(REFRESH_S)
 
 
-def failure_of(id: str, error: Exception, doing: str, log_file: str) -> Failure:
-    """The failure ``id`` of an exception that nobody foresaw; for want of memory it is ``out-of-memory``."""
+def failure_of(id: str, error: Exception, activity: str, log_file: str) -> Failure:
+    """Returns the failure ``id`` for an unexpected exception, or ``out-of-memory`` where that is the cause."""
     if is_out_of_memory(error):
-        told = out_of_memory(error, doing)
-        return Failure(told.id, told.what, told.hint)
+        shortage = out_of_memory(error, activity)
+        return Failure(shortage.id, shortage.what, shortage.hint)
     return Failure(id, f"{type(error).__name__}: {error}", f"the log is {log_file}")
 
 
 def check_environment(expected: dict[str, str]) -> None:
-    """Raises EngineLoadError when the process does not have the environment that was planned for it.
+    """Raises EngineLoadError when the process does not have its planned environment.
 
-    An engine reads these variables at import; a wrong one would take another model's cores, or all of them.
+    Engines read these variables at import; a wrong value would claim another model's cores, or all of them.
     """
     for name in NEVER_SET:  # Ray cannot unset a variable for an actor; nothing has read it yet
         os.environ.pop(name, None)
     for name, value in expected.items():
-        found = os.environ.get(name)
-        if found != value:
+        actual = os.environ.get(name)
+        if actual != value:
             raise EngineLoadError(
-                "environment-differs", f"{name} is {found!r}, not {value!r} as planned", "is it set on the Ray node?"
+                "environment-differs",
+                f"{name} is {actual!r}, not {value!r} as planned",
+                "check whether it is set on the Ray node",
             )
     early = sorted(NEURON_MODULES & set(sys.modules))
     if early:
@@ -307,21 +315,21 @@ def check_environment(expected: dict[str, str]) -> None:
 
 
 def _show_log(path: Path, name: str) -> None:
-    """Make the log visible in Ray's dashboard: as ``name`` among the session's logs, which the Logs tab lists, and by
-    its name on the actor's own page, whose log would be empty otherwise.
+    """Show the log in Ray's dashboard: as ``name`` among the session's logs, listed in the Logs tab, and by its name on
+    the actor's own page, whose log would be empty otherwise.
 
-    The session's folder is where Ray has sent this process's output; its viewer follows a link that leads out of it.
+    The session's folder is where Ray redirected this process's output; its viewer follows a link out of it.
     """
     output = Path("/proc/self/fd/2").readlink()
     if not output.name.startswith("worker-"):
         return
     print(f"The log of this replica is {name} in the Logs tab, and {path}.", file=sys.stderr, flush=True)  # noqa: T201
-    with contextlib.suppress(FileExistsError):  # of an earlier start: it leads to the same file
+    with contextlib.suppress(FileExistsError):  # by an earlier start, to the same file
         (output.parent / name).symlink_to(path)
 
 
 def _redirect_output(path: Path) -> None:
-    """Send file descriptors 1 and 2, hence also what C libraries print, to the replica's log."""
+    """Redirect file descriptors 1 and 2, including the output of C libraries, to the replica's log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     sys.stdout.flush()
@@ -340,8 +348,8 @@ def _redirect_output(path: Path) -> None:
 
 
 def _bound_log(path: Path) -> None:
-    """Keep the log of this process small for as long as it lives."""
+    """Limit the size of this process's log as long as it runs."""
     while True:
-        with contextlib.suppress(OSError):  # a full disk: the next time
+        with contextlib.suppress(OSError):  # a full disk: retry next time
             host_facts.cut_log(path)
         time.sleep(LOG_CHECK_S)

@@ -1,4 +1,4 @@
-"""What a replica counts, for Ray's metrics. Ray itself is not known here: ``replica.py`` gives the sinks."""
+"""A replica's counters as metrics. Independent of Ray: ``replica.py`` provides the sinks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workers.batching.batcher import BatcherStats
 log = logging.getLogger(__name__)
 
 TAGS = ("model", "replica")
-REFRESH_S = 5.0  # Ray 2.60 exports every 10 s, and then forgets what gauges were told: an idle replica would vanish
+REFRESH_S = 5.0  # Ray 2.60 exports every 10 s and then forgets gauge values: an idle replica would vanish
 
 
 class Kind(Enum):
-    """A gauge is told its value, a counter by how much it has grown."""
+    """How a metric is set: a gauge to its value, a counter by its increase."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -38,7 +38,12 @@ class Metric:
 METRICS = (
     Metric("corewright_slots", Kind.GAUGE, lambda stats: stats.slots, "Requests that can run at once."),
     Metric("corewright_requests_running", Kind.GAUGE, lambda stats: stats.live, "Requests that own a slot."),
-    Metric("corewright_requests_waiting", Kind.GAUGE, lambda stats: stats.waiting, "Accepted, without a slot yet."),
+    Metric(
+        "corewright_requests_waiting",
+        Kind.GAUGE,
+        lambda stats: stats.waiting,
+        "Accepted requests that wait for a slot.",
+    ),
     Metric("corewright_engine_steps_total", Kind.COUNTER, lambda stats: stats.steps, "Prefills and decodes."),
     Metric("corewright_generation_tokens_total", Kind.COUNTER, lambda stats: stats.tokens, "Tokens produced."),
     Metric(
@@ -51,19 +56,19 @@ METRICS = (
         "corewright_spec_decode_num_accepted_tokens_total",
         Kind.COUNTER,
         lambda stats: stats.accepted,
-        "Guessed tokens that were the model's own.",
+        "Guessed tokens that the model agreed with.",
     ),
     Metric(
         "corewright_prefix_cache_queries_total",
         Kind.COUNTER,
         lambda stats: stats.prefix_queries,
-        "Prompt tokens that were looked for in the slots' KV caches.",
+        "Prompt tokens looked up in the slots' KV caches.",
     ),
     Metric(
         "corewright_prefix_cache_hits_total",
         Kind.COUNTER,
         lambda stats: stats.prefix_hits,
-        "Prompt tokens that were there already, and were not read.",
+        "Prompt tokens found there and not processed again.",
     ),
 )
 
@@ -71,22 +76,22 @@ Sink = Callable[[float], None]
 
 
 class StepMetrics:
-    """Tells the sinks what has changed: after each step, and every ``REFRESH_S`` without one. Any thread.
+    """Sends changed values to the sinks: after each step, and every ``REFRESH_S`` without one. Thread-safe.
 
-    Measured with Ray 2.60 on 2 shared cores, the reading of the batcher's stats included: an echo step of 10 us takes
-    24 us with it, so an ordinary decode pays 13 us, and one in which seven numbers have changed 25 us.
+    Measured with Ray 2.60 on 2 shared cores, including the reading of the batcher's stats: an echo step of 10 us takes
+    24 us with it, so an ordinary decode costs 13 us more, and one in which seven numbers changed 25 us.
     """
 
     def __init__(self, open_sink: Callable[[Metric], Sink], clock: Callable[[], float] = time.monotonic) -> None:
         self._sinks = [(metric, open_sink(metric)) for metric in METRICS]
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
-        self._told: list[int] = [0 if metric.kind is Kind.COUNTER else -1 for metric in METRICS]
+        self._previous: list[int] = [0 if metric.kind is Kind.COUNTER else -1 for metric in METRICS]
         self._refreshed_at = -math.inf
         self._broken = False
 
     def record(self, stats: BatcherStats) -> None:
-        """Never raises: a fault is logged, and from then on nothing is recorded. Serving goes on."""
+        """Record the current values. Never raises: after an error, which is logged, nothing more is recorded."""
         with self._lock:
             if self._broken:
                 return
@@ -94,7 +99,7 @@ class StepMetrics:
                 self._record(stats)
             except Exception:
                 self._broken = True
-                log.exception("metrics cannot be recorded; none will be")
+                log.exception("cannot record metrics; this replica records none from now on")
 
     def _record(self, stats: BatcherStats) -> None:
         now = self._clock()
@@ -102,11 +107,11 @@ class StepMetrics:
         if refresh:
             self._refreshed_at = now
         for index, (metric, sink) in enumerate(self._sinks):
-            value, told = metric.of(stats), self._told[index]
+            value, previous = metric.of(stats), self._previous[index]
             if metric.kind is Kind.COUNTER:
-                if value > told:  # two threads may come here with older stats last
-                    sink(value - told)
-                    self._told[index] = value
-            elif value != told or refresh:
+                if value > previous:  # of two threads, the one with older stats may be last
+                    sink(value - previous)
+                    self._previous[index] = value
+            elif value != previous or refresh:
                 sink(value)
-                self._told[index] = value
+                self._previous[index] = value

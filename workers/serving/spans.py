@@ -1,8 +1,8 @@
-"""OpenTelemetry spans, and those of a replica: what it did with each request that is traced.
+"""OpenTelemetry spans, and the tracing of a replica's requests.
 
-The packages (extra `otel`) are imported only where the environment asks for traces; all of the standard OTEL_...
-variables hold. Spans are made when they end, of times that were noted on the way: a request that is not traced costs
-one look at its header, and a traced one nothing until it is over.
+The packages (extra `otel`) are imported only where the environment enables tracing; all standard OTEL_... variables
+apply. Spans are created when they end, from recorded times: an untraced request costs one check of its header, and a
+traced one nothing until it ends.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _random = random.Random()
 
 
 class SpanId(msgspec.Struct, frozen=True):
-    """Which span of which trace, as W3C's `traceparent` says it."""
+    """The identity of a span, as in W3C's `traceparent`."""
 
     trace: int
     span: int
     sampled: bool = True
-    state: str = ""  # W3C's `tracestate`, which is passed on as it came
+    state: str = ""  # W3C's `tracestate`, passed on unchanged
 
     def __str__(self) -> str:
         return f"00-{self.trace:032x}-{self.span:016x}-{'01' if self.sampled else '00'}"
 
     def child(self) -> SpanId:
-        """A new span of the same trace."""
+        """Returns the id of a new span of the same trace."""
         return SpanId(self.trace, new_id(64), self.sampled, self.state)
 
     @classmethod
     def parse(cls, traceparent: str, state: str = "") -> SpanId | None:
-        """None for what is not one: then a trace begins anew, as W3C asks."""
+        """Returns None for an invalid header: then a new trace begins, as W3C specifies."""
         match = _TRACEPARENT.fullmatch(traceparent.strip())
         if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
             return None
@@ -55,12 +55,12 @@ class SpanId(msgspec.Struct, frozen=True):
 
 
 def new_id(bits: int) -> int:
-    """A random id that is not zero."""
+    """Returns a random nonzero id."""
     return _random.getrandbits(bits) or 1
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """One span that is over. Times in nanoseconds since the epoch."""
+    """One finished span. Times in nanoseconds since the epoch."""
 
     name: str
     id: SpanId
@@ -73,10 +73,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpanSink:
-    """Where the spans of this process go. Made by ``open_sink``."""
+    """The destination of this process's spans. Created by ``open_sink``."""
 
     def __init__(self, processor: Any, provider: Any) -> None:
-        """``processor`` is the SDK's, ``provider`` a TracerProvider: of it only resource and sampler are used."""
+        """``processor`` is the SDK's; of ``provider``, a TracerProvider, only resource and sampler are used."""
         from opentelemetry.sdk.trace.sampling import ParentBased
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -87,7 +87,7 @@ class SpanSink:
         self._scope = InstrumentationScope("corewright")
 
     def begin(self, parent: SpanId | None, name: str) -> SpanId | None:
-        """The id of a new span, or None when the sampler does not want it."""
+        """Returns the id of a new span, or None when the sampler drops it."""
         if parent is not None and self._parent_decides and not parent.sampled:
             return None
         trace = new_id(128) if parent is None else parent.trace
@@ -100,19 +100,19 @@ class SpanSink:
         return SpanId(trace, new_id(64), state="" if parent is None else parent.state)
 
     def end(self, *spans: Span) -> None:
-        """They are over. Never raises: a fault is logged, and serving goes on."""
+        """Export finished spans. Never raises: an error is logged, and serving continues."""
         try:
             for span in spans:
                 self._processor.on_end(self._readable(span))
         except Exception:
-            log.exception("a span cannot be told")
+            log.exception("cannot export a span")
 
     def flush(self, deadline_s: float = FLUSH_S) -> None:
-        """Send what waits, as far as that can be done in time."""
+        """Send pending spans, within ``deadline_s``."""
         self._processor.force_flush(int(deadline_s * 1000))
 
     def close(self) -> None:
-        """Send what waits, and nothing more."""
+        """Send pending spans and stop."""
         self._processor.shutdown()
 
     def _readable(self, span: Span) -> Any:
@@ -134,12 +134,12 @@ class SpanSink:
 
 
 def open_sink(service: str, attributes: Attributes | None = None) -> SpanSink | None:
-    """Where the environment says that traces go; None where it asks for none.
+    """Returns the sink that the environment configures, or None where it configures none.
 
-    They are wanted where an OTLP endpoint is named, or OTEL_TRACES_EXPORTER is `otlp`. ``service`` and ``attributes``
-    describe this process where OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES do not.
+    Tracing is enabled by an OTLP endpoint, or by OTEL_TRACES_EXPORTER=otlp. ``service`` and ``attributes`` describe
+    this process where OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES do not.
     """
-    if not wanted(os.environ):
+    if not is_enabled(os.environ):
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -147,15 +147,15 @@ def open_sink(service: str, attributes: Attributes | None = None) -> SpanSink | 
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        log.warning("traces are asked for, but cannot be made: %s; pip install 'corewright[otel]'", error)
+        log.warning("tracing is configured, but unavailable: %s; pip install 'corewright[otel]'", error)
         return None
     own = Resource({"service.name": service, **(attributes or {})})
     resource = Resource.create().merge(own).merge(OTELResourceDetector().detect())
     return SpanSink(BatchSpanProcessor(OTLPSpanExporter()), TracerProvider(resource=resource))
 
 
-def wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the environment asks for traces."""
+def is_enabled(environ: Mapping[str, str]) -> bool:
+    """Whether the environment enables tracing."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
@@ -163,7 +163,7 @@ def wanted(environ: Mapping[str, str]) -> bool:
 
 
 class Requests(Protocol):
-    """A batcher, as the data plane calls it."""
+    """The batcher's interface to the data plane."""
 
     def submit(self, request: GenerateRequest) -> None: ...
 
@@ -176,23 +176,23 @@ class _Open(msgspec.Struct):
     request: GenerateRequest
     parent: SpanId
     accepted: int
-    began: int = 0  # its prefill
-    first: int = 0  # its first token
+    began: int = 0  # start of its prefill
+    first: int = 0  # time of its first token
     tokens: int = 0
 
 
 class ReplicaTracing:
-    """Stands before a batcher: notes when traced requests come, and what each step gives them."""
+    """Wraps a batcher: records the arrival of traced requests and the results of each step."""
 
     def __init__(self, sink: SpanSink, requests: Requests, *, model: str, replica: int) -> None:
         self._sink = sink
         self._requests = requests
         self._about = {"gen_ai.response.model": model, "corewright.replica": f"{model}/{replica}"}
         self._open: dict[str, _Open] = {}
-        self._last_step = 0  # when the step before gave its tokens: the next one begins then, or when a request comes
+        self._last_step = 0  # end of the previous step: the next one begins then, or when a request arrives
 
     def submit(self, request: GenerateRequest) -> None:
-        """As the batcher's; what it raises is the end of the request's span too."""
+        """Submit to the batcher; an exception also ends the request's span."""
         parent = None if request.trace is None else SpanId.parse(request.trace)
         if parent is None or not parent.sampled:
             self._requests.submit(request)
@@ -209,7 +209,7 @@ class ReplicaTracing:
         self._requests.cancel(id)
 
     def emitted(self, events: Sequence[TokenEvent]) -> None:
-        """What one step gave. Called on the batcher's thread."""
+        """Record the events of one step. Called on the batcher's thread."""
         before, self._last_step = self._last_step, time.time_ns()
         if not self._open:
             return
@@ -225,11 +225,11 @@ class ReplicaTracing:
                 self._end(open_, event.finish, event.error)
 
     def flush(self) -> None:
-        """Send what waits: this process may be ended soon."""
+        """Send pending spans: this process may be killed soon."""
         self._sink.flush()
 
     def _end(self, open_: _Open, finish: FinishReason, error: str | None) -> None:
-        """vLLM's span `llm_request` with vLLM's attributes, and below it how its time was spent."""
+        """Export vLLM's span `llm_request` with vLLM's attributes, and child spans for prefill and decode."""
         now, request = time.time_ns(), open_.request
         id = open_.parent.child()
         attributes: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Tokenizers and incremental detokenization."""

@@ -1,6 +1,6 @@
-"""From token ids to the text that a client may see: incremental detokenization and stop strings.
+"""Incremental detokenization and stop strings: from token ids to the text that a client may see.
 
-Everything here is a value machine without clock or I/O; nothing imports torch or transformers.
+Pure: no clock and no I/O, and no import of torch or transformers.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers.decoders import DecodeStream
 
-INCOMPLETE = "�"  # what a decoder shows for bytes that are no complete character (yet)
+INCOMPLETE = "�"  # a decoder's output for bytes that are not a complete character (yet)
 
 
 class TextStream(Protocol):
     """The text of one answer, growing token by token. Used by one thread at a time."""
 
     def push(self, token_id: int) -> str:
-        """The characters that ``token_id`` completes; empty while a character is incomplete."""
+        """Returns the characters that ``token_id`` completes; empty while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is still held back, with incomplete characters as the tokenizer decodes them. Ends the stream."""
+        """Returns the held-back text, with incomplete characters as the tokenizer decodes them. Ends the stream."""
         ...
 
 
 class FastTextStream:
-    """The text of one answer by a `tokenizers` tokenizer.
+    """The text of one answer, decoded by a `tokenizers` tokenizer.
 
     The text of an answer is ``decode(prompt + output)`` without the prefix that it shares with ``decode(prompt)``:
     decoding the output alone would lose the space that many tokenizers strip from a first token. Each push costs
@@ -52,8 +52,8 @@ class FastTextStream:
         except Exception as error:
             if "Invalid prefix" not in str(error):
                 raise
-            # Byte-fallback tokenizers take characters back: a valid byte turns into U+FFFD when an invalid one
-            # follows. What was shown stays shown; go on behind it.
+            # Byte-fallback tokenizers revise characters: a valid byte becomes U+FFFD when an invalid one follows.
+            # Emitted text stays; continue after it.
             full_text = self._decode()
             chunk = self._behind_emitted(full_text)
             self._stream, self._repeated = self._primed_stream(full_text)
@@ -82,7 +82,7 @@ class FastTextStream:
         return full_text[shared + self._emitted :]
 
     def _primed_stream(self, text: str) -> tuple[DecodeStream, str]:
-        """A stream that goes on behind the ids so far, and the end of their ``text`` that it will yet repeat."""
+        """Returns a stream that continues after the ids so far, and the end of ``text`` that it will repeat."""
         from tokenizers.decoders import DecodeStream
 
         try:
@@ -91,12 +91,12 @@ class FastTextStream:
             stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             passed = [stream.step(self._tokenizer, token_id) or "" for token_id in self._ids]
             return stream, text[len("".join(passed)) :]
-        # Ids that end inside a character are no prefix to it: it then repeats the text of them all.
+        # Ids that end inside a character are not a prefix for it: the stream then repeats the whole text.
         return stream, text if text.endswith(INCOMPLETE) else ""
 
 
 def _shared_length(a: str, b: str) -> int:
-    """Length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length
@@ -104,12 +104,12 @@ def _shared_length(a: str, b: str) -> int:
 
 
 class ByteTextStream:
-    """The text of one answer where every id below 256 is a byte of UTF-8 and every other id has no text."""
+    """The text of one answer where each id below 256 is a byte of UTF-8 and every other id has no text."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(bytes(token_id for token_id in prompt_ids if token_id < 256))
-        # As it is decoded where nothing completes it: one U+FFFD, or two of what begins like a surrogate (ED A0).
+        # As decoded where no byte completes it: one U+FFFD, or two for the beginning of a surrogate (ED A0).
         self._rest_of_prompt = bytes(self._decoder.getstate()[0]).decode(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -122,16 +122,16 @@ class ByteTextStream:
 
     def _without_prompt(self, chunk: str) -> str:
         if chunk and self._rest_of_prompt:
-            rest, self._rest_of_prompt = self._rest_of_prompt, ""
-            return chunk.removeprefix(rest)
+            prefix, self._rest_of_prompt = self._rest_of_prompt, ""
+            return chunk.removeprefix(prefix)
         return chunk
 
 
 class StopScanner:
-    """Finds the first stop string in text that arrives in pieces, and never shows a part of it.
+    """Finds the first stop string in text that arrives in pieces, and never emits a part of it.
 
-    The first is the one whose last character comes first, and among those that end together the longest: what a
-    reader would find who looked after every character, so the result does not depend on how the text was cut up.
+    The first is the one whose last character comes first, and the longest of those that end together. The result does
+    not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -142,21 +142,21 @@ class StopScanner:
         self.found = False
 
     def push(self, text: str, ignore: bool = False) -> str:
-        """What of the text so far is certain not to be part of a stop string, and was not returned before.
+        """Returns the text that is certain not to be part of a stop string and was not returned before.
 
-        With ``ignore`` a stop string whose last character is in this piece of text is none; one that only begins here
-        may yet be completed by a later piece.
+        With ``ignore``, a stop string that ends in this piece of text does not count; one that only begins here may
+        still be completed by a later piece.
         """
         if self.found:
             return ""
         if not self._stops:
             return text
-        seen = len(self._held)
+        held_length = len(self._held)
         text = self._held + text
         ends = [
             (start + len(stop), -len(stop))
             for stop in self._stops
-            if (start := text.find(stop, max(0, seen - len(stop) + 1))) >= 0  # what ended earlier was ignored
+            if (start := text.find(stop, max(0, held_length - len(stop) + 1))) >= 0  # earlier ends were ignored
         ]
         if ends and not ignore:
             end, negative_length = min(ends)
@@ -168,13 +168,13 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back in case it became a stop string, now that nothing more comes."""
+        """Returns the text held back as a possible stop string, now that the answer has ended."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -192,17 +192,17 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came. Nothing is returned afterwards."""
+        """Whether a stop string was found. Nothing is returned afterwards."""
         return self._scanner.found
 
     def push(self, token_id: int) -> str:
-        """The certain text that ``token_id`` adds. Not for the id that ends the answer: it is never in the text."""
+        """Returns the final text that ``token_id`` adds. Not for the id that ends the answer: it has no text."""
         ignore = self._ignored_tokens > 0
         self._ignored_tokens -= 1
         return self._scanner.push(self._stream.push(token_id), ignore)
 
     def finish(self) -> str:
-        """The rest, when no more tokens come. It may still hold a stop string, see ``stopped``."""
+        """Returns the rest of the text. It may still contain a stop string, see ``stopped``."""
         if self.stopped:
             return ""
         return self._scanner.push(self._stream.flush(), self._ignored_tokens >= 0) + self._scanner.flush()

@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
-# Characters that a normalizer may turn into one. NFC and NFKC compose at most four: no canonical decomposition is
-# longer (UAX 15), and every character decomposes into at least one. A normalizer that is missing here may drop text.
+# Characters that a normalizer may merge into one. NFC and NFKC compose at most four: no canonical decomposition is
+# longer (UAX 15), and every character decomposes into at least one. A normalizer not listed here may drop text.
 _COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 _SPLITS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})  # drop nothing
 _MAY_SPLIT = frozenset({"Split", "Punctuation"})  # likewise, unless their behavior is Removed
 
 
 class TokenLengths(NamedTuple):
-    """The most characters that one token of a vocabulary stands for."""
+    """The largest number of characters that one token of a vocabulary represents."""
 
     longest: int
-    composed: int = 1  # characters of a text that is not ASCII which may be normalized to one
+    composed: int = 1  # non-ASCII characters that may be normalized to one
 
     def fewest(self, text: str) -> int:
-        """The number of tokens that ``text`` has at least."""
+        """Returns a lower bound on the number of tokens of ``text``."""
         characters = len(text) if text.isascii() else -(-len(text) // self.composed)
         return -(-characters // self.longest)
 
 
 def token_lengths(fast: FastTokenizer, alphabet: Collection[str]) -> TokenLengths | None:
-    """The lengths of a vocabulary; None where a token may stand for any number of characters.
+    """Returns the lengths of a vocabulary; None where a token may represent any number of characters.
 
-    That is so where a step drops text (a pre-tokenizer that removes spaces, a normalizer that strips accents), where
-    unknown characters are dropped or become one token together, and where an added token takes the spaces beside it.
+    This is so where a step drops text (a pre-tokenizer that removes spaces, a normalizer that strips accents), where
+    unknown characters are dropped or merged into one token, and where an added token absorbs adjacent spaces.
     ``alphabet`` has the 256 characters of byte-level vocabularies.
     """
     normalizers = list(_steps(fast.normalizer, "normalizers"))
@@ -62,7 +62,7 @@ def _drops_nothing(split: Mapping[str, Any]) -> bool:
 
 
 def _knows_every_character(model: Any, vocabulary: Mapping[str, int], alphabet: Collection[str] | None) -> bool:
-    """Whether each character that comes to the model becomes a token, or several, of its own."""
+    """Whether the model maps each character to one or more tokens of its own."""
     if type(model).__name__ != "BPE":
         return False
     if alphabet is not None:
@@ -73,7 +73,7 @@ def _knows_every_character(model: Any, vocabulary: Mapping[str, int], alphabet: 
 
 
 def _steps(component: Any, inner: str) -> Iterable[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, those of sequences among them."""
+    """Yields the steps of a normalizer or a pre-tokenizer, including those of sequences."""
     if component is None:
         return
     pending = [json.loads(component.__getstate__())]

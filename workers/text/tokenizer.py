@@ -1,4 +1,4 @@
-"""Text to token ids and back, for the gateway (prompts) and the replica (answers)."""
+"""Tokenizers: text to token ids and back, for the gateway (prompts) and the replica (answers)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]  # of a chat: role, content; with tools also tool_calls, tool_call_id and name
 Tool = Mapping[str, Any]  # in OpenAI's shape: type, and function with its name, description and parameters
 
-# Any one of these makes a directory worth handing to transformers; without one it may invent a tokenizer.
+# Without any of these in a directory, transformers may invent a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -32,13 +32,13 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-SHORT_CHARACTERS = 2048  # up to so many, `tokenizers` keeps the GIL for less time than releasing it may cost
-PIECE_CHARACTERS = 2**18  # a longer text is counted by pieces before it is tokenized whole: 35 MB of memory each
-PIECE_SLACK = 1024  # tokens of a piece that are not counted: a cut changes how the text around it is tokenized
+SHORT_CHARACTERS = 2048  # up to this length `tokenizers` holds the GIL for less time than releasing it may cost
+PIECE_CHARACTERS = 2**18  # a longer text is counted in pieces before it is tokenized whole: 35 MB of memory each
+PIECE_SLACK = 1024  # tokens of a piece that are not counted: a cut changes the tokens of the text around it
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than its caller allows. ``count`` is the number, or at least what it exceeds."""
+    """A text has more tokens than its caller allows. ``count`` is the number of tokens, or a lower bound."""
 
     def __init__(self, count: int, *, exact: bool) -> None:
         super().__init__(f"{'' if exact else 'more than '}{count} tokens")
@@ -47,19 +47,19 @@ class TooManyTokens(Exception):
 
 
 class NoChatTemplate(Exception):
-    """This model's tokenizer comes without a chat template: it takes prompts, not messages."""
+    """The model's tokenizer has no chat template: it takes prompts, not messages."""
 
 
 class ChatTemplateError(Exception):
-    """The chat template refused these messages; the text is the template's own."""
+    """The chat template rejected the messages; the text is the template's own."""
 
 
 class NoToolsInTemplate(ChatTemplateError):
-    """The chat template does not tell the model of tools, so it could not call one."""
+    """The chat template does not render tools, so the model could not call one."""
 
 
 class PromptTokenizer(Protocol):
-    """What a gateway needs of a tokenizer. All methods may be called from several threads at once."""
+    """What a gateway needs from a tokenizer. All methods may be called from several threads at once."""
 
     @property
     def vocab_size(self) -> int:
@@ -67,8 +67,11 @@ class PromptTokenizer(Protocol):
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
-        """The ids of ``text``. Raises ValueError for text that is not Unicode (a lone surrogate), and TooManyTokens
-        where there are more than ``most``: then a long text is not tokenized to its end."""
+        """Returns the ids of ``text``.
+
+        Raises ValueError for text that is not Unicode (a lone surrogate), and TooManyTokens for more than ``most``
+        tokens: a long text is then not tokenized to its end.
+        """
         ...
 
     def apply_chat_template(
@@ -82,66 +85,68 @@ class PromptTokenizer(Protocol):
         add_special_tokens: bool = False,
         most: int | None = None,
     ) -> list[int]:
-        """The ids of a chat, ending where the assistant begins to speak; or, with ``continue_final_message``, in the
-        last message, which the answer then continues.
+        """Returns the ids of a chat, up to where the assistant's answer begins.
 
-        ``template_kwargs`` are further variables of the template. ``add_special_tokens`` adds them once more, beside
-        those that the template writes. Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message;
-        of it ``NoToolsInTemplate`` for tools that the template would not mention. ``most`` is as for ``encode``.
+        With ``continue_final_message`` they end in the last message, which the answer continues. ``template_kwargs``
+        are further variables of the template. ``add_special_tokens`` adds them once more, besides those that the
+        template writes. Raises ``NoChatTemplate``, or ``ChatTemplateError`` with the template's message;
+        ``NoToolsInTemplate`` for tools that the template would not render. ``most`` is as for ``encode``.
         """
         ...
 
     def chat_template(self, tools: bool) -> str | None:
-        """The text of the template that a chat with or without tools is written by; None where there is none."""
+        """Returns the template of chats with or without tools; None where there is none."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens among it; an id that stands for nothing is left out."""
+        """Returns the text of ids, including special tokens; unknown ids are left out."""
         ...
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Each id as the vocabulary writes it, such as "Ġhello"; empty for an id that stands for nothing."""
+        """Returns each id as the vocabulary writes it, such as "Ġhello"; empty for an unknown id."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids as an answer of them would have it, without special tokens."""
+        """Returns the text of ids as in an answer, without special tokens."""
         ...
 
 
 class Tokenizer(PromptTokenizer, Protocol):
-    """What a replica needs beside that."""
+    """What a replica also needs from a tokenizer."""
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        """An incremental decoder of what follows ``prompt_ids``. The stream itself belongs to one thread at a time."""
+        """Returns an incremental decoder of the tokens after ``prompt_ids``, for one thread at a time."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 that this id stands for in a text, maybe a part of a character; of a special token, its name.
+        """Returns the UTF-8 of this id in a text, maybe a part of a character; for a special token, its name.
 
-        Empty for an id that stands for nothing, as where the model's vocabulary is padded.
+        Empty for an unknown id, as in a padded vocabulary.
         """
         ...
 
     def to_json(self) -> str | None:
-        """The whole tokenizer in the format of a tokenizer.json; None for one that has no such form."""
+        """Returns the tokenizer in the format of tokenizer.json; None where it has no such form."""
         ...
 
 
 def load_tokenizer(engine: str, path: str | None) -> Tokenizer:
-    """The tokenizer of a model directory; bytes for the echo engine, which needs no directory.
+    """Returns the tokenizer of a model directory; a byte tokenizer for the echo engine, which needs no directory.
 
     Raises ``EngineLoadError`` with the id ``no-tokenizer`` or ``bad-tokenizer``.
     """
     if engine == "echo":
         return ByteTokenizer()
     if path is None:
-        raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to take a tokenizer from")
+        raise EngineLoadError("no-tokenizer", f"the engine {engine} has no model directory to load a tokenizer from")
     return HubTokenizer(path)
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Look at the tokenizer of a model directory without loading it, which takes seconds of imports. Raises as
-    ``load_tokenizer``."""
+    """Check the tokenizer of a model directory without loading it, which takes seconds of imports.
+
+    Raises the same errors as ``load_tokenizer``.
+    """
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise EngineLoadError(
             "no-tokenizer", f"{directory} has no tokenizer", "save it there with tokenizer.save_pretrained(...)"
@@ -155,12 +160,12 @@ def check_tokenizer_files(directory: Path) -> None:
                 if file.suffix == ".json":
                     msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         except (OSError, ValueError, RecursionError) as error:
-            what = f"the tokenizer in {directory} cannot be read: {name}: {error}"
-            raise EngineLoadError("bad-tokenizer", what, "copy the file again") from error
+            message = f"the tokenizer in {directory} cannot be read: {name}: {error}"
+            raise EngineLoadError("bad-tokenizer", message, "copy the file again") from error
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; one more id is EOS. Thread-safe: it holds no state."""
+    """A tokenizer where each byte of UTF-8 is a token; one more id is EOS. Thread-safe: it holds no state."""
 
     EOS_ID = 256
 
@@ -185,14 +190,14 @@ class ByteTokenizer:
         add_special_tokens: bool = False,
         most: int | None = None,
     ) -> list[int]:
-        """One line ``role: content`` for each message, then ``assistant:``. It has no variables."""
+        """Returns one line ``role: content`` for each message, then ``assistant:``. It has no variables."""
         if tools:
             raise NoToolsInTemplate(_NO_TOOLS)
         lines = []
         for message in messages:
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
-                raise ChatTemplateError("each message needs a role and a content, both text")
+                raise ChatTemplateError("each message needs a role and a content, both strings")
             lines.append(f"{role}: {content}\n")
         if continue_final_message:
             return self.encode("".join(lines).removesuffix("\n"), most=most)
@@ -221,11 +226,11 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """The tokenizer of a model directory, by transformers' AutoTokenizer.
+    """The tokenizer of a model directory, loaded by transformers' AutoTokenizer.
 
-    Only the template is rendered by transformers. Encoding and decoding go straight to the `tokenizers` object, whose
-    methods may run in several threads as long as nobody changes its truncation, padding or added tokens: transformers'
-    own ``__call__`` does, and then fails with "Already borrowed".
+    Only chat templates are rendered by transformers. Encoding and decoding use the `tokenizers` object, whose methods
+    may run in several threads as long as no thread changes its truncation, padding or added tokens: transformers' own
+    ``__call__`` does, and then fails with "Already borrowed".
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -244,7 +249,7 @@ class HubTokenizer:
             ) from error
         if not loaded.is_fast:
             raise EngineLoadError(
-                "bad-tokenizer", f"the tokenizer in {directory} has no fast form", "convert it to a tokenizer.json"
+                "bad-tokenizer", f"the tokenizer in {directory} has no fast form", "convert it to tokenizer.json"
             )
         self._hub = loaded
         self._fast = loaded.backend_tokenizer
@@ -265,7 +270,7 @@ class HubTokenizer:
         else:
             if most is not None:
                 self._check_length(text, most)
-            # `encode` holds the GIL to its end, 1.6 s for a MB; the batch's releases it, and computes no offsets.
+            # `encode` holds the GIL throughout, 1.6 s for a MB; the batch's releases it and computes no offsets.
             encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding), exact=True)
@@ -273,11 +278,11 @@ class HubTokenizer:
         return ids
 
     def _check_length(self, text: str, most: int) -> None:
-        """Raises TooManyTokens for a text that surely has more than ``most``.
+        """Raises TooManyTokens for a text that certainly has more than ``most``.
 
-        A text that may fit by its length is counted piece by piece, so that one that is far too long is not tokenized
-        whole, at 140 bytes of memory for each token. Each cut may change how the text around it is tokenized, so only
-        twice as many as ``most`` are surely too many.
+        A text that may fit by its length is counted in pieces, so that one that is far too long is not tokenized
+        whole, at 140 bytes of memory for each token. A cut may change the tokens of the text around it, so only twice
+        ``most`` is certainly too many.
         """
         if self._lengths is not None and (fewest := self._lengths.fewest(text)) > most:
             raise TooManyTokens(fewest - 1, exact=False)
@@ -307,16 +312,16 @@ class HubTokenizer:
         if template is None:
             raise NoChatTemplate("this model has no chat template; send a prompt instead of messages")
         if not messages:
-            raise ChatTemplateError("messages are empty")
-        told = _told_in(template)
-        if tools and "tools" not in told:
+            raise ChatTemplateError("messages must not be empty")
+        words = _words_in(template)
+        if tools and "tools" not in words:
             raise NoToolsInTemplate(_NO_TOOLS)
         variables = dict(template_kwargs or {})
-        if taken := sorted(variables.keys() & _arguments_of(self._hub.apply_chat_template)):
-            raise ChatTemplateError(f"{taken[0]} is no variable of a chat template")
+        if reserved := sorted(variables.keys() & _arguments_of(self._hub.apply_chat_template)):
+            raise ChatTemplateError(f"{reserved[0]} is not a variable of chat templates")
         try:
             text: Any = self._hub.apply_chat_template(
-                [_in_words_of(told, message) for message in messages],
+                [_normalized(words, message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -330,11 +335,11 @@ class HubTokenizer:
         return self.encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def chat_template(self, tools: bool) -> str | None:
-        """Some models have several, by name; transformers takes ``tool_use`` for tools, where there is one."""
-        found = self._hub.chat_template
-        if isinstance(found, Mapping):
-            found = (found.get("tool_use") if tools else None) or found.get("default")
-        return None if found is None else str(found)
+        """Some models have several by name; like transformers, prefer ``tool_use`` for tools, where it exists."""
+        template = self._hub.chat_template
+        if isinstance(template, Mapping):
+            template = (template.get("tool_use") if tools else None) or template.get("default")
+        return None if template is None else str(template)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._fast.decode_batch([list(ids)], skip_special_tokens=False)[0]  # `decode` holds the GIL
@@ -358,19 +363,19 @@ class HubTokenizer:
         return text
 
 
-_NO_TOOLS = "this model's chat template knows no tools; take a model that was trained with them, or send none"
+_NO_TOOLS = "this model's chat template does not support tools; use a model trained with tools, or omit them"
 
 
 @lru_cache(maxsize=256)
-def _told_in(template: str) -> frozenset[str]:
-    """The words in a template's expressions and statements; its text and its comments do not count."""
+def _words_in(template: str) -> frozenset[str]:
+    """Returns the words in a template's expressions and statements, without its text and comments."""
     code = re.findall(r"\{%.*?%\}|\{\{.*?\}\}", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL), re.DOTALL)
     return frozenset(re.findall(r"\w+", " ".join(code)))
 
 
-def _in_words_of(told: Collection[str], message: Message) -> dict[str, Any]:
-    """OpenAI's newer role ``developer`` is ``system`` to a template that does not name it: most would leave it out."""
-    if message.get("role") == "developer" and "developer" not in told:
+def _normalized(words: Collection[str], message: Message) -> dict[str, Any]:
+    """Map OpenAI's newer role ``developer`` to ``system`` where the template does not name it and would drop it."""
+    if message.get("role") == "developer" and "developer" not in words:
         return {**message, "role": "system"}
     return dict(message)
 
@@ -381,14 +386,14 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def _arguments_of(method: Any) -> frozenset[str]:
-    """What transformers itself is told beside the variables of the template, which are its ``kwargs``."""
+    """Returns the renderer's own arguments; all others are the template's variables (``kwargs``)."""
     return _parameters(method.__func__) | {"messages", "tools"}
 
 
 def _token_decoder(fast: FastTokenizer) -> Callable[[str], bytes]:
-    """What one entry of the vocabulary adds to a text, by the kind of the tokenizer's decoder.
+    """Returns a function from a vocabulary entry to the bytes that it adds to a text, by the kind of decoder.
 
-    The decoder itself cannot be asked: it answers with text, where bytes that are no whole character are lost.
+    The decoder itself returns text, which loses bytes that are not a complete character.
     """
     decoder = json.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
@@ -404,7 +409,7 @@ def _token_decoder(fast: FastTokenizer) -> Callable[[str], bytes]:
 
 
 def _byte_level_token(token: str) -> bytes:
-    """Every character stands for a byte; a token with any other character, an added one, stands for itself."""
+    """Every character represents a byte; a token with any other character, an added one, is literal text."""
     try:
         return bytes(_byte_of_character()[character] for character in token)
     except KeyError:
@@ -412,17 +417,17 @@ def _byte_level_token(token: str) -> bytes:
 
 
 def _sentencepiece_token(token: str, space: str, falls_back: bool) -> bytes:
-    if falls_back and (found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
-        return bytes([int(found[1], 16)])
+    if falls_back and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)):
+        return bytes([int(match[1], 16)])
     return token.replace(space, " ").encode()
 
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, every other byte for a character from 256 on."""
-    itself = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in itself]
-    return {chr(byte): byte for byte in itself} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """GPT-2's alphabet: printable Latin-1 represents itself, other bytes are mapped to characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    remaining = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(remaining)}
 
 
 def _streamed(stream: TextStream, ids: Sequence[int]) -> str:
@@ -430,9 +435,9 @@ def _streamed(stream: TextStream, ids: Sequence[int]) -> str:
 
 
 def unicode(text: str) -> str:
-    """Returns the text. Raises ValueError where it is not Unicode."""
+    """Returns the text. Raises ValueError where it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text is not Unicode: {error.reason} at character {error.start}") from error
+        raise ValueError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from error
     return text

@@ -1,13 +1,13 @@
-"""Tokenizers in processes of their own, so that a model's folder cannot stop the gateway that reads it.
+"""Tokenizers in separate processes, so that a model's folder cannot block the gateway that reads it.
 
-A chat template is a program, a regular expression may backtrack for minutes, and both hold the interpreter's lock. No
-thread can be ended from outside; a process can. Its memory has a limit, and each call a deadline.
+A chat template is a program, a regular expression may backtrack for minutes, and both hold the interpreter's lock. A
+thread cannot be stopped from outside; a process can. Its memory has a limit, and each call a deadline.
 
 1. A nursery, one for each process that loads tokenizers, imports transformers and forks a loader for each tokenizer.
-2. A loader loads its tokenizer and forks workers: they share its memory, and none loads it again.
-3. A worker serves one call at a time. It is killed where a call is late, and the next call has another one.
+2. A loader loads its tokenizer and forks workers, which share its memory.
+3. A worker serves one call at a time. It is killed when a call exceeds its deadline; the next call uses another one.
 
-Each ends with the one above it. Requests are pickled by the trusting side; replies are msgpack, which runs nothing.
+Each exits with its parent. Requests are pickled by the trusted side; replies are msgpack, which cannot run code.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ LOAD_S = 60.0  # for a loader to load its tokenizer
 START_S = 60.0  # for the nursery to import transformers, 2 s on an idle machine
 FORK_S = 10.0
 CALL_S = 5.0  # for a call; a chat is rendered within a millisecond
-CALL_S_PER_BYTE = 10.0 / 2**20  # beyond that, for a long text: 1 s for a MB on an idle machine
-MEMORY_BYTES = 4 * 2**30  # that a loader or a worker may allocate beyond what the nursery has
+CALL_S_PER_BYTE = 10.0 / 2**20  # in addition, for a long text: 1 s for a MB on an idle machine
+MEMORY_BYTES = 4 * 2**30  # that a loader or a worker may allocate on top of the nursery's
 REPLY_BYTES = 2**28
 IDLE_WORKERS = 2  # kept for the next call
-ERROR_CHARACTERS = 2000  # a folder may write what it likes into an error
+ERROR_CHARACTERS = 2000  # the model's folder controls the error text
 
 _ERRORS: tuple[type[Exception], ...] = (NoToolsInTemplate, NoChatTemplate, ChatTemplateError, ValueError)
 
 
 class TokenizerFault(Exception):
-    """The tokenizer or the chat template of a model's folder failed on a text, without refusing it."""
+    """The tokenizer or the chat template of a model's folder failed on a text, without rejecting it."""
 
 
 class _Late(Exception):
@@ -76,10 +76,10 @@ class _Reply(msgspec.Struct, array_like=True):
 
 
 class TokenizerProcess:
-    """A ``PromptTokenizer`` whose work is done in processes of its own; it also raises ``TokenizerFault``."""
+    """A ``PromptTokenizer`` that runs in processes of its own; it also raises ``TokenizerFault``."""
 
     def __init__(self, path: str) -> None:
-        """Raises ``EngineLoadError`` as ``HubTokenizer``. Blocks."""
+        """Raises ``EngineLoadError`` like ``HubTokenizer``. Blocks."""
         self._path = path
         self._lock = threading.Lock()
         self._loader: _Peer | None = None
@@ -137,9 +137,9 @@ class TokenizerProcess:
         try:
             reply = worker.ask(data, limit_s)
         except _Late:
-            raise TokenizerFault(f"it was not done within {limit_s:.0f} s") from None
+            raise TokenizerFault(f"no reply within {limit_s:.0f} s") from None
         except (OSError, EOFError, msgspec.MsgspecError) as error:
-            raise TokenizerFault("its process has ended, as for want of memory") from error
+            raise TokenizerFault("its process exited, possibly out of memory") from error
         with self._lock:
             if reply.error != "fault" and len(self._idle) < IDLE_WORKERS:
                 self._idle.append(worker)
@@ -148,7 +148,7 @@ class TokenizerProcess:
         return reply.value
 
     def _worker(self) -> _Peer:
-        """An idle worker, or a new one; where the loader has ended, of a new loader. Raises TokenizerFault."""
+        """Returns an idle worker, or a new one; a new loader where the last has exited. Raises TokenizerFault."""
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
@@ -162,7 +162,7 @@ class TokenizerProcess:
                 assert self._loader is not None
                 return self._loader.fork()
             except (OSError, EOFError, _Late, EngineLoadError) as error:
-                raise TokenizerFault(f"no process for it could be started: {error!r}") from error
+                raise TokenizerFault(f"its process cannot be started: {error!r}") from error
 
     def _load(self) -> dict[str, Any]:
         """Start the loader. Raises EngineLoadError."""
@@ -170,18 +170,18 @@ class TokenizerProcess:
             self._loader = _nursery().fork(START_S)
             reply = self._loader.ask(pickle.dumps(self._path), LOAD_S)
         except _Late:
-            what = f"the tokenizer in {self._path} was not loaded within {LOAD_S:.0f} s"
-            raise EngineLoadError("bad-tokenizer", what) from None
+            message = f"the tokenizer in {self._path} was not loaded within {LOAD_S:.0f} s"
+            raise EngineLoadError("bad-tokenizer", message) from None
         except (OSError, EOFError, msgspec.MsgspecError) as error:
-            what = f"the tokenizer in {self._path} ended the process that loaded it, as for want of memory"
-            raise EngineLoadError("bad-tokenizer", what) from error
+            message = f"the tokenizer in {self._path} crashed the process that loaded it, possibly out of memory"
+            raise EngineLoadError("bad-tokenizer", message) from error
         if reply.error:
             raise EngineLoadError(*reply.value)
         return cast(dict[str, Any], reply.value)
 
 
 def load_apart(engine: str, path: str | None) -> PromptTokenizer:
-    """As ``load_tokenizer``, in a process of its own."""
+    """Like ``load_tokenizer``, in a process of its own."""
     if engine == "echo":
         return ByteTokenizer()
     if path is None:
@@ -200,7 +200,7 @@ def _raise(reply: _Reply) -> NoReturn:
 
 
 class _Peer:
-    """The other end of a process's socket. The process is killed when this is forgotten or does not reply."""
+    """A socket to another process. The process is killed when this object is deleted or a reply is late."""
 
     def __init__(self, end: socket.socket, pidfd: int) -> None:
         self._connection = Connection(end.detach())
@@ -212,7 +212,7 @@ class _Peer:
         os.close(self._pidfd)
 
     def ask(self, data: bytes, limit_s: float) -> _Reply:
-        """Raises _Late, and OSError, EOFError or MsgspecError where the process has ended or replies nonsense."""
+        """Raises _Late, and OSError, EOFError or MsgspecError where the process has exited or replies nonsense."""
         until = time.monotonic() + limit_s
         self._connection.send_bytes(data)
         if not self._connection.poll(max(0.0, until - time.monotonic())):
@@ -221,7 +221,7 @@ class _Peer:
         return msgspec.msgpack.decode(self._connection.recv_bytes(REPLY_BYTES), type=_Reply)
 
     def fork(self, limit_s: float = FORK_S) -> _Peer:
-        """A child of that process. Raises _Late, OSError and EOFError."""
+        """Returns a child of that process. Raises _Late, OSError and EOFError."""
         ours, theirs = socket.socketpair()
         with self._forking, theirs, socket.socket(fileno=os.dup(self._connection.fileno())) as control:
             socket.send_fds(control, [b"f"], [theirs.fileno()])
@@ -248,7 +248,7 @@ _the_nursery: _Peer | None = None
 
 
 def _nursery() -> _Peer:
-    """This process's nursery, started where there is none. Raises OSError."""
+    """Returns this process's nursery, starting it first where it does not run. Raises OSError."""
     global _the_nursery
     with _nursing:
         if _the_nursery is None or _the_nursery.ended():
@@ -266,12 +266,12 @@ def _nursery() -> _Peer:
         return _the_nursery
 
 
-# What runs in the processes apart
+# The code of the other processes
 
 
 def _fork_on(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """For each socket that comes over ``control``, fork a child that does ``work`` with it, and hand back its pidfd."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are not waited for
+    """For each socket received over ``control``, fork a child that runs ``work`` with it, and reply with its pidfd."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
     parent = os.getpid()
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -282,7 +282,7 @@ def _fork_on(control: socket.socket, work: Callable[[socket.socket], None]) -> N
             try:
                 end_with(parent)
                 control.close()
-                with contextlib.suppress(EOFError, OSError):  # whom it works for has ended
+                with contextlib.suppress(EOFError, OSError):  # its client has exited
                     work(socket.socket(fileno=fds[0]))
             finally:
                 os._exit(0)
@@ -297,13 +297,13 @@ def _fork_on(control: socket.socket, work: Callable[[socket.socket], None]) -> N
 
 
 def _load_and_fork(control: socket.socket) -> None:
-    """A loader's work."""
+    """Run a loader."""
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = _allocated() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit = _allocated() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     connection = Connection(os.dup(control.fileno()))
     path = pickle.loads(connection.recv_bytes())
     try:
@@ -311,9 +311,9 @@ def _load_and_fork(control: socket.socket) -> None:
     except EngineLoadError as error:
         connection.send_bytes(_encoded("load", [error.id, error.what[:ERROR_CHARACTERS], error.hint]))
         return
-    except BaseException as error:  # noqa: BLE001 - a panic of the library derives from it
-        what = f"the tokenizer in {path} cannot be read: {_shown(error)}"
-        connection.send_bytes(_encoded("load", ["bad-tokenizer", what, ""]))
+    except BaseException as error:  # noqa: BLE001 - a Rust panic derives from it
+        message = f"the tokenizer in {path} cannot be read: {_shown(error)}"
+        connection.send_bytes(_encoded("load", ["bad-tokenizer", message, ""]))
         return
     templates = [tokenizer.chat_template(False), tokenizer.chat_template(True)]
     connection.send_bytes(_encoded("", {"vocab_size": tokenizer.vocab_size, "templates": templates}))
@@ -322,7 +322,7 @@ def _load_and_fork(control: socket.socket) -> None:
 
 
 def _serve(connection: Connection, tokenizer: HubTokenizer) -> None:
-    """A worker's work."""
+    """Run a worker."""
     while True:
         method, args, options = pickle.loads(connection.recv_bytes())
         try:
@@ -332,7 +332,7 @@ def _serve(connection: Connection, tokenizer: HubTokenizer) -> None:
         except _ERRORS as error:
             name = next(kind.__name__ for kind in _ERRORS if isinstance(error, kind))
             reply = _encoded(name, str(error)[:ERROR_CHARACTERS])
-        except BaseException as error:  # noqa: BLE001 - a panic of the library derives from it
+        except BaseException as error:  # noqa: BLE001 - a Rust panic derives from it
             connection.send_bytes(_encoded("fault", _shown(error)))
             return
         connection.send_bytes(reply)
@@ -347,13 +347,13 @@ def _shown(error: BaseException) -> str:
 
 
 def _allocated() -> int:
-    """Bytes that this process may write to, as the limit of data counts them."""
+    """Returns the bytes that count towards RLIMIT_DATA."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
 def main(descriptor: int) -> None:
-    """A nursery's work."""
+    """Run a nursery."""
     import transformers.tokenization_utils_fast  # noqa: F401 - what the loaders would each import
     from transformers import AutoTokenizer  # noqa: F401
 

@@ -1,9 +1,9 @@
-"""What the cpu engine compiles: the code that torch's inductor makes of each bucket, kept between starts.
+"""Compiled artifacts of the cpu engine: the code that torch's inductor generates for each bucket.
 
-The code is C++, compiled for the very CPU and found again by torch through digests of the graph, of torch's settings
-and of the compiler's command line. All of them follow from the manifest, so that one entry of
-``workers.neff_cache.compiled_artifacts`` holds all graphs of a model, and torch finds each of them there or, with
-another manifest, nothing at all.
+The code is C++, compiled for the host's CPU, and torch finds it by digests of the graph, of torch's settings and of the
+compiler's command line. All of them follow from the manifest, so one entry of
+``workers.neff_cache.compiled_artifacts`` holds all graphs of a model: torch finds each of them there or, with another
+manifest, none.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from workers.engines.checkpoint_files import read_config
 from workers.host import foreign_files
 from workers.messages.engine_protocol import EngineLoadError
 
-CODE = "inductor"  # in an entry: the folder that torch keeps its code in
-COMPILER = "CXX", "g++"  # torch reads that variable, and takes g++ without it (``torch._inductor.config.cpp.cxx``)
+CODE = "inductor"  # torch's code folder in an entry
+COMPILER = "CXX", "g++"  # the variable that torch reads, and its default (``torch._inductor.config.cpp.cxx``)
 PACKAGES = ("torch", "transformers")
-# What g++ -march=native, as inductor says, may use of a CPU. The other words of /proc/cpuinfo change with the kernel.
+# The CPU features that g++ -march=native (inductor's flag) may use. Other words of /proc/cpuinfo depend on the kernel.
 _SETS = re.compile(r"(sse|ssse|avx|amx|fma|bmi|f16c|vaes|vpclmul|gfni|adx|sha|movbe|popcnt|aes|pclmul|sve|asimd|bf16)")
-VERSION_S = 10.0  # for a compiler to tell its version
+VERSION_S = 10.0  # for a compiler to print its version
 
 
 def manifest(
@@ -43,8 +43,8 @@ def manifest(
     decode_buckets: Sequence[int],
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """All that the code of the model in ``source`` depends on, as JSON. Weights are none of it; the checkpoint's own
-    Python is, where it is run. Imports no torch. Raises EngineLoadError."""
+    """Returns everything that the code of the model in ``source`` depends on, as JSON: not the weights, but the
+    checkpoint's own Python code, if it is run. Does not import torch. Raises EngineLoadError."""
     try:
         config = foreign_files.read_bytes(source / "config.json")
         own = {"code": _digest_of_code(source)} if trust_remote_code and read_config(source).get("auto_map") else {}
@@ -54,7 +54,7 @@ def manifest(
         "engine": "cpu",
         "versions": {name: _version(name) for name in PACKAGES},
         "compiler": compiler_version(),
-        # inductor's command line names the folders of this Python, and is a part of what code is found by
+        # inductor's command line, part of its digests, has the folders of this Python
         "python": f"{platform.python_implementation()} {platform.python_version()} in {sys.prefix}",
         "target": cpu_target(),
         "model": blake2s(config).hexdigest(),
@@ -70,16 +70,16 @@ def manifest(
 
 
 def _digest_of_code(source: Path) -> str:
-    """Of every Python file of the checkpoint, with its name: ``auto_map`` names some, and these import others."""
-    found = blake2s()
+    """Returns a digest of all Python files of the checkpoint: ``auto_map`` names some, which may import others."""
+    digest = blake2s()
     for file in sorted(source.rglob("*.py")):
         data = foreign_files.read_bytes(file)
-        found.update(f"{file.relative_to(source).as_posix()}\0{len(data)}\0".encode() + data)
-    return found.hexdigest()
+        digest.update(f"{file.relative_to(source).as_posix()}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
 
 
 def compiler_version() -> str:
-    """The first line that the C++ compiler tells of itself; empty where there is none."""
+    """Returns the first line of the C++ compiler's version; empty where there is none."""
     path = compiler()
     return "" if path is None else _told_version(path, Path(path).stat().st_mtime_ns)
 
@@ -96,43 +96,42 @@ def _told_version(path: str, changed_ns: int) -> str:
 
 
 def compiler() -> str | None:
-    """The path of the C++ compiler that inductor would run; None: there is none."""
+    """Returns the path of the C++ compiler that inductor would run; None where there is none."""
     variable, usual = COMPILER
     return shutil.which(os.environ.get(variable) or usual)
 
 
 def check_compiler() -> None:
-    """Raises EngineLoadError where no C++ compiler answers. Code that is compiled already needs it as well: torch asks
-    it before it looks."""
+    """Raises EngineLoadError without a working C++ compiler. Cached code needs it too: torch runs it first."""
     if compiler_version():
         return
     variable, usual = COMPILER
     named = os.environ.get(variable)
-    what = "the cpu engine compiles with a C++ compiler, and there is no "
-    what += f"{named} ({variable}) that tells its version" if named else f"{usual} in PATH"
-    hint = f"apt-get install {usual} on this host, or name another by {variable}; or leave `compile` out"
-    raise EngineLoadError("compiler-missing", what, hint)
+    message = "the cpu engine needs a C++ compiler to compile, and there is no "
+    message += f"working {named} ({variable})" if named else f"{usual} in PATH"
+    hint = f"apt-get install {usual} on this host, or set {variable} to another one; or remove `compile`"
+    raise EngineLoadError("compiler-missing", message, hint)
 
 
 def cpu_target() -> str:
-    """The machine's architecture and a digest of the instructions that code may use: code of one runs on the other
-    only where both are the same."""
-    found: set[str] = set()
+    """Returns the machine's architecture and a digest of its instruction sets: code runs on another machine only where
+    both are the same."""
+    features: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
             if name.strip().lower() in ("flags", "features"):
-                found = {word for word in value.split() if _SETS.match(word)}
+                features = {word for word in value.split() if _SETS.match(word)}
                 break
     except OSError:
         pass
-    widest = next((name for name in ("amx_tile", "avx512f", "avx2", "sve", "asimd") if name in found), "plain")
-    digest = blake2s(" ".join(sorted(found)).encode(), digest_size=4).hexdigest()
+    widest = next((name for name in ("amx_tile", "avx512f", "avx2", "sve", "asimd") if name in features), "plain")
+    digest = blake2s(" ".join(sorted(features)).encode(), digest_size=4).hexdigest()
     return f"{platform.machine()} {widest} {digest}"
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether there is code at all; the entry's record tells whether it is as it was."""
+    """Whether there is any code; the entry's record verifies its content."""
     return next((folder / CODE).rglob("*.so"), None) is not None
 
 

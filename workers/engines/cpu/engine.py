@@ -1,11 +1,11 @@
 """The CPU engine: stock transformers modeling code with a KV cache of static slots.
 
-Transformers' own static cache has one position for all rows. Two hooks give every slot its own, and no model code is
-ours:
+Transformers' own static cache has one position for all rows. Two hooks give each slot its own position, without any
+model code of ours:
 1. a cache layer that writes each row at its own position and returns the first ``kv_len`` positions of the rows in
    this step (``_slot_cache``);
-2. an attention mask of four dimensions, ``[rows, 1, queries, kv_len]``, which transformers takes as it is.
-Bloom's position bias wants a mask of two dimensions and is overridden on the instance (``_give_alibi``).
+2. a four-dimensional attention mask, ``[rows, 1, queries, kv_len]``, which transformers uses unchanged.
+Bloom's position bias needs a two-dimensional mask and is overridden on the instance (``_give_alibi``).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PREFIX_BLOCK = 16  # tokens; fewer would save less than the general way to read a prompt costs
+PREFIX_BLOCK = 16  # tokens; fewer save less than the chunked prefill costs
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # ours -> torch's
 
 
 def open_cpu(config: EngineConfig) -> GenerateEngine:
-    """The engine, not loaded yet; with a draft model, both of them. Raises EngineLoadError without a checkpoint."""
+    """Returns the engine, not loaded yet, with its draft if there is one. Raises EngineLoadError without a source."""
     target, draft = _engines(config)
     if draft is None:
         return target
@@ -58,16 +58,16 @@ def open_cpu(config: EngineConfig) -> GenerateEngine:
 
 
 def buildables(config: EngineConfig) -> list[Buildable]:
-    """What the engine of ``config`` compiles, its draft's too: nothing without the option. Raises EngineLoadError."""
+    """Returns the engine's compile units, with its draft's; none without `compile`. Raises EngineLoadError."""
     target, draft = _engines(config)
     if not config.engine_options.get("compile", False):
         return []
-    found = [target.buildable()]
-    return found if draft is None else [*found, replace(draft.buildable(), role="draft")]
+    units = [target.buildable()]
+    return units if draft is None else [*units, replace(draft.buildable(), role="draft")]
 
 
 def check(config: EngineConfig) -> None:
-    """See `CpuEngine.check`; of the draft too."""
+    """See `CpuEngine.check`; also checks the draft."""
     target, draft = _engines(config)
     target.check()
     if draft is not None:
@@ -76,7 +76,7 @@ def check(config: EngineConfig) -> None:
 
 def _engines(config: EngineConfig) -> tuple[CpuEngine, CpuEngine | None]:
     if config.source is None:
-        raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "name a folder in `source`")
+        raise EngineLoadError("source-missing", "the cpu engine needs a checkpoint", "set `source` to a folder")
     options = config.engine_options
     chunk = options.get("prefill_chunk")
     compiles = bool(options.get("compile", False))
@@ -98,14 +98,14 @@ def _engines(config: EngineConfig) -> tuple[CpuEngine, CpuEngine | None]:
 
 @dataclass(frozen=True)
 class Family:
-    """What the two hooks must know of a model family; the rest is transformers' business."""
+    """The properties of a model family that the two hooks depend on."""
 
     alibi: bool = False  # positions enter as a bias on the scores, not as embeddings or rotations
-    window: bool = False  # config.sliding_window, where it is not None, holds for every layer
-    layer_types: bool = False  # config.layer_types says of each layer whether the window holds; one mask for each type
+    window: bool = False  # config.sliding_window, if not None, applies to every layer
+    layer_types: bool = False  # config.layer_types lists the layers with the window; one mask for each type
 
 
-# By config.json's model_type. A family is listed once tests hold its greedy output against ``generate``.
+# By config.json's model_type. A family is listed once tests compare its greedy output with ``generate``.
 FAMILIES = {
     "bloom": Family(alibi=True),
     "gpt2": Family(),
@@ -123,11 +123,11 @@ FAMILIES = {
 
 @dataclass
 class _Reach:
-    """What the forward pass that runs now writes and reads of the KV cache. One object, shared with every layer."""
+    """The KV-cache cells that the current forward pass writes and reads. One object, shared with every layer."""
 
     slots: list[int] = field(default_factory=list)
-    block: slice | None = None  # the slots as one block, which needs no copy to be read; None when there are gaps
-    # Where tokens are written [rows or 1, queries]; None for whole prompts, which begin at 0.
+    block: slice | None = None  # the slots as one block, read without a copy; None when there are gaps
+    # Write positions [rows or 1, queries]; None for whole prompts, which begin at 0.
     positions: torch.Tensor | None = None
     kv_len: int = 0
     cells: dict[int, torch.Tensor] = field(default_factory=dict)  # number of heads -> flat indices of the writes
@@ -146,9 +146,9 @@ class _Reach:
 
 
 class CpuEngine:
-    """Keeps ``GenerateEngine`` for a model directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
+    """Implements ``GenerateEngine`` for a directory with safetensors weights. Float32 logits ``[rows, vocab_size]``.
 
-    Pickled weights are read only where ``allow_pickle`` says so. A decode leaves slots that are not listed intact.
+    Pickled weights are read only with ``allow_pickle``. A decode leaves unlisted slots intact.
     """
 
     def __init__(
@@ -168,21 +168,21 @@ class CpuEngine:
         compile: bool = False,
         compiled: Path | None = None,
     ) -> None:
-        """``threads`` is torch's number of threads for this process; None leaves what OMP_NUM_THREADS says.
+        """``threads`` is torch's number of threads for this process; None: as OMP_NUM_THREADS.
 
-        ``prefill_chunk`` is how many tokens of each prompt go through the model together; None: all of them. The scores
-        of a prompt's attention then need room for chunk x length numbers a head, and not for length x length.
+        ``prefill_chunk`` is the number of tokens of each prompt that are processed together; None: all. The attention
+        scores of a prompt then take chunk x length numbers a head, instead of length x length.
 
-        ``prefix_cache``: callers may begin a prompt with what slots hold of it (``PrefixEngine``), and are told to.
+        ``prefix_cache``: enables reuse of prompt prefixes that slots hold (``PrefixEngine``).
 
-        ``allow_pickle``: where there are no safetensors, ``pytorch_model.bin`` and its shards will do. Even so they are
-        read with torch's ``weights_only``, which makes tensors and plain containers and calls no function that the file
-        names; but an unpickler has had holes before, so a file that nobody vouches for stays refused by default.
+        ``allow_pickle``: without safetensors, read ``pytorch_model.bin`` and its shards. They are read with torch's
+        ``weights_only``, which creates tensors and plain containers and calls no function that the file names; but
+        unpicklers have had vulnerabilities, so untrusted files are refused by default.
 
         ``trust_remote_code``: run the Python code that config.json names (``auto_map``), whatever the family.
 
-        ``compile``: prompts and steps are padded to their buckets, and run as code that inductor makes of each; it is
-        kept in ``compiled``, or nowhere without one.
+        ``compile``: prompts and steps are padded to their buckets and run as inductor's code for each; it is stored in
+        ``compiled``, if given.
 
         Nothing is read before ``load``. Buckets default to lengths that double up to ``max_len``.
         """
@@ -201,12 +201,12 @@ class CpuEngine:
         self._compiled = compiled
         self._spec: EngineSpec | None = None
         self._reach = _Reach()
-        self._model: Any = None  # the four of transformers: stock model, its body, its output layer, our cache
+        self._model: Any = None  # transformers' stock model, its body, its output layer, and our cache
         self._base: Any = None
         self._head: Any = None
         self._cache: Any = None
-        self._graphs: Graphs | None = None  # where it compiles
-        self._into: tuple[Entry, Tell] | None = None  # where it is loaded for the sake of compiling
+        self._graphs: Graphs | None = None  # with `compile`
+        self._into: tuple[Entry, Tell] | None = None  # set when it is loaded only to compile
 
     @property
     def spec(self) -> EngineSpec:
@@ -221,11 +221,11 @@ class CpuEngine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            what = f"{self._path} with {self._slots} slots of {self._max_len} tokens in {self._dtype}"
-            raise out_of_memory(error, what) from error
+            activity = f"{self._path} with {self._slots} slots of {self._max_len} tokens in {self._dtype}"
+            raise out_of_memory(error, activity) from error
 
     def buildable(self) -> Buildable:
-        """What it compiles, told without torch and weights. Raises EngineLoadError."""
+        """Returns the engine's compile unit, without torch and weights. Raises EngineLoadError."""
         _family(read_config(self._path), self._path, self._trust_remote_code)
         return Buildable(source=self._path, manifest=self._manifest(), is_whole=artifacts.is_whole, make=self._make)
 
@@ -241,17 +241,17 @@ class CpuEngine:
             trust_remote_code=self._trust_remote_code,
         )
 
-    def _make(self, found: Entry, tell: Tell) -> None:
-        """Compile into ``found``, which is held alone: by loading, and running every graph once."""
-        self._into = found, tell
+    def _make(self, target: Entry, tell: Tell) -> None:
+        """Compile into ``target``, which is locked exclusively, by loading and running every graph once."""
+        self._into = target, tell
         try:
             self.load()
         finally:
             self.close()
 
     def check(self) -> tuple[dict[str, Any], bool]:
-        """Look at all that ``load`` needs beside cores and memory: the libraries, config.json, the header of each file
-        of weights. Gives the decoded config.json, and whether the weights are pickles. Raises EngineLoadError."""
+        """Check everything that ``load`` needs except cores and memory: the libraries, config.json, the header of each
+        weight file. Returns config.json, and whether the weights are pickles. Raises EngineLoadError."""
         if self._compiles:
             artifacts.check_compiler()
         self._checked_sizes()
@@ -261,9 +261,9 @@ class CpuEngine:
         eos_token_ids(self._path, settings)
         weights, pickled = _weight_files(self._path, self._allow_pickle)
         try:
-            import torch  # noqa: F401 - as below
+            import torch  # noqa: F401 - see below
             from safetensors import SafetensorError
-            from transformers import AutoModelForCausalLM  # noqa: F401 - the import is what is tried
+            from transformers import AutoModelForCausalLM  # noqa: F401 - only tests the import
         except ImportError as error:
             raise EngineLoadError("engine-not-installed", f"the cpu engine needs {error.name}", CPU_PACKAGES) from error
         if pickled:
@@ -306,10 +306,10 @@ class CpuEngine:
             prefix_block=PREFIX_BLOCK if self._prefix_cache else 0,
         )
         if self._compiles:
-            self._take_graphs()
+            self._load_graphs()
         else:
             self._warm_up()
-        _arrived(lambda: wait_for_all(self._path))  # what serves is never less than the whole, each file verified
+        _arrived(lambda: wait_for_all(self._path))  # serve only once every file is fetched and verified
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """See ``GenerateEngine.prefill``. Prompts of one call are padded to the longest of them."""
@@ -327,25 +327,25 @@ class CpuEngine:
     def prefill_from(
         self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> torch.Tensor:
-        """See ``PrefixEngine.prefill_from``. Whole prompts go through the model apart, without reading the cache."""
+        """See ``PrefixEngine.prefill_from``. Whole prompts are processed separately, without reading the cache."""
         import torch
 
         hidden: list[Any] = [None] * len(prompts)
-        whole = [row for row, start in enumerate(starts) if not start]
-        rest = [row for row, start in enumerate(starts) if start]
-        if whole:
-            read = self._read_prompts([slots[row] for row in whole], [prompts[row] for row in whole])
-            for row, last in zip(whole, read, strict=True):
+        unshared = [row for row, start in enumerate(starts) if not start]
+        reusing = [row for row, start in enumerate(starts) if start]
+        if unshared:
+            read = self._read_prompts([slots[row] for row in unshared], [prompts[row] for row in unshared])
+            for row, last in zip(unshared, read, strict=True):
                 hidden[row] = last
-        if rest:
+        if reusing:
             chunk = self._prefill_chunk or self._max_len
-            of = [slots[row] for row in rest], [prompts[row] for row in rest], [starts[row] for row in rest]
-            for row, last in zip(rest, self._read_chunks(*of, chunk), strict=True):
+            of = [slots[row] for row in reusing], [prompts[row] for row in reusing], [starts[row] for row in reusing]
+            for row, last in zip(reusing, self._read_chunks(*of, chunk), strict=True):
                 hidden[row] = last
         return self._logits(slots, torch.stack(hidden))
 
     def _read_prompts(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The hidden states ``[rows, hidden]`` of the last token of each whole prompt."""
+        """Returns the hidden states ``[rows, hidden]`` of the last token of each whole prompt."""
         import torch
 
         longest = max(len(prompt) for prompt in prompts)
@@ -357,17 +357,17 @@ class CpuEngine:
         ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         self._reach.move(slots, None, longest)
-        # The padding comes after the prompt, so the causal mask alone keeps it out.
+        # Padding comes after the prompt, so the causal mask alone excludes it.
         positions = self._kv_positions[None, :longest]
         return self._forward(ids, positions)[torch.arange(len(prompts)), last]
 
     def _read_chunks(
         self, slots: Sequence[int], prompts: Sequence[Sequence[int]], starts: Sequence[int], chunk: int
     ) -> torch.Tensor:
-        """The same, from ``starts`` on: each chunk attends to what stands before it in the cache.
+        """Returns the same, from ``starts`` on: each chunk attends to the cached tokens before it.
 
-        Prompts that are through leave the batch. A padded piece that would reach beyond the slot begins earlier, and
-        reads some tokens again.
+        Finished prompts leave the batch. A padded chunk that would exceed the slot begins earlier, and processes some
+        tokens again.
         """
         import torch
 
@@ -388,7 +388,7 @@ class CpuEngine:
         return torch.stack(last)
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """See ``GenerateEngine.decode``. All rows read as much of the KV cache as the longest fills."""
+        """See ``GenerateEngine.decode``. All rows read as much of the KV cache as the longest one."""
         import torch
 
         if self._graphs is not None:
@@ -410,12 +410,12 @@ class CpuEngine:
         return self._logits(slots, self._forward(ids, columns))
 
     def close(self) -> None:
-        """Drop the weights and the KV cache."""
+        """Release the weights and the KV cache."""
         self._spec = None
         self._model = self._base = self._head = self._cache = self._graphs = None
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The last hidden states ``[rows, queries, hidden]`` of ``ids`` ``[rows, queries]``.
+        """Returns the last hidden states ``[rows, queries, hidden]`` of ``ids`` ``[rows, queries]``.
 
         ``positions`` are ``[rows, queries]``, or ``[1, queries]`` where all rows have the same.
         """
@@ -423,7 +423,7 @@ class CpuEngine:
 
         with torch.inference_mode():
             arguments: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
-            # forward, not __call__: there are no hooks, and a tiny model notices the difference.
+            # forward, not __call__: there are no hooks, and for a tiny model the overhead shows.
             output = self._base.forward(
                 input_ids=ids,
                 attention_mask=self._mask(positions, self._reach.kv_len),
@@ -436,9 +436,9 @@ class CpuEngine:
             return hidden
 
     def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Which of the first ``kv_len`` positions each query may see ``[rows or 1, 1, queries, kv_len]``.
+        """Returns a mask ``[rows or 1, 1, queries, kv_len]`` of the positions that each query attends to.
 
-        A dict by layer type where the family wants one.
+        A dict by layer type where the family needs one.
         """
         if isinstance(self._windows, dict):
             return {kind: self._one_mask(positions, kv_len, window) for kind, window in self._windows.items()}
@@ -450,7 +450,7 @@ class CpuEngine:
         keys, queries = self._kv_positions[:kv_len], positions[..., None]
         visible = keys <= queries
         if window is not None and kv_len > window:
-            visible &= keys > queries - window  # the query itself is one of the window
+            visible &= keys > queries - window  # the window includes the query itself
         visible = visible[:, None]
         if not self._additive_mask:
             return visible
@@ -458,7 +458,7 @@ class CpuEngine:
         return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
     def _logits(self, slots: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits ``[..., vocab_size]`` of hidden states ``[rows, hidden]`` or ``[rows, queries, hidden]``."""
+        """Returns logits ``[..., vocab_size]`` of hidden states ``[rows, hidden]`` or ``[rows, queries, hidden]``."""
         import torch
 
         with torch.inference_mode():
@@ -469,13 +469,13 @@ class CpuEngine:
             return logits
 
     def _wipe(self, slots: list[int]) -> None:
-        """Clear slots that hold NaN: masked out, it would still be NaN for the next request (0 x NaN)."""
+        """Clear slots that contain NaN: even masked out, it would reach the next request (0 x NaN)."""
         for layer in self._cache.layers:
             layer.keys[slots] = 0
             layer.values[slots] = 0
 
     def _warm_up(self, tell: Tell | None = None) -> None:
-        """Run every bucket once; ``tell`` hears of each."""
+        """Run every bucket once; ``tell`` gets the progress."""
         total = len(self.spec.prefill_buckets) + len(self.spec.decode_buckets)
         for done, bucket in enumerate(self.spec.prefill_buckets):
             if tell is not None:
@@ -487,35 +487,35 @@ class CpuEngine:
                 tell(done, total)
             self.decode(every_slot, [0] * len(every_slot), [bucket - 1] * len(every_slot))
 
-    def _take_graphs(self) -> None:
-        """Have a graph for each bucket: from the entry of its manifest, else compiled into it."""
+    def _load_graphs(self) -> None:
+        """Load a graph for each bucket from the entry of the manifest, or compile them into it."""
         if self._into is not None:
             self._compile_into(*self._into)
             return
         with contextlib.ExitStack() as stack:
             root = self._compiled or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corewright-cpu-")))
-            found = stack.enter_context(entry(root, self._manifest(), artifacts.is_whole))
-            if not found.complete:
-                self._compile_into(found)
+            target = stack.enter_context(entry(root, self._manifest(), artifacts.is_whole))
+            if not target.complete:
+                self._compile_into(target)
                 return
             before = misses()
-            with code_taken_from(found.path / artifacts.CODE):
+            with code_taken_from(target.path / artifacts.CODE):
                 self._open_graphs()
             if misses() > before:
-                found.forget()
-                log.warning("%s is given up: torch has not found %d graphs there", found.path, misses() - before)
+                target.forget()
+                log.warning("discarding %s: torch did not find %d graphs there", target.path, misses() - before)
 
-    def _compile_into(self, found: Entry, tell: Tell | None = None) -> None:
-        code = found.path / artifacts.CODE
+    def _compile_into(self, target: Entry, tell: Tell | None = None) -> None:
+        code = target.path / artifacts.CODE
         code.mkdir()
-        what = f"{self._path} with torch.compile"
-        with compiling(what, "it takes up to a minute for each bucket"), code_kept_in(code):
+        activity = f"{self._path} with torch.compile"
+        with compiling(activity, "this takes up to a minute for each bucket"), code_kept_in(code):
             self._open_graphs(tell)
         shutil.rmtree(code / "locks", ignore_errors=True)
-        found.finish(str(self._path))
+        target.finish(str(self._path))
 
     def _open_graphs(self, tell: Tell | None = None) -> None:
-        # Without graphs first: it makes the KV cache, of which the graphs are made.
+        # Run once without graphs: this allocates the KV cache, which the graphs refer to.
         every_slot = range(self._slots)
         self.prefill([0], [[0]])
         self.decode(every_slot, [0] * self._slots, [0] * self._slots)
@@ -535,14 +535,14 @@ class CpuEngine:
 
     def _checked_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._slots < 1 or self._max_len < 2:
-            what = f"at least 1 slot and a max_len of 2 are needed, not {self._slots} and {self._max_len}"
-            raise EngineLoadError("bad-engine-size", what)
+            message = f"the cpu engine needs at least 1 slot and a max_len of 2, not {self._slots} and {self._max_len}"
+            raise EngineLoadError("bad-engine-size", message)
         if self._prefill_chunk is not None and self._prefill_chunk < 1:
-            what = f"prefill_chunk must be at least 1, not {self._prefill_chunk}"
-            raise EngineLoadError("bad-engine-size", what)
+            message = f"prefill_chunk must be at least 1, not {self._prefill_chunk}"
+            raise EngineLoadError("bad-engine-size", message)
         if self._dtype not in DTYPES:
             raise EngineLoadError(
-                "bad-dtype", f"the cpu engine has no dtype {self._dtype!r}", f"use {', '.join(DTYPES)}"
+                "bad-dtype", f"dtype {self._dtype!r} is not supported by the cpu engine", f"use {', '.join(DTYPES)}"
             )
         prefill = default_prefill_buckets(self._max_len) if self._prefill_buckets is None else self._prefill_buckets
         decode = default_decode_buckets(self._max_len) if self._decode_buckets is None else self._decode_buckets
@@ -552,16 +552,16 @@ class CpuEngine:
         except ValueError as error:
             raise EngineLoadError("bad-buckets", str(error)) from error
         if decode[-1] != self._max_len:
-            what = f"the largest decode bucket is {decode[-1]}, so a slot could never hold its {self._max_len} tokens"
-            raise EngineLoadError("bad-buckets", what, f"add {self._max_len}")
+            message = f"the largest decode bucket is {decode[-1]}, less than max_len {self._max_len}"
+            raise EngineLoadError("bad-buckets", message, f"add {self._max_len}")
         return prefill, decode
 
 
 def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
-    """A transformers Cache of ``layers`` slot layers, all obeying ``reach``.
+    """Returns a transformers Cache of ``layers`` slot layers that all use ``reach``.
 
-    The class stands inside the function because its base class comes from a lazy import. Keys and values are
-    ``[slots, heads, room, head_dim]``, allocated at the first write, when heads and head_dim are seen.
+    The class is local since its base class is imported lazily. Keys and values are ``[slots, heads, room, head_dim]``,
+    allocated at the first write, when heads and head_dim are known.
     """
     import torch
     from transformers.cache_utils import Cache, StaticLayer
@@ -576,7 +576,7 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
             if reach.positions is None:
                 self._fill(self.stored_keys, key_states)
                 self._fill(self.stored_values, value_states)
-                return key_states, value_states  # a prompt starts at 0 and attends to nothing but itself
+                return key_states, value_states  # a prompt starts at 0 and attends only to itself
             cells = self._cells(key_states.shape[1], reach.positions)
             self._write(self.stored_keys, cells, key_states)
             self._write(self.stored_values, cells, value_states)
@@ -592,7 +592,7 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
                 stored[reach.slots, :, : reach.kv_len] = states
 
         def _cells(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-            """Where each token of each row and head goes, in keys seen as ``[slots * heads * room, head_dim]``."""
+            """Returns the flat index of each token of each row and head, in ``[slots * heads * room, head_dim]``."""
             if heads not in reach.cells:
                 if heads not in reach.row_starts:
                     rows = torch.tensor(reach.slots)[:, None] * heads + torch.arange(heads)
@@ -609,7 +609,7 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
             return stored[:, :, : reach.kv_len].index_select(0, torch.tensor(reach.slots))
 
         def get_seq_length(self, *_: Any) -> int:
-            """0: positions are always given, so transformers must not add any of its own."""
+            """Returns 0: positions are always given, so transformers must not add any of its own."""
             return 0
 
         def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
@@ -619,7 +619,7 @@ def _slot_cache(reach: _Reach, layers: int, slots: int, room: int) -> Cache:
 
 
 def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
-    """The sliding window of all layers, None for none; or by layer type where the family wants masks by type."""
+    """Returns the sliding window of all layers, None for none; or by layer type where the family needs it."""
     window: int | None = getattr(config, "sliding_window", None)
     if family.layer_types:
         return {kind: window if kind == "sliding_attention" else None for kind in config.layer_types}
@@ -627,7 +627,7 @@ def _windows(family: Family, config: Any) -> int | dict[str, int | None] | None:
 
 
 def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
-    """Let bloom build its bias from our mask: slots are filled from the left, so key j always is position j."""
+    """Let bloom build its bias from our mask: slots are filled from the left, so key j is always position j."""
     import torch
 
     original = type(base).build_alibi_tensor
@@ -645,57 +645,57 @@ def _give_alibi(base: Any, reach: _Reach, max_len: int) -> None:
 def _family(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Family:
     model_type = settings.get("model_type")
     if trust_remote_code and settings.get("auto_map") and model_type not in FAMILIES:
-        return Family()  # what most of them are; whether this one is, no test has seen
+        return Family()  # most families are like this; untested for this one
     if model_type not in FAMILIES:
         raise EngineLoadError(
             "unknown-family",
-            f"the cpu engine does not know the model_type {model_type!r} of {path / 'config.json'}",
-            f"it knows {', '.join(FAMILIES)}",
+            f"the model_type {model_type!r} of {path / 'config.json'} is not supported by the cpu engine",
+            f"supported: {', '.join(FAMILIES)}",
         )
     return FAMILIES[model_type]
 
 
 def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
-    """The files that transformers will read, and whether they are pickles, which is where there are no safetensors."""
+    """Returns the files that transformers will read, and whether they are pickles (only without safetensors)."""
     safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
-    still = coming(path)  # first: what arrives between the two looks is then seen twice, and not overlooked
+    pending = coming(path)  # first: a file that arrives meanwhile is then seen twice, not missed
     is_there = {
-        file: any(one.exists() or one.name in still for one in (file, _index_of(file))) for file in (safe, pickle)
+        file: any(one.exists() or one.name in pending for one in (file, _index_of(file))) for file in (safe, pickle)
     }
     pickled = is_there[pickle] and not is_there[safe]
     if pickled and not allow_pickle:
-        found = pickle if pickle.exists() or pickle.name in still else _index_of(pickle)
+        offender = pickle if pickle.exists() or pickle.name in pending else _index_of(pickle)
         raise EngineLoadError(
             "pickle-refused",
-            f"the weights of {path} are pickled ({found.name}), and reading a pickle can run code",
-            "convert them with save_pretrained; or, if you trust the file, set `allow_pickle: true`",
+            f"the weights of {path} are pickled ({offender.name}), and reading a pickle can run code",
+            "convert them with save_pretrained, or set `allow_pickle: true` if you trust the file",
         )
-    whole = pickle if pickled else safe
-    index = _index_of(whole)
+    single = pickle if pickled else safe
+    index = _index_of(single)
     if index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise EngineLoadError("config-unreadable", f"{index} has no weight_map")
         files = [path / name for name in sorted(set(shards.values()))]
     else:
-        files = [whole]
-    missing = [file.name for file in files if file.name not in still and not file.exists()]
+        files = [single]
+    missing = [file.name for file in files if file.name not in pending and not file.exists()]
     if missing:
-        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
-        others = [] if any(is_there.values()) else others
-        what = f"{path} lacks {', '.join(missing)}" + (f" and has only {', '.join(others)}" if others else "")
-        hint = "convert the weights with save_pretrained" if others else "copy the weights again"
-        raise EngineLoadError("weights-missing", what, hint)
+        unsafe = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
+        unsafe = [] if any(is_there.values()) else unsafe
+        message = f"{path} is missing {', '.join(missing)}" + (f" and has only {', '.join(unsafe)}" if unsafe else "")
+        hint = "convert the weights with save_pretrained" if unsafe else "copy the weights again"
+        raise EngineLoadError("weights-missing", message, hint)
     return files, pickled
 
 
 def _index_of(file: Path) -> Path:
-    """Where the shards are listed, if the weights are no single file."""
+    """Returns the path of the index, if the weights are sharded."""
     return file.with_name(f"{file.name}.index.json")
 
 
 def _check_pickles(files: Sequence[Path]) -> None:
-    """As ``_check_weight_files``, of pickles. Only those of before torch 1.6 cannot be mapped and are read whole."""
+    """Like ``_check_weight_files``, for pickles. Those from before torch 1.6 cannot be mapped: read whole."""
     import torch
 
     for file in files:
@@ -706,8 +706,8 @@ def _check_pickles(files: Sequence[Path]) -> None:
             if "unsupported global" in str(error).lower():
                 raise EngineLoadError(
                     "pickle-refused",
-                    f"{file} names functions or classes to be called, and not only weights: {error}",
-                    "convert it with save_pretrained where it can do no harm; allow_pickle does not go that far",
+                    f"{file} calls functions or classes besides holding weights: {error}",
+                    "convert it with save_pretrained in a sandbox; allow_pickle does not allow this",
                 ) from error
             raise EngineLoadError(
                 "weights-broken",
@@ -717,7 +717,7 @@ def _check_pickles(files: Sequence[Path]) -> None:
 
 
 def _arrived(wait: Callable[[], object]) -> None:
-    """Wait for what is still being fetched. Raises EngineLoadError where its fetch ends before."""
+    """Wait for files that are being fetched. Raises EngineLoadError where the fetch fails."""
     try:
         wait()
     except SourceError as error:
@@ -725,7 +725,7 @@ def _arrived(wait: Callable[[], object]) -> None:
 
 
 def _check_weight_files(files: Sequence[Path], broken: type[Exception]) -> None:
-    """Find truncated and garbled files by their headers, before gigabytes are read. Waits for those that arrive."""
+    """Detect truncated and corrupt files by their headers, before gigabytes are read. Waits for files being fetched."""
     from safetensors import safe_open
 
     for file in files:
@@ -745,30 +745,30 @@ def _load_model(path: Path, dtype: torch.dtype, pickled: bool, trust_remote_code
             str(path),
             dtype=dtype,
             use_safetensors=not pickled,
-            weights_only=True,  # of pickles: no function that the file names is called
+            weights_only=True,  # for pickles: calls no function that the file names
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below with their names, which the exception does not tell
+            ignore_mismatched_sizes=True,  # reported below with their names, which the exception lacks
         )
-    except Exception as error:  # OSError, RuntimeError, KeyError, huggingface_hub's own: whatever its readers raise
+    except Exception as error:  # OSError, RuntimeError, KeyError and more
         raise EngineLoadError(
             "weights-mismatch",
             f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            "does config.json belong to it?",
+            "check that config.json belongs to these weights",
         ) from error
     model, info = loaded
     # transformers fills absent weights with random numbers and only warns.
     missing = sorted(info["missing_keys"])
     mismatched = sorted(
-        f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+        f"{name} is {list(actual)}, not {list(expected)}" for name, actual, expected in info["mismatched_keys"]
     )
-    for what, weights in (("lacks weights that", missing), ("has weights of other shapes than", mismatched)):
+    for problem, weights in (("is missing weights that", missing), ("has weights of other shapes than", mismatched)):
         if weights:
             raise EngineLoadError(
                 "weights-mismatch",
-                f"{path} {what} config.json asks for: {len(weights)} of them, first {weights[0]}",
-                "does config.json belong to it?",
+                f"{path} {problem} config.json describes: {len(weights)}, the first is {weights[0]}",
+                "check that config.json belongs to these weights",
             )
     model.eval()
     return model
@@ -780,5 +780,5 @@ def _check_positions(config: Any, max_len: int) -> None:
     kind = rope.get("rope_type", rope.get("type"))
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if kind == "longrope":
-        # transformers turns all rows of a batch by the longest of them, so neighbours would change an answer.
+        # transformers scales all rows of a batch by the longest one, so other rows would change an answer.
         check_length(max_len, original, "positions before longrope")

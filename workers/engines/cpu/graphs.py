@@ -1,8 +1,8 @@
-"""The passes of the cpu engine as code that torch's inductor compiles: one graph for each bucket.
+"""Compiled graphs of the cpu engine: one for each bucket, compiled by torch's inductor.
 
-Shapes are fixed, as on Neuron: a prompt goes alone and padded to its bucket; a step takes all slots, and reads as much
-of the KV cache as its bucket is long. Slots that are not in a step write to a position behind the last, which nobody
-reads. Tensors that differ from call to call are made outside of the graphs; the KV cache is written in place.
+Shapes are fixed, as on Neuron: a prompt runs alone, padded to its bucket; a step takes all slots and reads as much of
+the KV cache as its bucket is long. Slots that are not in a step write to a position after the last, which is never
+read. Tensors that vary by call are created outside the graphs; the KV cache is written in place.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ log = logging.getLogger(__name__)
 
 # Tests trace with "eager", which compiles nothing.
 BACKEND = "inductor"
-# Of inductor. The first: rounds where the code that is not compiled rounds, so that bf16 answers alike. The second:
-# code for one number of threads would be slow, or too greedy, with another.
+# Inductor's. The first rounds where uncompiled code rounds, so that bf16 answers agree. The second keeps code usable
+# with any number of threads: compiled for one number, it would be slow, or use too many, with another.
 SETTINGS = {"emulate_precision_casts": True, "cpp.dynamic_threads": True}
 
 
-COPY, HELD = "corewright-code-", ".held"  # a copy of a folder of code, and the lock in it
+COPY, HELD = "corewright-code-", ".held"  # the prefix of a copy of a code folder, and its lock
 YOUNG_S = 60.0
 HEADER_FOLDERS, PRECOMPILE = ("_HEADER_DIR", "_HEADER_LOCK_DIR"), "_precompile_header"  # of torch._inductor.codecache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """What of an engine its graphs are made of."""
+    """The parts of an engine that its graphs are built from."""
 
     base: Any  # transformers' model without its output layer
     layers: Sequence[Any]  # of the KV cache: ``stored_keys`` and ``stored_values`` ``[slots, heads, room, head_dim]``
     slots: int
     takes_positions: bool
-    mask: Callable[[torch.Tensor, int], Any]  # of positions ``[rows, queries]`` and the length that is read
-    before: Callable[[int], None]  # told how many rows the next call has
+    mask: Callable[[torch.Tensor, int], Any]  # from positions ``[rows, queries]`` and the KV length
+    before: Callable[[int], None]  # called with the number of rows of the next call
 
 
 @dataclass
 class _Now:
-    """What the call that runs now writes: number of heads -> flat indices into keys and values."""
+    """The cells that the current call writes: number of heads -> flat indices into keys and values."""
 
     cells: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Graphs:
-    """The compiled passes of one model. They are compiled, or found in torch's cache, when they are first called."""
+    """The compiled passes of one model. Each is compiled, or found in torch's cache, at its first call."""
 
     def __init__(self, of: Traced, prefill_buckets: Sequence[int], decode_buckets: Sequence[int]) -> None:
         import torch
@@ -77,7 +77,7 @@ class Graphs:
         self._steps = {bucket: self._compiled(f"step_{bucket}", bucket, True) for bucket in decode_buckets}
 
     def prompt(self, slot: int, ids: Sequence[int]) -> torch.Tensor:
-        """The hidden state ``[hidden]`` of the last of ``ids``, which are a whole prompt. Raises NoBucket."""
+        """Returns the hidden state ``[hidden]`` of the last of ``ids``, a whole prompt. Raises NoBucket."""
         import torch
 
         bucket = smallest_bucket(self._prefill_buckets, len(ids))
@@ -91,7 +91,7 @@ class Graphs:
         return hidden[0, len(ids) - 1].clone()
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """The hidden states ``[len(slots), hidden]`` of one token of each slot. Raises NoBucket."""
+        """Returns the hidden states ``[len(slots), hidden]`` of one token of each slot. Raises NoBucket."""
         import torch
 
         bucket = smallest_bucket(self._decode_buckets, max(positions) + 1)
@@ -105,8 +105,8 @@ class Graphs:
         return hidden[list(slots), 0]
 
     def _compiled(self, name: str, bucket: int, reads: bool) -> Callable[..., Any]:
-        """One graph. ``reads``: its tokens attend to the first ``bucket`` positions of the cache, and not only to each
-        other."""
+        """Returns one graph. ``reads``: its tokens attend to the first ``bucket`` positions of the cache, not only to
+        each other."""
         import torch
 
         of, cache = self._of, _graph_cache(self._of.layers, self._now, bucket if reads else None)
@@ -124,7 +124,7 @@ class Graphs:
             hidden: torch.Tensor = output.last_hidden_state
             return hidden
 
-        # Dynamo keeps what it traced by the code object, and gives up one that has too many: each graph has its own.
+        # Dynamo caches by code object, and gives up on one with too many entries: each graph gets its own.
         own: Callable[..., Any] = FunctionType(
             run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__
         )
@@ -136,7 +136,7 @@ class Graphs:
 
 
 def _graph_cache(layers: Sequence[Any], now: _Now, kv_len: int | None) -> Any:
-    """A transformers Cache over the tensors of ``layers``, for one graph: all that decides shapes is fixed."""
+    """Returns a transformers Cache over the tensors of ``layers`` for one graph: all that decides shapes is fixed."""
     from transformers.cache_utils import Cache, StaticLayer
 
     class GraphLayer(StaticLayer):  # type: ignore[no-untyped-call]
@@ -166,8 +166,8 @@ def _graph_cache(layers: Sequence[Any], now: _Now, kv_len: int | None) -> Any:
 
 @contextlib.contextmanager
 def code_kept_in(folder: Path) -> Iterator[None]:
-    """What inductor compiles meanwhile goes to ``folder``, and what is there is found. The C++ headers that it compiles
-    first lie beside the folder until the end."""
+    """Store inductor's code in ``folder``, and use the code there. The C++ headers that it compiles first are next to
+    the folder until the end."""
     with (
         tempfile.TemporaryDirectory(prefix="headers-", dir=folder.parent) as headers,
         _headers_in(Path(headers)),
@@ -178,8 +178,8 @@ def code_kept_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def code_taken_from(folder: Path) -> Iterator[None]:
-    """What is in ``folder`` is found, through a copy: torch writes there even when it finds all, and others may be
-    reading, or the folder may not be ours to write."""
+    """Use the code in ``folder`` through a copy: torch writes there even when it finds all code, and the folder may be
+    read by others, or be read-only."""
     with _folder_for_a_copy() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         with _headers_in(None), _found_in(copy):
@@ -188,16 +188,16 @@ def code_taken_from(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder_for_a_copy() -> Iterator[Path]:
-    """Gone at the end. Those of processes that were killed go before: nobody holds their lock, and they are no longer
-    so young that it may just be made."""
-    for left in Path(tempfile.gettempdir()).glob(f"{COPY}*"):
+    """Yields a temporary folder. Removes those of killed processes: unlocked, and old enough to have been locked by
+    their owner."""
+    for stale in Path(tempfile.gettempdir()).glob(f"{COPY}*"):
         with contextlib.suppress(OSError):
-            about = left.lstat()
+            about = stale.lstat()
             is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
             if is_ours and time.time() - about.st_mtime > YOUNG_S:
-                with locks.at_once(left / HELD) as is_free:
+                with locks.at_once(stale / HELD) as is_free:
                     if is_free:
-                        shutil.rmtree(left)
+                        shutil.rmtree(stale)
     with tempfile.TemporaryDirectory(prefix=COPY) as copy, locks.alone(Path(copy, HELD)):
         yield Path(copy)
 
@@ -219,11 +219,11 @@ def _found_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _headers_in(folder: Path | None) -> Iterator[None]:
-    """Where inductor keeps the headers that it compiles before all else. Else that is for good, hundreds of megabytes,
-    in the machine's folder for temporary files, by a name that all its users know. None: they are not compiled, which
-    it would do even where it finds all that they are for.
+    """Set the folder of inductor's precompiled headers. By default it is in the machine's temporary folder, under a
+    name shared by all users, and stays there with hundreds of megabytes. None: do not compile them, which inductor
+    would do even where it finds all code.
 
-    No setting names that folder (torch 2.13, ``_inductor/codecache.py``); of a torch without it nothing is changed.
+    No setting names that folder (torch 2.13, ``_inductor/codecache.py``); in a torch without it nothing is changed.
     """
     from torch._inductor import codecache
 
@@ -235,7 +235,7 @@ def _headers_in(folder: Path | None) -> Iterator[None]:
     now: dict[str, Any] = dict.fromkeys([PRECOMPILE], _without_headers)
     if folder is not None:
         now = dict(zip(HEADER_FOLDERS, (str(folder), str(folder / "locks")), strict=True))
-    precompile.cache_clear()  # it remembers paths
+    precompile.cache_clear()  # it caches paths
     vars(codecache).update(now)
     try:
         yield
@@ -245,18 +245,18 @@ def _headers_in(folder: Path | None) -> Iterator[None]:
 
 
 def _without_headers(*_: Any, **__: Any) -> None:
-    """As ``_precompile_header``, which gives the path of a header."""
+    """Replaces ``_precompile_header``, which returns the path of a header."""
 
 
 def _forget_loaded() -> None:
-    """What inductor has loaded from one folder, it would not write to another."""
+    """Clear inductor's caches: code loaded from one folder is otherwise not written to another."""
     from torch._inductor.utils import clear_caches
 
     clear_caches()
 
 
 def misses() -> int:
-    """How many graphs of this process torch has compiled, since it did not find them."""
+    """Returns the number of graphs that torch has compiled in this process because it did not find them."""
     from torch._dynamo.utils import counters
 
     inductor: Mapping[str, int] = counters["inductor"]
