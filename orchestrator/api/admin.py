@@ -457,7 +457,7 @@ class AdminApi:
         """Raises ApiError for an unauthorized client and for an unknown route. A change goes on without its client."""
         request = exchange.request
         key = self._caller(request.headers, request.path)
-        exchange.connection.known = True
+        exchange.connection.client = True
         route, values = _route(request)
         if not route.changes:
             return self._answer(route, values, exchange, key)

@@ -1,1 +1,1 @@
-"""Which request goes next and to which replica: fair queue, predicted waits, headroom, prefix index. Pure."""
+"""Picks the next request and its replica: fair queue, predicted waits, headroom, prefix index. Pure."""

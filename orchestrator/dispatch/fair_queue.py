@@ -1,11 +1,11 @@
-"""The queue of one model: what waits for a slot, and who is next. Pure, without a clock of its own.
+"""The queue of one model: requests that wait for a slot, in the order in which they get one. Pure, without a clock.
 
-The next request is one of the lowest ``priority``; with ``order="fair"`` one of the tenant with the lowest virtual
-token counter, and of one tenant the one that came first. The counter is that of Sheng et al., "Fairness in Serving
-Large Language Models" (OSDI 24): each tenant is charged W_PROMPT for a token of its prompts and W_OUTPUT for a token of
-its answers, over its weight; a tenant that comes back after a pause is lifted to the lowest counter of those that wait,
-so that nobody saves up service. Each priority has counters of its own: what is lifted in one must not cost a tenant its
-share in another. With ``order="deadline"`` the next is instead the one whose deadline ends first.
+The next request has the lowest ``priority`` number. With ``order="fair"`` it belongs to the tenant with the lowest
+virtual token counter, and within a tenant it is the one that arrived first. The counter is that of Sheng et al.,
+"Fairness in Serving Large Language Models" (OSDI 24): each tenant is charged W_PROMPT for a prompt token and W_OUTPUT
+for an output token, divided by its weight. A tenant that returns after a pause is lifted to the lowest counter of the
+waiting tenants, so that idle time earns no credit. Each priority has its own counters: a lift in one must not cost a
+tenant its share in another. With ``order="deadline"`` the next request is the one with the earliest deadline.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Generic, Literal, Protocol, TypeVar
 
-W_PROMPT = 1.0  # what a token of a prompt is charged; both weights are those of the paper's experiments
+W_PROMPT = 1.0  # charge for a prompt token; both weights are those of the paper's experiments
 W_OUTPUT = 2.0
-REMEMBERED = 1024  # tenants without a request here, and priorities, whose counters are kept at the most
-RECENT = 1024  # requests over which the mean charge of a request is taken, about
-PACE_COUNT = 8  # requests of a tenant that must have left for their pace to count
-PACE_S = 60.0  # after so long the older half of them counts no more: there may have been other replicas
+REMEMBERED = 1024  # most idle tenants, and most priorities, whose counters are kept
+RECENT = 1024  # the mean charge of a request is taken over about this many requests
+PACE_COUNT = 8  # requests of a tenant that must have left before their pace is used
+PACE_S = 60.0  # after this time the older half is dropped: the replicas may have changed
 
 Order = Literal["fair", "deadline"]
 
 
 class QueuedRequest(Protocol):
-    """What waits. While it does, only its size may change, and `Line.bytes` by as much."""
+    """A waiting request. While it waits, only its size may change, and `FairQueue.bytes` with it."""
 
     @property
     def tenant(self) -> str:
-        """Whose it is: the id of an API key, or "" where there are no keys."""
+        """The id of the API key, or "" without keys."""
         ...
 
     @property
     def priority(self) -> int:
-        """Lower goes first; 0 is the default, as vLLM has it."""
+        """Lower goes first; the default is 0, as in vLLM."""
         ...
 
     @property
     def arrived_at(self) -> float:
-        """Monotonic seconds."""
+        """The arrival time, in monotonic seconds."""
         ...
 
     @property
     def deadline(self) -> float | None:
-        """By when it should have its first token, on the same clock."""
+        """The latest time for its first token, on the same clock."""
         ...
 
     @property
     def size(self) -> int:
-        """Bytes that it holds."""
+        """Its size in bytes."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Of its prompt."""
+        """The tokens of its prompt."""
         ...
 
 
@@ -66,21 +66,21 @@ W = TypeVar("W", bound=QueuedRequest)
 
 
 class QueueFull(Exception):
-    """Nothing more may wait: of ``dimension``, ``used`` is taken, and ``asked`` more would exceed ``limit``."""
+    """The queue is full: ``used`` of ``dimension`` are taken, and ``needed`` more would exceed ``limit``."""
 
-    def __init__(self, dimension: Literal["count", "bytes"], used: int, asked: int, limit: int) -> None:
-        what = "requests" if dimension == "count" else "bytes of requests"
-        super().__init__(f"{used} {what} wait; {asked} more would exceed {limit}")
+    def __init__(self, dimension: Literal["count", "bytes"], used: int, needed: int, limit: int) -> None:
+        unit = "requests" if dimension == "count" else "bytes of requests"
+        super().__init__(f"{used} {unit} are waiting; {needed} more would exceed the limit of {limit}")
         self.dimension = dimension
         self.used = used
-        self.asked = asked
+        self.needed = needed
         self.limit = limit
 
 
 class FairQueue(Generic[W]):
-    """Requests in the order in which they get slots. Times are only compared, never read.
+    """Requests in the order in which they get slots. Times are only compared; no clock is read.
 
-    ``max_count``, ``max_bytes`` and weights may change at any time; what waits already stays.
+    ``max_count``, ``max_bytes`` and weights may change at any time; requests that already wait stay.
     """
 
     def __init__(self, max_count: int, max_bytes: int, *, order: Order = "fair") -> None:
@@ -91,30 +91,30 @@ class FairQueue(Generic[W]):
         self._count = 0
         self._weights: dict[str, float] = {}
         self._classes: dict[int, _Fair[W] | _Earliest[W]] = {}
-        self._urgent: list[int] = []  # the priorities of which something waits, in their order
+        self._urgent: list[int] = []  # the priorities with waiting requests, in order
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[W]:
-        """In no promised order."""
+        """Yields the waiting requests in no particular order."""
         return chain.from_iterable(list(self._classes[priority]) for priority in list(self._urgent))
 
     @property
     def tenants(self) -> int:
-        """How many have something that waits; one that waits with two priorities counts twice."""
+        """The tenants with waiting requests; one that waits with two priorities counts twice."""
         return sum(self._classes[priority].tenants for priority in self._urgent)
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Its share, against 1.0 of every other. Tokens that were charged stay charged. Raises ValueError."""
+        """Sets the tenant's share, relative to the default of 1.0. Earlier charges stay. Raises ValueError."""
         if not 0 < weight < math.inf:
-            raise ValueError(f"the weight of a tenant is a number above 0, not {weight}")
+            raise ValueError(f"the weight of a tenant must be a number above 0, not {weight}")
         self._weights[tenant] = weight
         for group in self._classes.values():
             group.set_weight(tenant, weight)
 
-    def full(self, item: W) -> QueueFull | None:
-        """Why ``item`` may not wait, if it may not."""
+    def refusal(self, item: W) -> QueueFull | None:
+        """Returns why ``item`` does not fit into the queue; None when it does."""
         if self._count >= self.max_count:
             return QueueFull("count", self._count, 1, self.max_count)
         if self.bytes + item.size > self.max_bytes:
@@ -122,9 +122,9 @@ class FairQueue(Generic[W]):
         return None
 
     def push(self, item: W) -> None:
-        """Raises QueueFull."""
+        """Adds ``item``. Raises QueueFull."""
         if self._count >= self.max_count or self.bytes + item.size > self.max_bytes:
-            full = self.full(item)
+            full = self.refusal(item)
             assert full is not None
             raise full
         self._class(item.priority).push(item)
@@ -132,15 +132,15 @@ class FairQueue(Generic[W]):
         self.bytes += item.size
 
     def pass_by(self, item: W) -> None:
-        """It gets a slot without waiting, whatever the bounds are: its tenant's counter is lifted as by ``push``."""
+        """Accounts for an ``item`` that gets a slot without waiting: lifts its tenant's counter as ``push`` does."""
         group = self._classes.get(item.priority)
         if group is None:
             group = self._classes[item.priority] = self._new_class()
         group.pass_by(item)
 
     def put_back(self, item: W) -> None:
-        """One that was popped, and got no slot, goes before all others of its priority and tenant; bounds do not count.
-        What it was charged is taken back by ``served`` with the same tokens, negative."""
+        """Returns a popped ``item`` that got no slot to the head of its priority and tenant, regardless of the limits.
+        The caller takes its charge back: ``charge`` with the same tokens, negative."""
         self._class(item.priority).put_back(item)
         self._count += 1
         self.bytes += item.size
@@ -149,9 +149,9 @@ class FairQueue(Generic[W]):
         return self._classes[self._urgent[0]].peek() if self._count else None
 
     def pop(self) -> W:
-        """Raises IndexError when nothing waits."""
+        """Removes and returns the next request. Raises IndexError when the queue is empty."""
         if not self._count:
-            raise IndexError("nothing waits")
+            raise IndexError("the queue is empty")
         priority = self._urgent[0]
         group = self._classes[priority]
         item = group.pop()
@@ -162,7 +162,7 @@ class FairQueue(Generic[W]):
         return item
 
     def remove(self, item: W) -> bool:
-        """Its client left. Says whether it was there."""
+        """Removes ``item``, whose client left. Returns whether it was in the queue."""
         group = self._classes.get(item.priority)
         if group is None or not group.remove(item):
             return False
@@ -173,15 +173,15 @@ class FairQueue(Generic[W]):
         return True
 
     def make_room(self, item: W) -> list[W]:
-        """Those that left, so that ``item`` may wait: without this, who floods the line keeps all others out of it. An
-        empty list when it may wait anyhow, or when nobody is to leave for it.
+        """Evicts requests so that ``item`` fits, and returns them: one client that floods the queue must not starve
+        others. Returns an empty list when ``item`` fits anyway, or when no request may be evicted for it.
 
-        1. the last of the least urgent priority, if that is less urgent than the item's
-        2. the last of the tenant that holds the most of the item's own priority for its weight, if that is more than
-           the item's tenant would hold (only in fair order)
+        1. the last request of the least urgent priority, if that is less urgent than the item's
+        2. in fair order, the last request of the tenant that holds the most of the item's priority for its weight, if
+           that is more than the item's tenant would hold
         """
-        left: list[W] = []
-        while self.full(item) is not None:
+        evicted: list[W] = []
+        while self.refusal(item) is not None:
             lowest = self._urgent[-1] if self._urgent else item.priority
             victim = None
             if lowest > item.priority:  # 1
@@ -191,31 +191,31 @@ class FairQueue(Generic[W]):
             if victim is None:
                 break
             self.remove(victim)
-            left.append(victim)
-        if left and self.full(item) is not None:  # it is too large for all of them: nobody has to leave
-            for victim in reversed(left):
+            evicted.append(victim)
+        if evicted and self.refusal(item) is not None:  # too large even so: restore them all
+            for victim in reversed(evicted):
                 self._restore(victim)
             return []
-        return left
+        return evicted
 
-    def served(self, tenant: str, prompt_tokens: int = 0, output_tokens: int = 0, priority: int = 0) -> None:
-        """Charge the tenant: its prompt when it gets a slot, its answer as tokens come. ``priority`` is that of the
-        request. Negative tokens take back what was charged."""
+    def charge(self, tenant: str, prompt_tokens: int = 0, output_tokens: int = 0, priority: int = 0) -> None:
+        """Charges the tenant: for the prompt when a request gets a slot, for the answer as tokens arrive. ``priority``
+        is the request's. Negative tokens refund a charge."""
         group = self._classes.get(priority)
         if group is None:
             group = self._classes[priority] = self._new_class()
-        group.served(tenant, W_PROMPT * prompt_tokens + W_OUTPUT * output_tokens)
+        group.charge(tenant, W_PROMPT * prompt_tokens + W_OUTPUT * output_tokens)
 
     def counter(self, tenant: str, priority: int = 0) -> float:
-        """The tenant's virtual token counter; 0 for one that is not known."""
+        """Returns the tenant's virtual token counter; 0 for an unknown tenant."""
         group = self._classes.get(priority)
         return 0.0 if group is None else group.counter(tenant)
 
     def ahead_of(self, item: W) -> int:
-        """How many would get a slot before it, as far as is known now; it waits, or is about to be pushed.
+        """Returns how many requests would get a slot before ``item``, which waits or is about to be pushed.
 
-        In fair order a request of another tenant counts if that tenant's counter, plus the mean charge of a request for
-        each one before it, is not above what the item's tenant will have then.
+        In fair order a request of another tenant counts if that tenant's counter, plus the mean charge for each request
+        before it, does not exceed what the item's tenant will have by then.
         """
         more_urgent = self._urgent[: bisect_left(self._urgent, item.priority)]
         ahead = sum(self._classes[priority].count for priority in more_urgent)
@@ -223,21 +223,21 @@ class FairQueue(Generic[W]):
         return ahead + (0 if group is None else group.ahead_of(item))
 
     def own_wait_s(self, item: W, now: float) -> float:
-        """Seconds that ``item``, about to be pushed, would wait at the pace at which requests of its tenant got slots
-        lately; 0.0 while nobody knows. Tenants that share with it need not wait here themselves to go before it:
-        those that ask again and again take their shares each time.
+        """Returns the seconds that ``item``, about to be pushed, would wait at its tenant's recent pace of getting
+        slots; 0.0 while the pace is unknown. ``ahead_of`` cannot see this wait: tenants that send their next request
+        only after the last answer take their share each time, though they have nothing in the queue now.
         """
         group = self._classes.get(item.priority)
         return 0.0 if group is None else group.own_wait_s(item, now)
 
     def clear(self) -> list[W]:
-        """All that waited, in their order."""
+        """Removes and returns all requests, in order."""
         return [self.pop() for _ in range(self._count)]
 
     # Inside
 
     def _class(self, priority: int) -> _Fair[W] | _Earliest[W]:
-        """The one that something is put into now."""
+        """Returns the group of the priority, and marks it as one with waiting requests."""
         group = self._classes.get(priority)
         if group is None:
             group = self._classes[priority] = self._new_class()
@@ -252,51 +252,51 @@ class FairQueue(Generic[W]):
         return _Fair(self._weights) if self.order == "fair" else _Earliest()
 
     def _settle(self, priority: int, group: _Fair[W] | _Earliest[W]) -> None:
-        """Nothing waits in it now."""
+        """Unmarks a priority that has become empty."""
         if not group.count:
             del self._urgent[bisect_left(self._urgent, priority)]
 
     def _restore(self, item: W) -> None:
-        """One that was removed from the end goes there again."""
+        """Returns an item that was removed from the end to the end."""
         self._class(item.priority).restore(item)
         self._count += 1
         self.bytes += item.size
 
 
 class _TenantQueue(Generic[W]):
-    """What waits of one tenant in one priority, and what the tenant was charged."""
+    """The waiting requests of one tenant in one priority, and the tenant's charges."""
 
-    __slots__ = ("counter", "entry", "left", "seen", "tenant", "waiting", "weight")
+    __slots__ = ("counter", "entry", "left", "sample", "tenant", "waiting", "weight")
 
     def __init__(self, tenant: str, weight: float) -> None:
         self.tenant = tenant
         self.weight = weight
         self.counter = 0.0
-        self.waiting: OrderedDict[int, W] = OrderedDict()  # by id(): what waits need not be hashable
-        self.entry: tuple[float, float, int, _TenantQueue[W]] | None = None  # its valid one in the heap
-        self.left = 0  # requests that got a slot since something waits
-        self.seen: tuple[float, int] | None = None  # a time since then, and how many had left
+        self.waiting: OrderedDict[int, W] = OrderedDict()  # by id(): requests need not be hashable
+        self.entry: tuple[float, float, int, _TenantQueue[W]] | None = None  # its valid entry in the heap
+        self.left = 0  # requests that got a slot since the queue was last empty
+        self.sample: tuple[float, int] | None = None  # a time since then, and the value of ``left`` at that time
 
     def wait_s(self, now: float) -> float:
-        """How long one more would wait at the pace at which requests left lately; 0.0 while nobody knows."""
+        """Returns how long one more request would wait at the recent pace; 0.0 while the pace is unknown."""
         if not self.waiting:
-            self.seen = None
+            self.sample = None
             return 0.0
-        if self.seen is None or (self.seen[1] == self.left and now - self.seen[0] > PACE_S):
-            self.seen = now, self.left
+        if self.sample is None or (self.sample[1] == self.left and now - self.sample[0] > PACE_S):
+            self.sample = now, self.left
             return 0.0
-        at, before = self.seen
+        at, before = self.sample
         count = self.left - before
-        if count >= 2 * PACE_COUNT or (count > 1 and now - at > PACE_S):  # the older half counts no more
-            self.seen = (at + now) / 2, (before + self.left) // 2
+        if count >= 2 * PACE_COUNT or (count > 1 and now - at > PACE_S):  # drop the older half
+            self.sample = (at + now) / 2, (before + self.left) // 2
         return (len(self.waiting) + 1) * (now - at) / count if count >= PACE_COUNT else 0.0
 
 
 class _Fair(Generic[W]):
-    """One priority, by virtual token counters.
+    """The requests of one priority, ordered by virtual token counters.
 
-    The heap has one valid entry for each tenant with something that waits: (counter, when its first came, number,
-    lane). Counters grow while the entry stays: one at the top whose counter is too low is put in its place then.
+    The heap has one valid entry for each tenant with waiting requests: (counter, arrival of its first, number, lane).
+    Counters grow while the entry stays; an entry with an outdated counter is replaced when it reaches the top.
     """
 
     def __init__(self, weights: dict[str, float]) -> None:
@@ -305,8 +305,8 @@ class _Fair(Generic[W]):
         self._lanes: dict[str, _TenantQueue[W]] = {}
         self._heap: list[tuple[float, float, int, _TenantQueue[W]]] = []
         self._number = 0
-        self._last: _TenantQueue[W] | None = None  # the tenant whose request was the last to leave, when nothing waits
-        self._floor = 0.0  # no tenant that waits is below it
+        self._last: _TenantQueue[W] | None = None  # the tenant whose request left last, while the queue is empty
+        self._floor = 0.0  # no waiting tenant is below it
         self._charged = 0.0  # for about the last RECENT requests, not divided by weights
         self._popped = 0
 
@@ -331,7 +331,7 @@ class _Fair(Generic[W]):
         if waiting:
             waiting[id(item)] = item
         else:
-            lane.seen = None
+            lane.sample = None
             self._lift(lane)
             waiting[id(item)] = item
             self._enter(lane)
@@ -353,7 +353,7 @@ class _Fair(Generic[W]):
         self.count += 1
 
     def put_back(self, item: W) -> None:
-        """A tenant whose only request was away is lifted no higher than what was next since: it keeps its place."""
+        """A tenant whose only request was popped is lifted no higher than the floor, so that it keeps its place."""
         lane = self._lanes.get(item.tenant) or self._new_lane(item.tenant)
         if not lane.waiting and lane.counter < self._floor:
             lane.counter = self._floor
@@ -393,18 +393,19 @@ class _Fair(Generic[W]):
         if not lane.waiting:
             lane.entry = None
             self._last = lane
-        elif first:  # its entry told when the first came
+        elif first:  # its entry holds the arrival of the first
             self._enter(lane)
         return True
 
     def last(self) -> W:
-        """Of all, the one that came last."""
+        """Returns the request that arrived last."""
         return max(
             (next(reversed(lane.waiting.values())) for lane in self._holding()), key=lambda item: item.arrived_at
         )
 
     def greediest(self, item: W) -> W | None:
-        """The last of the tenant that has most here for its weight, if it has more than the item's would."""
+        """Returns the last request of the tenant that has the most here for its weight; None unless that is more than
+        the item's tenant would have."""
         mine = self._lanes.get(item.tenant)
         held = 0 if mine is None else len(mine.waiting)
         most = max(self._holding(), key=lambda lane: len(lane.waiting) / lane.weight)
@@ -412,13 +413,13 @@ class _Fair(Generic[W]):
             return None
         return next(reversed(most.waiting.values()))
 
-    def served(self, tenant: str, charge: float) -> None:
+    def charge(self, tenant: str, amount: float) -> None:
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._new_lane(tenant)
-        lane.counter += charge / lane.weight
-        self._charged += charge
-        if charge < 0 and lane.waiting:
+        lane.counter += amount / lane.weight
+        self._charged += amount
+        if amount < 0 and lane.waiting:
             self._enter(lane)
 
     def ahead_of(self, item: W) -> int:
@@ -430,7 +431,7 @@ class _Fair(Generic[W]):
                 before = list(mine.waiting).index(id(item))
         mean = max(0.0, self._charged) / max(1, self._popped)
         counter = 0.0 if mine is None else mine.counter
-        if mine is None or not mine.waiting:  # it will be lifted
+        if mine is None or not mine.waiting:  # the push will lift it
             counter = max(counter, min((lane.counter for lane in self._holding()), default=0.0))
         then = counter + before * mean / self._weights.get(item.tenant, 1.0)
         ahead = before
@@ -442,37 +443,37 @@ class _Fair(Generic[W]):
 
     def own_wait_s(self, item: W, now: float) -> float:
         if len(self._lanes) < 2:
-            return 0.0  # nobody shares with it: `ahead_of` knows all that goes before
+            return 0.0  # the only tenant: `ahead_of` counts all that goes before
         lane = self._lanes.get(item.tenant)
         return 0.0 if lane is None else lane.wait_s(now)
 
     def _count_one(self) -> None:
-        """That got a slot: the mean charge is taken over those."""
+        """Counts a request that got a slot, for the mean charge."""
         self._popped += 1
         if self._popped >= 2 * RECENT:
             self._popped //= 2
             self._charged /= 2
 
     def _lift(self, lane: _TenantQueue[W]) -> None:
-        """To the lowest counter of those that wait, or of the tenant that was the last to."""
+        """Lifts the counter to the lowest one of the waiting tenants, or to that of the tenant that left last."""
         first = self._top()
         lowest = first if first is not None else self._last
         if lowest is not None and lane.counter < lowest.counter:
             lane.counter = lowest.counter
 
     def _holding(self) -> Iterator[_TenantQueue[W]]:
-        """Those with something that waits."""
+        """Yields the tenants with waiting requests."""
         return (entry[3] for entry in self._heap if entry[3].entry is entry)
 
     def _top(self) -> _TenantQueue[W] | None:
-        """Whose request is next."""
+        """Returns the tenant whose request is next."""
         heap = self._heap
         while heap:
             entry = heap[0]
             lane = entry[3]
-            if lane.entry is not entry:  # it left, or has another
+            if lane.entry is not entry:  # outdated: the tenant left, or has a newer entry
                 heapq.heappop(heap)
-            elif entry[0] != lane.counter:  # it was charged
+            elif entry[0] != lane.counter:  # the tenant was charged
                 heapq.heapreplace(heap, self._entry(lane))
             else:
                 return lane
@@ -486,7 +487,7 @@ class _Fair(Generic[W]):
 
     def _enter(self, lane: _TenantQueue[W], front: bool = False) -> None:
         heapq.heappush(self._heap, self._entry(lane, front))
-        if len(self._heap) > 2 * len(self._lanes) + 16:  # clients that leave make entries invalid
+        if len(self._heap) > 2 * len(self._lanes) + 16:  # clients that leave invalidate entries
             self._heap = [entry for entry in self._heap if entry[3].entry is entry]
             heapq.heapify(self._heap)
 
@@ -499,20 +500,20 @@ class _Fair(Generic[W]):
 
 
 class _Due(Generic[W]):
-    """One that waits, in the order of deadlines."""
+    """A waiting request, ordered by its deadline."""
 
     __slots__ = ("item", "key")
 
     def __init__(self, key: tuple[float, float, int], item: W) -> None:
         self.key = key
-        self.item: W | None = item  # None: it has left
+        self.item: W | None = item  # None: removed
 
     def __lt__(self, other: _Due[W]) -> bool:
         return self.key < other.key
 
 
 class _Earliest(Generic[W]):
-    """One priority, by deadlines; those without one come last, and among equals who arrived first."""
+    """The requests of one priority by deadline, those without one last; ties go to the earlier arrival."""
 
     def __init__(self) -> None:
         self._heap: list[_Due[W]] = []
@@ -525,20 +526,20 @@ class _Earliest(Generic[W]):
 
     @property
     def tenants(self) -> int:
-        """Nobody's counter matters here."""
+        """Counters do not matter here."""
         return 1 if self._waiting else 0
 
     def __iter__(self) -> Iterator[W]:
         return (due.item for due in self._waiting.values() if due.item is not None)
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Deadlines know no shares."""
+        """Does nothing: this order has no shares."""
 
     def counter(self, tenant: str) -> float:
         return 0.0
 
-    def served(self, tenant: str, charge: float) -> None:
-        """Deadlines know no shares."""
+    def charge(self, tenant: str, amount: float) -> None:
+        """Does nothing: this order has no shares."""
 
     def push(self, item: W) -> None:
         self._number += 1
@@ -547,10 +548,10 @@ class _Earliest(Generic[W]):
     restore = push
 
     def pass_by(self, item: W) -> None:
-        """Deadlines know no shares."""
+        """Does nothing: this order has no shares."""
 
     def put_back(self, item: W) -> None:
-        """By its deadline again: what came meanwhile and is due before it goes first."""
+        """Returns ``item`` by its deadline: a newer request with an earlier deadline goes first."""
         self._number += 1
         self._put(item, -self._number)
 

@@ -1,18 +1,18 @@
-"""Slots that are kept free for requests of more urgent priorities, since a slot that is taken is not given back."""
+"""Reserves slots for requests of more urgent priorities, since a taken slot is never preempted. Pure."""
 
 from __future__ import annotations
 
 WINDOW_S = 60.0
-MOST_CLASSES = 64  # priorities that are looked at; clients choose them
+MOST_CLASSES = 64  # priorities that are counted; clients choose the numbers
 
 
 class Headroom:
-    """Counts the requests of one model by priority, and remembers how many there have been at once lately.
+    """Counts the requests of one model by priority, with the recent peak of each.
 
-    A less urgent request leaves as many slots free as more urgent ones had at once within the last one to two
-    ``WINDOW_S`` and have not now, though never more than half of all: what may come should not wait for an answer to
-    end, and what waits should not wait for ever for what may come. Where all requests have one priority, nothing is
-    kept.
+    A less urgent request leaves free as many slots as the more urgent ones had at their peak within the last one to two
+    ``WINDOW_S`` and do not have now, but never more than half of all slots: an urgent request should not wait for an
+    answer to end, and a waiting request should not wait for ever for urgent ones that may not come. Nothing is reserved
+    where all requests have the same priority.
     """
 
     def __init__(self) -> None:
@@ -20,17 +20,17 @@ class Headroom:
 
     @property
     def mixed(self) -> bool:
-        """Whether there have been several priorities lately."""
+        """True when requests of several priorities have arrived recently."""
         return len(self._classes) > 1
 
     @property
     def present(self) -> int:
-        """Requests that are in the queue or in a slot now, of the priorities that are looked at."""
-        return sum(known.now for known in self._classes.values())
+        """The requests in the queue or in a slot now, of the counted priorities."""
+        return sum(group.now for group in self._classes.values())
 
-    def came(self, priority: int, now: float) -> bool:
-        """A request of the priority is in the queue or in a slot from now on; ``now`` in monotonic seconds. Says
-        whether it is counted: only then it ``went``."""
+    def add(self, priority: int, now: float) -> bool:
+        """Counts a request that enters the queue or a slot; ``now`` in monotonic seconds. Returns whether it was
+        counted: only then call ``remove`` for it."""
         group = self._classes.get(priority)
         if group is None:
             if len(self._classes) >= MOST_CLASSES:
@@ -43,8 +43,8 @@ class Headroom:
             group.peak = present
         return True
 
-    def went(self, priority: int, now: float) -> None:
-        """One of them is over."""
+    def remove(self, priority: int, now: float) -> None:
+        """Uncounts a request that is over."""
         group = self._classes[priority]
         if now >= group.window_end:
             group.turn(now)
@@ -52,15 +52,15 @@ class Headroom:
         if len(self._classes) > 1:
             self._forget(now)
 
-    def kept(self, priority: int, slots: int, now: float) -> int:
-        """How many of the model's ``slots`` a request of the priority must leave free."""
+    def reserved(self, priority: int, slots: int, now: float) -> int:
+        """Returns how many of the model's ``slots`` a request of the priority must leave free."""
         if len(self._classes) < 2:
             return 0
-        missing = sum(known.missing(now) for other, known in self._classes.items() if other < priority)
+        missing = sum(group.missing(now) for other, group in self._classes.items() if other < priority)
         return min(missing, slots // 2)
 
     def _forget(self, now: float) -> None:
-        for priority in [p for p, known in self._classes.items() if not known.now and not known.missing(now)]:
+        for priority in [p for p, group in self._classes.items() if not group.now and not group.missing(now)]:
             del self._classes[priority]
 
 
@@ -76,7 +76,7 @@ class _Class:
         self._before = 0  # the most at once within the last window
 
     def missing(self, now: float) -> int:
-        """Returns how many fewer there are than there have been lately."""
+        """Returns how far the current count is below the recent peak."""
         if now >= self.window_end:
             self.turn(now)
         return max(self.peak, self._before) - self.now

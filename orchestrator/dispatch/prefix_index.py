@@ -1,4 +1,4 @@
-"""What a replica has been sent lately: prompts that begin alike are read sooner there, and a session stays. Pure."""
+"""Remembers which prompt prefixes and sessions each replica has served, for prefix and session affinity. Pure."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ Chain = Sequence[int]
 
 
 def chain(prompt_ids: Sequence[int], block: int) -> Chain:
-    """The digests of a prompt in blocks of ``block`` tokens; what is left over at its end has none.
+    """Returns the digests of a prompt in blocks of ``block`` tokens; an incomplete last block has none.
 
-    Two prompts that share a digest share all tokens up to it, but for a chance of about 2^-60. The same in every
-    process: the hash of a tuple of numbers has no seed. 11 us for 1000 tokens in blocks of 16. Raises ValueError for a
-    block of less than a token.
+    Two prompts that share a digest share all tokens up to it, except with a probability of about 2^-60. The digests are
+    the same in every process: the hash of a tuple of integers has no seed. Takes 11 us for 1000 tokens in blocks of 16.
+    Raises ValueError for a block of less than one token.
     """
     if block < 1:
-        raise ValueError(f"a block has at least one token, not {block}")
+        raise ValueError(f"a block needs at least 1 token, not {block}")
     digest, digests = 0, []
-    for tokens in zip(*[iter(prompt_ids)] * block, strict=False):  # cuts off the last, which is not whole
+    for tokens in zip(*[iter(prompt_ids)] * block, strict=False):  # drops an incomplete last block
         digest = hash((digest, tokens))
         digests.append(digest)
     return digests
 
 
 class PrefixIndex:
-    """Which beginnings of prompts one replica has been sent, by what is sent to it: the latest ``blocks`` blocks.
+    """The prompt prefixes that were sent to one replica: its latest ``blocks`` blocks.
 
-    Whatever it remembers of a prompt is the beginning of it: of two blocks the one nearer to the end is forgotten
-    first. So one search by halves tells how far a prompt is known. Takes about 100 bytes a block.
+    Of a prompt, the later blocks are forgotten first, so what is remembered is always a prefix, and a binary search
+    finds its length. Takes about 100 bytes a block.
     """
 
     def __init__(self, blocks: int = 4096) -> None:
         if blocks < 1:
-            raise ValueError(f"a memory of {blocks} blocks remembers nothing; at least 1")
+            raise ValueError(f"a prefix index needs at least 1 block, not {blocks}")
         self._blocks = blocks
-        self._digests: OrderedDict[int, None] = OrderedDict()  # the one that is forgotten next comes first
+        self._digests: OrderedDict[int, None] = OrderedDict()  # the next to be forgotten comes first
 
     def __len__(self) -> int:
-        """Blocks that it remembers."""
+        """Returns the number of remembered blocks."""
         return len(self._digests)
 
-    def keep(self, chain: Chain) -> None:
-        """The replica has been sent a prompt of this chain."""
+    def add(self, chain: Chain) -> None:
+        """Records that a prompt with this chain was sent to the replica."""
         digests = self._digests
         for digest in reversed(chain):
             digests[digest] = None
@@ -53,7 +53,7 @@ class PrefixIndex:
             digests.popitem(last=False)
 
     def share(self, chain: Chain) -> float:
-        """How much of a prompt it has been sent before: 0 none of its blocks, or it has none; 1 all of them."""
+        """Returns the share of a prompt's blocks that the replica has seen, 0 to 1; 0 for a prompt without blocks."""
         digests = self._digests
         if not chain or chain[0] not in digests:
             return 0.0
@@ -71,24 +71,24 @@ R = TypeVar("R")
 
 
 class Sessions(Generic[R]):
-    """Which replica had a session's last request: of the ``most`` latest sessions, for ``ttl_s`` seconds each.
+    """Maps a session to the replica of its last request: the ``most`` latest sessions, for ``ttl_s`` seconds each.
 
-    The time is told by the caller, on one clock that does not go back.
+    The caller passes the time, from one monotonic clock.
     """
 
     def __init__(self, most: int = 100_000, ttl_s: float = 1800.0) -> None:
         if most < 1 or ttl_s <= 0:
-            raise ValueError(f"{most} sessions for {ttl_s:g} s are none; at least 1, and more than 0 s")
+            raise ValueError(f"{most} sessions for {ttl_s:g} s: at least 1 session and more than 0 s are needed")
         self._most = most
         self._ttl_s = ttl_s
-        self._held: OrderedDict[str, tuple[R, float]] = OrderedDict()  # the oldest comes first
+        self._held: OrderedDict[str, tuple[R, float]] = OrderedDict()  # oldest first
 
     def __len__(self) -> int:
-        """Sessions that it remembers, those whose time is over but that nobody asked for included."""
+        """Returns the number of remembered sessions, including expired ones that have not been looked up."""
         return len(self._held)
 
     def put(self, session: str, replica: R, now: float) -> None:
-        """The session's request goes to ``replica``; its time begins again."""
+        """Records that the session's request goes to ``replica``, and restarts its time to live."""
         held = self._held
         held[session] = replica, now
         held.move_to_end(session)
@@ -96,11 +96,11 @@ class Sessions(Generic[R]):
             held.popitem(last=False)
 
     def get(self, session: str, now: float) -> R | None:
-        """Where its last request went; None for one that is new, or was not heard of for ``ttl_s``."""
-        found = self._held.get(session)
-        if found is None:
+        """Returns the replica of the session's last request; None for a new or expired session."""
+        entry = self._held.get(session)
+        if entry is None:
             return None
-        replica, since = found
+        replica, since = entry
         if now - since >= self._ttl_s:
             del self._held[session]
             return None

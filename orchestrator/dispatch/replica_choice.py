@@ -1,4 +1,4 @@
-"""Which replica a request goes to. Pure."""
+"""Chooses the replica of a request. Pure."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 PACE_SHARE = 0.05  # of the newest request in a pace
-PACE_STEPS = 4  # to a factor of two, to which a pace is rounded
+PACE_STEPS = 4  # a pace is rounded to a quarter power of two
 
 
 class Candidate(Protocol):
-    """What the choice looks at, counted by the gateway itself: reports from the replica come too late."""
+    """What the choice depends on, counted by the gateway itself: reports from the replica would come too late."""
 
     @property
     def free_slots(self) -> int: ...
     @property
     def prefilling(self) -> int:
-        """Requests that were sent and have not had their first token."""
+        """The requests that were sent there and have no token yet."""
         ...
 
     @property
     def pace(self) -> float:
-        """Seconds that a token takes there, as measured by Pace; smaller is faster, 0.0 is not known yet."""
+        """The seconds per token there, as measured by Pace; 0.0 while unknown."""
         ...
 
 
 class Pace:
-    """How fast a replica is: the seconds in which its requests got their tokens, the prompt and the first one left out,
-    over the number of tokens. The newer count for more.
+    """The speed of a replica: the decode time of its requests over their tokens, without the prompt and the first
+    token. Newer requests weigh more.
 
-    Rounded, so that noise does not tell equal replicas apart: else the one that seems the fastest is filled up, and its
-    prompts stop more decodes than they would elsewhere (benchmarks/routing.py: 3 % of the p99 of TTFT).
+    The value is rounded, so that noise does not separate equal replicas: otherwise the seemingly fastest one is filled
+    up, and its prompts stop more decodes than they would elsewhere (benchmarks/routing.py: 3 % of the p99 of TTFT).
     """
 
     __slots__ = ("_seconds", "_tokens", "value")
 
     def __init__(self) -> None:
-        self.value = 0.0  # seconds a token; 0.0: not known yet
+        self.value = 0.0  # seconds per token; 0.0 while unknown
         self._seconds = 0.0
         self._tokens = 0.0
 
     def ended(self, seconds: float, tokens: int) -> None:
-        """A request has ended, ``seconds`` after its first token; ``tokens`` came after that one."""
+        """Records a request that ended ``seconds`` after its first token, with ``tokens`` after that one."""
         if tokens <= 0 or seconds <= 0:
             return
         self._seconds += seconds - PACE_SHARE * self._seconds
@@ -58,15 +58,14 @@ def choose(
     affinity: Callable[[C], float] | None = None,
     stepped_at: Callable[[C], float] | None = None,
 ) -> C | None:
-    """Where the next request goes, or None while no slot is free (late binding: it waits in the queue).
+    """Returns the replica of the next request; None while no slot is free (late binding: it waits in the queue).
 
     1. only replicas with a free slot
-    2. those with the fewest prompts still to be read: a prefill stops all decodes of its replica
-    3. those with the highest ``affinity`` (0 to 1): they hold what the request begins with, or its session
-    4. the fastest; one that is not measured yet counts as the fastest, and so is measured
-    5. the one whose last tokens came first, by ``stepped_at``: its step is the nearest to its end, and a prompt is read
-       between two steps
-    6. of these the one with the most free slots; a tie goes to the first
+    2. the fewest prompts in prefill: a prefill stops all decodes of its replica
+    3. the highest ``affinity`` (0 to 1): the replica has the prompt's prefix, or the request's session
+    4. the fastest; an unmeasured replica counts as the fastest, so that it gets measured
+    5. the earliest last step, by ``stepped_at``: its current step ends soonest, and prompts are read between steps
+    6. the most free slots; a tie goes to the first
     """
     available = [(candidate, free) for candidate in candidates if (free := candidate.free_slots) > 0]
     if len(available) < 2:

@@ -261,7 +261,7 @@ class Gateway:
                     reply.fail(error)
                 except Exception:
                     log.exception("%s cannot be read again, request %s", queue.name, reply.exchange.id)
-                    reply.fail(errors.our_fault())
+                    reply.fail(errors.internal_error())
         queue.pump()
 
     async def _renew(self, queue: ModelQueue, reply: Reply) -> None:

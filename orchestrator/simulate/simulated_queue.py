@@ -152,10 +152,10 @@ class SimulatedQueue:
         if not line and self._leave_at_once(request, line):
             return
         late = self._would_be_late(request, line)
-        if not late and line.full(request) is not None:
+        if not late and line.refusal(request) is not None:
             for other in line.make_room(request):
                 self._refuse(other)
-        if late or line.full(request) is not None:
+        if late or line.refusal(request) is not None:
             self._refuse(request)
         else:
             line.push(request)
@@ -249,7 +249,7 @@ class SimulatedQueue:
         self.live += 1
         replica.send(request, self.clock.now)
         if self._keys:
-            line.served(request.tenant, request.tokens)
+            line.charge(request.tenant, request.tokens)
         if replica.due != due:
             self.clock.at(replica.due, self._advance, replica)
 
@@ -280,7 +280,7 @@ class SimulatedQueue:
             counts.slot_s += held
             self._waits.ended(held)
             if self._keys:
-                self.lines[request.gateway].served(request.tenant, 0, request.output_tokens)
+                self.lines[request.gateway].charge(request.tenant, 0, request.output_tokens)
             if request.arrived_at >= self.since:
                 self._measure(request, now, measured)
         if replica in self._retired:

@@ -112,7 +112,7 @@ def test_the_openai_client_gets_its_objects(gateway: LiveGateway, replica: Make)
         model="m", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}], max_completion_tokens=3
     )
     assert chat.choices[0].message.content == echo_text("user: hi\nassistant:", 3)
-    with pytest.raises(NotFoundError, match="The model 'nope' does not exist here"):
+    with pytest.raises(NotFoundError, match="The model 'nope' does not exist"):
         client.completions.create(model="nope", prompt="x")
 
 

@@ -129,7 +129,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused_at_once(gateway: LiveGateway,
         assert 25 <= int(refused.answer().headers["retry-after"]) <= 40
         assert "40.0 s" in refused.answer().json()["error"]["message"]
         soon = Asked(gateway, headers={"x-deadline-ms": "5"})
-        assert re.search(r"wanted within [0-5](\.\d+)? ms\.", soon.answer().json()["error"]["message"])
+        assert re.search(r"its deadline is in [0-5](\.\d+)? ms\.", soon.answer().json()["error"]["message"])
     assert before.answer().status_code == 200
 
 
@@ -363,10 +363,10 @@ def test_an_urgent_request_takes_a_kept_slot_though_the_queue_is_full(replica: M
     gateway = LiveGateway()
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served, max_queue=1))
-    gateway.queue("m")._headroom.came(-1, 0.0)
+    gateway.queue("m")._headroom.add(-1, 0.0)
     low = [Asked(gateway, max_tokens=2)]
     until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
-    gateway.queue("m")._headroom.went(-1, 0.0)
+    gateway.queue("m")._headroom.remove(-1, 0.0)
     low.append(Asked(gateway, max_tokens=2))
     waiting(gateway, 1)
     high = Asked(gateway, priority=-1, max_tokens=2)
@@ -428,10 +428,10 @@ def test_slots_that_are_kept_for_who_is_more_urgent_count_in_the_predicted_wait(
     served = replica(slots=2, stepped=True)
     gateway.serve(routes("m", served))
     gateway.queue("m")._waits.mean_service_s = 20.0
-    gateway.queue("m")._headroom.came(-1, 0.0)
+    gateway.queue("m")._headroom.add(-1, 0.0)
     low = Asked(gateway, max_tokens=2)
     until(lambda: gateway.queue("m").live == 1, 10, "the first one has a slot")
-    gateway.queue("m")._headroom.went(-1, 0.0)
+    gateway.queue("m")._headroom.remove(-1, 0.0)
     refused = Asked(gateway, headers={"x-deadline-ms": "5000"})
     assert (refused.answer().status_code, refused.code()) == (429, "deadline_unreachable")
     served.run_free()

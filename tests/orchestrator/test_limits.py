@@ -106,7 +106,7 @@ def test_what_was_not_used_is_given_back_once(gateways: Callable[[], KeyLimits])
     """And the place with it."""
     limits, ci = gateways(), key(tokens_per_minute=6000, max_concurrent=1)
     grant = limits.take(ci, 6000, NOW)
-    assert refusal(limits, ci).message.startswith("This API key may have 1 requests at a time")
+    assert refusal(limits, ci).message.startswith("This API key's limit of 1 requests at a time")
     grant.settle(1000, NOW)
     grant.settle(0, NOW)
     assert told(limits, ci)["x-ratelimit-remaining-tokens"] == "5000"
@@ -143,7 +143,7 @@ def test_a_limit_that_is_changed_holds_from_the_next_request_on(gateways: Callab
     """For what runs too."""
     limits = gateways()
     limits.take(key(max_concurrent=2), 1, NOW)
-    assert "may have 1 requests" in refusal(limits, key(max_concurrent=1)).message
+    assert "limit of 1 requests" in refusal(limits, key(max_concurrent=1)).message
     limits.take(key(max_concurrent=2), 1, NOW)
     assert limits.take(key(requests_per_minute=1), 1, NOW).reserved == 1
 
@@ -156,9 +156,9 @@ PROCESS = f"""
 import sys
 from pathlib import Path
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.limits.key_limits import Limits
+from orchestrator.gateway.limits.key_limits import KeyLimits
 from orchestrator.access.keys import ApiKey
-limits, ci = Limits(Path(sys.argv[1]), 2), {KEY}
+limits, ci = KeyLimits(Path(sys.argv[1]), 2), {KEY}
 """
 TAKER = f"""{PROCESS}
 for _ in range(2):
@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_used_leaves_each_gateway_to_itself(
     one.take(ci, 1, NOW + 120).settle(1, NOW + 120)
     assert "2 requests per minute" in refusal(one, ci, 1, NOW + 120).message
     other.take(ci, 1, NOW + 120).settle(1, NOW + 120)
-    assert len([record for record in caplog.records if "counts for itself" in record.message]) == 2
+    assert len([record for record in caplog.records if "counted by this gateway alone" in record.message]) == 2
     (tmp_path / "limits").unlink()
     other.take(ci, 1, NOW + 121).settle(1, NOW + 121)
     one.take(ci, 1, NOW + 121).settle(1, NOW + 121)

@@ -383,7 +383,7 @@ async def test_a_gateway_that_is_hung_or_dead_does_not_hold_up_the_scrape(tmp_pa
     dead.close()
     try:
         began = time.monotonic()
-        assert await peer.ask() == {}
+        assert await peer.fetch() == {}
         assert time.monotonic() - began < 2.0
     finally:
         hung.close()

@@ -15,7 +15,7 @@ PROMPT = list(range(1000, 1160))
 def test_the_share_is_that_of_the_blocks_from_the_beginning_on() -> None:
     """Whole blocks count, up to the first that differs; what is left over at the end is not looked at."""
     memory = PrefixIndex()
-    memory.keep(chain(PROMPT, 16))
+    memory.add(chain(PROMPT, 16))
     assert memory.share(chain(PROMPT, 16)) == 1.0
     assert memory.share(chain([*PROMPT, *range(160)], 16)) == 0.5
     assert memory.share(chain([*PROMPT[:85], 1, *PROMPT[86:]], 16)) == 0.5
@@ -26,7 +26,7 @@ def test_the_share_is_that_of_the_blocks_from_the_beginning_on() -> None:
 def test_a_prompt_of_less_than_a_block_is_nowhere() -> None:
     """Nothing could be saved."""
     memory = PrefixIndex()
-    memory.keep(chain([1, 2, 3], 16))
+    memory.add(chain([1, 2, 3], 16))
     assert (memory.share(chain([1, 2, 3], 16)), len(memory)) == (0.0, 0)
 
 
@@ -35,16 +35,16 @@ def test_the_oldest_prompt_is_forgotten_first_and_from_its_end() -> None:
     memory = PrefixIndex(blocks=10)
     prompts = [[number] * 64 for number in range(3)]
     for prompt in prompts:
-        memory.keep(chain(prompt, 16))
+        memory.add(chain(prompt, 16))
     assert [memory.share(chain(prompt, 16)) for prompt in prompts] == [0.5, 1.0, 1.0]
-    memory.keep(chain(prompts[0], 16))
+    memory.add(chain(prompts[0], 16))
     assert [memory.share(chain(prompt, 16)) for prompt in prompts] == [1.0, 0.5, 1.0]
 
 
 def test_of_a_prompt_longer_than_the_memory_the_beginning_is_kept() -> None:
     """Which is all that another prompt can have in common with it."""
     memory = PrefixIndex(blocks=4)
-    memory.keep(chain(PROMPT, 16))
+    memory.add(chain(PROMPT, 16))
     assert (len(memory), memory.share(chain(PROMPT, 16))) == (4, 0.4)
 
 
@@ -59,7 +59,7 @@ def test_settings_that_remember_nothing_are_refused() -> None:
     """With the number."""
     with pytest.raises(ValueError, match="not 0"):
         chain([1], 0)
-    with pytest.raises(ValueError, match="0 blocks"):
+    with pytest.raises(ValueError, match="at least 1 block"):
         PrefixIndex(0)
     with pytest.raises(ValueError, match="0 sessions"):
         Sessions(0, 1.0)

@@ -170,7 +170,7 @@ def test_it_is_told_how_many_requests_were_not_recorded(
     recorder.flush()
     note(recorder, 1, 6)
     recorder.close()
-    assert caplog.messages[-1] == "requests are recorded again; 5 were not"
+    assert caplog.messages[-1] == "requests are recorded again; 5 were lost"
 
 
 class FullFile:

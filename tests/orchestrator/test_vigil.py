@@ -144,9 +144,9 @@ async def test_the_gateways_find_each_other_after_their_sockets_were_removed(tmp
         path.unlink()
     sockets.rmdir()
     assert not await second.join()
-    assert await second.ask() == {}
+    assert await second.fetch() == {}
     await first.keep()
-    assert await second.ask() == {"0": []}
+    assert await second.fetch() == {"0": []}
     await first.leave()
 
 

@@ -42,7 +42,7 @@ def test_of_one_tenant_who_came_first_is_next() -> None:
 def test_a_lower_priority_goes_first() -> None:
     """As in vLLM: the lower number, whatever the order of arrival and however much its tenant had."""
     made = line(Item("a"), Item("b", priority=3), Item("c", "x", priority=-1), Item("d"))
-    made.served("x", 1000, priority=-1)
+    made.charge("x", 1000, priority=-1)
     assert names(made) == "cadb"
 
 
@@ -50,9 +50,9 @@ def test_the_tenant_with_the_least_tokens_is_next() -> None:
     """A prompt's token is charged once, an answer's twice, over the weight."""
     made = line(Item("a", "a"), Item("b", "b"), Item("c", "c"))
     made.set_weight("c", 4.0)
-    made.served("a", prompt_tokens=100)
-    made.served("b", output_tokens=49)
-    made.served("c", prompt_tokens=100, output_tokens=100)
+    made.charge("a", prompt_tokens=100)
+    made.charge("b", output_tokens=49)
+    made.charge("c", prompt_tokens=100, output_tokens=100)
     assert (made.counter("a"), made.counter("b"), made.counter("c")) == (100, 98, 75)
     assert names(made) == "cba"
 
@@ -75,7 +75,7 @@ def test_weights_share_the_tokens() -> None:
     for _ in range(400):
         item = made.pop()
         served[item.tenant] += 1
-        made.served(item.tenant, 50, 50)
+        made.charge(item.tenant, 50, 50)
         made.push(Item(item.tenant, item.tenant))
     assert served["big"] == pytest.approx(300, abs=2)
 
@@ -83,13 +83,13 @@ def test_weights_share_the_tokens() -> None:
 def test_a_tenant_that_was_away_is_lifted_to_those_that_wait() -> None:
     """It has saved nothing up: it and the other take turns from now on."""
     made = line(Item("a", "a"), Item("a", "a"), Item("a", "a"))
-    made.served("a", 1000)
+    made.charge("a", 1000)
     for name in "bbb":
         made.push(Item(name, "b"))
     order = ""
     while made:
         order += made.pop().name
-        made.served(order[-1], 10)
+        made.charge(order[-1], 10)
     assert order == "ababab"
 
 
@@ -98,7 +98,7 @@ def test_a_tenant_that_never_waits_saves_nothing_up() -> None:
     made = line()
     for _ in range(10):
         made.pass_by(Item("a", "a"))
-        made.served("a", 100)
+        made.charge("a", 100)
     made.push(Item("b", "b"))  # the first to wait, and it had no token yet
     made.push(Item("a", "a"))
     assert made.counter("b") == made.counter("a") == 1000
@@ -107,7 +107,7 @@ def test_a_tenant_that_never_waits_saves_nothing_up() -> None:
 def test_each_priority_has_counters_of_its_own() -> None:
     """What a tenant had with one priority is no debt with another."""
     made = line(Item("a", "a", arrived_at=1.0), Item("b", "b", arrived_at=2.0))
-    made.served("a", 1000, priority=-5)
+    made.charge("a", 1000, priority=-5)
     assert names(made) == "ab"
 
 
@@ -116,12 +116,12 @@ def test_what_is_put_back_goes_first() -> None:
     asked, and what was charged can be taken back."""
     made = line(*(Item(name, "a") for name in "abc"), count=3)
     first, second = made.pop(), made.pop()
-    made.served("a", 20)
+    made.charge("a", 20)
     made.push(Item("d", "a"))
     made.push(Item("e", "b"))
     for item in (second, first):
         made.put_back(item)
-    made.served("a", -20)
+    made.charge("a", -20)
     assert made.counter("a") == 0
     assert len(made) == 5
     assert names(made) == "abcde"
@@ -130,26 +130,28 @@ def test_what_is_put_back_goes_first() -> None:
 def test_charges_that_are_taken_back_restore_the_turn() -> None:
     """A tenant whose charge was wrong is next again, although another had overtaken it."""
     made = line(Item("a", "a"), Item("b", "b"))
-    made.served("a", 50)
+    made.charge("a", 50)
     assert [item.name for item in made if item is made.peek()] == ["b"]
-    made.served("a", -50)
-    made.served("b", 1)
+    made.charge("a", -50)
+    made.charge("b", 1)
     assert names(made) == "ab"
 
 
 def test_a_line_is_bounded_in_count() -> None:
     """One more than fits is refused with the numbers, and nothing changes."""
     made = line(Item("a"), Item("b"), count=2)
-    with pytest.raises(QueueFull, match="2 requests wait; 1 more would exceed 2") as caught:
+    with pytest.raises(QueueFull, match="2 requests are waiting; 1 more would exceed the limit of 2") as caught:
         made.push(Item("c"))
-    assert (caught.value.dimension, caught.value.used, caught.value.asked, caught.value.limit) == ("count", 2, 1, 2)
+    assert (caught.value.dimension, caught.value.used, caught.value.needed, caught.value.limit) == ("count", 2, 1, 2)
     assert names(made) == "ab"
 
 
 def test_a_line_is_bounded_in_bytes() -> None:
     """One that is too large is refused with the numbers; a smaller one may still come."""
     made = line(Item("a", size=60), size=100)
-    with pytest.raises(QueueFull, match="60 bytes of requests wait; 41 more would exceed 100") as caught:
+    with pytest.raises(
+        QueueFull, match="60 bytes of requests are waiting; 41 more would exceed the limit of 100"
+    ) as caught:
         made.push(Item("b", size=41))
     assert caught.value.dimension == "bytes"
     made.push(Item("c", size=40))
@@ -235,8 +237,8 @@ def test_ahead_are_those_that_go_first() -> None:
     assert made.ahead_of(mine) == 2
     for name in "fghij":
         made.push(Item(name, "other"))
-    made.served("other", 30)
-    made.served("mine", 20)
+    made.charge("other", 30)
+    made.charge("mine", 20)
     made.pop()
     assert made.ahead_of(mine) < made.ahead_of(Item("k", "mine")) < made.ahead_of(Item("l", "other"))
     assert made.ahead_of(Item("m", priority=9)) == len(made)
@@ -250,15 +252,15 @@ def test_tenants_that_take_turns_are_counted_so() -> None:
         made.push(Item("x", "x"))
         made.pop()
         made.pass_by(Item("y", "x"))
-        made.served("x", 20)
+        made.charge("x", 20)
     for name, tenant in (*(("m", "mine"),) * 2, *(("o", "other"),) * 5):
         made.push(Item(name, tenant))
     assert made.counter("mine") == made.counter("other") == 80
     newcomer = Item("n", "mine")
     assert made.ahead_of(newcomer) == 2 + 3
-    made.served("other", 10)
+    made.charge("other", 10)
     assert made.ahead_of(newcomer) == 2 + 2
-    made.served("other", -10)
+    made.charge("other", -10)
     made.set_weight("other", 2.0)
     assert made.ahead_of(newcomer) == 2 + 5
 
@@ -270,7 +272,7 @@ def test_a_tenant_waits_as_its_requests_left_lately() -> None:
     waits = []
     for second in range(80):
         item = made.pop()
-        made.served(item.tenant, 10)
+        made.charge(item.tenant, 10)
         made.push(Item(item.name, item.tenant, arrived_at=float(second)))
         waits.append(made.own_wait_s(Item("q", "mine"), float(second)))
     assert waits[0] == 0.0
@@ -294,7 +296,7 @@ def test_who_is_put_back_late_has_saved_nothing_up() -> None:
     made = line(Item("a", "a"), *(Item("b", "b") for _ in range(5)))
     retried = made.pop()
     for _ in range(3):
-        made.served(made.pop().tenant, 100)
+        made.charge(made.pop().tenant, 100)
     made.put_back(retried)
     assert made.counter("a") == 200  # the third of the others was next at that
     assert names(made) == "abb"
@@ -304,7 +306,7 @@ def test_after_a_pause_of_all_the_last_counts() -> None:
     """Where nobody waits, a newcomer is lifted to the tenant that was the last to."""
     made = line(Item("a", "a"))
     made.pop()
-    made.served("a", 500)
+    made.charge("a", 500)
     made.push(Item("b", "b"))
     assert made.counter("b") == 500
 
@@ -338,7 +340,7 @@ def test_nothing_is_next_of_nothing() -> None:
     made = line()
     assert made.peek() is None
     assert not made
-    with pytest.raises(IndexError, match="nothing waits"):
+    with pytest.raises(IndexError, match="the queue is empty"):
         made.pop()
 
 
@@ -351,7 +353,7 @@ def test_clients_cannot_fill_the_memory_with_priorities_and_tenants() -> None:
     assert len(made._classes) <= REMEMBERED
     for number in range(3 * REMEMBERED):
         made.push(Item("a", f"tenant {number}"))
-        made.served(made.pop().tenant, 1)
+        made.charge(made.pop().tenant, 1)
     fair = made._classes[0]
     assert len(fair._lanes) <= REMEMBERED + 1  # type: ignore[union-attr]
 
@@ -371,7 +373,7 @@ def test_who_gets_a_slot_at_once_after_a_pause_has_saved_nothing_up() -> None:
     """Its counter is lifted as by waiting, to the tenant that was the last to have a request here."""
     made = line()
     made.pass_by(Item("a", "a"))
-    made.served("a", 1000)
+    made.charge("a", 1000)
     made.pass_by(Item("b", "b"))
     assert made.counter("b") == 1000
 
@@ -380,7 +382,7 @@ def test_after_all_have_left_the_last_counts() -> None:
     """A newcomer is lifted to the tenant that was the last to wait, also where that one's client went away."""
     gone = Item("a", "a")
     made = line(gone)
-    made.served("a", 500)
+    made.charge("a", 500)
     assert made.remove(gone)
     made.push(Item("b", "b"))
     assert made.counter("b") == 500
@@ -409,7 +411,7 @@ def test_nobody_leaves_for_a_request_that_just_fits() -> None:
     """The bounds are what may wait, not what may not."""
     made = line(Item("a", priority=1, size=30), size=40)
     last = Item("b", size=10)
-    assert made.full(last) is None
+    assert made.refusal(last) is None
     assert made.make_room(last) == []
     made.push(last)
     assert made.bytes == 40
@@ -418,7 +420,7 @@ def test_nobody_leaves_for_a_request_that_just_fits() -> None:
 def test_a_debt_is_kept_however_many_tenants_come() -> None:
     """A tenant that has had more than those that wait is not forgotten for others, and so begins anew at nothing."""
     made = line(Item("waits", "w"))
-    made.served("debtor", 1000)
+    made.charge("debtor", 1000)
     for number in range(REMEMBERED + 10):
         passing = Item("x", f"tenant {number}")
         made.push(passing)
@@ -432,8 +434,8 @@ def test_the_mean_charge_is_that_of_the_last_requests_after_many() -> None:
     for _ in range(3 * RECENT):
         made.push(Item("x", "x"))
         made.pop()
-        made.served("x", 10)
+        made.charge("x", 10)
     for name, tenant in (*(("m", "mine"),) * 2, *(("o", "other"),) * 5):
         made.push(Item(name, tenant))
-    made.served("other", 15)
+    made.charge("other", 15)
     assert made.ahead_of(Item("n", "mine")) == 2 + 1

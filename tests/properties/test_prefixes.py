@@ -34,7 +34,7 @@ def test_with_room_the_share_is_the_best_of_all_prompts(history: list[list[int]]
     """The blocks in common with the prompt that begins most like it."""
     memory = PrefixIndex()
     for one in history:
-        memory.keep(chain(one, BLOCK))
+        memory.add(chain(one, BLOCK))
     blocks = cut(prompt)
     best = max((alike(blocks, cut(one)) for one in history), default=0)
     assert memory.share(chain(prompt, BLOCK)) == (best / len(blocks) if blocks else 0.0)
@@ -48,8 +48,8 @@ def test_a_small_memory_is_bounded_and_never_says_too_much(
     """At most its blocks; never more than with room, all of the latest that fits, and the same when asked again."""
     small, large = PrefixIndex(room), PrefixIndex()
     for one in history:
-        small.keep(chain(one, BLOCK))
-        large.keep(chain(one, BLOCK))
+        small.add(chain(one, BLOCK))
+        large.add(chain(one, BLOCK))
         assert len(small) <= room
         blocks = cut(one)
         assert not blocks or small.share(chain(one, BLOCK)) == min(room, len(blocks)) / len(blocks)
@@ -63,7 +63,7 @@ def test_what_is_remembered_of_a_prompt_is_its_beginning(history: list[list[int]
     """Of any prompt of the past, the blocks that are known are all before those that are not: halving finds the end."""
     memory = PrefixIndex(room)
     for one in history:
-        memory.keep(chain(one, BLOCK))
+        memory.add(chain(one, BLOCK))
     for one in history:
         known = [memory.share([digest]) == 1.0 for digest in chain(one, BLOCK)]
         assert known == sorted(known, reverse=True)

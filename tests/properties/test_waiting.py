@@ -91,7 +91,7 @@ class Model:
             self.push(item)
         elif isinstance(about, tuple):
             tenant, priority, tokens = about
-            self.line.served(tenant, 0, tokens, priority)
+            self.line.charge(tenant, 0, tokens, priority)
         elif what == "pop" and self.items:
             self.pop()
         elif what == "back" and self.out:
@@ -113,7 +113,7 @@ class Model:
         else:
             with pytest.raises(QueueFull) as caught:
                 self.line.push(item)
-            assert caught.value.used + caught.value.asked > caught.value.limit
+            assert caught.value.used + caught.value.needed > caught.value.limit
 
     def pop(self) -> None:
         peeked = self.line.peek()
@@ -203,7 +203,7 @@ class Server:
         self.line.push(Item(0, str(number), tokens=self.random.randint(1, self.tenants[number].prompt)))
 
     def serve(self, item: Item, prompt: int, output: int) -> None:
-        self.line.served(item.tenant, prompt, output)
+        self.line.charge(item.tenant, prompt, output)
         tenant = int(item.tenant)
         self.service[tenant] += (W_PROMPT * prompt + W_OUTPUT * output) / self.tenants[tenant].weight
 
@@ -251,8 +251,8 @@ def test_who_was_away_has_saved_nothing_up(charged: int, away: int, here: int) -
     line: FairQueue[Item] = FairQueue(100, 1000)
     for number in range(here):
         line.push(Item(number, f"other {number}"))
-        line.served(f"other {number}", away + number)
-    line.served("back", charged)
+        line.charge(f"other {number}", away + number)
+    line.charge("back", charged)
     line.push(Item(99, "back"))
     others = [line.counter(f"other {number}") for number in range(here)]
     assert line.counter("back") == max(charged, min(others, default=0.0))

@@ -1,7 +1,7 @@
-"""HTTP/1.1 for the gateway: one protocol object for each connection, parsed by httptools, and no task for a request.
+"""HTTP/1.1 for the gateway: one protocol object per connection, parsed by httptools, without a task per request.
 
-Why not a web framework stands in docs/decisions/0001-http-server.md: a token must cost no task switch, and every read
-and write needs a deadline.
+docs/decisions/0001-http-server.md explains why no web framework is used: a token must not cost a task switch, and every
+read and write needs a deadline.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_PIPELINED = 64  # requests that wait for their turn on one connection
+MAX_PIPELINED = 64  # requests that wait on one connection
 MAX_HEADERS = 100
-LARGE_BYTES = 2**16  # a body above this is not read before it is known who sends it
-MAX_UNREAD_BYTES = 2**30  # of bodies that are not whole, of all connections
-MAX_UNSENT_BYTES = 4 * 2**20  # of one connection, before a further piece: only who has stopped reading gets there
-LEAST_READ_BYTES = 2**18  # of an answer that is larger, before each deadline
-MOST_REFUSED = (
-    32  # connections too many that are told so at a time; each is a file descriptor for as long as it lingers
-)
-LINGER_S = 2.0  # a refused client may go on sending for so long, so that it reads why
+LARGE_BYTES = 2**16  # a larger body is read only after its sender is authenticated
+MAX_UNREAD_BYTES = 2**30  # of incomplete bodies, of all connections
+MAX_UNSENT_BYTES = (
+    4 * 2**20
+)  # of one connection, before another piece: only a client that has stopped reading gets there
+LEAST_READ_BYTES = 2**18  # a client must read this much of a large answer before each deadline
+MOST_REFUSED = 32  # surplus connections that get an error at a time; each holds a file descriptor while it lingers
+LINGER_S = 2.0  # a refused client may keep sending for this long, so that it reads the error
 LONGEST_ID = 128
 _NEVER = math.inf
 
@@ -57,11 +57,10 @@ class HttpServer:
         evicts: bool = False,
         body_of: Callable[[ApiError], Any] = lambda error: error.body(),
     ) -> None:
-        """``handle`` answers a request, at once or by what it returns; it raises ApiError for a refusal. ``ended`` is
-        told of every exchange that is over, answered or not; ``early`` may refuse by its headers one whose body is
-        long. With ``evicts`` a connection too many is not refused where another one can be closed for it: the oldest
-        that is without a request and that ``handle`` has not marked as ``known``. ``body_of`` gives the JSON of a
-        refusal."""
+        """``handle`` answers a request, at once or by the awaitable that it returns, and raises ApiError to reject it.
+        ``ended`` is called with every exchange that is over, answered or not. ``early`` may reject a request with a
+        long body by its headers. With ``evicts``, a surplus connection replaces the oldest idle one for which
+        ``handle`` has not set ``client``. ``body_of`` returns the JSON of an error."""
         self.settings = settings
         self.max_connections = settings.max_connections
         self.handle = handle
@@ -69,7 +68,7 @@ class HttpServer:
         self.early = early
         self.evicts = evicts
         self.body_of = body_of
-        self.unread_bytes = 0  # of bodies that are not whole
+        self.unread_bytes = 0  # of incomplete bodies
         self.connections: set[HttpConnection] = set()
         self.per_key: Counter[str] = Counter()
         self.date = b""
@@ -79,22 +78,22 @@ class HttpServer:
         self.sweep(time.monotonic())
 
     def sweep(self, now: float) -> None:
-        """End what is past its deadline. To be called a few times a second."""
+        """Ends connections that are past their deadline. To be called a few times a second."""
         self.date = b"date: %b\r\n" % email.utils.formatdate(usegmt=True).encode()
-        for connection in [found for found in self.connections if found.deadline <= now]:
-            connection.expire(now)
+        for expired in [connection for connection in self.connections if connection.deadline <= now]:
+            expired.expire(now)
 
     def evict(self) -> bool:
-        """Close one connection in favour of another; False where there is none to be closed."""
-        idle = (found for found in self.connections if found.known is None and found.is_idle)
-        oldest = min(idle, key=lambda found: found.deadline, default=None)
+        """Closes one connection to make room for another; returns False when none may be closed."""
+        idle = (connection for connection in self.connections if connection.client is None and connection.is_idle)
+        oldest = min(idle, key=lambda connection: connection.deadline, default=None)
         if oldest is not None:
             self.connections.discard(oldest)
             oldest.abort()
         return oldest is not None
 
     def close(self) -> None:
-        """End the connections without a request; the others end with their answer."""
+        """Closes the connections without a request; the others close after their answer."""
         self.closing = True
         for connection in list(self.connections):
             connection.close_if_idle()
@@ -105,7 +104,7 @@ class HttpServer:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client's connection: requests are answered one after the other, in their order."""
+    """One client's connection; its requests are answered in order, one at a time."""
 
     __slots__ = (
         "_body",
@@ -115,12 +114,12 @@ class HttpConnection(asyncio.Protocol):
         "_head_bytes",
         "_headers",
         "_headers_size",
-        "_heard",
         "_in_head",
         "_key",
         "_lingers",
         "_parser",
         "_paused",
+        "_progress",
         "_queued",
         "_reading",
         "_starting",
@@ -128,8 +127,8 @@ class HttpConnection(asyncio.Protocol):
         "_transport",
         "_unsent",
         "_url",
+        "client",
         "deadline",
-        "known",
         "server",
     )
 
@@ -141,17 +140,17 @@ class HttpConnection(asyncio.Protocol):
         self._current: Exchange | None = None
         self._queued: deque[Request | ApiError] = deque()
         self._task: asyncio.Future[None] | None = None
-        self._unsent = 0  # bytes, when the deadline for reading them was set
+        self._unsent = 0  # bytes that were unsent when the deadline was set
         self._key: str | None = None
-        self.known: Any = None  # what the gate remembers of who it is
+        self.client: Any = None  # the authenticated client, as the handler keeps it; None: not authenticated
         self._paused = False
-        self._reading = False  # a request has begun and is not complete
+        self._reading = False  # a request has begun and is incomplete
         self._in_head = True
         self._broken = False  # nothing more is read
         self._lingers = False  # the last answer is written
         self._starting = False
-        self._head_bytes = 0  # since there was more than heads
-        self._heard = 0  # heads, pieces of bodies and ends
+        self._head_bytes = 0  # since the last complete head, piece of a body or end
+        self._progress = 0  # complete heads, pieces of bodies and ends
         self._body_bytes = 0
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
@@ -176,19 +175,19 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._broken:
             return
-        heard = self._heard
+        progress = self._progress
         while data:
             try:
                 self._parser.feed_data(data)
                 break
             except httptools.HttpParserUpgrade as error:
-                data = self._without_offer(data[error.args[0] :])
+                data = self._without_upgrade(data[error.args[0] :])
             except httptools.HttpParserError as error:
                 self._refuse(errors.not_http(str(error)))
                 break
         if self._broken:
             return
-        if self._heard == heard:  # no more than a piece of a head, or of trailers
+        if self._progress == progress:  # only a piece of a head, or of trailers
             self._head_bytes += len(data)
             if self._head_bytes > self.server.settings.max_header_bytes:
                 self._refuse(errors.headers_too_large(self.server.settings.max_header_bytes))
@@ -196,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
             self._head_bytes = 0
 
     def eof_received(self) -> None:
-        """A client that will send nothing more is taken to be gone, as by other servers: the connection is closed."""
+        """Closes the connection: as in other servers, a client that half-closes counts as gone."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.server.connections.discard(self)
@@ -240,10 +239,10 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer, which must not change what the head has said
+            return  # a trailer must not change the head
         name = name.lower()
         self._headers_size += len(name) + len(value)
-        if name in self._headers:  # joined, as RFC 9110 has it: two keys or two encodings are then none that is known
+        if name in self._headers:  # joined as in RFC 9110: two keys or two encodings become one that is unknown
             value = self._headers[name] + b", " + value
         self._headers[name] = value
 
@@ -252,13 +251,13 @@ class HttpConnection(asyncio.Protocol):
             return
         settings, headers = self.server.settings, self._headers
         self._in_head = False
-        self._heard += 1
+        self._progress += 1
         if self._headers_size + len(self._url) > settings.max_header_bytes or len(headers) > MAX_HEADERS:
             self._refuse(errors.headers_too_large(settings.max_header_bytes))
             return
         host = headers.get(b"host")
         if b"," in host if host is not None else self._parser.get_http_version() == "1.1":
-            self._refuse(errors.not_http("it needs one Host header"))  # RFC 9112, 3.2; two are joined by a comma
+            self._refuse(errors.not_http("exactly one Host header is required"))  # RFC 9112, 3.2; two are joined above
             return
         size, encoding = int(headers.get(b"content-length") or 0), headers.get(b"transfer-encoding")
         if encoding is not None and (encoding.lower() != b"chunked" or self._parser.get_http_version() != "1.1"):
@@ -276,16 +275,16 @@ class HttpConnection(asyncio.Protocol):
         if self._broken:
             return
         self._body_bytes += len(body)
-        self._heard += 1
+        self._progress += 1
         server = self.server
         server.unread_bytes += len(body)
         if self._body_bytes > server.settings.max_body_bytes:
             self._refuse(errors.body_too_large(server.settings.max_body_bytes))
         elif server.unread_bytes > MAX_UNREAD_BYTES:
-            self._refuse(errors.too_much_at_once())
+            self._refuse(errors.too_many_bodies())
         elif not self._body:
             self._body = body
-        else:  # in one piece: of small ones each would take more memory than it holds
+        else:  # one buffer: a list of small pieces would take more memory than their bytes
             if type(self._body) is bytes:
                 self._body = bytearray(self._body)
             self._body += body
@@ -293,9 +292,9 @@ class HttpConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._reading = False
         self._in_head = True
-        self._heard += 1
+        self._progress += 1
         parser = self._parser
-        if self._broken or parser.should_upgrade():  # then the body is yet to be read, see _without_offer
+        if self._broken or parser.should_upgrade():  # the body is still to be read, see _without_upgrade
             return
         path, _, query = self._url.partition(b"?")
         if not path.startswith(b"/") and path != b"*":
@@ -338,26 +337,26 @@ class HttpConnection(asyncio.Protocol):
             transport.write(data)
 
     def write_large(self, parts: list[bytes]) -> None:
-        """The body of an answer that is whole, which is written as fast as the client reads it."""
+        """Writes the body of a complete answer, as fast as the client reads it."""
         if self._transport is not None:
             self._transport.writelines(parts)
 
     def finished(self, exchange: Exchange) -> None:
-        """The answer is written: go on with the next request."""
+        """Continues with the next request after an answer is written."""
         if exchange is not self._current:
             return
         self._current = None
         self._task = None
         self.server.ended(exchange)
         if not exchange.request.keep_alive or self.server.closing:
-            self._say_goodbye()
+            self._linger()
         elif self._queued:
             self._start_next()
         else:
             self._set_deadline(time.monotonic())
 
     def count_for(self, key: str | None) -> int:
-        """Count this connection as one of the key's; gives how many the key has."""
+        """Counts this connection for the key, and returns the key's connections."""
         counts = self.server.per_key
         if key != self._key:
             if self._key is not None:
@@ -370,9 +369,9 @@ class HttpConnection(asyncio.Protocol):
         return counts[key] if key is not None else 0
 
     def expire(self, now: float) -> None:
-        """Its deadline has passed."""
+        """Handles a deadline that has passed."""
         unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        if unsent and unsent <= self._unsent - LEAST_READ_BYTES:  # a large answer, which its client goes on reading
+        if unsent and unsent <= self._unsent - LEAST_READ_BYTES:  # the client keeps reading a large answer
             self._wait_for_reader(now)
             return
         if self._paused or self._lingers or self._transport is None or unsent:
@@ -386,7 +385,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no request that is complete."""
+        """True while the connection has no complete request."""
         return self._current is None and not self._queued and self._transport is not None
 
     def close_if_idle(self) -> None:
@@ -401,7 +400,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _start_next(self) -> None:
         if self._starting:
-            return  # it is below us on the stack: requests that are answered at once must not pile up there
+            return  # it is on the stack already: requests that are answered at once must not recurse
         self._starting = True
         try:
             while self._queued and self._current is None and self._transport is not None and not self._lingers:
@@ -415,33 +414,33 @@ class HttpConnection(asyncio.Protocol):
 
     def _start(self, request: Request) -> None:
         self.deadline = self.deadline if self._paused else _NEVER
-        given = request.headers.get(b"x-request-id")
-        exchange = Exchange(request, self, _id_of(given) or self.server.new_id())
+        client_id = request.headers.get(b"x-request-id")
+        exchange = Exchange(request, self, _id_of(client_id) or self.server.new_id())
         self._current = exchange
         try:
-            later = self.server.handle(exchange)
+            pending = self.server.handle(exchange)
         except ApiError as error:
             exchange.fail(error)
         except Exception:  # noqa: BLE001 - logged there
             self._failed(exchange)
         else:
-            if later is not None:
-                self._task = asyncio.ensure_future(self._finish_later(exchange, later))
+            if pending is not None:
+                self._task = asyncio.ensure_future(self._finish_later(exchange, pending))
 
-    async def _finish_later(self, exchange: Exchange, later: Awaitable[None]) -> None:
+    async def _finish_later(self, exchange: Exchange, pending: Awaitable[None]) -> None:
         try:
-            await later
+            await pending
         except ApiError as error:
             exchange.fail(error)
         except Exception:  # noqa: BLE001 - logged there
             self._failed(exchange)
 
-    def _without_offer(self, rest: bytes) -> bytes:
-        """A client that offers another protocol, as Java's does with every request, is answered in this one. The parser
-        has left out the body; it is to read the request, which this gives, again without the offer."""
+    def _without_upgrade(self, body: bytes) -> bytes:
+        """Returns the request without its offer of another protocol, to be parsed again: Java's client sends such an
+        offer with every request, and httptools stops before the ``body`` of one. The answer is HTTP/1.1."""
         method = self._parser.get_method()
         if method == b"CONNECT":
-            self._refuse(errors.method_not_allowed("CONNECT", "a proxy's target", "nothing"))
+            self._refuse(errors.method_not_allowed("CONNECT", "the target of a proxy", ""))
             return b""
         offer = (b"connection", b"upgrade", b"http2-settings")
         closes = b"close" in self._headers.get(b"connection", b"").lower().replace(b" ", b"").split(b",")
@@ -450,17 +449,17 @@ class HttpConnection(asyncio.Protocol):
         version = self._parser.get_http_version().encode()
         head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, b"".join(fields))
         self._parser = httptools.HttpRequestParser(self)
-        return head + rest
+        return head + body
 
     def _failed(self, exchange: Exchange) -> None:
         log.exception("%s %s failed, request %s", exchange.request.method, exchange.request.path, exchange.id)
         if exchange.began:
-            self.abort()  # a half-written answer must not look like a whole one
+            self.abort()  # an incomplete answer must not look like a complete one
         else:
-            exchange.fail(errors.our_fault())
+            exchange.fail(errors.internal_error())
 
     def _refuse(self, error: ApiError) -> None:
-        """What comes is no request that we read. Answers that are under way go first."""
+        """Stops reading and answers with ``error``, after the answers that are under way."""
         if self._broken:
             return
         self._broken = True
@@ -479,8 +478,8 @@ class HttpConnection(asyncio.Protocol):
         self._current = exchange = Exchange(request, self, self.server.new_id())
         exchange.fail(error)
 
-    def _say_goodbye(self) -> None:
-        """Close after a while, in which what the client still sends is thrown away: a close at once would reset the
+    def _linger(self) -> None:
+        """Closes the connection after a delay in which further input is discarded: an immediate close would reset the
         connection, and the client might never read the answer."""
         transport = self._transport
         if transport is None:
@@ -498,7 +497,7 @@ class HttpConnection(asyncio.Protocol):
             transport.close()
 
     def _wait_for_reader(self, now: float) -> None:
-        """What is unsent is to be read by the next deadline, or ``LEAST_READ_BYTES`` of it."""
+        """Sets the deadline by which the client must read the unsent bytes, or ``LEAST_READ_BYTES`` of them."""
         self._unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
         self.deadline = now + self.server.settings.write_s
 
@@ -512,16 +511,16 @@ class HttpConnection(asyncio.Protocol):
             self.deadline = now + (settings.read_s if self._reading else settings.idle_s)
 
 
-def _id_of(given: bytes | None) -> str | None:
-    """A client's name for its request, if it is one that a header and a log can hold."""
-    if not given or len(given) > LONGEST_ID:
+def _id_of(header: bytes | None) -> str | None:
+    """Returns a client's request id; None when a header or a log could not hold it."""
+    if not header or len(header) > LONGEST_ID:
         return None
-    text = given.decode("latin-1")
+    text = header.decode("latin-1")
     return text if text.isascii() and text.isprintable() else None
 
 
 def _path_of(target: bytes) -> bytes:
-    """The path of a target in absolute form, as to a proxy."""
+    """Returns the path of a target in absolute form, as sent to a proxy."""
     try:
         return httptools.parse_url(target).path or b"/"
     except httptools.HttpParserInvalidURLError:

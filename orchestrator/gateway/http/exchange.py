@@ -1,4 +1,4 @@
-"""One request of a client and the answer to it."""
+"""A client's request and the answer to it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _encode = msgspec.json.encode
 
 
 class Request(msgspec.Struct, eq=False):
-    """What a client sent, whole."""
+    """A complete request."""
 
     method: str
-    path: str  # percent signs and all, without the query
+    path: str  # as sent, percent-encoded, without the query
     query: str
-    headers: dict[bytes, bytes]  # names in lower case; of one that is given twice, the last
+    headers: dict[bytes, bytes]  # names in lower case; repeated ones are joined with ", "
     body: bytes
     version: str  # "1.1" or "1.0"
     keep_alive: bool
@@ -40,23 +40,23 @@ class Exchange(msgspec.Struct, eq=False):
 
     request: Request
     connection: HttpConnection
-    id: str  # of the request, as the client named it
+    id: str  # the client's x-request-id, or a new one
     key: ApiKey | None = None
     status: int = 0
     began: bool = False  # the head is written
     ended: bool = False
-    on_gone: Callable[[], None] | None = None  # called when the client is gone before the end
+    on_gone: Callable[[], None] | None = None  # called when the client disconnects before the end
     trace: TraceHandle | None = None
-    note: Any = None  # what its handler has to tell of it
+    note: Any = None  # the handler's data for log and metrics
     code: str | None = None  # of the error that it ended with
-    grant: Grant | None = None  # what its key was charged, to be settled at the end
+    grant: Grant | None = None  # the key's reservation, to be settled at the end
     _extra: Headers = ()
     _chunked: bool = False
 
     def respond(
         self, status: int, body: bytes | list[bytes], *, headers: Headers = (), content_type: bytes = JSON
     ) -> None:
-        """The whole answer; a large body in parts. Nothing happens when the client is gone."""
+        """Writes the whole answer; a large body in parts. Does nothing when the client is gone."""
         if self.ended:
             return
         self.status = status
@@ -77,13 +77,13 @@ class Exchange(msgspec.Struct, eq=False):
         self._finish()
 
     def fail(self, error: ApiError) -> None:
-        """Answer with an error."""
+        """Answers with an error."""
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
         self.code = error.code or str(error.status)
         self.respond(error.status, _encode(self.connection.server.body_of(error)), headers=headers)
 
     def begin(self, status: int, headers: Headers, first: bytes = b"") -> None:
-        """The head of a streamed answer, and its first piece."""
+        """Writes the head of a streamed answer and its first piece."""
         if self.ended:
             return
         self.began = True
@@ -93,19 +93,19 @@ class Exchange(msgspec.Struct, eq=False):
         if self._chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
         else:
-            self.request.keep_alive = False  # the end of the connection is the end of the answer
+            self.request.keep_alive = False  # in HTTP/1.0 the end of the connection ends the answer
         self._head(parts, headers)
         if first:
             parts.append(b"%x\r\n%b\r\n" % (len(first), first) if self._chunked else first)
         self.connection.write(b"".join(parts))
 
     def write(self, piece: bytes) -> None:
-        """A further piece of a streamed answer, not empty."""
+        """Writes another piece of a streamed answer, not empty."""
         if not self.ended:
             self.connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
 
     def end(self, last: bytes = b"") -> None:
-        """The end of a streamed answer."""
+        """Ends a streamed answer, with a last piece."""
         if self.ended:
             return
         if self._chunked:
@@ -115,15 +115,15 @@ class Exchange(msgspec.Struct, eq=False):
         self._finish()
 
     def add_headers(self, headers: Headers) -> None:
-        """Send these with the answer, whatever it will be."""
+        """Adds headers to the answer, also to an error."""
         self._extra = (*self._extra, *headers)
 
     def count_for(self, key: str) -> int:
-        """Count the connection as one of the key's; gives how many it has."""
+        """Counts the connection for the key, and returns the key's connections."""
         return self.connection.count_for(key)
 
     def gone(self) -> None:
-        """The connection is lost; told to whoever works on the answer."""
+        """Notifies the handler that the connection is lost."""
         if not self.ended:
             self.ended = True
             if self.on_gone is not None:

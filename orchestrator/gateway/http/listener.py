@@ -1,4 +1,4 @@
-"""The socket that gateways listen on."""
+"""Binds the socket that gateways listen on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 
 
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A bound socket; ``shared`` lets a second gateway of the fleet have the same port. Until it listens the kernel
-    gives it no connection. Raises OSError."""
+    """Returns a bound socket that does not listen yet. ``shared`` lets several gateways of the fleet use the port.
+    Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

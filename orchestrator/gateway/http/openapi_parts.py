@@ -1,4 +1,4 @@
-"""What the OpenAPI documents of the gateway and of the admin API have in common."""
+"""The parts that the OpenAPI documents of the gateway and of the admin API share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Schema = dict[str, Any]
 
 
 def components(kinds: Sequence[Any]) -> tuple[dict[type, Schema], dict[str, Schema]]:
-    """A reference to each of these types, and the schemas of all that they hold, by name."""
+    """Returns a reference to each type, and the schemas of these types and all nested ones, by name."""
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return dict(zip(kinds, references, strict=True)), schemas
 
 
 def operation_id(method: str, path: str) -> str:
-    """Such as postRolloutUndo."""
+    """Returns an operation id such as `postRolloutUndo`."""
     words = re.findall(r"[a-z]+", path)
     return "".join([method.lower(), *(word.capitalize() for word in words)])
 

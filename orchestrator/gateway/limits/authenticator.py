@@ -1,4 +1,4 @@
-"""Who may use the gateway: keys, and the origins of browsers' scripts."""
+"""Admits requests to the gateway by API key, and browser scripts by their origin."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """Who has used a connection last: a client need not be looked up again that says the same as before."""
+class _CachedKey:
+    """The key last used on a connection: the same header need not be looked up again."""
 
     key: ApiKey
-    given: bytes
+    header: bytes
     ring: KeyRing
 
 
 class Authenticator:
-    """The keys of one gateway, and what it asks of everyone who comes."""
+    """The keys of one gateway, and the checks that each request must pass."""
 
     def __init__(self, settings: GatewaySettings, file: KeyFile) -> None:
-        """Raises Failed when the file of keys cannot be read."""
+        """Raises Failed when the key file cannot be read."""
         self._file = file
         self._insecure = settings.insecure
         self._on_loopback = is_loopback(settings.host)
@@ -39,16 +39,17 @@ class Authenticator:
         self._limit = settings.max_connections_per_key
         file.read()
         self._ring = file.current()
-        self._passed: float | None = None  # the end of a time without keys that has been reached
-        self._used: dict[str, float] = {}  # when a key was last presented, by id; monotonic seconds
+        self._passed: float | None = None  # the end of a keyless period, once it was reached
+        self._used: dict[str, float] = {}  # the last use of a key, by id; monotonic seconds
 
     @property
     def demands_keys(self) -> bool:
-        """On the network always; on loopback once the home has a key, but for a grace period or `keys open`."""
+        """True on the network always; on loopback once the home has a key, except in a grace period or after `keys
+        open`."""
         return not self._insecure and (not self._on_loopback or self._closed())
 
     def _closed(self) -> bool:
-        """Whether the time without keys is over. It stays so when the machine's clock is set back."""
+        """Returns whether the keyless period is over, for good: also when the machine's clock is set back."""
         until = self._ring.keyless_until
         if until is None:
             return False
@@ -61,50 +62,50 @@ class Authenticator:
         return self._ring
 
     def in_use(self, within_s: float) -> int:
-        """How many keys have been presented within so many seconds."""
+        """Returns how many keys were used within the last ``within_s`` seconds."""
         since = time.monotonic() - within_s
         self._used = {id: at for id, at in self._used.items() if at >= since}
         return len(self._used)
 
     def refresh(self) -> None:
-        """Take over what has changed in the file."""
+        """Applies changes of the key file."""
         self._ring = self._file.current()
 
     def admit(self, exchange: Exchange) -> None:
-        """Raises ApiError 401 without a good key where one is demanded, 429 where it has too many connections. Sets the
-        exchange's key."""
-        if not (demanded := self.demands_keys) and (self._insecure or not self._ring.keys):
+        """Sets the exchange's key. Raises ApiError 401 without a valid key where one is required, 429 when the key has
+        too many connections."""
+        if not (required := self.demands_keys) and (self._insecure or not self._ring.keys):
             return
         headers = exchange.request.headers
         connection = exchange.connection
-        known: _Known | None = connection.known
+        cached: _CachedKey | None = connection.client
         now = time.time()
         if (
-            known is not None
-            and known.ring is self._ring
-            and hmac.compare_digest(known.given, headers.get(b"authorization", b""))
-            and not known.key.expired(now)
+            cached is not None
+            and cached.ring is self._ring
+            and hmac.compare_digest(cached.header, headers.get(b"authorization", b""))
+            and not cached.key.expired(now)
         ):
-            exchange.key = known.key
-            self._used[known.key.id] = time.monotonic()
+            exchange.key = cached.key
+            self._used[cached.key.id] = time.monotonic()
             return
-        given = headers.get(b"authorization", b"")
+        header = headers.get(b"authorization", b"")
         try:
             key = self._key_of(headers, now)
         except ApiError:
-            if demanded:
+            if required:
                 raise
-            connection.known = None
+            connection.client = None
             return
         exchange.key = key
         self._used[key.id] = time.monotonic()
         if exchange.count_for(key.id) > self._limit:
             exchange.request.keep_alive = False
             raise errors.too_many_connections(self._limit, of_key=True)
-        connection.known = _Known(key, given, self._ring) if given else None
+        connection.client = _CachedKey(key, header, self._ring) if header else None
 
     def early(self, headers: dict[bytes, bytes]) -> ApiError | None:
-        """What is wrong with whoever sends these, before the body is read."""
+        """Returns the error for a request with these headers, before its body is read; None when it may go on."""
         if self.demands_keys:
             try:
                 self._key_of(headers, time.time())
@@ -113,16 +114,16 @@ class Authenticator:
         return None
 
     def _key_of(self, headers: dict[bytes, bytes], now: float) -> ApiKey:
-        given = headers.get(b"authorization", b"")
-        presented = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        header = headers.get(b"authorization", b"")
+        presented = header[7:] if header[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
         key = self._ring.authenticate(presented.strip().decode("latin-1"), now)
         if key is None:
             raise errors.invalid_api_key(bool(presented))
         return key
 
     def admit_origin(self, exchange: Exchange) -> None:
-        """A browser says whose script asks. One of another origin may ask nothing unless the settings name it: without
-        this any page could use what listens on its reader's loopback. Raises ApiError 403."""
+        """Rejects scripts of other origins, unless the settings name them: otherwise any web page could use a gateway
+        on its reader's loopback. Raises ApiError 403."""
         request = exchange.request
         origin = request.headers.get(b"origin", b"").decode("latin-1")
         if not origin or (origin in self._origins or "*" in self._origins):
@@ -135,10 +136,10 @@ class Authenticator:
             raise errors.origin_not_allowed(origin)
 
 
-def allow_model(key: ApiKey | None, names: Collection[str], asked: str) -> None:
-    """Raises ApiError 403 when the key is for other models. ``names`` are all that the model goes by."""
+def allow_model(key: ApiKey | None, names: Collection[str], requested: str) -> None:
+    """Raises ApiError 403 when the key is for other models. ``names`` are the model's name and aliases."""
     if key is not None and key.models and not set(key.models) & set(names):
-        raise errors.key_not_for(f"the model {asked!r}")
+        raise errors.key_not_for(f"the model {requested!r}")
 
 
 def allow_scope(key: ApiKey | None, *scopes: str) -> None:
@@ -152,13 +153,15 @@ def allow_scope(key: ApiKey | None, *scopes: str) -> None:
 
 
 def host_name(host: str) -> str:
-    """Without the port."""
+    """Returns the host without the port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).strip("[]")
 
 
 _RATES = b", ".join(
-    b"x-ratelimit-%b-%b" % (what, of) for of in (b"requests", b"tokens") for what in (b"limit", b"remaining", b"reset")
+    b"x-ratelimit-%b-%b" % (kind, unit)
+    for unit in (b"requests", b"tokens")
+    for kind in (b"limit", b"remaining", b"reset")
 )
 EXPOSED = (
     b"x-request-id, x-corewright-replica, x-corewright-overhead-ms, x-corewright-decision, retry-after, %b" % _RATES
@@ -178,7 +181,7 @@ def _cors(origin: str) -> tuple[tuple[bytes, bytes], ...]:
 
 PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-    (
+    (  # the request headers that a browser's script may send
         b"access-control-allow-headers",
         b"authorization, content-type, x-api-key, x-request-id, x-session-id, x-deadline-ms, x-corewright-explain",
     ),

@@ -1,4 +1,4 @@
-"""The limits of API keys: every request takes a place and what it may use, and gives back what it did not use."""
+"""Enforces the limits of API keys: a request reserves what it may use, and returns what it did not use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from orchestrator.gateway.limits.usage_counts import UsageCounts
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
 
-RETRY_CONCURRENT_S = 1  # when one of a key's requests ends is not known
+RETRY_CONCURRENT_S = 1  # a guess: the end of a key's requests is unknown
 
 
 class Grant:
-    """What one request has taken. Settle it once the request is over, whatever has become of it."""
+    """The reservation of one request, to be settled when the request is over, however it ends."""
 
     __slots__ = ("_at", "_counts", "_key", "least", "reserved")
 
@@ -26,10 +26,10 @@ class Grant:
         self._key = key
         self._at = at
         self.reserved = reserved  # tokens
-        self.least = 0  # tokens that count as used, whatever becomes of the request
+        self.least = 0  # tokens that count as used, however the request ends
 
     def settle(self, tokens_used: int, now: float) -> None:
-        """Give back the place and the tokens that were not used; a second time nothing happens. ``now`` in monotonic
+        """Returns the place and the unused tokens to the key; a second call does nothing. ``now`` in monotonic
         seconds."""
         counts, key = self._counts, self._key
         if counts is None or key is None:
@@ -37,27 +37,27 @@ class Grant:
         self._counts = None
         reserved, at = self.reserved, self._at
         tokens_used = max(tokens_used, self.least)
-        counts.give(key.id, now, lambda before: settled(before, key, reserved, tokens_used, at, now))
+        counts.release(key.id, now, lambda before: settled(before, key, reserved, tokens_used, at, now))
 
 
 FREE = Grant(None, None, 0, 0.0)  # of a key without limits
 
 
 class KeyLimits:
-    """The limits of all keys, as one gateway keeps them together with the other ones of its fleet."""
+    """The limits of all keys, shared with the other gateways of the fleet."""
 
     def __init__(self, folder: Path, gateways: int) -> None:
-        """``folder`` is of the fleet alone, and is made when a key with limits first comes; ``gateways`` is how many
-        share it. Never raises."""
-        places = 2 * (gateways + 1)  # a spare one, and those that still answer while others have taken their places
+        """``folder`` belongs to the fleet, and is created at the first request of a key with limits; ``gateways`` is
+        how many share it. Never raises."""
+        places = 2 * (gateways + 1)  # with the spare, and old gateways that still answer after they were replaced
         self._counts = UsageCounts(folder, places)
 
     def take(self, key: ApiKey | None, tokens: int, now: float, *, least: int | None = None) -> Grant:
-        """Reserve for one request: a place, 1 of the requests, and ``tokens``, which is its prompt and all that it may
-        generate. Where the client has not said how much that is, ``least`` is its prompt alone: then the reservation is
-        no more than a minute's worth, and what the answer uses beyond it is owed. ``now`` in monotonic seconds.
+        """Reserves for one request: a place, 1 request, and ``tokens``, the prompt and all that it may generate. For a
+        client that sets no maximum, ``least`` is the prompt alone: the reservation is then at most a minute's worth,
+        and what the answer uses beyond it becomes debt. ``now`` in monotonic seconds.
 
-        Raises ApiError, and nothing is taken: 429 when there is not enough now, 400 when there never will be."""
+        Raises ApiError, and reserves nothing: 429 when there is not enough now, 400 when there never will be."""
         if key is None or not key.limited:
             return FREE
         per_minute = key.tokens_per_minute
@@ -71,14 +71,14 @@ class KeyLimits:
         return Grant(self._counts, key, tokens, now)
 
     def headers(self, key: ApiKey | None, now: float) -> Sequence[tuple[bytes, bytes]]:
-        """What a client of the key is told with every answer, as OpenAI names it; nothing without such limits."""
+        """Returns OpenAI's rate limit headers for the key; empty for a key without such limits."""
         if key is None or (key.requests_per_minute is None and key.tokens_per_minute is None):
             return ()
         requests, tokens = remaining(self._counts.peek(key.id, now), key, now)
         return [*_headers(b"requests", requests), *_headers(b"tokens", tokens)]
 
     def close(self) -> None:
-        """The gateway ends."""
+        """Closes the shared file; to be called when the gateway stops."""
         self._counts.close()
 
 

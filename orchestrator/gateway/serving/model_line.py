@@ -82,25 +82,25 @@ class ModelLine:
         """It gets a slot: its tenant is charged for the prompt. To be called where the lines are ``shared``."""
         if ticket.charged < 0:
             ticket.charged = 0
-            self.of(ticket).served(ticket.tenant, prompt_tokens=ticket.tokens, priority=ticket.priority)
+            self.of(ticket).charge(ticket.tenant, prompt_tokens=ticket.tokens, priority=ticket.priority)
 
     def charge(self, ticket: Ticket) -> None:
         """For the tokens that have come since it was charged last."""
         new = ticket.produced - ticket.charged
         if new > 0 and ticket.charged >= 0:
             ticket.charged = ticket.produced
-            self.of(ticket).served(ticket.tenant, output_tokens=new, priority=ticket.priority)
+            self.of(ticket).charge(ticket.tenant, output_tokens=new, priority=ticket.priority)
 
     def take_back_answer(self, ticket: Ticket) -> None:
         """What is thrown away was not served. What lines that are no more were told stays with them."""
         tokens = ticket.charged - max(0, ticket.carried)
         if tokens > 0:
-            self.of(ticket).served(ticket.tenant, output_tokens=-tokens, priority=ticket.priority)
+            self.of(ticket).charge(ticket.tenant, output_tokens=-tokens, priority=ticket.priority)
 
     def take_back_prompt(self, ticket: Ticket) -> None:
         """It had no slot after all."""
         if ticket.charged >= 0 and ticket.carried < 0:
-            self.of(ticket).served(ticket.tenant, prompt_tokens=-ticket.tokens, priority=ticket.priority)
+            self.of(ticket).charge(ticket.tenant, prompt_tokens=-ticket.tokens, priority=ticket.priority)
         ticket.charged = ticket.carried = -1
 
 

@@ -135,7 +135,7 @@ class ModelQueue:
             ticket.trace = trace
             trace.queued()
         line = self._lines.enter(ticket)
-        ticket.over = not self._headroom.came(ticket.priority, ticket.arrived_at)
+        ticket.over = not self._headroom.add(ticket.priority, ticket.arrived_at)
         if routes.max_wait_s is not None:
             latest = ticket.arrived_at + routes.max_wait_s
             ticket.deadline = latest if ticket.deadline is None else min(ticket.deadline, latest)
@@ -249,12 +249,12 @@ class ModelQueue:
         now = ticket.arrived_at
         own_wait_s = line.own_wait_s(ticket, now) if self.slots else 0.0
         if ticket.deadline is not None and self.slots:
-            kept = self._headroom.kept(ticket.priority, self.slots, now)
+            kept = self._headroom.reserved(ticket.priority, self.slots, now)
             wait_s = self._predicted_wait_s(line.ahead_of(ticket) + kept, own_wait_s)
             allowed_s = ticket.deadline - now
             if wait_s > allowed_s:
                 raise errors.deadline_unreachable(self.name, wait_s, allowed_s, retry_after_s(wait_s, allowed_s))
-        full = line.full(ticket)
+        full = line.refusal(ticket)
         for victim in line.make_room(ticket) if full is not None else ():
             self._over(victim, now)
             victim.fail(self._full(line, str(full)))
@@ -346,7 +346,7 @@ class ModelQueue:
             ticket.timer = None
         if not ticket.over:
             ticket.over = True
-            self._headroom.went(ticket.priority, now)
+            self._headroom.remove(ticket.priority, now)
 
     # What links tell
 
@@ -456,7 +456,7 @@ class ModelQueue:
         if self._headroom.mixed:
             free = sum(one.free_slots for one in links)
             slots = free + sum(one.live for one in links)
-            if free <= self._headroom.kept(ticket.priority, slots, time.monotonic()):
+            if free <= self._headroom.reserved(ticket.priority, slots, time.monotonic()):
                 return None  # half of the slots are taken: when one is free again, it is looked at anew
         if affinity is not None and affinity(link):
             ticket.affinity = "prefix" if ticket.chain else "session"
@@ -489,7 +489,7 @@ class ModelQueue:
         if ticket.terms.explains or self._sample is None:
             self._explain(ticket, link)
         if link.prefixes is not None and ticket.chain:
-            link.prefixes.keep(ticket.chain)
+            link.prefixes.add(ticket.chain)
         link.send(ticket)
 
     def _explain(self, ticket: Ticket, link: ReplicaLink) -> None:

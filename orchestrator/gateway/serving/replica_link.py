@@ -14,7 +14,7 @@ import workers
 from orchestrator.dispatch.prefix_index import PrefixIndex
 from orchestrator.dispatch.replica_choice import Pace
 from orchestrator.fleet.route_table import Route
-from orchestrator.gateway.openai.errors import our_fault
+from orchestrator.gateway.openai.errors import internal_error
 from orchestrator.gateway.serving.ticket import Ticket
 from orchestrator.process.version import corewright_version
 from workers.messages.requests import FinishReason
@@ -255,7 +255,7 @@ class ReplicaLink(asyncio.Protocol):
                 except Exception:  # one answer must not end the connection that all share
                     log.exception("the answer to %s cannot be written", ticket.known_as)
                     ticket.leave()
-                    ticket.sink.failed(ticket, our_fault())
+                    ticket.sink.failed(ticket, internal_error())
 
     def _hang_up_when_idle(self) -> None:
         if self._retired and not self._live:

@@ -45,9 +45,9 @@ class TokenizerThreads:
         bytes wait already. A thread is freed when its work has ended, also where nobody waits for it any more."""
         share = self._shares.get(key)
         if (0 if share is None else share.bytes) + size > max(size, MAX_BYTES_OF_KEY):
-            raise errors.too_much_to_tokenize()
+            raise errors.too_many_long_prompts()
         if self._bytes + size > max(size, MAX_BYTES):
-            raise errors.too_much_at_once()
+            raise errors.too_many_bodies()
         if share is None:
             share = self._shares[key] = _Share(defaultdict(lambda: asyncio.Semaphore(max(1, self._threads - 1))))
         share.jobs += 1

@@ -1,1 +1,1 @@
-"""The gateway's metrics, spans and recorded requests."""
+"""The gateway's metrics, trace spans and recorded requests."""

@@ -1,7 +1,7 @@
-"""From families to the page of `/metrics`: Prometheus' text format, or OpenMetrics where the client asks for it.
+"""Renders metric families as the `/metrics` page, in Prometheus' text format or OpenMetrics.
 
-Written here since prometheus_client (0.26) writes a name with a colon in two ways into one OpenMetrics page, as
-`vllm:x` where it declares and as `vllm_x` where it tells, and takes twelve times as long.
+Not prometheus_client (0.26): it writes a name with a colon in two ways into one OpenMetrics page, `vllm:x` in the
+declaration and `vllm_x` in the samples, and takes twelve times as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HELP_ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n"})
 
 
 def page(families: Sequence[MetricFamily], openmetrics: bool = False) -> tuple[bytes, str]:
-    """The page and its content type. Families of one name are one family, whoever told them."""
+    """Returns the page and its content type. Families of the same name are merged."""
     lines = [line for family in joined(families) for line in _lines(family, openmetrics)]
     if openmetrics:
         lines.append("# EOF")
@@ -27,23 +27,23 @@ def page(families: Sequence[MetricFamily], openmetrics: bool = False) -> tuple[b
 
 
 def merge(pages: Mapping[str, Sequence[MetricFamily]]) -> list[MetricFamily]:
-    """The families of several gateways as those of all, each series with the label ``gateway``.
+    """Merges the families of several gateways; each series gets the label ``gateway``.
 
-    Prometheus adds them up. None of them is added up here: a sum that a gateway leaves would go down, which a counter
-    must not; a series of its own ends, or begins anew at zero, and `rate` knows both.
+    Prometheus adds the series up. A sum made here would go down when a gateway leaves, which a counter must not do; a
+    separate series ends, or restarts at zero, and `rate` handles both.
     """
     every = [labelled(family, GATEWAY, name) for name, families in sorted(pages.items()) for family in families]
     return joined(every)
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether an Accept header prefers OpenMetrics 1.0 to the text format."""
+    """Returns whether an Accept header prefers OpenMetrics 1.0 to the text format."""
     weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for part in accept.split(","):
         kind, *parameters = (piece.strip() for piece in part.split(";"))
-        told = dict(parameter.partition("=")[::2] for parameter in parameters)
-        if kind in weights and told.get("version", "1.0.0") in ("1.0.0", "0.0.4"):
-            weights[kind] = max(weights[kind], _weight(told.get("q", "1")))
+        options = dict(parameter.partition("=")[::2] for parameter in parameters)
+        if kind in weights and options.get("version", "1.0.0") in ("1.0.0", "0.0.4"):
+            weights[kind] = max(weights[kind], _weight(options.get("q", "1")))
     return 0 < weights["application/openmetrics-text"] >= weights["text/plain"]
 
 
@@ -92,7 +92,7 @@ def _escaped_help(text: str, openmetrics: bool) -> str:
 
 
 def _number(value: float) -> str:
-    """As Go writes it, whole numbers with ``.0``."""
+    """Returns the number in Go's notation, whole numbers with ``.0``."""
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return "NaN" if math.isnan(value) else repr(float(value))

@@ -1,6 +1,6 @@
-"""What one gateway counts: vLLM's metrics for each model and replica, and its own.
+"""The metrics of one gateway: vLLM's for each model and replica, and its own.
 
-What is called for every token or request is plain Python; families are made only when somebody asks for `/metrics`.
+The calls for every token or request only update numbers and lists; families are made when `/metrics` is scraped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from orchestrator.gateway.telemetry.exposition import merge, page
 from orchestrator.gateway.telemetry.peers import Peers
 from workers.messages.metric_family import Histogram, MetricFamily, Point, by_label, gauge
 
-QUEUE = "queue"  # the `engine` of requests that have no replica yet: vLLM's own are numbers
+QUEUE = "queue"  # the `engine` of requests without a replica; replicas have numbers, as in vLLM
 # Bounds of vLLM v1 (`vllm/v1/metrics/loggers.py`), in seconds and tokens.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-# The first three are ours: a small model on a NeuronCore is faster than vLLM's first bound.
+# The first three are not vLLM's: a small model on a NeuronCore is faster than vLLM's first bound.
 TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -33,7 +33,7 @@ REQUEST_S = (
 )
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5) if m * 10**e <= 200_000)
 OVERHEAD_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
-# vLLM's finished_reason by ours and OpenAI's. What is not here is an error.
+# vLLM's finished_reason by ours and OpenAI's; any other is an error.
 REASONS = {
     "stop": "stop",
     "length": "length",
@@ -46,22 +46,22 @@ REASONS = {
 }
 FINISHED = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
-FOLD_AT = 1000  # requests that are noted before they are counted
+FOLD_AT = 1000  # ended requests that are buffered before they are counted
 CONTROLLER_AGE = "corewright_controller_age_seconds"
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """One replica as this gateway sees it at the time of a scrape."""
+    """One replica at the time of a scrape, as this gateway sees it."""
 
     replica: int
-    live: int  # requests that this gateway has there
+    live: int  # this gateway's requests there
     slots: int
     kv_used_tokens: int  # prompt and answer so far, of those requests
-    kv_capacity_tokens: int  # slots times max_len; 0 when it is not known
+    kv_capacity_tokens: int  # slots times max_len; 0 when unknown
 
 
 class ModelSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """One model as this gateway sees it at the time of a scrape."""
+    """One model at the time of a scrape, as this gateway sees it."""
 
     model: str
     waiting: int  # in this gateway's queue
@@ -69,17 +69,17 @@ class ModelSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
-    """What else a gateway knows of itself at the time of a scrape. None: it does not apply."""
+    """The gateway's other numbers at the time of a scrape. None: not applicable."""
 
-    connections: int = 0  # that are open
-    keys: int = 0  # API keys that are valid now
-    keys_in_use: int = 0  # of these, those that have asked for something within the last five minutes
+    connections: int = 0  # open
+    keys: int = 0  # valid API keys
+    keys_in_use: int = 0  # API keys used within the last five minutes
     certificate_expires: float | None = None  # seconds since the epoch
-    controller_age_s: float | None = None  # since the controller has last told its families
+    controller_age_s: float | None = None  # since the last report of the controller's families
 
 
 class ModelMetrics:
-    """One model on one replica, or in the queue. Times in seconds."""
+    """The metrics of one model on one replica, or in the queue. Times in seconds."""
 
     __slots__ = (
         "_decode",
@@ -115,12 +115,12 @@ class ModelMetrics:
         self._prompt = Histogram(TOKENS)
         self._output = Histogram(TOKENS)
         self._reasons = dict.fromkeys(FINISHED, 0)
-        # What was noted since the last ``fold``, as `first_token` and `ended` have it.
+        # The arguments of `first_token` and `ended` since the last ``fold``.
         self._firsts: list[tuple[float, float, float]] = []
         self._ends: list[tuple[int, int, float, float]] = []
 
     def token(self, gap_s: float, count: int = 1) -> None:
-        """``count`` tokens came ``gap_s`` after those before: each is taken to have come after its share of it.
+        """Counts ``count`` tokens that arrived ``gap_s`` after the previous ones; each gets an equal share of the gap.
 
         To be called for every step after the first of every request, streamed or not.
         """
@@ -133,20 +133,20 @@ class ModelMetrics:
         self._generated += count
 
     def first_token(self, ttft_s: float, queued_s: float, prefill_s: float) -> None:
-        """The first step of a request: ``ttft_s`` after it came, ``queued_s`` of it in the queue, ``prefill_s`` in the
-        replica."""
+        """Counts the first step of a request: ``ttft_s`` after its arrival, of that ``queued_s`` in the queue and
+        ``prefill_s`` at the replica."""
         self._firsts.append((ttft_s, queued_s, prefill_s))
         self._generated += 1
 
     def ended(self, reason: str, prompt_tokens: int, completion_tokens: int, e2e_s: float, decode_s: float) -> None:
-        """A request is over, for whatever reason: once for each. ``decode_s``: from its first token to its last."""
+        """Counts the end of a request, once for each. ``decode_s``: from its first token to its last."""
         self._reasons[REASONS.get(reason, "error")] += 1
         self._ends.append((prompt_tokens, completion_tokens, e2e_s, decode_s))
         if len(self._ends) >= FOLD_AT:
             self.fold()
 
     def fold(self) -> None:
-        """Counts what was noted since the last call: to be called before anything is read."""
+        """Counts the buffered requests; to be called before anything is read."""
         firsts, self._firsts = self._firsts, []
         ends, self._ends = self._ends, []
         for histogram, values in zip(
@@ -155,7 +155,7 @@ class ModelMetrics:
             histogram.observe_all(values)
         self._e2e.observe_all([e2e_s for _, _, e2e_s, _ in ends])
         if not self._has_replica:
-            return  # their prompts were never read
+            return  # a request in the queue has no prefill and no tokens
         self._prompt_tokens += sum([prompt for prompt, _, _, _ in ends])
         self._prompt.observe_all([prompt for prompt, _, _, _ in ends])
         self._output.observe_all([output for _, output, _, _ in ends])
@@ -164,7 +164,7 @@ class ModelMetrics:
 
 
 class GatewayMetrics:
-    """All that one gateway counts. Used from one event loop, so there are no locks."""
+    """All metrics of one gateway. Used from one event loop, without locks."""
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ModelMetrics] = {}
@@ -174,29 +174,30 @@ class GatewayMetrics:
         self._overhead = Histogram(OVERHEAD_S)
 
     def model(self, name: str, replica: int | None) -> ModelMetrics:
-        """Where that model's requests on that replica are counted; None: those that ended in the queue."""
+        """Returns the metrics of that model on that replica; None: of requests that ended in the queue."""
         key = name, QUEUE if replica is None else str(replica)
-        found = self._models.get(key)
-        if found is None:
+        metrics = self._models.get(key)
+        if metrics is None:
             self._names.add(name)
-            found = self._models[key] = ModelMetrics(has_replica=replica is not None)
-        return found
+            metrics = self._models[key] = ModelMetrics(has_replica=replica is not None)
+        return metrics
 
     def refused(self, model: str | None, status: int, code: str) -> None:
-        """A request was answered with an error. Only a model that is served becomes a label: clients may name any."""
+        """Counts a request that was answered with an error. Only served models become a label: clients may send any
+        name."""
         self._refused[(model if model in self._names and model is not None else "", str(status), code)] += 1
 
     def retried(self, model: str, kind: str) -> None:
-        """A request goes to another replica; ``kind`` says why: `lost` or `draining`."""
+        """Counts a request that moves to another replica; ``kind`` is the cause: `lost` or `draining`."""
         self._retries[(model, kind)] += 1
 
     def overhead(self, seconds: float) -> None:
-        """What this gateway added to one request: all but waiting for a slot and for the replica."""
+        """Counts the time that this gateway added to one request: all but the waits for a slot and for the replica."""
         self._overhead.observe(seconds)
 
     def families(self, snapshot: Sequence[ModelSnapshot], vitals: Vitals | None = None) -> list[MetricFamily]:
-        """Of this gateway alone."""
-        for model in snapshot:  # all that is served has its series from the start, at zero
+        """Returns the families of this gateway alone."""
+        for model in snapshot:  # every served model has its series from the start, at zero
             self._names.add(model.model)
             for replica in model.replicas:
                 self.model(model.model, replica.replica)
@@ -210,9 +211,9 @@ class GatewayMetrics:
         openmetrics: bool = False,
         vitals: Vitals | None = None,
     ) -> tuple[bytes, str]:
-        """The page of `/metrics` and its content type; ``families`` are the controller's.
+        """Returns the `/metrics` page and its content type; ``families`` are the controller's.
 
-        For a gateway that is the only one, where nobody minds that the loop stands still: 3 ms for 24 replicas.
+        For a single gateway where a blocked event loop does not matter: 3 ms for 24 replicas.
         """
         return page([*self.families(snapshot, vitals), *families], openmetrics)
 
@@ -225,17 +226,19 @@ class GatewayMetrics:
         vitals: Vitals | None = None,
         peers: Peers | None = None,
     ) -> tuple[bytes, str]:
-        """As ``render``, with what the other gateways count, and with the text made on another thread."""
-        mine = self.families(snapshot, vitals)
+        """Returns what ``render`` does, with the families of the other gateways; the text is made on another thread."""
+        own = self.families(snapshot, vitals)
         shared = peers is not None and peers.shared
-        others = await peers.ask() if peers is not None and shared else {}
+        pages = await peers.fetch() if peers is not None and shared else {}
 
         def make() -> tuple[bytes, str]:
             if peers is None or not shared:
-                return page([*mine, *families], openmetrics)
-            # the others have not asked the controller now, as the one that is scraped has
-            told = {name: [one for one in each if one.name != CONTROLLER_AGE] for name, each in others.items()}
-            return page([*merge({**told, peers.name: mine}), *families], openmetrics)
+                return page([*own, *families], openmetrics)
+            # only the scraped gateway has just asked the controller: the age of the others' copies means nothing
+            rest = {
+                name: [family for family in answer if family.name != CONTROLLER_AGE] for name, answer in pages.items()
+            }
+            return page([*merge({**rest, peers.name: own}), *families], openmetrics)
 
         return await asyncio.to_thread(make)
 
@@ -243,59 +246,64 @@ class GatewayMetrics:
         items = self._models.items()
         for model in self._models.values():
             model.fold()
-        prompt = {key: one._prompt_tokens for key, one in items}
+        prompt = {key: model._prompt_tokens for key, model in items}
         yield by_label("vllm:prompt_tokens", "counter", "Number of prefill tokens processed.", LABELS, prompt)
-        generated = {key: one._generated for key, one in items}
-        told = "Number of generation tokens processed."
-        yield by_label("vllm:generation_tokens", "counter", told, LABELS, generated)
-        success = {(*key, reason): count for key, one in items for reason, count in one._reasons.items()}
-        told = "Count of requests that are over."
-        yield by_label("vllm:request_success", "counter", told, (*LABELS, "finished_reason"), success)
-        gaps = [(key, Point(key, one._gap_sum, tuple(one._gap_counts))) for key, one in items]
-        for name, told in (
+        generated = {key: model._generated for key, model in items}
+        help = "Number of generation tokens processed."
+        yield by_label("vllm:generation_tokens", "counter", help, LABELS, generated)
+        success = {(*key, reason): count for key, model in items for reason, count in model._reasons.items()}
+        help = "Number of finished requests."
+        yield by_label("vllm:request_success", "counter", help, (*LABELS, "finished_reason"), success)
+        gaps = [(key, Point(key, model._gap_sum, tuple(model._gap_counts))) for key, model in items]
+        for name, help in (
             ("vllm:inter_token_latency_seconds", "Time between two tokens of an answer."),
-            ("vllm:time_per_output_token_seconds", "As vllm:inter_token_latency_seconds, whose name in vLLM this was."),
+            ("vllm:time_per_output_token_seconds", "The former vLLM name of vllm:inter_token_latency_seconds."),
         ):
-            yield _family(name, told, TOKEN_S, [point for key, point in gaps if key[1] != QUEUE])
-        for name, told, bounds, attribute in _HISTOGRAMS:
+            yield _family(name, help, TOKEN_S, [point for key, point in gaps if key[1] != QUEUE])
+        for name, help, bounds, attribute in _HISTOGRAMS:
             everywhere = attribute == "_e2e"
-            points = [getattr(one, attribute).point(*key) for key, one in items if everywhere or key[1] != QUEUE]
-            yield _family(name, told, bounds, points)
+            points = [getattr(model, attribute).point(*key) for key, model in items if everywhere or key[1] != QUEUE]
+            yield _family(name, help, bounds, points)
 
     def _own(self, snapshot: Sequence[ModelSnapshot], vitals: Vitals) -> Iterable[MetricFamily]:
-        slots = {(one.model, str(replica.replica)): replica.slots for one in snapshot for replica in one.replicas}
-        told = "Requests that the replica can run at once."
-        yield by_label("corewright_routed_slots", "gauge", told, ("model", "replica"), slots)
-        queue = {(one.model,): one.waiting for one in snapshot}
-        yield by_label("corewright_queue_length", "gauge", "Requests that wait for a slot.", ("model",), queue)
-        told = "Requests that were answered with an error, by status and code."
-        yield by_label("corewright_requests_refused", "counter", told, ("model", "status", "code"), self._refused)
-        told = "Requests that went to another replica, by why."
-        yield by_label("corewright_request_retries", "counter", told, ("model", "kind"), self._retries)
-        told = "What the gateway adds to a request beside waiting for a slot and for the replica."
-        yield _family("corewright_gateway_overhead_seconds", told, OVERHEAD_S, [self._overhead.point()], ())
-        yield gauge("corewright_connections", "Open connections of clients.", vitals.connections)
-        yield gauge("corewright_keys", "API keys that are valid now.", vitals.keys)
-        told = "API keys that have asked for something within the last five minutes."
-        yield gauge("corewright_keys_in_use", told, vitals.keys_in_use)
+        slots = {(model.model, str(replica.replica)): replica.slots for model in snapshot for replica in model.replicas}
+        help = "Slots of the replica: requests that it can run at once."
+        yield by_label("corewright_routed_slots", "gauge", help, ("model", "replica"), slots)
+        queue = {(model.model,): model.waiting for model in snapshot}
+        yield by_label("corewright_queue_length", "gauge", "Requests waiting for a slot.", ("model",), queue)
+        help = "Requests answered with an error, by status and code."
+        yield by_label("corewright_requests_refused", "counter", help, ("model", "status", "code"), self._refused)
+        help = "Requests moved to another replica, by cause."
+        yield by_label("corewright_request_retries", "counter", help, ("model", "kind"), self._retries)
+        help = "Time the gateway adds to a request, without the waits for a slot and for the replica."
+        yield _family("corewright_gateway_overhead_seconds", help, OVERHEAD_S, [self._overhead.point()], ())
+        yield gauge("corewright_connections", "Open client connections.", vitals.connections)
+        yield gauge("corewright_keys", "Valid API keys.", vitals.keys)
+        help = "API keys used within the last five minutes."
+        yield gauge("corewright_keys_in_use", help, vitals.keys_in_use)
         if vitals.certificate_expires is not None:
-            told = "When the TLS certificate that is served ends, in seconds since the epoch."
-            yield gauge("corewright_certificate_expiry_timestamp_seconds", told, vitals.certificate_expires)
+            help = "Expiry of the served TLS certificate, in seconds since the epoch."
+            yield gauge("corewright_certificate_expiry_timestamp_seconds", help, vitals.certificate_expires)
         if vitals.controller_age_s is not None:
-            told = "Since the controller has last told what it counts."
-            yield gauge(CONTROLLER_AGE, told, vitals.controller_age_s)
+            help = "Seconds since the controller last reported its metrics."
+            yield gauge(CONTROLLER_AGE, help, vitals.controller_age_s)
 
 
-# Name, meaning, bounds and where it is counted.
+# Name, help, bounds and the attribute that counts it.
 _HISTOGRAMS = (
-    ("vllm:time_to_first_token_seconds", "From a request to its first token.", FIRST_TOKEN_S, "_first"),
-    ("vllm:e2e_request_latency_seconds", "From a request to its end.", REQUEST_S, "_e2e"),
+    (
+        "vllm:time_to_first_token_seconds",
+        "Time from the arrival of a request to its first token.",
+        FIRST_TOKEN_S,
+        "_first",
+    ),
+    ("vllm:e2e_request_latency_seconds", "Time from the arrival of a request to its end.", REQUEST_S, "_e2e"),
     ("vllm:request_queue_time_seconds", "Time in the gateway's queue.", REQUEST_S, "_queued"),
-    ("vllm:request_prefill_time_seconds", "From the queue to the first token.", REQUEST_S, "_prefill"),
-    ("vllm:request_decode_time_seconds", "From the first token to the last.", REQUEST_S, "_decode"),
+    ("vllm:request_prefill_time_seconds", "Time from the slot to the first token.", REQUEST_S, "_prefill"),
+    ("vllm:request_decode_time_seconds", "Time from the first token to the last.", REQUEST_S, "_decode"),
     (
         "vllm:request_time_per_output_token_seconds",
-        "Mean time between two tokens, one observation for each request.",
+        "Mean time between two tokens of a request, observed once per request.",
         TOKEN_S,
         "_per_output",
     ),
@@ -303,7 +311,7 @@ _HISTOGRAMS = (
     ("vllm:request_generation_tokens", "Tokens of the answer.", TOKENS, "_output"),
     (
         "vllm:request_max_num_generation_tokens",
-        "Tokens of the longest answer of a request: each choice is a request here.",
+        "Tokens of the longest answer of a request; each choice counts as a request.",
         TOKENS,
         "_output",
     ),
@@ -317,19 +325,19 @@ def _family(
 
 
 def _gauges(snapshot: Sequence[ModelSnapshot]) -> Iterable[MetricFamily]:
-    """vLLM's gauges. The queue is the gateway's: a replica has no waiting requests of its own but for an instant."""
-    replicas = {(one.model, str(replica.replica)): replica for one in snapshot for replica in one.replicas}
+    """Yields vLLM's gauges. The queue is the gateway's: replicas have no waiting requests of their own."""
+    replicas = {(model.model, str(replica.replica)): replica for model in snapshot for replica in model.replicas}
     running = {key: replica.live for key, replica in replicas.items()}
-    yield by_label("vllm:num_requests_running", "gauge", "Requests that own a slot.", LABELS, running)
-    waiting = {(one.model, QUEUE): one.waiting for one in snapshot}
-    yield by_label("vllm:num_requests_waiting", "gauge", "Requests that wait for a slot.", LABELS, waiting)
+    yield by_label("vllm:num_requests_running", "gauge", "Requests in a slot.", LABELS, running)
+    waiting = {(model.model, QUEUE): model.waiting for model in snapshot}
+    yield by_label("vllm:num_requests_waiting", "gauge", "Requests waiting for a slot.", LABELS, waiting)
     used = {
         key: replica.kv_used_tokens / replica.kv_capacity_tokens
         for key, replica in replicas.items()
         if replica.kv_capacity_tokens
     }
-    for name, told in (
-        ("vllm:kv_cache_usage_perc", "Share of the KV cache that is in use, 0 to 1."),
-        ("vllm:gpu_cache_usage_perc", "As vllm:kv_cache_usage_perc, whose name in vLLM this was."),
+    for name, help in (
+        ("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1."),
+        ("vllm:gpu_cache_usage_perc", "The former vLLM name of vllm:kv_cache_usage_perc."),
     ):
-        yield by_label(name, "gauge", told, LABELS, used)
+        yield by_label(name, "gauge", help, LABELS, used)

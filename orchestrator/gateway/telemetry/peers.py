@@ -1,11 +1,12 @@
-"""The gateways that share one port, as they find each other: a scrape reaches one of them and must tell of all.
+"""Connects the gateways that share one port: a scrape reaches one gateway and must report all of them.
 
-Each takes a number and listens on a unix socket of that name. Whoever connects gets the gateway's families, and that
-is all that is ever said there. The number outlives the process that has it: a gateway that is started again takes up
-the series of the one that died, from zero, which Prometheus takes for the reset that it is.
+Each gateway takes a number and listens on a unix socket of that name. A client of the socket gets the gateway's metric
+families, and nothing else. The number outlives its process: a restarted gateway continues the series of the dead one
+from zero, which Prometheus handles as a counter reset.
 
-A gateway that hangs keeps its number, and the kernel goes on giving it connections. So each writes a beat into the file
-that it has locked, all of them, the spare one too, watch the others' beats, and the first to miss one kills it.
+A hung gateway keeps its number, and the kernel keeps giving it connections. So each gateway writes a heartbeat into its
+lock file; all of them, the spare included, watch the others, and the first to find a heartbeat overdue kills that
+gateway.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from workers.messages.metric_family import MetricFamily
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 0.5  # for another gateway to tell; one that is hung or dying is left out
+ANSWER_S = 0.5  # deadline for the families of another gateway; after it, the gateway is left out
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[MetricFamily])
 
@@ -44,14 +45,14 @@ class Peers:
         seats: Path | None = None,
         clock: AwakeClock | None = None,
     ) -> None:
-        """``families`` are this gateway's own, asked for whenever another gateway is scraped; ``gateways`` is how many
-        the fleet has. Without it: as many as have ever taken a number in this folder. ``seats`` is the folder of the
-        locks, where it is another one than that of the sockets."""
+        """``families`` returns this gateway's own, and is called whenever another gateway is scraped. ``gateways`` is
+        how many the fleet has; None: as many as have ever taken a number in this folder. ``seats`` is the folder of the
+        locks, ``folder`` by default."""
         self._gateways = gateways
         self._folder = folder
         self._seats = seats or folder
         self._clock = clock or AwakeClock()
-        self._vigil = GatewayWatch()
+        self._gateway_watch = GatewayWatch()
         self._beat = GatewayBeat(os.getpid(), host_facts.process_start(os.getpid()) or 0.0, 0)
         self._families = families
         self._lock: int | None = None
@@ -59,8 +60,8 @@ class Peers:
         self.name = ""
 
     async def join(self) -> bool:
-        """Take the lowest free number and listen; False when the fleet's gateways have them all. One that dies, in
-        whatever way, gives its number back at once. Raises OSError when the folder cannot be written."""
+        """Takes the lowest free number and listens; returns False when all are taken. A gateway's number is free as
+        soon as its process ends, however it ends. Raises OSError when the folder cannot be written."""
         self._seats.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = 0
         while (lock := _locked(self._seats / f"{number}.lock")) is None:
@@ -74,15 +75,15 @@ class Peers:
     async def _listen(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._folder / self.name
-        path.unlink(missing_ok=True)  # of the one that died
+        path.unlink(missing_ok=True)  # left by a dead gateway
         before = self._server
         self._server = await asyncio.start_unix_server(self._answer, str(path))
         if before is not None:
             before.close()
 
     async def keep(self) -> None:
-        """To be called several times a second, by a spare gateway too: beats, listens again where the socket's path is
-        gone, and kills what hangs. Raises OSError."""
+        """Writes the heartbeat, listens again if the socket's path is gone, and kills hung gateways. To be called
+        several times a second, by the spare gateway too. Raises OSError."""
         if self._lock is not None:
             self._beat = self._beat._replace(turn=self._beat.turn + 1)
             os.pwrite(self._lock, self._beat.packed(), 0)
@@ -94,7 +95,7 @@ class Peers:
         now = self._clock()
         beats = {path.stem: beat for path in self._seats.glob("*.lock") if (beat := GatewayBeat.read(path)) is not None}
         beats = {seat: beat for seat, beat in beats.items() if beat.pid != self._beat.pid}
-        for seat, silent_s in self._vigil.overdue(now, self._clock.resumed_at(), beats).items():
+        for seat, silent_s in self._gateway_watch.overdue(now, self._clock.resumed_at(), beats).items():
             beat = beats[seat]
             if silent_s > HUNG_S and (silent_s > BUSY_S or not is_busy(beat.pid)):
                 with contextlib.suppress(ProcessLookupError):
@@ -108,24 +109,24 @@ class Peers:
 
     @property
     def shared(self) -> bool:
-        """Whether the fleet has several gateways, so that series must say which of them they are of. Not whether they
-        live: a label that goes with a gateway's death would end all series of the others."""
+        """True when the fleet has several gateways, so that series need a gateway label. It does not depend on how
+        many are alive: if the label went with a gateway's death, all series of the others would end."""
         return (self._gateways or len(list(self._seats.glob("*.lock")))) > 1
 
-    async def ask(self) -> dict[str, Sequence[MetricFamily]]:
-        """The families of all others that answer in time, by their names."""
-        others = [path for path in self._folder.glob("[0-9]*") if path.name.isdigit() and path.name != self.name]
-        told = await asyncio.gather(*(_ask(path) for path in others))
-        return {path.name: families for path, families in zip(others, told, strict=True) if families is not None}
+    async def fetch(self) -> dict[str, Sequence[MetricFamily]]:
+        """Returns the families of the other gateways that answer in time, by name."""
+        paths = [path for path in self._folder.glob("[0-9]*") if path.name.isdigit() and path.name != self.name]
+        pages = await asyncio.gather(*(_fetch(path) for path in paths))
+        return {path.name: families for path, families in zip(paths, pages, strict=True) if families is not None}
 
     async def leave(self) -> None:
-        """Stop listening and give the number back."""
+        """Stops listening and frees the number."""
         if self._server is not None:
             self._server.close()
             self._server = None
         if self._lock is not None:
             (self._folder / self.name).unlink(missing_ok=True)
-            os.ftruncate(self._lock, 0)  # without a beat: this process may take its time to end
+            os.ftruncate(self._lock, 0)  # no heartbeat: this process may take a while to end, and must not be killed
             os.close(self._lock)
             self._lock = None
 
@@ -134,12 +135,12 @@ class Peers:
             writer.write(_encoder.encode(list(self._families())))
             await asyncio.wait_for(writer.drain(), ANSWER_S)
         except (OSError, asyncio.TimeoutError):
-            log.debug("another gateway did not take what this one counts", exc_info=True)
+            log.debug("another gateway did not read this one's metrics", exc_info=True)
         finally:
             writer.close()
 
 
-async def _ask(path: Path) -> list[MetricFamily] | None:
+async def _fetch(path: Path) -> list[MetricFamily] | None:
     writer: asyncio.StreamWriter | None = None
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(path)), ANSWER_S)
@@ -152,7 +153,7 @@ async def _ask(path: Path) -> list[MetricFamily] | None:
 
 
 def _locked(path: Path) -> int | None:
-    """The descriptor of a lock that ends with this process; None when another holds it."""
+    """Returns the descriptor of a lock that ends with this process; None when another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What one gateway keeps of its requests for `corewright trace export`: when each came, how long it was, no texts."""
+"""Records arrival times and lengths of one gateway's requests for `corewright trace export`, but no texts."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from orchestrator.records.request_traces import parts
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 4 * 2**20  # of one file; about 80,000 requests
-FILES = 32  # of all gateways together; the oldest goes
-BUFFERED = 1024  # requests until they are written without being asked to
-MOST_BUFFERED = 64 * 1024  # while the disk takes nothing; those that come then are not recorded
+FILES = 32  # of all gateways together; the oldest is deleted
+BUFFERED = 1024  # requests that start a write
+MOST_BUFFERED = 64 * 1024  # while the disk blocks; later requests are not recorded
 
-Noted = tuple[float, str, int, int, str, float, float]
+Record = tuple[float, str, int, int, str, float, float]
 
 
 class RequestRecorder:
-    """A line of CSV for each request: time, model, prompt and output tokens, key, first_ms, decode_ms.
+    """Writes a CSV line for each request: time, model, prompt and output tokens, key, first_ms, decode_ms.
 
-    The files are ``folder/<gateway>.<bytes that this gateway had written before>.csv``, so that a place in them has a
-    number that stays the same when the oldest is deleted (`orchestrator.records.request_traces.read_page`). A disk that
-    is full, or a folder that cannot be written, costs lines, never a request.
+    The files are ``folder/<gateway>.<bytes that this gateway had written before>.csv``, so that an offset stays valid
+    when the oldest file is deleted (`orchestrator.records.request_traces.read_page`). A full disk or a read-only folder
+    loses lines, never a request.
     """
 
     def __init__(self, folder: Path, gateway: str, *, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
-        """``gateway`` is part of a file's name. A gateway of the same name goes on behind what the last one wrote."""
+        """``gateway`` is part of the file names. A later gateway of the same name appends to the files."""
         self.dropped = 0  # requests that could not be written
         self._folder = folder
         self._gateway = gateway
         self._file_bytes = file_bytes
         self._files = files
-        self._notes: list[Noted] = []
-        self._writer: ThreadPoolExecutor | None = None  # of one thread
+        self._notes: list[Record] = []
+        self._writer: ThreadPoolExecutor | None = None  # one thread
         self._writing: Future[None] | None = None
         self._file: BinaryIO | None = None
-        self._written = 0  # in this file
-        self._told_dropped: int | None = None  # how many had been when it was complained of; None: all is well
+        self._written = 0  # bytes in this file
+        self._dropped_before: int | None = None  # ``dropped`` when writing began to fail; None: it works
 
     def note(
         self,
@@ -55,10 +55,10 @@ class RequestRecorder:
         first_s: float = 0.0,
         decode_s: float = 0.0,
     ) -> None:
-        """A request has ended that came at ``wall_time``, in seconds since the epoch.
+        """Records an ended request that arrived at ``wall_time``, in seconds since the epoch.
 
-        ``first_s`` is from when it was sent to its replica until its first token, ``decode_s`` from there to its last;
-        0.0: unknown.
+        ``first_s`` is the time from sending it to its replica to the first token, ``decode_s`` from there to the last;
+        0.0 when unknown.
         """
         if len(self._notes) >= MOST_BUFFERED:
             self.dropped += 1
@@ -68,7 +68,7 @@ class RequestRecorder:
             self.write_soon()
 
     def write_soon(self) -> None:
-        """Write what was noted, in a thread: the disk may take its time. While it does, the next ones wait."""
+        """Starts to write the records in a thread, since the disk may be slow; does nothing while a write runs."""
         if not self._notes or (self._writing is not None and not self._writing.done()):
             return
         if self._writer is None:
@@ -77,7 +77,7 @@ class RequestRecorder:
         self._writing = self._writer.submit(self._write_down, notes)
 
     def flush(self) -> None:
-        """Write all that was noted. Blocks for as long as the disk takes."""
+        """Writes all records. Blocks until the disk is done."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -86,7 +86,7 @@ class RequestRecorder:
             self._write_down(notes)
 
     def close(self) -> None:
-        """Write what is left. It may be used again."""
+        """Writes the remaining records and closes the file. The recorder may be used again."""
         self.flush()
         if self._writer is not None:
             self._writer.shutdown()
@@ -97,23 +97,23 @@ class RequestRecorder:
 
     # Inside
 
-    def _write_down(self, notes: Sequence[Noted]) -> None:
-        """Of one thread at a time."""
+    def _write_down(self, notes: Sequence[Record]) -> None:
+        """Writes the records; called by one thread at a time."""
         lines = "".join(
             f"{at:.3f},{model},{prompt},{output},{key},{first * 1000:.1f},{decode * 1000:.1f}\n"
             for at, model, prompt, output, key, first, decode in notes
         )
         try:
             self._write(lines.encode())
-            if self._told_dropped is not None:
-                log.warning("requests are recorded again; %d were not", self.dropped - self._told_dropped)
-                self._told_dropped = None
+            if self._dropped_before is not None:
+                log.warning("requests are recorded again; %d were lost", self.dropped - self._dropped_before)
+                self._dropped_before = None
         except OSError as error:
-            if self._told_dropped is None:
-                log.warning("requests are not recorded in %s: %s", self._folder, error)
-                self._told_dropped = self.dropped
+            if self._dropped_before is None:
+                log.warning("cannot record requests in %s: %s", self._folder, error)
+                self._dropped_before = self.dropped
             self.dropped += len(notes)
-            self._mend()
+            self._truncate()
 
     def _write(self, data: bytes) -> None:
         if self._file is None:
@@ -126,12 +126,12 @@ class RequestRecorder:
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """The next file, which begins where the last one ends."""
+        """Opens the next file, which begins at the offset where the last one ends."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        there = parts(self._folder).get(self._gateway, [])
+        files = parts(self._folder).get(self._gateway, [])
         start = 0
-        if there:
-            start, last = there[-1]
+        if files:
+            start, last = files[-1]
             size = last.stat().st_size
             if size < self._file_bytes and _ends_whole(last, size):
                 self._written = size
@@ -142,7 +142,7 @@ class RequestRecorder:
         return _opened(self._folder / f"{self._gateway}.{start}.csv")
 
     def _make_room(self) -> None:
-        """For one file more. Other gateways may do the same at this moment."""
+        """Deletes the oldest files until one more is allowed. Other gateways may do the same at the same time."""
         ages: list[tuple[float, Path]] = []
         for path in (path for files in parts(self._folder).values() for _, path in files):
             with contextlib.suppress(FileNotFoundError):
@@ -151,8 +151,8 @@ class RequestRecorder:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
-    def _mend(self) -> None:
-        """After an error: half a line must not be what the next one is appended to."""
+    def _truncate(self) -> None:
+        """Cuts the file back to whole lines after an error, and closes it."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _ends_whole(path: Path, size: int) -> bool:
-    """Whether the last line was written to its end."""
+    """Returns whether the last line is complete."""
     if not size:
         return True
     with path.open("rb") as stream:

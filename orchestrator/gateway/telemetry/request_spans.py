@@ -1,7 +1,7 @@
-"""The gateway's spans of one request: all of it, its time in the queue, and each replica that it was sent to.
+"""The gateway's trace spans of one request: the whole request, its time in the queue, and each replica it was sent to.
 
-Names and attributes are those of OpenTelemetry's semantic conventions for generative AI, and beside them vLLM's, so
-that dashboards made for either find what they ask for.
+Names and attributes follow OpenTelemetry's semantic conventions for generative AI, plus vLLM's, so that dashboards for
+either work.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "function_call", "cancell
 
 
 class RequestTracing:
-    """Decides which requests are traced. One for each gateway."""
+    """Starts the traces of sampled requests. One for each gateway."""
 
     def __init__(self, sink: SpanSink) -> None:
         self._sink = sink
 
     @classmethod
     def from_environment(cls, instance: str = "0") -> RequestTracing | None:
-        """None where the environment asks for no traces; ``instance`` tells several gateways apart."""
+        """Returns None when the environment does not enable traces; ``instance`` identifies this gateway."""
         sink = open_sink(SERVICE, {"service.instance.id": f"gateway/{instance}"})
         return None if sink is None else cls(sink)
 
@@ -35,24 +35,25 @@ class RequestTracing:
         operation: str = "chat",
         request_id: str = "",
     ) -> TraceHandle | None:
-        """A request has come, with lower-case ``headers``. None when it is not traced, which is said by the caller's
-        `traceparent`, else by the sampler. ``operation``: chat, text_completion, embeddings."""
-        given = headers.get(b"traceparent")
+        """Starts the trace of a request with these ``headers``, names in lower case. Returns None when the request is
+        not sampled, by the caller's `traceparent` or else by the sampler. ``operation``: chat, text_completion,
+        embeddings."""
+        traceparent = headers.get(b"traceparent")
         parent = None
-        if given is not None:
+        if traceparent is not None:
             state = headers.get(b"tracestate", b"").decode("latin-1")
-            parent = SpanId.parse(given.decode("latin-1"), state)
+            parent = SpanId.parse(traceparent.decode("latin-1"), state)
         name = f"{operation} {model}"
         id = self._sink.begin(parent, name)
         return None if id is None else TraceHandle(self._sink, id, parent, name, operation, model, request_id)
 
     def close(self) -> None:
-        """Send what waits, and nothing more."""
+        """Exports the remaining spans and closes the exporter."""
         self._sink.close()
 
 
 class TraceHandle:
-    """One traced request. Each call notes a time; spans are made by ``end``."""
+    """One traced request. Each call records a time; ``end`` makes the spans."""
 
     __slots__ = (
         "_attempts",
@@ -83,24 +84,24 @@ class TraceHandle:
         self._name = name
         self._request = (operation, model, request_id)
         self._began = time.time_ns()
-        self._queued = 0  # when it came into the queue; 0: it is not there
+        self._queued = 0  # when it entered the queue; 0: it is not queued
         self._waits: list[tuple[int, int]] = []
-        self._attempts: list[tuple[SpanId, str, int, int]] = []  # id, replica, from, to (0: still there)
+        self._attempts: list[tuple[SpanId, str, int, int]] = []  # id, replica, start, end (0: still there)
         self._first = 0
 
     @property
     def traceparent(self) -> str:
-        """Of the request as a whole."""
+        """The `traceparent` of the whole request."""
         return str(self._id)
 
     def queued(self) -> None:
-        """It waits for a slot now; once more when a replica was lost under it."""
+        """Records that the request waits for a slot; called again after its replica is lost."""
         now = time.time_ns()
         self._leave_replica(now)
         self._queued = now
 
     def sent(self, replica: str) -> str:
-        """It goes to that replica now: what its `GenerateRequest.trace` must be."""
+        """Records that the request goes to ``replica``. Returns the value for its `GenerateRequest.trace`."""
         now = time.time_ns()
         self._leave_replica(now)
         self._leave_queue(now)
@@ -109,12 +110,12 @@ class TraceHandle:
         return str(attempt)
 
     def first_token(self) -> None:
-        """The client can see something."""
+        """Records the time of the first token."""
         self._first = self._first or time.time_ns()
 
     def end(self, reason: str, usage: tuple[int, int] | None = None, status: int = 200) -> None:
-        """It is over: ``reason`` is why the answer ended, or the code of the error; ``usage`` the tokens of prompt and
-        answer; ``status`` the HTTP status."""
+        """Ends the trace. ``reason`` is the finish reason or the error code, ``usage`` the tokens of prompt and answer,
+        ``status`` the HTTP status."""
         now = time.time_ns()
         answered_by = self._attempts[-1][1] if self._attempts else None
         failed = reason not in GOOD_ENDS
@@ -138,7 +139,7 @@ class TraceHandle:
             )
             for i, (id, replica, start, end) in enumerate(self._attempts)
         ]
-        whole = Span(
+        root = Span(
             name=self._name,
             id=self._id,
             parent=self._parent,
@@ -148,13 +149,13 @@ class TraceHandle:
             attributes=self._attributes(reason, usage, status, answered_by, now),
             error=reason if failed else None,
         )
-        self._sink.end(*waits, *attempts, whole)
+        self._sink.end(*waits, *attempts, root)
 
     def _attributes(
         self, reason: str, usage: tuple[int, int] | None, status: int, replica: str | None, now: int
     ) -> dict[str, Any]:
         operation, model, request_id = self._request
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "corewright",
             "gen_ai.request.model": model,
@@ -166,16 +167,16 @@ class TraceHandle:
             "http.response.status_code": status,
         }
         if replica is not None:
-            told["corewright.replica"] = replica
+            attributes["corewright.replica"] = replica
         if reason not in GOOD_ENDS:
-            told["error.type"] = reason
+            attributes["error.type"] = reason
         if self._first:
-            told["gen_ai.latency.time_to_first_token"] = (self._first - self._began) / 1e9
+            attributes["gen_ai.latency.time_to_first_token"] = (self._first - self._began) / 1e9
         if usage is not None:
             prompt, completion = usage
-            told |= {"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion}
-            told |= {"gen_ai.usage.prompt_tokens": prompt, "gen_ai.usage.completion_tokens": completion}
-        return told
+            attributes |= {"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion}
+            attributes |= {"gen_ai.usage.prompt_tokens": prompt, "gen_ai.usage.completion_tokens": completion}
+        return attributes
 
     def _leave_queue(self, now: int) -> None:
         if self._queued:

@@ -1,4 +1,4 @@
-"""One page of `/metrics` for all who ask for it at the same time."""
+"""Makes one `/metrics` page for all scrapes that arrive at the same time."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-PAUSES = 9  # times as long as the last page took, no page is made: at most a tenth of the time is spent on them
+PAUSES = 9  # pause between pages, in multiples of the last page's time: pages take at most a tenth of the time
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-Page = tuple[bytes, str]  # and its content type
+Page = tuple[bytes, str]  # body and content type
 
 
 class Scrapes:
-    """Makes pages one after the other, with pauses, so that scrapes cannot stall streams, however many come. No page is
-    older than the question that it answers. Used from one event loop."""
+    """Makes pages one at a time, with pauses, so that many scrapes cannot stall streams. A page is never older than the
+    scrape that it answers. Used from one event loop."""
 
     def __init__(self, make: Callable[[bool], Awaitable[Page]]) -> None:
-        """``make`` gives the page in OpenMetrics or in Prometheus' text format."""
+        """``make`` returns the page in OpenMetrics (True) or in Prometheus' text format."""
         self._make = make
-        self._next: dict[bool, asyncio.Task[Page]] = {}  # that have not begun
+        self._next: dict[bool, asyncio.Task[Page]] = {}  # by format: the page that is next, not started yet
         self._turn = asyncio.Lock()
         self._not_before = 0.0
 
     async def page(self, openmetrics: bool) -> Page:
-        """The next page of that format. Raises what ``make`` raises."""
+        """Returns the next page of that format. Raises what ``make`` raises."""
         task = self._next.get(openmetrics)
         if task is None:
             task = self._next[openmetrics] = asyncio.get_running_loop().create_task(self._in_turn(openmetrics))
-        return await asyncio.shield(task)  # the others still wait for it
+        return await asyncio.shield(task)  # other scrapes still wait for it
 
     async def _in_turn(self, openmetrics: bool) -> Page:
         async with self._turn:
