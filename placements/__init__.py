@@ -1,1 +1,1 @@
-"""The pure core: from a spec and hosts to a plan. No clock, no I/O, no Ray, no torch."""
+"""The pure core, from a spec and hosts to a plan: no clock, no I/O, no Ray, no torch."""

@@ -219,7 +219,7 @@ def interpreter_problems(
             problems.append(Problem("rotary-misread", "warning", one.where, what, MISREAD_HINT))
         if "auto" in one.needed_for and not any(other.found.engines for other in interpreters):
             what = f"engine auto: there is neither {' nor '.join(AUTO_ENGINES)} on this machine"
-            hint = "use an image of the Neuron SDK that holds one, or name its interpreter under engines"
+            hint = "use a Neuron SDK image with one of them, or set its interpreter under engines"
             problems.append(Problem("engine-not-installed", "error", one.where, what, hint))
     return problems
 

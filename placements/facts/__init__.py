@@ -1,1 +1,1 @@
-"""What is known of instance types, engines and checkpoints, each with its source."""
+"""Facts about instance types, engines and checkpoints, each with its source."""

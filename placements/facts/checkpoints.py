@@ -1,4 +1,4 @@
-"""Checkpoint: what a model's config.json says that placement depends on. Pure: callers read the file."""
+"""Derives a model's shape and parameter counts from a decoded config.json. Callers read the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placements.facts.tnx_families import Reading
 
 
 class CheckpointError(Exception):
-    """A config.json that cannot be used: a problem id, the fact and the remedy."""
+    """Raised for an unusable config.json, with the problem's id, text and hint."""
 
     def __init__(self, id: str, what: str, hint: str = "") -> None:
         super().__init__(f"{id}: {what}" + (f" ({hint})" if hint else ""))
@@ -21,24 +21,24 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters a model has, by what they do. A fused query-key-value projection counts as its parts."""
+    """A model's parameter counts by purpose. A fused query-key-value projection is counted as its parts."""
 
-    embedding: int  # of tokens; the head too where the two are tied
-    head: int  # 0 where it is tied
-    positions: int  # learned ones; 0 without
+    embedding: int  # token embedding, with the head if the two are tied
+    head: int  # 0 if tied
+    positions: int  # learned positions
     attention: int  # matrices of the query and output projections
     kv: int  # matrices of the key and value projections
     feed_forward: int  # matrices, of all experts
-    small: int  # norms, biases, routers, and what widens or narrows an embedding (some of opt)
+    small: int  # norms, biases, routers, and the projections of an embedding's width (some opt models)
 
     @property
     def matrices(self) -> int:
-        """What ``quantize`` applies to: the projections of all layers."""
+        """The parameters that ``quantize`` applies to: the projections of all layers."""
         return self.attention + self.kv + self.feed_forward
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All parameters."""
         return self.embedding + self.head + self.positions + self.matrices + self.small
 
 
@@ -47,7 +47,7 @@ _AS_IT_IS = Reading()
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A causal language model's shape."""
+    """The shape of a causal language model."""
 
     model_type: str
     heads: int  # query heads
@@ -60,20 +60,20 @@ class Checkpoint:
     max_positions: int | None  # None: no limit in the architecture (alibi)
     tied_embeddings: bool
     parameters: int  # of the whole model, tied weights counted once
-    experts: int | None = None  # feed-forward layers beside each other, all of them held; None: one, without a router
-    embedding_dim: int | None = None  # width of an embedded token where it is not ``hidden`` (some of opt)
-    stored_bytes: int | None = None  # of a parameter in the checkpoint's files; None: config.json does not say
-    window: int | None = None  # tokens that a token attends to, itself among them; None: all before it
-    on_tnx: Reading = _AS_IT_IS  # what transformers-neuronx computes of it
+    experts: int | None = None  # experts of a layer, all in memory; None: no router
+    embedding_dim: int | None = None  # width of an embedded token if it is not ``hidden`` (some opt models)
+    stored_bytes: int | None = None  # bytes a parameter in the checkpoint's files; None: unknown
+    window: int | None = None  # tokens that a token attends to, itself included; None: all before it
+    on_tnx: Reading = _AS_IT_IS  # how transformers-neuronx reads config.json
 
     @property
     def feed_forward_matrices(self) -> int:
-        """Of one expert: up and down, and a gate where the family has one."""
+        """The matrices of one expert: up, down, and a gate in gated families."""
         return 3 if self.model_type in _GATED else 2
 
     @property
     def groups(self) -> Parameters:
-        """``parameters``, divided. They sum to it exactly."""
+        """``parameters`` by group. The groups add up to it exactly."""
         table = self.vocab * (self.embedding_dim or self.hidden)
         positions = 0
         if self.model_type in _LEARNED_POSITIONS and self.max_positions:
@@ -87,10 +87,10 @@ class Checkpoint:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Checkpoint:
-        """Read a decoded config.json.
+        """Reads a decoded config.json.
 
-        Raises CheckpointError: ``unknown-family`` for a model type that is none of ``FAMILIES``,
-        ``checkpoint-malformed`` for a key that is missing or makes no sense.
+        Raises CheckpointError: ``unknown-family`` for a model type outside ``FAMILIES``, ``checkpoint-malformed`` for a
+        missing or invalid key.
         """
         if not isinstance(config, Mapping):
             raise CheckpointError("checkpoint-malformed", "config.json is not a JSON object", _REPAIR)
@@ -99,10 +99,10 @@ class Checkpoint:
             raise CheckpointError("checkpoint-malformed", "config.json has no model_type", _REPAIR)
         reader = _FAMILIES.get(family) if isinstance(family, str) else None
         if reader is None:
-            known = ", ".join(sorted(_FAMILIES))
+            supported = ", ".join(sorted(_FAMILIES))
             raise CheckpointError(
                 "unknown-family",
-                f'model_type "{family}" is not supported; supported are {known}',
+                f'model_type "{family}" is not supported ({supported})',
                 "serve a checkpoint of one of these families",
             )
         read = _Config(config)
@@ -117,15 +117,15 @@ _STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def _stored_bytes(config: Mapping[str, Any]) -> int | None:
-    """From ``dtype`` (transformers 5) or ``torch_dtype``. It only sharpens an estimate, so that nothing is refused."""
+    """Returns the bytes a parameter from ``dtype`` (transformers 5) or ``torch_dtype``; None if unknown."""
     name = config.get("dtype", config.get("torch_dtype"))
     return _STORED_BYTES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 def sliding_window(family: str, config: Mapping[str, Any]) -> int | None:
-    """The length of the sliding window of a decoded config.json, with what transformers takes where the key is absent.
+    """Returns the length of the sliding window, with the default of transformers if the key is absent.
 
-    None: a token attends to all before it. Raises CheckpointError.
+    None: a token attends to all tokens before it. Raises CheckpointError.
     """
     read = _Config(config)
     if family.startswith("qwen"):
@@ -139,7 +139,7 @@ _REPAIR = "use the config.json that belongs to the checkpoint"
 
 
 class _Config:
-    """Typed access to a config, where each name may have older spellings."""
+    """Typed access to a config. Each key may have older spellings."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -150,7 +150,7 @@ class _Config:
         )
 
     def optional(self, *names: str) -> int | None:
-        """A positive whole number, or None when it is absent or null."""
+        """Returns a positive integer, or None if the key is absent or null."""
         name, value = self._first(names)
         if value is None:
             return None
@@ -161,11 +161,11 @@ class _Config:
         return value
 
     def given(self, name: str, absent: int) -> int | None:
-        """As ``optional``, but what transformers takes where the key is absent; None only where it is null."""
+        """Returns a positive integer, None if it is null, or ``absent`` (the default of transformers)."""
         return self.optional(name) if name in self._values else absent
 
     def number(self, *names: str) -> int:
-        """A positive whole number that must be there."""
+        """Returns a positive integer. Raises CheckpointError if it is missing."""
         value = self.optional(*names)
         if value is None:
             raise CheckpointError("checkpoint-malformed", f"config.json has no {' or '.join(names)}", _REPAIR)
@@ -192,7 +192,7 @@ def _even_head_dim(hidden: int, heads: int) -> int:
 
 @dataclass(frozen=True)
 class _Rotary:
-    """Heads of a model with rotary positions, grouped queries and gated feed-forward layers."""
+    """The shape of a model with rotary positions, grouped queries and gated feed-forward layers."""
 
     hidden: int
     ffn: int
@@ -203,7 +203,7 @@ class _Rotary:
 
     @property
     def attention(self) -> int:
-        """Parameters of the four projections, without biases."""
+        """The parameters of the four projections, without biases."""
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     @property
@@ -216,7 +216,7 @@ class _Rotary:
 
 
 def _rotary(config: _Config, kv_heads: int | None = None, head_dim: int | None = None) -> _Rotary:
-    """``kv_heads`` and ``head_dim`` are those of a config that does not name them; None: heads, and hidden / heads."""
+    """Reads the shape. ``kv_heads`` and ``head_dim`` are the family's defaults; None: heads, and hidden / heads."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     kv_heads = config.given("num_key_value_heads", kv_heads or heads) or heads
     if heads % kv_heads:
@@ -231,7 +231,7 @@ def _rotary(config: _Config, kv_heads: int | None = None, head_dim: int | None =
 def _rotary_checkpoint(
     family: str, config: _Config, shape: _Rotary, attention: int, feed_forward: int, experts: int | None = None
 ) -> Checkpoint:
-    """``attention`` and ``feed_forward`` are the parameters of one layer, its two norms not counted."""
+    """``attention`` and ``feed_forward`` are the parameters of one layer, without its two norms."""
     hidden, vocab = shape.hidden, config.number("vocab_size")
     tied = config.flag("tie_word_embeddings", False)
     block = attention + feed_forward + 2 * hidden
@@ -268,7 +268,7 @@ def _mistral(config: _Config) -> Checkpoint:
 
 def _mixtral(config: _Config) -> Checkpoint:
     shape, experts = _rotary(config, kv_heads=8), config.number("num_local_experts")
-    feed_forward = experts * (shape.feed_forward + shape.hidden)  # each with its row of the router
+    feed_forward = experts * (shape.feed_forward + shape.hidden)  # each expert has a row of the router
     return _rotary_checkpoint("mixtral", config, shape, shape.attention, feed_forward, experts)
 
 
@@ -279,14 +279,14 @@ def _qwen2(config: _Config) -> Checkpoint:
 
 def _qwen3(config: _Config) -> Checkpoint:
     shape = _rotary(config, kv_heads=32, head_dim=128)
-    attention = shape.attention + 2 * shape.head_dim  # queries and keys have a norm each
+    attention = shape.attention + 2 * shape.head_dim  # a norm each for queries and keys
     if config.flag("attention_bias", False):
         attention += shape.qkv_biases + shape.hidden
     return _rotary_checkpoint("qwen3", config, shape, attention, shape.feed_forward)
 
 
 def _fused_block(hidden: int, ffn: int) -> int:
-    """A block with biases everywhere, two layer norms and one fused query-key-value projection (gpt2, bloom)."""
+    """Returns the parameters of a block with biases, two layer norms and a fused QKV projection (gpt2, bloom)."""
     return 4 * hidden * (hidden + 1) + hidden * (ffn + 1) + ffn * (hidden + 1) + 4 * hidden
 
 
@@ -330,7 +330,7 @@ def _gptj(config: _Config) -> Checkpoint:
     positions = config.number("n_positions", "max_position_embeddings")
     ffn = config.optional("n_inner") or 4 * hidden
     tied, head_dim = config.flag("tie_word_embeddings", False), _even_head_dim(hidden, heads)
-    # One norm a layer, no biases in the attention; the head has one, tied or not.
+    # One norm a layer, and no biases in the attention. The head has a bias, tied or not.
     block = 4 * hidden * hidden + hidden * (ffn + 1) + ffn * (hidden + 1) + 2 * hidden
     parameters = vocab * hidden * (1 if tied else 2) + vocab + layers * block + 2 * hidden
     return Checkpoint("gptj", heads, heads, layers, hidden, ffn, head_dim, vocab, positions, tied, parameters)

@@ -1,4 +1,4 @@
-"""CoreRange: contiguous NeuronCores of one host, in the notation of NEURON_RT_VISIBLE_CORES."""
+"""Ranges of contiguous NeuronCores of one host, in the notation of NEURON_RT_VISIBLE_CORES."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Three digits are enough for every host known (128 cores), and keep int() from being fed a novel.
+# Three digits suffice for every known host (128 cores), and bound the input of int().
 _NOTATION = re.compile(r"(0|[1-9][0-9]{0,2})(?:-(0|[1-9][0-9]{0,2}))?")
 
 
 @dataclass(frozen=True, order=True)
 class CoreRange:
-    """The cores ``first`` to ``last`` of one host, both included; ids count from 0 over the whole host.
+    """The cores ``first`` to ``last`` (inclusive) of one host; ids count from 0 over the whole host.
 
-    Ordered by ``first``, then ``last``. Raises ValueError when it would be empty or begin below 0.
+    Ordered by ``first``, then ``last``. Raises ValueError for an empty range or one that begins below 0.
     """
 
     first: int
@@ -26,27 +26,27 @@ class CoreRange:
 
     def __post_init__(self) -> None:
         if self.first < 0:
-            raise ValueError(f"a core range begins at core 0 or later, not at {self.first}")
+            raise ValueError(f"a core range must not begin below core 0: {self.first}")
         if self.last < self.first:
-            raise ValueError(f"a core range increases: {self.first}-{self.last} ends before it begins")
+            raise ValueError(f"a core range must not be empty: {self.first}-{self.last}")
 
     @classmethod
     def parse(cls, text: str) -> CoreRange:
-        """Read "4-7" or "5". Raises ValueError with one sentence that says what is wrong."""
+        """Parses "4-7" or "5". Raises ValueError with a one-sentence reason."""
         match = _NOTATION.fullmatch(text)
         if match is None:
             if "," in text:
                 raise ValueError(f'"{text}" is a list; a core range is contiguous, like "4-7" or "5"')
-            raise ValueError(f'"{text}" is not a core range, which is written like "4-7" or "5"')
+            raise ValueError(f'"{text}" is not a core range, like "4-7" or "5"')
         first = int(match[1])
         last = int(match[2]) if match[2] is not None else first
         if last < first:
-            raise ValueError(f'"{text}" runs backwards; a core range increases, like "{last}-{first}"')
+            raise ValueError(f'"{text}" runs backwards; write "{last}-{first}"')
         return cls(first, last)
 
     @classmethod
     def of_length(cls, first: int, length: int) -> CoreRange:
-        """The ``length`` cores from ``first`` on."""
+        """Returns the range of ``length`` cores that begins at ``first``."""
         return cls(first, first + length - 1)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class CoreRange:
         return isinstance(core, int) and self.first <= core <= self.last
 
     def overlap(self, other: CoreRange) -> CoreRange | None:
-        """The cores in both ranges, or None when they share none."""
+        """Returns the cores in both ranges, or None if they share none."""
         first, last = max(self.first, other.first), min(self.last, other.last)
         return CoreRange(first, last) if first <= last else None
 
@@ -72,20 +72,20 @@ class CoreRange:
 
 
 def ranges(cores: Iterable[int]) -> list[str]:
-    """The fewest ranges that hold exactly ``cores``: {0, 1, 2, 5} gives ["0-2", "5"]."""
-    found: list[CoreRange] = []
+    """Returns the fewest ranges that hold exactly ``cores``: {0, 1, 2, 5} gives ["0-2", "5"]."""
+    merged: list[CoreRange] = []
     for core in sorted(set(cores)):
-        if found and found[-1].last == core - 1:
-            found[-1] = CoreRange(found[-1].first, core)
+        if merged and merged[-1].last == core - 1:
+            merged[-1] = CoreRange(merged[-1].first, core)
         else:
-            found.append(CoreRange(core, core))
-    return [str(one) for one in found]
+            merged.append(CoreRange(core, core))
+    return list(map(str, merged))
 
 
 def runs(held: Mapping[int, T]) -> list[tuple[CoreRange, T]]:
-    """Runs of cores that have one and the same value, such as who holds them, ascending."""
-    found = []
+    """Returns the runs of cores with the same value, such as their holder, ascending."""
+    result = []
     for (value, _), run in groupby(enumerate(sorted(held)), key=lambda item: (held[item[1]], item[1] - item[0])):
         cores = [core for _, core in run]
-        found.append((CoreRange(cores[0], cores[-1]), value))
-    return found
+        result.append((CoreRange(cores[0], cores[-1]), value))
+    return result

@@ -1,4 +1,4 @@
-"""Which engines exist, and what of their choice decides a placement: dtype, and whether they take cores."""
+"""Facts about engines: their options, packages, supported families and versions, and the choice of ``auto``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES: Mapping[Dtype, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 
 
 class Option(NamedTuple):
-    """A number that one engine's ``engine_options`` may hold, and its range."""
+    """The range of a numeric entry of ``engine_options``."""
 
     least: int
     most: int
@@ -34,50 +34,49 @@ ENGINE_OPTIONS: Mapping[Engine, Mapping[str, Option | None]] = MappingProxyType(
         "echo": MappingProxyType({"step_ms": Option(0, 3_600_000, whole=False)}),
     }
 )
-"""What ``engine_options`` may hold, None for what is true or false: ``prefill_chunk``, how many tokens of a prompt go
-through the model together; ``prefix_cache``, whether a prompt that begins with what a slot still holds is read from
-there on; ``compile``, whether torch.compile makes code of each bucket; ``step_ms``, the time that each of echo's steps
-takes, to play a slow engine."""
+"""The ``engine_options`` of corewright's own engines; None: a boolean. ``prefill_chunk``: tokens of a prompt in one
+forward pass; ``prefix_cache``: reuse the longest prefix that a slot still holds; ``compile``: compile each bucket with
+torch.compile; ``step_ms``: the duration of a step of the echo engine, to simulate a slow engine."""
 
 PACKAGES: Mapping[Engine, str] = MappingProxyType(
     {"transformers-neuronx": "transformers_neuronx", "nxd-inference": "neuronx_distributed_inference"}
 )
-"""The Neuron engines that this version drives, and the package of each by the name that it is imported by."""
+"""The supported Neuron engines, and the import name of each one's package."""
 
 
 def distribution(engine: Engine) -> str:
-    """What the package of an engine is installed as."""
+    """Returns the distribution name of an engine's package."""
     return PACKAGES[engine].replace("_", "-")
 
 
-HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # they compute on the host's CPUs
+HOST_ENGINES: frozenset[Engine] = frozenset({"cpu", "echo"})  # run on the host's CPUs
 NXD_ENGINES: frozenset[Engine] = frozenset({"nxd-inference", "optimum-neuron"})  # built on NeuronX Distributed
 
 
 def resolve(engine: Engine, host: Host) -> Engine:
-    """What ``auto`` means on this host: cpu where no accelerator is. On Neuron it stays ``auto``.
+    """Resolves ``auto`` on a host: cpu without an accelerator. On Neuron hosts it stays ``auto``.
 
-    Which Neuron engine an image holds is known only on the host itself, and decides no placement.
+    The Neuron engine of an image is known only on the host itself, and does not affect placement.
     """
     return "cpu" if engine == "auto" and (host.emulated or host.topology is None) else engine
 
 
 def takes_cores(engine: Engine, host: Host) -> bool:
-    """Whether a replica holds NeuronCores there: always on an emulated host; on a real one only the Neuron engines."""
+    """Whether a replica holds NeuronCores there: always on emulated hosts; on real ones only with Neuron engines."""
     return host.topology is not None and (host.emulated or resolve(engine, host) not in HOST_ENGINES)
 
 
 def needs_neuron(engine: Engine) -> bool:
-    """Whether the engine can run only where real Neuron devices are."""
+    """Whether the engine requires real Neuron devices."""
     return engine != "auto" and engine not in HOST_ENGINES
 
 
 def default_dtype(engine: Engine) -> Dtype:
-    """fp32 for the engines of the host's CPUs, bf16 on Neuron. Expects a resolved engine."""
+    """Returns the default dtype of a resolved engine: fp32 on the host's CPUs, bf16 on Neuron."""
     return "fp32" if engine in HOST_ENGINES else "bf16"
 
 
-# Which engine serves which family
+# Families of the engines
 
 NXD_VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 """The supported series of NxD Inference, oldest first. 0.1 requires transformers 4.45, older than corewright's."""
@@ -85,50 +84,50 @@ NXD_VERSIONS = ("0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9")
 NXD_FAMILIES: Mapping[str, str] = MappingProxyType(
     {"llama": "0.2", "mixtral": "0.2", "qwen2": "0.5", "qwen3": "0.5", "mistral": "0.2"}
 )
-"""model_type -> the first series of NxD Inference that serves it, of those that were read: its
-``utils.constants.MODEL_TYPES``, of the families that `checkpoints` knows. None was dropped again. Mistral is there from
-0.9; before, its class is Llama's, as in vLLM's back-end, where no sliding window is in the way."""
+"""model_type -> the first series of NxD Inference that serves it, from ``utils.constants.MODEL_TYPES`` of the series
+above, for the families in `checkpoints`. No family was dropped again. Mistral has its own class from 0.9 on; before
+that, Llama's class serves it if no sliding window applies, as in vLLM's back end."""
 
 NXD_MISTRAL = "0.9"
 """The first series of NxD Inference with a class for Mistral, which keeps its sliding window."""
 
 NXD_QUANTIZED_OPTIONS = ("quantized_checkpoints_path", "quantization_dtype")
-"""Options of NxD Inference's NeuronConfig that go with ``quantize``."""
+"""Options of NxD Inference's NeuronConfig that require ``quantize``."""
 
 NXD_QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType({"int8": ("int8",), "fp8": ("f8e4m3", "f8e5m2")})
-"""``quantize`` -> what ``quantization_dtype`` may be, the default first."""
+"""``quantize`` -> values of ``quantization_dtype``, the default first."""
 
 NXD_E5M2 = "0.7"
-"""The first series of NxD Inference that computes with f8e5m2: earlier ones convert every type but f8e4m3 to int8
+"""The first series of NxD Inference that computes with f8e5m2: earlier ones convert all types except f8e4m3 to int8
 (`model_wrapper.DecoderModelInstance.load_module`)."""
 
 TNX_FAMILIES = tuple(tnx_families.FAMILIES)
 """Families of transformers-neuronx."""
 
 TNX_CONTINUOUS = tuple(name for name, family in tnx_families.FAMILIES.items() if family.continuous)
-"""Those that take a new request beside running ones. The others work on batches that begin and end together."""
+"""Families with continuous batching. The others run static batches."""
 
 TNX_UNPADDED = tuple(name for name, family in tnx_families.FAMILIES.items() if family.serial)
-"""Those without padded heads, quantization, lists of lengths and saved artifacts."""
+"""Families without padded heads, quantization, lists of lengths and saved artifacts."""
 
 TNX_QUANTIZED_KV = tuple(name for name, family in tnx_families.FAMILIES.items() if family.quantizes_kv)
-"""Those with a KV cache of fp8. The package's int8 is a conversion without a scale, which leaves nothing of a key."""
+"""Families with an fp8 KV cache. The package converts to int8 without a scale, which destroys the keys."""
 
 TNX_SAMPLING = tuple(name for name, family in tnx_families.FAMILIES.items() if family.samples)
-"""Those that sample on the device."""
+"""Families that sample on the device."""
 
 TNX_DRAFTING = tuple(name for name, family in tnx_families.FAMILIES.items() if family.speculates)
-"""Those that the package speculates with, as the model and as its draft."""
+"""Families that the package supports in speculative decoding, as the model and as its draft."""
 
 OPTIMUM_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3")
-"""optimum-neuron 0.4.5, of the families that `checkpoints` knows."""
+"""Families of optimum-neuron 0.4.5, of those in `checkpoints`."""
 
 _NXD_LAST: Mapping[str, str] = MappingProxyType({"inf2": "0.8", "trn1": "0.8"})
-"""The last series of NxD Inference for a family of machines: the models of 0.9 need Trn2 (its release notes)."""
+"""Machine family -> the last series of NxD Inference: the models of 0.9 require Trn2 (its release notes)."""
 
 
 class NoEngine(NamedTuple):
-    """Why no engine can be chosen: a problem id, the fact and the remedy."""
+    """Why no engine can be chosen: a problem's id, text and hint."""
 
     id: str
     what: str
@@ -136,7 +135,7 @@ class NoEngine(NamedTuple):
 
 
 def series(version: str) -> str:
-    """ "0.8.16251+f3ca5575" -> "0.8": what the tables here speak of."""
+    """Returns the series of a version, as in these tables: "0.8.16251+f3ca5575" -> "0.8"."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
@@ -149,30 +148,30 @@ NXD_RELEASES: tuple[Release, ...] = tuple((major, minor) for major, minor in map
 
 
 def nxd_release(version: str) -> Release:
-    """The series of ``NXD_VERSIONS`` that a version has the options of: "0.8.16251+f3ca" is (0, 8).
+    """Returns the series of ``NXD_VERSIONS`` whose options a version has: "0.8.16251+f3ca" is (0, 8).
 
-    A version that is newer than all, or not a number, has those of the newest; an older one those of the oldest.
+    The newest series for a version that is newer or not a number; the oldest series for an older one.
     """
-    found = series(version).split(".")
-    if len(found) != 2 or not all(part.isdecimal() for part in found):
+    parts = series(version).split(".")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         return NXD_RELEASES[-1]
-    return max((one for one in NXD_RELEASES if one <= _order(series(version))), default=NXD_RELEASES[0])
+    return max((release for release in NXD_RELEASES if release <= _order(series(version))), default=NXD_RELEASES[0])
 
 
 def reaches(version: str, first: str) -> bool:
-    """Whether a version is of the series ``first`` or a later one."""
+    """Whether a version belongs to the series ``first`` or a later one."""
     return _order(series(version)) >= _order(first)
 
 
 def newest_nxd(machines: str) -> str:
-    """The last series of NxD Inference that was read and runs on these machines."""
+    """Returns the last known series of NxD Inference that runs on a family of machines."""
     return _NXD_LAST.get(machines, NXD_VERSIONS[-1])
 
 
 def runs_on(engine: Engine, machines: str, version: str | None = None) -> bool:
-    """Whether the engine, in that version (None: in some), runs on this family of machines.
+    """Whether the engine, in that version (None: in any version), runs on this family of machines.
 
-    The last SDK of transformers-neuronx compiles for no trn2; see ``_NXD_LAST`` for NxD Inference.
+    The last SDK of transformers-neuronx does not compile for trn2; for NxD Inference see ``_NXD_LAST``.
     """
     if engine == "transformers-neuronx":
         return machines != "trn2"
@@ -182,17 +181,17 @@ def runs_on(engine: Engine, machines: str, version: str | None = None) -> bool:
 
 
 AUTO_ENGINES: tuple[Engine, ...] = ("nxd-inference", "transformers-neuronx")
-"""What ``auto`` may stand for on Neuron devices, the preferred one first: NxD Inference is the later of the two."""
+"""The candidates of ``auto`` on Neuron devices, the preferred (newer) one first."""
 
 
 def serves(engine: Engine, model_type: str, machines: str | None = None, version: str | None = None) -> bool:
-    """Whether the engine has a class for the family, as far as tables say it; on these machines, in that version.
+    """Whether the engine has a class for the family, on these machines, in that version.
 
-    ``machines`` None: on some. ``version`` None: in some version that runs on them. ``auto``: one of the engines that
-    it may stand for. cpu, echo and torch-neuronx are not judged.
+    ``machines`` None: on any machine. ``version`` None: in any version that runs on them. ``auto``: any of its
+    candidates. Always true for cpu, echo and torch-neuronx.
     """
     if engine == "auto":
-        return any(serves(one, model_type, machines, version) for one in AUTO_ENGINES)
+        return any(serves(candidate, model_type, machines, version) for candidate in AUTO_ENGINES)
     if machines is not None and not runs_on(engine, machines, version):
         return False
     if engine == "transformers-neuronx":
@@ -208,48 +207,54 @@ def serves(engine: Engine, model_type: str, machines: str | None = None, version
 
 
 def may_run(engine: Engine, host: Host, model_type: str | None) -> bool:
-    """Whether a model of the family (None: unknown) can run on such a host, as far as engine and machine decide it."""
+    """Whether the engine can run a model of the family (None: unknown) on such a host."""
     engine, topology = resolve(engine, host), host.topology
     if topology is None or engine in HOST_ENGINES:
         return True
     return runs_on(engine, topology.family) and (model_type is None or serves(engine, model_type, topology.family))
 
 
-def choose_engine(model_type: str | None, instance: str | None, found: Mapping[Engine, str]) -> Engine | NoEngine:
-    """What ``auto`` is on a real host that has these engines, in these versions.
+def choose_engine(model_type: str | None, instance: str | None, versions: Mapping[Engine, str]) -> Engine | NoEngine:
+    """Returns the engine that ``auto`` selects on a real host with the engines of ``found`` (engine -> version).
 
-    1. NxD Inference, where its version runs on the machine and serves the family.
-    2. transformers-neuronx, likewise.
-    3. Else no engine, and why.
+    1. NxD Inference, if its version runs on the machine and serves the family.
+    2. transformers-neuronx, under the same condition.
+    3. Otherwise a NoEngine with the reason.
 
-    ``model_type`` None: config.json was not read, and no family is refused. ``instance`` is the type of the machine;
-    one that is not in the table is taken for any.
+    ``model_type`` None: config.json was not read, so that every family is accepted. ``instance`` is the type of the
+    machine; an unknown type is not judged.
     """
     topology = TOPOLOGIES.get(instance or "")
     machines = None if topology is None else topology.family
-    here = [one for one in AUTO_ENGINES if one in found]
-    if not here:
+    installed = [candidate for candidate in AUTO_ENGINES if candidate in versions]
+    if not installed:
         return NoEngine(
             "engine-not-installed",
-            f"engine auto: this host has neither {' nor '.join(AUTO_ENGINES)}",
-            "use an image of the Neuron SDK that holds one, or name its interpreter under engines",
+            f"engine auto: neither {' nor '.join(AUTO_ENGINES)} is installed on this host",
+            "use a Neuron SDK image with one of them, or set its interpreter under engines",
         )
-    running = [one for one in here if machines is None or runs_on(one, machines, found[one])]
-    told = " and ".join(f"{one} {found[one]}" for one in running or here)
+    running = [
+        candidate for candidate in installed if machines is None or runs_on(candidate, machines, versions[candidate])
+    ]
+    listing = " and ".join(f"{candidate} {versions[candidate]}" for candidate in running or installed)
     if not running:
-        verb = "does" if len(here) == 1 else "do"
-        what = f"engine auto: {told} {verb} not run on {machines}"
-        return NoEngine("engine-unsupported-here", what, _runs_here(str(machines)))
+        verb = "does" if len(installed) == 1 else "do"
+        what = f"engine auto: {listing} {verb} not run on {machines}"
+        return NoEngine("engine-unsupported-here", what, _supported_here(str(machines)))
     for engine in running:
-        if model_type is None or serves(engine, model_type, machines, found[engine]):
+        if model_type is None or serves(engine, model_type, machines, versions[engine]):
             return engine
-    others = [one for one in AUTO_ENGINES if one not in running and serves(one, str(model_type), machines)]
-    verb = "serves" if len(running) == 1 else "serve"
-    hint = f"install {others[0]}" if others else f"no engine serves {model_type} here; take another machine or model"
-    return NoEngine("family-unsupported", f"engine auto: {told} {verb} no {model_type}", hint)
+    servable = [
+        candidate
+        for candidate in AUTO_ENGINES
+        if candidate not in running and serves(candidate, str(model_type), machines)
+    ]
+    verb = "does" if len(running) == 1 else "do"
+    hint = f"install {servable[0]}" if servable else f"no engine serves {model_type} here; use another machine or model"
+    return NoEngine("family-unsupported", f"engine auto: {listing} {verb} not serve {model_type}", hint)
 
 
-def _runs_here(machines: str) -> str:
+def _supported_here(machines: str) -> str:
     if machines == "trn2":
-        return "take nxd-inference"
-    return f"take nxd-inference up to {_NXD_LAST[machines]}, or transformers-neuronx"
+        return "use nxd-inference"
+    return f"use nxd-inference up to {_NXD_LAST[machines]}, or transformers-neuronx"

@@ -1,4 +1,4 @@
-"""What the classes of transformers-neuronx can do, by config.json's model_type, and what they compute otherwise."""
+"""Capabilities of the classes of transformers-neuronx by model_type, and where they deviate from config.json."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """One class of the package, and where its constructor and its ``forward`` differ from the others."""
+    """The capabilities of one class of the package."""
 
     continuous: bool = False  # defines ``context_batch_sizes``: prompts join a running batch, each row at its position
     speculates: bool = False  # defines ``speculative_forward``; as the model and as its draft (the developer guide)
-    samples: bool = True  # on the device: the developer guide leaves Mixtral out; serial classes have no such option
+    samples: bool = True  # on the device: the developer guide omits Mixtral; serial classes have no such option
     serial: bool = False  # derives from no ``NeuronModelBase``: no context graphs, no padded heads (``shard_along``
-    # raises ValueError), no quantization, no NEFF files; one token a step
-    quantizes_kv: bool = False  # converts what it writes into the KV cache and reads from it; the graphs of the other
-    # classes do not build with a KV cache of another dtype
-    broadcasts: bool = False  # has ``prompt_batch_size``, which is 1 unless told, and then one prompt fills all rows
-    resets: bool = False  # ``reset()`` takes nothing; GPT-2's wants a context length, and its weights reset it
+    # raises ValueError), no quantization, no NEFF files; one token per step
+    quantizes_kv: bool = False  # converts on writes to and reads from the KV cache; the graphs of other classes do not
+    # build with a KV cache of another dtype
+    broadcasts: bool = False  # has ``prompt_batch_size`` with default 1, where one prompt fills all rows
+    resets: bool = (
+        False  # ``reset()`` has no parameters; GPT-2's requires a context length, and loading weights resets it
+    )
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -35,21 +37,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "opt": Family(resets=True),
     }
 )
-"""Those of transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`` that answer rightly. It has no
-gpt_bigcode, though the LMI page lists it."""
+"""The families of transformers-neuronx ``modeling_auto.NEURON_MODEL_FOR_CAUSAL_LM_MAPPING`` with correct results. The
+mapping lacks gpt_bigcode, though the LMI page lists it."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
-    {"gptj": "its class there attends to position 0 alone after the first token, and ignores the padding of a batch"}
+    {"gptj": "its class attends only to position 0 after the first token, and ignores padding in a batch"}
 )
-"""model_type -> why its class of the package is not used. GPT-J: ``hlo.decoder_attention_mask_legacy`` compares the
-row of a one-token step, 0, with the positions; the same from December 2023 to 0.13. Prompts go token by token too."""
+"""model_type -> why the package's class is not used. GPT-J: ``hlo.decoder_attention_mask_legacy`` compares the row of a
+one-token step, 0, with the positions, from December 2023 to 0.13. Prompts are processed token by token too."""
 
 
 def run_length(tokens: int, slots: int) -> int:
-    """Tokens of a row in a graph that verifies up to ``tokens``, of a continuous batch: at least as many as slots.
+    """Returns the row length of a graph that verifies up to ``tokens`` in a continuous batch: at least ``slots``.
 
-    The package cuts ``last_token_id``, which has one number for each slot, to the tokens of a run
-    (``layers.transformer.inputs``), and fails where runs are shorter than that. The rest of a run is padding.
+    The package truncates ``last_token_id``, which has one entry for each slot, to the row length
+    (``layers.transformer.inputs``), and fails with shorter rows. The rest of a row is padding.
     """
     return max(tokens, slots)
 
@@ -77,15 +79,15 @@ _COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "layer_norm_elementwise_affine": (True,),
     },
 }
-"""Family -> key of config.json -> the values that the graphs compute. Others fail in ``to_neuron`` or, more often, are
-left out silently. An absent key has one of these values in transformers."""
+"""Family -> key of config.json -> the values that the graphs support. Others fail in ``to_neuron`` or, more often, are
+ignored silently. The default of an absent key in transformers is one of these values."""
 
 _THETA = {"llama": 10_000.0, "mistral": 10_000.0, "mixtral": 1_000_000.0}
-"""What the package takes where a configuration has no ``rope_theta``; transformers takes the same."""
+"""The package's default of ``rope_theta``, the same as that of transformers."""
 
 
 def lacks(config: Mapping[str, Any]) -> str:
-    """What a decoded config.json says that the class of its family does not compute; "" where nothing is."""
+    """Returns the setting of a decoded config.json that the class of its family does not support, else ""."""
     family = _family(config)
     for name, values in _COMPUTED.get(family, {}).items():
         value = config.get(name)
@@ -96,7 +98,7 @@ def lacks(config: Mapping[str, Any]) -> str:
         return ""
     width, even = config.get("head_dim"), hidden // heads
     if family in _THETA and width is not None and width != even:
-        return f"head_dim: {width}, which is not hidden_size / num_attention_heads, {even}"
+        return f"head_dim: {width}, not hidden_size / num_attention_heads ({even})"
     wide, embedded = config.get("ffn_dim"), config.get("word_embed_proj_dim")
     if family == "opt" and wide is not None and wide != 4 * hidden:
         return f"ffn_dim: {wide}, which is not 4 times the hidden_size"
@@ -106,70 +108,70 @@ def lacks(config: Mapping[str, Any]) -> str:
 
 
 def approximates(config: Mapping[str, Any]) -> str:
-    """The activation of a decoded config.json that the package computes by its tanh approximation; "" for others."""
+    """Returns the activation that the package computes by its tanh approximation, else ""."""
     family = _family(config)
     if family == "gpt_neox":
-        return "gelu" if config.get("hidden_act") in (None, "gelu") else ""  # gelu is what transformers takes
+        return "gelu" if config.get("hidden_act") in (None, "gelu") else ""  # gelu is the default of transformers
     return "gelu" if family == "gpt2" and config.get("activation_function") == "gelu" else ""
 
 
 _HIDES_ROPE = 5
-"""The major version of transformers from which a configuration has ``rope_parameters`` and nothing else."""
+"""The major version of transformers from which a configuration has only ``rope_parameters``."""
 
 MISREAD_HINT = "transformers below 5 in the engine's Python; rope_theta and rope_scaling at the top of config.json"
-"""The remedy of ``misreads``."""
+"""The hint for ``misreads``."""
 
 
 def misreads(config: Mapping[str, Any], major: int) -> str:
-    """How the package misreads the rotary positions of a decoded config.json; "" where it reads them as they are.
+    """Returns how the package misreads the rotary positions of a decoded config.json, or "" if it reads them correctly.
 
-    ``major`` is that of the transformers beside the package. Transformers 5 keeps ``rope_theta`` and GPT-NeoX's
-    ``rotary_pct`` from the package, and the versions before it ignore ``rope_parameters``, which is how 5 writes them.
+    ``major`` is the major version of the installed transformers. Transformers 5 hides ``rope_theta`` and GPT-NeoX's
+    ``rotary_pct`` from the package; earlier versions ignore ``rope_parameters``, the format of version 5.
     """
     family, hides = _family(config), major >= _HIDES_ROPE
     written = config.get("rope_parameters")
     new = written if isinstance(written, Mapping) else {}
     if family == "gpt_neox":
         if hides:
-            return f"transformers {major} has no rotary_pct, which the package reads"
+            return f"transformers {major} has no rotary_pct, which the package needs"
         pairs = ("partial_rotary_factor", "rotary_pct", 0.25), ("rope_theta", "rotary_emb_base", 10_000)
         for name, legacy, absent in pairs:
             if config.get(legacy) is None and new.get(name, absent) != absent:
-                return f"{name}: {new[name]} stands in rope_parameters alone, which transformers {major} ignores"
+                return f"{name}: {new[name]} is only in rope_parameters, which transformers {major} ignores"
         return ""
     if family not in _THETA:
         return ""
     usual, older = _THETA[family], config.get("rope_theta")
     theta, kind = older or new.get("rope_theta") or usual, new.get("rope_type", "default")
     if hides:
-        return f"transformers {major} keeps rope_theta: {theta} from the package" if theta != usual else ""
+        return f"transformers {major} hides rope_theta: {theta} from the package" if theta != usual else ""
     alone = f"rope_theta: {theta}" if older is None and theta != usual else ""
     if not alone and kind != "default" and config.get("rope_scaling") is None:
         alone = f"rope_type: {kind}"
-    return f"{alone} stands in rope_parameters alone, which transformers {major} ignores" if alone else ""
+    return f"{alone} is only in rope_parameters, which transformers {major} ignores" if alone else ""
 
 
 def hides_rope(packages: Mapping[str, str]) -> bool:
-    """Whether transformers keeps ``rope_theta`` from transformers-neuronx, by the versions that are installed."""
+    """Whether the installed transformers hides ``rope_theta`` from transformers-neuronx."""
     first = packages.get("transformers", "").split(".")[0]
     return "transformers-neuronx" in packages and first.isdecimal() and int(first) >= _HIDES_ROPE
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the package makes of a checkpoint's config.json; all empty where it computes just that."""
+    """How the package deviates from a checkpoint's config.json; all empty if it does not."""
 
-    lacks: str = ""  # see the function
+    lacks: str = ""  # see the functions of the same names
     approximates: str = ""
-    misreads: tuple[str, str] = ("", "")  # beside transformers 4, and beside 5 or newer
+    misreads: tuple[str, str] = ("", "")  # with transformers 4, and with 5 or newer
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Reading:
-        """Of a decoded config.json."""
+        """Reads a decoded config.json."""
         return cls(lacks(config), approximates(config), (misreads(config, 4), misreads(config, _HIDES_ROPE)))
 
     def misread(self, transformers: str | None) -> str:
-        """What is misread beside that version; where it is unknown, what any version misreads."""
+        """Returns what is misread with that version; if it is unknown, only what every version misreads."""
         older, newer = self.misreads
         first = (transformers or "").split(".")[0]
         if not first.isdecimal():

@@ -1,4 +1,4 @@
-"""What is known of machines: instance types, tensor-parallel degrees and alignments, each with its source; and Host."""
+"""Instance types, tensor-parallel degrees and alignments, each with its source, and the hosts of a fleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Link = Literal["none", "line", "ring", "torus"]
 
 @dataclass(frozen=True)
 class Topology:
-    """An instance type. Immutable facts, none of which needs the machine at hand."""
+    """The hardware of an instance type."""
 
     instance: str
     family: str
@@ -30,27 +30,26 @@ class Topology:
     cores_per_device: int  # cores as NEURON_RT_VISIBLE_CORES counts them
     hbm_per_core_gib: int
     vcpus: int
-    memory_gib: int  # of the host, not of the devices
-    link: Link  # how the devices are joined; a torus is 4 x 4
+    memory_gib: int  # host memory, without HBM
+    link: Link  # topology of the links between devices; a torus is 4 x 4
     source: str
-    lnc: int | None = None  # physical cores in one logical core, where the family can choose
-    note: str = ""  # what is uncertain about these facts
+    lnc: int | None = None  # physical cores in one logical core; None: not configurable
+    note: str = ""  # uncertainty of these facts
 
     @property
     def cores(self) -> int:
-        """Cores of the whole machine."""
+        """All cores of the machine."""
         return self.devices * self.cores_per_device
 
     def at_lnc(self, lnc: int | None) -> Topology:
-        """The same machine with another number of physical cores in a logical one; None: as it is.
+        """Returns the topology with another number of physical cores in a logical core; None: unchanged.
 
-        With one in each there are twice as many, with half of the HBM. Raises ValueError where the family has no such
-        choice.
+        LNC 1 has twice as many cores with half of the HBM each. Raises ValueError if the family does not support it.
         """
         if lnc is None or lnc == self.lnc:
             return self
         if self.lnc is None or lnc not in LNC_CHOICES:
-            raise ValueError(f"{self.instance} has no logical NeuronCores of {lnc} physical ones")
+            raise ValueError(f"{self.instance} does not support LNC {lnc}")
         cores, hbm = self.cores_per_device * self.lnc // lnc, self.hbm_per_core_gib * lnc // self.lnc
         return replace(self, cores_per_device=cores, hbm_per_core_gib=hbm, lnc=lnc)
 
@@ -61,7 +60,7 @@ LNC_CHOICES = (1, 2)
 def _type(
     instance: str, devices: int, cores: int, hbm: int, vcpus: int, memory_gib: int, link: Link, note: str = ""
 ) -> Topology:
-    family = next(known for known in ("inf2", "trn1", "trn2") if instance.startswith(known))
+    family = next(prefix for prefix in ("inf2", "trn1", "trn2") if instance.startswith(prefix))
     lnc = 2 if family == "trn2" else None
     source = _ARCH.format(family=family)
     return Topology(instance, family, devices, cores, hbm, vcpus, memory_gib, link, source, lnc, note)
@@ -78,24 +77,24 @@ TOPOLOGIES: Mapping[str, Topology] = MappingProxyType(
             _type("trn1.2xlarge", 1, 2, 16, 8, 32, "none"),
             _type("trn1.32xlarge", 16, 2, 16, 128, 512, "torus"),
             _type("trn1n.32xlarge", 16, 2, 16, 128, 512, "torus"),
-            _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none", "no page of the Neuron SDK that we read has it"),
+            _type("trn2.3xlarge", 1, 4, 24, 12, 128, "none", "not in the Neuron SDK documentation that was read"),
             _type("trn2.48xlarge", 16, 4, 24, 192, 2048, "torus"),
-            _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # four make an UltraServer; each is a host
+            _type("trn2u.48xlarge", 16, 4, 24, 192, 2048, "torus"),  # an UltraServer has four, each a host
         )
     }
 )
-"""Every instance type with Neuron devices that serves language models, at its default LNC. With one physical core in
-each logical one a core of trn2 has half of the HBM on paper; in practice the halves of a bank are uneven (AWS Neuron
-SDK docs, neuron-runtime/explore/device-memory.rst)."""
+"""The instance types with Neuron devices that serve language models, at their default LNC. At LNC 1 a core of trn2 has
+nominally half of the HBM; in practice the halves of a bank are uneven (AWS Neuron SDK docs,
+neuron-runtime/explore/device-memory.rst)."""
 
 
 @dataclass(frozen=True)
 class Degree:
-    """How one tensor-parallel degree may lie on the cores of a family."""
+    """The alignment of one tensor-parallel degree on the cores of a family."""
 
     tp: int
-    legal: int  # a range begins at a multiple of this many cores: what the hardware allows
-    preferred: int  # a range had better begin at a multiple of this; always a multiple of ``legal``
+    legal: int  # ranges must begin at a multiple of this (hardware)
+    preferred: int  # ranges should begin at a multiple of this, itself a multiple of ``legal``
     documented: bool
     source: str
 
@@ -108,7 +107,7 @@ DEGREES: Mapping[str, Mapping[int, Degree]] = MappingProxyType(
                 2: Degree(2, 2, 2, True, _GUIDES),  # both cores of one device
                 4: Degree(4, 2, 4, True, f"{_GUIDES}; any consecutive devices: {_COLLECTIVES}"),
                 8: Degree(8, 2, 8, True, f"{_GUIDES}; any consecutive devices: {_COLLECTIVES}"),
-                12: Degree(12, 12, 12, False, _LLM_PAGE),  # named on that one page only
+                12: Degree(12, 12, 12, False, _LLM_PAGE),  # only on that page
                 24: Degree(24, 24, 24, True, f"{_GUIDES}; the full ring: {_COLLECTIVES}"),
             }
         ),
@@ -120,7 +119,7 @@ DEGREES: Mapping[str, Mapping[int, Degree]] = MappingProxyType(
             }
         ),
         "trn2": MappingProxyType(
-            # The documents show ranges at multiples of the degree and no other; none says that others are illegal.
+            # The documents show only ranges at multiples of the degree, without calling others illegal.
             {tp: Degree(tp, tp, tp, True, f"{_NXD_GUIDE} (trn2, LNC 2)") for tp in (1, 2, 4, 8, 16, 32, 64)}
         ),
     }
@@ -128,42 +127,42 @@ DEGREES: Mapping[str, Mapping[int, Degree]] = MappingProxyType(
 
 
 def degree(family: str, tp: int) -> Degree | None:
-    """The table's row, or None when the family has no such degree."""
+    """Returns the table's row, or None if the family does not support the degree."""
     return DEGREES[family].get(tp)
 
 
-def documented(topology: Topology, known: Degree) -> bool:
-    """Whether the guides of the engines name the degree for this family, at this LNC: those of trn2 are for LNC 2."""
-    return known.documented and (known.tp == 1 or topology.lnc != 1)
+def documented(topology: Topology, row: Degree) -> bool:
+    """Whether the engines' guides document the degree for this family and LNC. The guides of trn2 are for LNC 2."""
+    return row.documented and (row.tp == 1 or topology.lnc != 1)
 
 
 def alignment(family: str, tp: int) -> Degree:
-    """The table's row; for a degree outside it (the spec's ``allow_degrees``) consecutive whole devices."""
-    known = degree(family, tp)
-    return known or Degree(tp, 2, math.lcm(2, tp), False, "the spec's allow_degrees; consecutive devices")
+    """Returns the table's row, or consecutive whole devices for another degree (the spec's ``allow_degrees``)."""
+    row = degree(family, tp)
+    return row or Degree(tp, 2, math.lcm(2, tp), False, "the spec's allow_degrees; consecutive devices")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine that replicas run on, or one that is planned for.
+    """A machine of a fleet or of a plan.
 
-    ``topology`` is None for a plain CPU host, where replicas take no cores.
+    ``topology`` is None for a plain CPU host, where replicas use no cores.
     """
 
     name: str  # "inf2.48xlarge/0"
     topology: Topology | None
-    cpus: tuple[int, ...]  # ids of the CPUs that may be used, ordered by NUMA node
-    reserve_vcpus: int = 0  # left to the system: the first of ``cpus``
+    cpus: tuple[int, ...]  # ids of the available CPUs, ordered by NUMA node
+    reserve_vcpus: int = 0  # reserved for the system: the first of ``cpus``
     reserved_cores: frozenset[int] = frozenset()
     emulated: bool = False  # the accelerator only; CPUs are real
-    memory_gib: float | None = None  # what replicas may take; None: no limit (an emulated host shares the machine's)
+    memory_gib: float | None = None  # available to replicas; None: no limit (emulated hosts share the machine's memory)
 
     @property
     def cores(self) -> int:
-        """NeuronCores, reserved ones included; 0 on a plain CPU host."""
+        """The number of NeuronCores, reserved ones included; 0 on a plain CPU host."""
         return self.topology.cores if self.topology else 0
 
     @property
     def usable_cpus(self) -> tuple[int, ...]:
-        """The CPUs left for replicas."""
+        """The CPUs available to replicas."""
         return self.cpus[max(0, self.reserve_vcpus) :]

@@ -1,1 +1,1 @@
-"""Memory, threads and environment of one replica."""
+"""Computes the memory, threads, environment and speed of one replica."""

@@ -1,4 +1,4 @@
-"""Placement -> environment of its process. It is complete before the process imports anything of Neuron or torch."""
+"""Computes the environment variables of a replica's process, which apply before it imports Neuron or torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def environment(
     lnc: int | None = None,
     compiling: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The variables of one replica; those of `compiling` among them.
+    """Returns the variables of one replica, with the ``compiling`` variables.
 
-    NEURON_RT_VISIBLE_CORES is "a-b", or "a": optimum-neuron reads no other form. NEURON_RT_NUM_CORES is never set, for
-    optimum-neuron takes the smaller of the two. ``cpus`` empty means that the process is not bound to CPUs. ``lnc`` is
-    that of the host's topology: the range counts logical cores, and a NEFF loads only under the LNC of its compilation.
+    NEURON_RT_VISIBLE_CORES is "a-b" or "a": optimum-neuron accepts no other form. NEURON_RT_NUM_CORES is never set,
+    because optimum-neuron uses the smaller of the two. Empty ``cpus``: the process is not bound to CPUs. ``lnc`` is the
+    LNC of the host: the range counts logical cores, and a NEFF loads only under the LNC of its compilation.
     """
     env = {
         "NEURON_PROCESS_TAG": f"{model}/{replica}",  # neuron-monitor shows it as neuron_runtime_tag
@@ -42,25 +42,25 @@ def environment(
 
 
 def compiling(model: ModelSpec, engine: Engine) -> dict[str, str]:
-    """What the Neuron compiler, its cache and its 8-bit floats are told; nothing for engines that compile nothing.
+    """Returns the variables of the Neuron compiler, its cache and fp8; empty for engines that compile nothing.
 
-    NEURON_CC_FLAGS is set only where the spec says something: the flags as they are written are a part of the key by
-    which compiled code is found again (transformers-neuronx `compiler`), so an empty value or another order would miss
-    it. ``-O2`` is the form of the optimization level. The cache has a variable of its own, for ``--cache_dir`` would
-    change the key from host to host. The two of fp8 are asked for by the feature guide of NxD Inference.
+    NEURON_CC_FLAGS is set only if the spec has flags: the literal flags are part of the cache key of compiled code
+    (transformers-neuronx `compiler`), so an empty value or another order would miss the cache. The optimization level
+    is written as ``-O2``. The cache has its own variable, because ``--cache_dir`` would change the key from host to
+    host. The feature guide of NxD Inference requires the two variables for fp8.
     """
     if engine in HOST_ENGINES:
         return {}
     level = [] if model.compiler.optlevel is None else [f"-O{model.compiler.optlevel}"]
     flags = " ".join([*level, *model.compiler.flags.split()])
-    told = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": model.neff_cache_location or ""}
+    variables = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": model.neff_cache_location or ""}
     if "fp8" in (model.quantize, model.quantize_kv):
-        told |= {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}
-    return {name: value for name, value in told.items() if value}
+        variables |= {"XLA_HANDLE_SPECIAL_SCALAR": "1", "UNSAFE_FP8FNCAST": "1"}
+    return {name: value for name, value in variables.items() if value}
 
 
 def cpu_list(cpus: Sequence[int]) -> str:
-    """CPU ids in the list form of taskset and cpuset, in the order given: "0-2,8-10"."""
+    """Formats CPU ids in their order as a list of taskset and cpuset: "0-2,8-10"."""
     runs: list[list[int]] = []
     for cpu in cpus:
         if runs and cpu == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""How fast a replica should be, from config.json and the instance type alone. Ranges, not promises."""
+"""Estimates the speed of a replica from config.json and the instance type, with the error of the estimate."""
 
 from __future__ import annotations
 
@@ -10,57 +10,60 @@ from placements.facts.topology import Topology
 from placements.resources.memory import GIB, estimate
 from placements.spec.schema import ModelSpec
 
-# Of inf2 and trn1: two cores on a device of 820 GB/s and 190 TFLOPS in bf16.
+# inf2 and trn1: two cores on a device with 820 GB/s and 190 TFLOPS in bf16.
 CORE_BYTES_S = 410e9
 CORE_FLOPS = 95e12
 
 WEIGHTS_SHARE = 0.51
-"""Of the bandwidth, while weights are read. This and the next three were fitted on 42 rows of AWS's tables of decode
-latencies on inf2 (tp 24, SDK 2.18). With the bytes that `memory` counts, the median error on these rows is 7 %, and the
-greatest 28 %; 36 rows of trn1 that were not fitted: 4 % and 33 %."""
+"""The share of the bandwidth that reading weights achieves. This and the next three constants were fitted on 42 rows of
+AWS's tables of decode latencies on inf2 (tp 24, SDK 2.18), with the bytes that `memory` counts. The median error on
+these rows is 7 %, the maximum 28 %; on 36 rows of trn1, which were not fitted, 4 % and 33 %."""
 KV_SHARE = 0.63
-LAYER_ROW_S = 13.2e-6  # of a layer and a slot
-STEP_S = 4.2e-3  # of every step
-DECODE_ERROR = 0.07  # the median
+LAYER_ROW_S = 13.2e-6  # for each layer and slot
+STEP_S = 4.2e-3  # for each step
+DECODE_ERROR = 0.07  # median
 
 PREFILL_MFU = 0.13
-"""Of the FLOPS, while a prompt is read. With PREFILL_S the median error is 28 %; on the same rows the greatest is
+"""The share of the FLOPS that a prefill achieves. With PREFILL_S the median error is 28 %, the maximum on the same rows
 79 %."""
-PREFILL_S = 0.016  # of every prefill
-PREFILL_ERROR = 0.28  # the median
+PREFILL_S = 0.016  # for each prefill
+PREFILL_ERROR = 0.28  # median
 
 TRN2_BYTES_S = 2.9e12 / 4
-"""Of one logical core of trn2 at LNC 2: 2.9 TB/s and 667 TFLOPS in dense bf16 on a device of four (AWS's page of the
-instance type). No row of trn2 was fitted."""
+"""For one logical core of trn2 at LNC 2: a device of four has 2.9 TB/s and 667 TFLOPS in dense bf16 (AWS's page of the
+instance type). Not fitted on trn2."""
 TRN2_FLOPS = 667e12 / 4
 
 LOAD_BYTES_S = 1.0e9
-"""At which weights come from the file to the cores: no figure is published for these instances. Loading presharded
-weights of Llama-3.1-8B, 16 GB, is of the order of ten to twenty seconds."""
+"""The rate of loading weights from files to cores. No figure is published for these instances; loading presharded
+weights of Llama-3.1-8B (16 GB) takes about ten to twenty seconds."""
 LOAD_S = 30.0
-"""Of a start beside the weights: the process, torch and the runtime, and cached graphs."""
+"""The time of a start without the weights: process, torch, runtime and cached graphs."""
 
-HOST_LOAD_S = 6.0  # of the engines cpu and echo: a process with its imports, as measured with small models
-HOST_STEP_S = 0.0005  # of the batcher and the socket, for an echo engine without a time of its own
-HOST_FLOPS = 5e10  # of a core of an emulated host's real CPU; a guess
-HOST_BYTES_S = 5e9  # likewise
+HOST_LOAD_S = 6.0  # engines cpu and echo: process start and imports, measured with small models
+HOST_STEP_S = 0.0005  # batcher and socket, for an echo engine without step_ms
+HOST_FLOPS = 5e10  # for each core of an emulated host, on its real CPU; a guess
+HOST_BYTES_S = 5e9  # the same; a guess
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one replica, in seconds. ``decode_error`` and ``prefill_error`` are parts of one: with 0.2 half of all cases
-    are within 20 % either way; 1.0 where nobody knows."""
+    """The speed of one replica, in seconds.
 
-    step_s: float  # of a decode of all slots
+    ``decode_error`` and ``prefill_error`` are median relative errors: 0.2 means that half of all cases are within 20 %.
+    1.0 means unknown.
+    """
+
+    step_s: float  # a decoding step of all slots
     prefill_base_s: float
     prefill_token_s: float
     load_s: float
     decode_error: float
     prefill_error: float
-    source: str  # where the numbers come from, in a few words
+    source: str  # origin of the numbers
 
     def as_dict(self) -> dict[str, float | str]:
-        """As `simulate -o json` prints it, and as `--speeds FILE` holds it."""
+        """Returns the JSON of `simulate -o json` and of `--speeds FILE`."""
         return {
             "step_ms": round(self.step_s * 1000, 4),
             "prefill_base_ms": round(self.prefill_base_s * 1000, 4),
@@ -73,11 +76,11 @@ class Speed:
 
 
 def speed(model: ModelSpec, checkpoint: Checkpoint | None, engine: Engine, topology: Topology | None) -> Speed:
-    """What is expected of a replica; ``engine`` is the resolved one.
+    """Returns the estimated speed of a replica; ``engine`` is the resolved engine.
 
-    TPOT = W / (tp x 410e9 x 0.51) + KV / (410e9 x 0.63) + 13.2e-6 x layers x B + 4.2e-3, with W the bytes of the
+    TPOT = W / (tp x 410e9 x 0.51) + KV / (410e9 x 0.63) + 13.2e-6 x layers x B + 4.2e-3, where W is the bytes of the
     weights, KV the bytes of the KV cache on a core and B the slots. The prefill takes 2 FLOPs for each parameter and
-    token at an MFU of 0.13, and 16 ms. Without a checkpoint that could be read: as a model of 8 billion parameters.
+    token at an MFU of 0.13, and 16 ms. Without a readable checkpoint, 8 billion parameters are assumed.
     """
     if engine == "echo":
         step_ms = model.engine_options.get("step_ms", 0.0)
@@ -108,12 +111,12 @@ def _on_neuron(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, topolog
     token_s = 2 * checkpoint.parameters / (tp * flops * PREFILL_MFU)
     load_s = LOAD_S + checkpoint.parameters * width / LOAD_BYTES_S
     source = "fitted on AWS's tables of inf2"
-    source = "AWS's figures of trn2, with what was fitted on inf2" if is_trn2 else source
+    source = "AWS's figures of trn2, with efficiencies fitted on inf2" if is_trn2 else source
     return Speed(step_s, PREFILL_S, token_s, load_s, DECODE_ERROR * (2 if is_trn2 else 1), PREFILL_ERROR, source)
 
 
 def _on_cpu(checkpoint: Checkpoint, width: float) -> Speed:
-    """The order of magnitude only: `--speeds` with what a fleet has measured is for more."""
+    """Estimates the order of magnitude only; `--speeds` accepts measured values."""
     step_s = checkpoint.parameters * width / HOST_BYTES_S + HOST_STEP_S
     token_s = 2 * checkpoint.parameters / HOST_FLOPS
     load_s = HOST_LOAD_S + checkpoint.parameters * width / LOAD_BYTES_S
@@ -125,4 +128,4 @@ def _unknown(model: ModelSpec) -> Speed:
     step_s = parameters * 2 / (model.tp_degree * CORE_BYTES_S * WEIGHTS_SHARE) + LAYER_ROW_S * layers * model.max_batch
     token_s = 2 * parameters / (model.tp_degree * CORE_FLOPS * PREFILL_MFU)
     load_s = LOAD_S + parameters * 2 / LOAD_BYTES_S
-    return Speed(step_s + STEP_S, PREFILL_S, token_s, load_s, 1.0, 1.0, "a guess: no config.json was read")
+    return Speed(step_s + STEP_S, PREFILL_S, token_s, load_s, 1.0, 1.0, "a guess: no readable config.json")

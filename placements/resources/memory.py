@@ -1,4 +1,4 @@
-"""Memory that one replica needs, by class: HBM on each of its cores, and of its host. From config.json alone."""
+"""Estimates the HBM and host memory of a replica, by class, from config.json."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from placements.spec.schema import GroupQueryAttention, ModelSpec
 GIB = 1 << 30
 
 SCRATCH_GIB = 1.0
-"""The scratchpad that all NEFFs of a core share. From the one measured case, as are the next two: 1024 MiB on each core
-with Llama-3.1-8B, tp 8, batch 32, length 4096, inf2.48xlarge (optimum-neuron,
+"""The scratchpad that all NEFFs of a core share. This and the next two constants come from one measured case: 1024 MiB
+on each core with Llama-3.1-8B, tp 8, batch 32, length 4096, inf2.48xlarge (optimum-neuron,
 benchmark/vllm/memory_capacity_analysis.md)."""
 
 RUNTIME_GIB = 0.6
-"""Collectives (126 MiB), DMA rings (220), NEFF code (228), notifications and the like (6): 580 MiB on an ordinary rank.
-The surplus of 34 MiB is what its weights took beyond their formula. Probably high for small models, as SCRATCH_GIB is;
+"""Collectives (126 MiB), DMA rings (220), NEFF code (228), notifications and others (6): 580 MiB on an ordinary rank,
+plus 34 MiB by which its weights exceeded their formula. Probably high for small models, as SCRATCH_GIB is;
 ``hbm_overhead_gib`` replaces both."""
 
 NXD_RANK0_RUNTIME_GIB = 0.6
-"""What rank 0 holds beyond that in the backends built on NeuronX Distributed: 472 + 392 + 319 + 7 MiB, 610 more."""
+"""The surplus of rank 0 in the backends built on NeuronX Distributed: 472 + 392 + 319 + 7 MiB, 610 more."""
 
 USABLE_HBM = 0.95
-"""The part of a core's HBM that an estimate may fill."""
+"""The share of a core's HBM that an estimate may fill."""
 
 PROCESS_GIB = 1.0
-"""A replica's process before it has a model. Importing torch and transformers takes 0.32 GiB (measured, on CPU); what
-the Neuron runtime takes beside them is documented nowhere, so this is a guess on the safe side."""
+"""A replica's process without a model. Importing torch and transformers takes 0.32 GiB (measured on CPU); the share of
+the Neuron runtime is not documented, so this is a conservative guess."""
 
 COMPILE_WORKER_GIB = 64.0
-"""One compiler's: neuron_parallel_compile takes one worker for each 64 GiB of the host. The compiler was killed for
-want of memory with Llama-3.1-8B on 32 GiB (trn1.2xlarge)."""
+"""One compiler process: neuron_parallel_compile starts one worker for each 64 GiB of the host. The compiler ran out of
+memory with Llama-3.1-8B on 32 GiB (trn1.2xlarge)."""
 
 CPU_COMPILE_GIB = 3.0
-"""What torch.compile takes beside the model: two g++ at once, and torch's own graphs. Not measured for large models: a
-guess on the safe side."""
+"""torch.compile without the model: two g++ processes at once, and torch's own graphs. Not measured for large models: a
+conservative guess."""
 
-_SCORE_BYTES = 2  # of an attention score in the prefill
-_SCALE_BYTES = 4  # of a channel's scale; transformers-neuronx `quantize.maybe_quantize_weights` makes them in float32
+_SCORE_BYTES = 2  # an attention score in the prefill
+_SCALE_BYTES = 4  # the scale of a channel: float32 in transformers-neuronx `quantize.maybe_quantize_weights`
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """HBM in GiB on the fullest core of a replica, rank 0; ``others`` is that of its other cores."""
+    """HBM in GiB on the fullest core of a replica, rank 0; ``others`` is the HBM on its other cores."""
 
-    sharded: float  # weights that the cores divide, heads' padding included
-    replicated: float  # weights that each core has: norms, biases, learned positions, copies of the KV projections
-    kv: float  # this core's part of the KV cache of all slots
-    scratch: float  # shared scratchpad, a prefill's attention scores included
+    sharded: float  # weights divided among the cores, with padded heads
+    replicated: float  # weights on every core: norms, biases, learned positions, copies of the KV projections
+    kv: float  # this core's share of the KV cache of all slots
+    scratch: float  # shared scratchpad, with the attention scores of a prefill
     runtime: float  # collectives, DMA rings, NEFF code, notifications
     draft_weights: float = 0.0
     draft_kv: float = 0.0
-    rank0_weights: float = 0.0  # embedding and head, which rank 0 holds whole (NxD engines), beyond its shard
+    rank0_weights: float = 0.0  # rank 0's surplus for the whole embedding and head (NxD engines)
     rank0_runtime: float = 0.0
     overhead: float = 0.0  # the spec's hbm_overhead_gib, in place of scratch and runtime
 
     @property
     def weights(self) -> float:
-        """Of the model on an ordinary rank, in GiB."""
+        """The model's weights on an ordinary rank, in GiB."""
         return self.sharded + self.replicated
 
     @property
     def rank0(self) -> float:
-        """What rank 0 holds more than the others, in GiB."""
+        """The surplus of rank 0 over the others, in GiB."""
         return self.rank0_weights + self.rank0_runtime
 
     @property
@@ -79,15 +79,14 @@ class MemoryEstimate:
         return self.total - self.rank0
 
     def on_cores(self, tp_degree: int) -> str:
-        """Which cores hold ``total``: "on each core", or "on the first core (8.54 on the others)"."""
+        """Returns which cores hold ``total``: "on each core" or "on the first core (8.54 on the others)"."""
         alike = tp_degree == 1 or f"{self.total:.2f}" == f"{self.others:.2f}"
         return "on each core" if alike else f"on the first core ({self.others:.2f} on the others)"
 
     def classes(self, *, rank0: bool = True) -> tuple[tuple[str, float], ...]:
-        """(name, GiB) of each class that this replica has; its terms add up to ``total``.
+        """Returns (name, GiB) of each class that is not empty; the terms add up to ``total``.
 
-        With ``rank0`` False those of the other cores: the same names, in the same order, so that the two fit into one
-        table.
+        With ``rank0`` False, returns the terms of the other cores, with the same names in the same order.
         """
         sizes = (
             ("weights, sharded", self.sharded, 0.0),
@@ -108,46 +107,46 @@ class MemoryEstimate:
 
     @property
     def _brief(self) -> tuple[tuple[str, float], ...]:
-        """The classes with the model's weights as one."""
+        """The classes, with the model's weights as one class."""
         return (("weights", self.weights), *(term for term in self.classes() if not term[0].startswith("weights,")))
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the host that one replica needs, in GiB."""
+    """The host memory that one replica needs, in GiB."""
 
-    serving: float  # as long as it serves
-    load: float  # at most, from its start until it serves; never less than ``serving``
-    compile: float  # beside that, while a graph that is not cached is compiled; 0 for engines that compile nothing
+    serving: float  # while it serves
+    load: float  # the peak from its start until it serves; at least ``serving``
+    compile: float  # in addition, while a graph is compiled; 0 for engines that compile nothing
 
     def __str__(self) -> str:
         return f"load {self.load:.1f}, serving {self.serving:.1f}, compile {self.compile:.1f} GiB"
 
 
 def usable_hbm(topology: Topology) -> float:
-    """GiB that a replica may fill on each core."""
+    """Returns the GiB that a replica may fill on each core."""
     return USABLE_HBM * topology.hbm_per_core_gib
 
 
 def fits(need: MemoryEstimate, topology: Topology) -> bool:
-    """Whether a replica has room on the cores of this instance type."""
+    """Whether a replica fits the cores of this instance type."""
     return need.total <= usable_hbm(topology)
 
 
 def padded_heads(checkpoint: Checkpoint, tp_degree: int) -> int:
-    """Query heads rounded up to a multiple of tp_degree; the surplus is zeros."""
+    """Returns the query heads rounded up to a multiple of tp_degree; the surplus is zeros."""
     return -(-checkpoint.heads // tp_degree) * tp_degree
 
 
 def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int, strategy: GroupQueryAttention | None = None) -> int:
-    """KV heads held by all cores together, copies and padding included; slots are not divided.
+    """Returns the KV heads of all cores together, with copies and padding.
 
-    Grouped queries with kv heads that tp_degree divides stay as they are; fewer kv heads than cores, dividing
-    tp_degree, are copied to one a core; anything else becomes full multi-head attention with padded heads. So the KV
-    cache of a core stops shrinking once tp_degree exceeds the kv heads. (transformers-neuronx
-    `utils.get_qkv_padding`, NxD Inference `get_shardable_head_counts`.) ``replicated-heads`` makes full multi-head
-    attention even where tp_degree divides the kv heads, unless the queries of a core share one kv head.
-    ``all-gather-heads`` computes heads in parts and caches them whole, at least one a core.
+    KV heads that tp_degree divides stay as they are. Fewer KV heads than cores, if they divide tp_degree, are copied
+    to one head a core. Otherwise attention becomes full multi-head attention with padded heads. So the KV cache of a
+    core stops shrinking when tp_degree exceeds the KV heads. (transformers-neuronx `utils.get_qkv_padding`, NxD
+    Inference `get_shardable_head_counts`.) ``replicated-heads`` uses full multi-head attention even if tp_degree
+    divides the KV heads, unless the queries of a core share one KV head. ``all-gather-heads`` computes heads in parts
+    and caches whole heads, at least one a core.
     """
     kv, tp = checkpoint.kv_heads, tp_degree
     padded = padded_heads(checkpoint, tp)
@@ -165,7 +164,7 @@ def padded_kv_heads(checkpoint: Checkpoint, tp_degree: int, strategy: GroupQuery
 
 
 def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttention | None) -> bool:
-    """Whether all-gather-heads is asked for and possible; transformers-neuronx falls back to its default otherwise
+    """Whether all-gather-heads is set and possible; transformers-neuronx falls back to its default otherwise
     (`decoder.check_gqa_fallback`)."""
     surplus = padded_heads(checkpoint, tp) - checkpoint.heads
     possible = checkpoint.kv_heads * checkpoint.head_dim % tp == 0 and surplus % checkpoint.kv_heads == 0
@@ -173,27 +172,27 @@ def _gathers_heads(checkpoint: Checkpoint, tp: int, strategy: GroupQueryAttentio
 
 
 def _shards_batch(model: ModelSpec, checkpoint: Checkpoint) -> bool:
-    """Whether the cores divide the slots instead of the KV heads; the same fallback."""
+    """Whether the cores divide the slots instead of the KV heads, with the same fallback."""
     grouped = checkpoint.kv_heads != checkpoint.heads
-    wanted = model.group_query_attention == "shard-over-batch"
-    return grouped and wanted and model.max_batch % model.tp_degree == 0
+    by_slots = model.group_query_attention == "shard-over-batch"
+    return grouped and by_slots and model.max_batch % model.tp_degree == 0
 
 
 def estimate(
     model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
 ) -> MemoryEstimate:
-    """What a replica of ``model`` needs on its fullest core; weights and KV cache of a ``draft`` beside it included.
+    """Returns the HBM of a replica on its fullest core, with the weights and KV cache of a ``draft``.
 
-    ``engine`` is the resolved engine, by default the one the model names; it decides the default dtype, whether rank 0
-    holds the embeddings whole, and whether they are on the device at all. ``auto`` is what needs most of those that it
-    may turn out to be: NxD Inference where that serves the family. Every core holds
+    ``engine`` is the resolved engine, by default the model's; it decides the default dtype, whether rank 0 holds the
+    whole embeddings, and whether they are on the device. ``auto`` counts as the candidate that needs most: NxD
+    Inference if it serves the family. Every core holds
 
-    - its shard of the matrices and the whole of what is small, in the dtype; matrices of one byte, int8 or fp8, with a
-      scale a channel;
-    - KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 where it is quantized;
+    - its shard of the matrices and all small parameters, in the dtype; int8 and fp8 matrices have one byte each and a
+      scale for each channel;
+    - the KV cache: 2 x layers x kv heads / tp x head_dim x length x slots x bytes of the dtype, or 1 if quantized;
     - SCRATCH_GIB or, if greater, the attention scores of a prefill in one piece, (heads / tp) x length^2 x 2 bytes.
-      They lie in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that they
-      are no class of their own. The engines on the host's CPUs prefill in chunks;
+      The scores are in the scratchpad: the measured one of 1 GiB has room for them at length 4096 (0.125 GiB), so that
+      they are not a class of their own. The engines on the host's CPUs prefill in chunks;
     - RUNTIME_GIB.
     """
     engine = engine or model.engine
@@ -216,13 +215,13 @@ def estimate(
 
 
 def _on_nxd(engine: Engine, checkpoint: Checkpoint) -> bool:
-    """Whether the model may run in a backend built on NeuronX Distributed."""
+    """Whether the model may run on a backend built on NeuronX Distributed."""
     return engine in NXD_ENGINES or (engine == "auto" and serves("nxd-inference", checkpoint.model_type))
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bytes on a core, and what rank 0 has more."""
+    """Bytes on each core, and the surplus of rank 0."""
 
     sharded: float
     replicated: float
@@ -233,7 +232,7 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
     tp, width = model.tp_degree, BYTES[model.dtype_on(engine)]
     groups, strategy = checkpoint.groups, model.group_query_attention
     embeddings, small = groups.embedding + groups.head, groups.small + groups.positions
-    if engine == "transformers-neuronx":  # the embeddings are looked up on the host, the head stays
+    if engine == "transformers-neuronx":  # embeds on the host; the head is on the device
         embeddings, small = groups.head or groups.embedding, groups.small
     attention = groups.attention * padded_heads(checkpoint, tp) // checkpoint.heads
     projected = padded_kv_heads(checkpoint, tp, strategy)
@@ -256,7 +255,7 @@ def _weights(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> _Weigh
 
 
 def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: int | None = None) -> float:
-    """Bytes on a core; ``length`` in tokens, by default the model's own."""
+    """Returns the bytes on a core; ``length`` is in tokens, by default the model's."""
     tp, batch = model.tp_degree, model.max_batch
     if _shards_batch(model, checkpoint):
         cached = checkpoint.kv_heads * batch // tp
@@ -268,7 +267,7 @@ def _kv_cache(model: ModelSpec, checkpoint: Checkpoint, engine: Engine, length: 
 
 
 def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
-    """GiB on a core."""
+    """Returns the GiB on a core."""
     if engine in HOST_ENGINES:
         return SCRATCH_GIB
     heads = padded_heads(checkpoint, model.tp_degree) // model.tp_degree
@@ -278,14 +277,14 @@ def _scratch(model: ModelSpec, checkpoint: Checkpoint, engine: Engine) -> float:
 def host_memory(
     model: ModelSpec, checkpoint: Checkpoint, engine: Engine | None = None, draft: Checkpoint | None = None
 ) -> HostMemory:
-    """What a replica of ``model`` needs of its host; ``engine`` as for `estimate`.
+    """Returns the host memory of a replica; ``engine`` as in `estimate`.
 
-    - Loading: the process and the whole checkpoint, in the dtype of its files or the one it is served in, whichever is
-      wider. transformers-neuronx reads safetensors layer by layer, but other files at once, and config.json does not
-      tell which there are, so that it counts in full too. ``host_memory_gib`` of the model replaces this.
-    - Serving on Neuron: the process, and embeddings where the engine may look them up on the host, which
-      transformers-neuronx does, and ``auto`` may be. On the host's CPUs: the process, weights and KV cache.
-    - Compiling: one worker of the compiler; on the host's CPUs what torch.compile takes, where the model wants it.
+    - Loading: the process and the whole checkpoint, in the dtype of its files or of serving, whichever is wider.
+      transformers-neuronx reads safetensors layer by layer but other files at once, and config.json does not show the
+      format, so that the whole checkpoint counts too. The model's ``host_memory_gib`` replaces this.
+    - Serving on Neuron: the process, and the embeddings if the engine may be transformers-neuronx, which embeds on the
+      host. On the host's CPUs: the process, weights and KV cache.
+    - Compiling: one compiler process; on the host's CPUs torch.compile, if the model enables it.
     """
     engine = engine or model.engine
     width = BYTES[model.dtype_on(engine)]

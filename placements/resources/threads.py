@@ -1,4 +1,4 @@
-"""How many CPU threads a replica gets, and which CPUs."""
+"""Computes the CPU threads and the CPUs of a replica."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Policy = Literal["share", "lmi"] | int  # an int is a fixed number of threads
 
 
 def threads(policy: Policy, tp_degree: int, host: Host) -> int:
-    """OMP_NUM_THREADS of one replica, at least 1.
+    """Returns OMP_NUM_THREADS of one replica, at least 1.
 
-    ``share``: floor((cpus - reserve) x tp_degree / host cores), whatever else runs, so that starting one replica never
-    changes another's. On a plain CPU host, where no cores divide the CPUs, tp_degree threads but not above the budget.
-    ``lmi``: 2 x tp_degree, as LMI's Connection.java does. A number: that number.
+    ``share``: floor((cpus - reserve) x tp_degree / host cores), independent of other replicas, so that a start never
+    changes the threads of others. On a plain CPU host: tp_degree threads, limited by the budget. ``lmi``: 2 x tp_degree
+    as in LMI's Connection.java. A number: that number.
     """
     if isinstance(policy, int):
         return policy
@@ -28,7 +28,7 @@ def threads(policy: Policy, tp_degree: int, host: Host) -> int:
 
 
 def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
-    """The sum behind ``threads``, for people: "floor((192 - 8) x 8 / 24) = 61"."""
+    """Returns the arithmetic of ``threads`` as text: "floor((192 - 8) x 8 / 24) = 61"."""
     result = threads(policy, tp_degree, host)
     if isinstance(policy, int):
         return f"fixed = {result}"
@@ -43,11 +43,11 @@ def arithmetic(policy: Policy, tp_degree: int, host: Host) -> str:
 
 
 def cpu_mask(host: Host, cores: CoreRange | None, count: int) -> tuple[int, ...]:
-    """The CPUs of the replica on ``cores`` with ``count`` threads; () where it is not bound to any.
+    """Returns the CPUs of the replica on ``cores`` with ``count`` threads; () if it is not bound.
 
-    Of B usable CPUs and C cores the range a-b gets usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1: masks of disjoint
-    ranges are disjoint by construction, and since the CPUs are ordered by NUMA node a mask crosses nodes only where
-    its range must. No mask when the share is under one CPU, or when the policy gives more threads than the mask holds.
+    With B usable CPUs and C cores, the range a-b gets the usable CPUs floor(a*B/C) to floor((b+1)*B/C) - 1. Masks of
+    disjoint ranges are disjoint, and since the CPUs are ordered by NUMA node, a mask crosses nodes only if its range
+    must. There is no mask if the share is less than one CPU, or if the policy gives more threads than the mask holds.
     """
     if cores is None or not host.cores:
         return ()

@@ -1,1 +1,1 @@
-"""The rules that judge a spec."""
+"""The rules that a spec must satisfy."""

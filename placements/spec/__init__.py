@@ -1,1 +1,1 @@
-"""The spec: its schema, its parser, and the problems found in it with their positions."""
+"""The spec: its schema, its parser, and problems with their positions."""

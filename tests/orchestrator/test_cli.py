@@ -245,7 +245,7 @@ def test_an_explanation_fits_into_80_columns(capsys: pytest.CaptureFixture[str],
     assert run(["explain", "a", str(tmp_path / "many.yaml")]) == 1
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "     hint: fewer replicas" in out
+    assert "     hint: use fewer replicas" in out
     (tmp_path / "key.yaml").write_text(text.replace("70", "7, colour: red"))
     assert run(["explain", "a", str(tmp_path / "key.yaml")]) == 1
     out = capsys.readouterr().out

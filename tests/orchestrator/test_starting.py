@@ -59,7 +59,7 @@ def test_auto_without_any_engine_is_a_failure_with_its_remedy(tmp_path: Path) ->
     missing = Interpreter(python="/opt/nxdi/bin/python", trouble="missing", error="/opt/nxdi/bin/python is not there")
     cluster, replica = play(tmp_path, spec, {"/opt/nxdi/bin/python": missing})
     assert cluster.started == []
-    assert replica["reason"].startswith("engine-not-installed: engine auto: this host has neither")
+    assert replica["reason"].startswith("engine-not-installed: engine auto: neither")
     assert "interpreter-missing: /opt/nxdi/bin/python is not there" in replica["reason"]
 
 

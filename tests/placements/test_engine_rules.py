@@ -81,7 +81,7 @@ def test_an_engine_serves_the_family_on_the_machine(engine: str, family: str, ma
 def test_the_reason_why_a_class_is_not_used_is_reported() -> None:
     """GPT-J's answers wrongly on transformers-neuronx."""
     (problem,) = found(f"engine: {TNX}", shaped("gptj"))
-    assert "attends to position 0 alone" in problem.what
+    assert "attends only to position 0" in problem.what
 
 
 LLAMA = {

@@ -104,9 +104,9 @@ def test_auto_prefers_nxd_inference_where_it_serves_the_family(
 @pytest.mark.parametrize(
     ("model_type", "found", "words"),
     [
-        ("gpt2", {NXD: "0.8.1"}, ("nxd-inference 0.8.1 serves no gpt2", "install transformers-neuronx")),
-        ("mistral", {NXD: "0.9.1"}, ("nxd-inference 0.9.1 does not run on inf2", "take nxd-inference up to 0.8")),
-        ("opt", {}, ("neither nxd-inference nor transformers-neuronx", "an image of the Neuron SDK")),
+        ("gpt2", {NXD: "0.8.1"}, ("nxd-inference 0.8.1 does not serve gpt2", "install transformers-neuronx")),
+        ("mistral", {NXD: "0.9.1"}, ("nxd-inference 0.9.1 does not run on inf2", "use nxd-inference up to 0.8")),
+        ("opt", {}, ("neither nxd-inference nor transformers-neuronx", "a Neuron SDK image")),
     ],
 )
 def test_why_there_is_no_engine_names_what_was_found(

@@ -61,7 +61,7 @@ def test_the_cores_of_trn2_are_two_physical_ones_or_one(instance: str, lnc: int 
 @pytest.mark.parametrize(("instance", "lnc"), [("inf2.xlarge", 1), ("trn1.32xlarge", 2), ("trn2.48xlarge", 4)])
 def test_no_other_choice_of_logical_cores_is_taken(instance: str, lnc: int) -> None:
     """inf2 and trn1 have none, trn2 has two."""
-    with pytest.raises(ValueError, match=rf"{instance} has no logical NeuronCores of {lnc}"):
+    with pytest.raises(ValueError, match=rf"{instance} does not support LNC {lnc}"):
         TOPOLOGIES[instance].at_lnc(lnc)
 
 

@@ -1,1 +1,1 @@
-"""What ``engine_options`` may hold for the Neuron engines: their packages' own options, judged."""
+"""Validates ``engine_options`` against the recorded options of the Neuron packages."""
