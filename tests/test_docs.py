@@ -926,7 +926,7 @@ def test_every_file_of_the_home_is_described(tmp_path: Path, monkeypatch: pytest
     home.journal.write_text("{")
     Journal(home.journal).close()
     KeyFile(home.keys).create("ci")
-    Audit(home.audit).asked("command", "keys create")
+    Audit(home.audit).begin("command", "keys create")
     home.traces.mkdir()
     keep_of(home.compiled).mkdir()
     home.store.mkdir()

@@ -1,1 +1,1 @@
-"""Who may do what: API keys, TLS, rate limits, allowed sources, and the audit log."""
+"""Access control: API keys, TLS, rate limits, allowed sources, and the audit log."""

@@ -1,5 +1,7 @@
-"""The certificate authority of one fleet, made at its `up`: it signs one certificate for the gateways and one for the
-replicas, and its own key is then forgotten."""
+"""The certificate authority of one fleet, created by `up`, which issues the certificates of the data plane.
+
+It signs one certificate for the gateways and one for the replicas; its own private key is then discarded.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,20 @@ from dataclasses import dataclass
 
 from workers.messages.credentials import GATEWAY, REPLICA, Credentials
 
-LIFE = datetime.timedelta(days=3650)  # longer than any fleet lives; the next `up` has another authority
-SKEW = datetime.timedelta(days=1)  # by which the clocks of hosts may differ
+LIFE = datetime.timedelta(days=3650)  # longer than any fleet runs; each `up` creates a new authority
+SKEW = datetime.timedelta(days=1)  # tolerated difference between the clocks of hosts
 
 
 @dataclass(frozen=True)
 class FleetCredentials:
-    """Both sides of the data plane."""
+    """The credentials of both sides of the data plane."""
 
     gateway: Credentials
     replica: Credentials
 
 
 def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
-    """New ones, of a new authority. 1 ms."""
+    """Returns new credentials, signed by a new authority. Takes 1 ms."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -44,7 +46,7 @@ def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
             decipher_only=False,
         )
 
-    def begun(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def unsigned(subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
         ends = now + life
         builder = builder.not_valid_before(min(now, ends) - SKEW).not_valid_after(ends)
@@ -52,15 +54,15 @@ def fleet_credentials(life: datetime.timedelta = LIFE) -> FleetCredentials:
         builder = builder.add_extension(identifier, critical=False)
         return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
-    authority = begun(issuer, issuer_key.public_key())
+    authority = unsigned(issuer, issuer_key.public_key())
     authority = authority.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     authority = authority.add_extension(usage(signs=True), critical=True)
     authority_pem = authority.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
 
     def leaf(name: str, purpose: x509.ObjectIdentifier) -> Credentials:
-        """One that serves for that purpose alone: a replica cannot pass for a gateway."""
+        """Returns a certificate for this purpose only: a replica cannot pose as a gateway."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = begun(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key())
+        certificate = unsigned(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key())
         certificate = certificate.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         certificate = certificate.add_extension(usage(signs=False), critical=True)
         certificate = certificate.add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)

@@ -1,7 +1,7 @@
-"""The API keys of a home: who may ask for answers, and who may change the fleet. Of a key only a digest is kept.
+"""The API keys of a home: their file, their scopes and their limits. Only a digest of each key is stored.
 
-A key reads `cw-ID-SECRET`. The id is public: it is what lists, logs and metrics show. The secret has 256 random bits,
-so that one round of SHA-256 is enough: a slow hash protects what people choose, and would cost each request.
+A key has the form `cw-ID-SECRET`. The id is public: lists, logs and metrics show it. The secret has 256 random bits, so
+one round of SHA-256 is enough: a slow hash protects passwords that people choose, and would slow down each request.
 """
 
 from __future__ import annotations
@@ -32,50 +32,56 @@ Scope = Literal["inference", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 PREFIX = "cw"
 ID_LENGTH = 8
-SECRET_LENGTH = 43  # of 32 random bytes, in urlsafe base64
+SECRET_LENGTH = 43  # characters: 32 random bytes in urlsafe base64
 TEXT_LENGTH = len(PREFIX) + 1 + ID_LENGTH + 1 + SECRET_LENGTH
 LONGEST_LIFE_S = 100 * 365.25 * 86400.0
-MAX_BYTES = 16 * 2**20  # of the file: some 50,000 keys
+MAX_BYTES = 16 * 2**20  # of the file: about 50,000 keys
 
 _ID = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}", re.ASCII)
-_NAME_RULE = "letters, digits and . _ @ -, at most 63 of them, beginning with a letter or digit; 8 hex digits are an id"
-NONE = "none"  # of a limit that is taken away
+_NAME_RULE = (
+    "use at most 63 letters, digits and . _ @ -, with a letter or digit first, and not 8 hex digits, which are an id"
+)
+NONE = "none"  # removes a limit
 MOST: dict[str, int] = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**6}
-WEIGHTS = (0.01, 100.0)  # least and most
-MOST_PRIORITY = 10**6  # either way, as in a request's body
+WEIGHTS = (0.01, 100.0)  # minimum and maximum
+MOST_PRIORITY = 10**6  # absolute value, as in a request's body
 LIMIT_RULE = (
     f"a weight is {WEIGHTS[0]:g} to {WEIGHTS[1]:g}; a priority -{MOST_PRIORITY} to {MOST_PRIORITY}; "
-    f"a limit a whole number from 1 on, or {NONE}; at most "
-    + ", ".join(f"{most} {name}" for name, most in MOST.items())
+    f"a limit is an integer from 1, or {NONE}; at most " + ", ".join(f"{most} {name}" for name, most in MOST.items())
 )
 LONGEST_NUMBER = 12  # digits
-VERSION = 3  # of the file, where `keyless_until` is set; 2 with a weight or a limit; else 1, which all versions read
-CLOSED = 0.0  # the time until which requests without a key pass, where every request needs one
-EXPIRY_RULE = "a span like 90m, 12h, 30d or 8w, or a time like 2027-01-31 or 2027-01-31T18:00+01:00 (UTC without one)"
+VERSION = 3  # of the file if `keyless_until` is set; 2 with a weight or a limit; else 1, which all versions read
+CLOSED = 0.0  # the value of `keyless_until` if every request needs a key
+EXPIRY_RULE = (
+    "use a duration like 90m, 12h, 30d or 8w, or a time like 2027-01-31 or 2027-01-31T18:00+01:00 "
+    "(UTC without an offset)"
+)
 
 
 class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How much one key may ask for, and its share where many wait: what of a key may change while it lives."""
+    """The limits of one key and its share of a busy fleet: the fields of a key that can change."""
 
-    weight: float = 1.0  # of weight 3: three times the tokens of a key of weight 1, while requests of both wait
-    priority: int = 0  # the most urgent that its requests may be, and those that name none; lower goes first
-    requests_per_minute: int | None = None  # None: without limit; so for the others
-    tokens_per_minute: int | None = None  # of prompts and answers together
-    max_concurrent: int | None = None  # requests at a time, those in the queue among them
+    weight: float = (
+        1.0  # a key of weight 3 gets three times the tokens of a key of weight 1 while both have requests waiting
+    )
+    priority: int = 0  # the most urgent priority of its requests, and their default; lower goes first
+    requests_per_minute: int | None = None  # None: unlimited, as for the next two
+    tokens_per_minute: int | None = None  # prompt and output tokens
+    max_concurrent: int | None = None  # concurrent requests, including queued ones
 
     @property
     def limited(self) -> bool:
-        """Whether there is anything to count."""
+        """Whether the key has any limit."""
         return (
             self.requests_per_minute is not None
             or self.tokens_per_minute is not None
             or self.max_concurrent is not None
         )
 
-    def wrong(self) -> str | None:
-        """What is out of bounds, if anything."""
+    def violation(self) -> str | None:
+        """Returns the first field that is out of bounds, as a message."""
         least, most = WEIGHTS
         if not least <= self.weight <= most:
             return f"a weight of {self.weight:g} is not between {least:g} and {most:g}"
@@ -84,7 +90,7 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name, highest in MOST.items():
             limit: int | None = getattr(self, name)
             if limit is not None and not 1 <= limit <= highest:
-                return f"{name} of {limit} is not between 1 and {highest}"
+                return f"a {name} of {limit} is not between 1 and {highest}"
         return None
 
 
@@ -95,7 +101,7 @@ class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     name: str
     digest: str  # SHA-256 of the secret, in hex
     scopes: tuple[Scope, ...]
-    models: tuple[str, ...]  # that it may ask; empty: all
+    models: tuple[str, ...]  # that it may use; empty: all
     created: float  # seconds since the epoch
     expires: float | None  # None: never
 
@@ -106,10 +112,10 @@ class ApiKey(Allowance, frozen=True, kw_only=True, forbid_unknown_fields=True, o
         return scope in self.scopes
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _StoredKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     version: Literal[1, 2, 3]
     keys: list[ApiKey]
-    keyless_until: float | None = CLOSED  # seconds since the epoch; None: without end
+    keyless_until: float | None = CLOSED  # seconds since the epoch; None: forever
 
 
 class _Versioned(msgspec.Struct):
@@ -117,15 +123,15 @@ class _Versioned(msgspec.Struct):
 
 
 UNLIMITED = Allowance()
-_NOBODY = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # what an unknown id is compared with
+_NO_DIGEST = hashlib.sha256(secrets.token_bytes(32)).hexdigest()  # compared with the secret of an unknown id
 
 
 class KeyRing:
-    """The keys as they were read at one time."""
+    """An immutable snapshot of the keys."""
 
     def __init__(self, keys: Iterable[ApiKey] = (), *, keyless_until: float | None = None) -> None:
-        """``keyless_until``: until then requests without a key pass, in seconds since the epoch; None: without end, as
-        in a home that never had a key."""
+        """``keyless_until``: the time until which requests without a key are accepted, in seconds since the epoch; None
+        is forever, as in a home that never had a key."""
         self.keys = tuple(keys)
         self.keyless_until = keyless_until
         self._by_id = {key.id: key for key in self.keys}
@@ -133,24 +139,24 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def demands(self, now: float) -> bool:
+    def requires_key(self, now: float) -> bool:
         """Whether a request needs a key."""
         return self.keyless_until is not None and now >= self.keyless_until
 
     def usable(self, now: float, scope: Scope) -> int:
-        """How many keys with that scope have not expired."""
+        """Returns the number of unexpired keys with that scope."""
         return sum(key.may(scope) and not key.expired(now) for key in self.keys)
 
     def authenticate(self, presented: str, now: float) -> ApiKey | None:
-        """The key that was presented, or None; which part of it was wrong cannot be told from the time that it takes.
+        """Returns the key that was presented, or None. Timing does not reveal which part of a wrong key is wrong.
 
-        ``now`` in seconds since the epoch. Scopes and models are the caller's to judge.
+        ``now`` is in seconds since the epoch. The caller checks scopes and models.
         """
         if len(presented) != TEXT_LENGTH or not presented.startswith(f"{PREFIX}-"):
             return None
         id, dash, secret = presented[3:].partition("-")
         key = self._by_id.get(id)
-        expected = _NOBODY if key is None else key.digest
+        expected = _NO_DIGEST if key is None else key.digest
         same = hmac.compare_digest(_digest(secret), expected)
         if not same or not dash or key is None or key.expired(now):
             return None
@@ -162,23 +168,23 @@ def _digest(secret: str) -> str:
 
 
 class KeyFile:
-    """The file of keys. Any number of processes may read and write it; each finds it whole."""
+    """The file of keys. Any number of processes can read and write it; each sees a complete file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: tuple[int, ...] | None = None
         self._ring = KeyRing()
-        self._there = False  # whether `_ring` is of a file
-        self._complained = False
+        self._loaded = False  # whether `_ring` is from the file
+        self._logged = False
 
     def read(self) -> KeyRing:
-        """The keys of the file; without a file none, and none is demanded. Raises Failed for a file that is broken,
-        cannot be read, or could have been written by someone else."""
+        """Returns the keys of the file; without a file there are none, and none is required. Raises Failed for a file
+        that is damaged, unreadable, or writable by other users."""
         ring = self._read()
         return KeyRing() if ring is None else ring
 
     def _read(self) -> KeyRing | None:
-        """As ``read``; None without a file."""
+        """Like ``read``, but None without a file."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -186,58 +192,59 @@ class KeyFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise Failed("keys-unreadable", f"{self.path} cannot be read: {error.strerror}", "as its owner?") from None
+            what = f"{self.path} cannot be read: {error.strerror}"
+            raise Failed("keys-unreadable", what, "run the command as the owner of the file") from None
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-            what = f"{self.path} can be written by others than its user"
-            raise Failed("keys-unreadable", what, f"look at what it holds; then chmod 600 {self.path}")
+            what = f"{self.path} is writable by other users"
+            raise Failed("keys-unreadable", what, f"check its contents, then run: chmod 600 {self.path}")
         return self._parsed(data)
 
     def _parsed(self, data: bytes) -> KeyRing:
-        hint = "restore it, or remove it and create the keys anew; gateways that run keep the keys that they know"
+        hint = "restore the file, or remove it and create new keys; running gateways keep the keys that they have read"
         try:
             if len(data) > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES} bytes")
+                raise ValueError(f"it is larger than {MAX_BYTES} bytes")
             version = msgspec.json.decode(data, type=_Versioned).version
             if version > VERSION:
-                raise ValueError(f"it is of version {version}; this corewright reads up to {VERSION}")
-            kept = msgspec.json.decode(data, type=_Kept)
-            _check(kept.keys)
-            if not math.isfinite(kept.keyless_until or 0.0):
+                raise ValueError(f"its version is {version}; this corewright reads versions up to {VERSION}")
+            stored = msgspec.json.decode(data, type=_StoredKeys)
+            _check(stored.keys)
+            if not math.isfinite(stored.keyless_until or 0.0):
                 raise ValueError("keyless_until is not a time")
-        except (ValueError, RecursionError) as error:  # of which msgspec's are some
-            raise Failed("keys-broken", f"{self.path} holds no keys: {error}", hint) from None
-        return KeyRing(kept.keys, keyless_until=kept.keyless_until)
+        except (ValueError, RecursionError) as error:  # ValueError includes msgspec's errors
+            raise Failed("keys-broken", f"{self.path} is not a valid key file: {error}", hint) from None
+        return KeyRing(stored.keys, keyless_until=stored.keyless_until)
 
     def current(self) -> KeyRing:
-        """The keys as the file has them by now: one `stat` where nothing has changed. Never raises: when the file is
-        broken or gone, the last good keys stay, and that is logged once; before any good ones, no request passes."""
-        seen = self._stat()
-        if seen == self._seen:
+        """Returns the keys of the file as it is now; one `stat` if nothing has changed. Never raises: if the file is
+        damaged or missing, the last valid keys stay, which is logged once; without any, no request is accepted."""
+        status = self._stat()
+        if status == self._seen:
             return self._ring
         try:
             ring = self._read()
             if ring is not None:
-                self._ring, self._there = ring, True
-            elif self._there:
-                raise Failed("keys-broken", f"{self.path} is gone", "")
-            self._complained = False
+                self._ring, self._loaded = ring, True
+            elif self._loaded:
+                raise Failed("keys-broken", f"{self.path} is missing", "")
+            self._logged = False
         except Failed as failed:
-            if not self._complained:
-                log.error("%s; the keys that were known before stay", failed)
-            self._complained = True
-            if not self._there:  # none was known: a gateway that starts now must not be open to all
+            if not self._logged:
+                log.error("%s; the previous keys stay in use", failed)
+            self._logged = True
+            if not self._loaded:  # a gateway that starts now must not be open to all
                 self._ring = KeyRing(keyless_until=CLOSED)
-            if failed.problem.id == "keys-unreadable":  # as without free descriptors: read again, changed or not
+            if failed.problem.id == "keys-unreadable":  # for example no free descriptors: retry even if unchanged
                 return self._ring
-        self._seen = seen  # as it was before the reading: a change in the midst of it is seen the next time
+        self._seen = status  # taken before the file was read, so that a change during the read is noticed
         return self._ring
 
     def _stat(self) -> tuple[int, ...]:
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return ()
-        return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_uid)
+        return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode, status.st_uid)
 
     def create(
         self,
@@ -250,27 +257,28 @@ class KeyFile:
         activate_at: float | None = None,
         now: float | None = None,
     ) -> tuple[ApiKey, str]:
-        """A new key, and its text, which is nowhere else. From now on, or from ``activate_at`` on, every request needs
-        a key; a grace period that has begun keeps its end. Raises Failed for a name that is taken or none, for an
-        allowance out of bounds, and for an ``activate_at`` where every request needs a key already."""
-        _demand_bounds(allowance)
+        """Creates a key; returns it and its text, which is stored nowhere. From now on, or from ``activate_at`` on,
+        every request needs a key; a grace period that has begun keeps its end. Raises Failed for a name that is taken
+        or invalid, an allowance out of bounds, and an ``activate_at`` if every request needs a key already."""
+        _check_bounds(allowance)
         if not _NAME.fullmatch(name) or _ID.fullmatch(name):
-            raise Failed("key-name-wrong", f"{name!r} is no name of a key", _NAME_RULE)
+            raise Failed("key-name-wrong", f"{name!r} is not a valid key name", _NAME_RULE)
         for model in models:
             if not _NAME.fullmatch(model):
-                raise Failed("key-name-wrong", f"{model!r} is no name of a model", "--model takes a model of the spec")
+                what = f"{model!r} is not a valid model name"
+                raise Failed("key-name-wrong", what, "--model takes the name of a model in the spec")
         now = time.time() if now is None else now
         with self._locked():
             ring = self.read()
             keys = list(ring.keys)
-            if activate_at is not None and ring.demands(now):
-                hint = "leave out --activate-at; corewright keys open answers requests without a key again"
+            if activate_at is not None and ring.requires_key(now):
+                hint = "omit --activate-at; corewright keys open accepts requests without a key again"
                 raise Failed("keys-demanded", "every request needs a key already", hint)
             if any(key.name == name for key in keys):
-                hint = f"another name, or first: corewright keys revoke {name}"
-                raise Failed("key-name-taken", f"there is a key {name} already", hint)
-            taken = {key.id for key in keys}
-            id = next(id for id in iter(lambda: secrets.token_hex(ID_LENGTH // 2), "") if id not in taken)
+                hint = f"choose another name, or first run: corewright keys revoke {name}"
+                raise Failed("key-name-taken", f"a key named {name} already exists", hint)
+            ids = {key.id for key in keys}
+            id = next(id for id in iter(lambda: secrets.token_hex(ID_LENGTH // 2), "") if id not in ids)
             secret = secrets.token_urlsafe(32)
             key = ApiKey(
                 id=id,
@@ -287,45 +295,45 @@ class KeyFile:
         return key, f"{PREFIX}-{id}-{secret}"
 
     def change(self, id_or_name: str, **changes: float | None) -> ApiKey:
-        """Give a key another weight or other limits: ``changes`` are fields of Allowance, the others stay. Raises
-        Failed when there is no such key, and for what is out of bounds."""
-        with self._found(id_or_name) as (ring, found):
-            changed = msgspec.structs.replace(found, **changes)
-            _demand_bounds(changed)
-            self._write([changed if key is found else key for key in ring.keys], ring.keyless_until)
+        """Changes the weight or the limits of a key: ``changes`` are fields of Allowance. Raises Failed for an unknown
+        key and for values out of bounds."""
+        with self._locked_key(id_or_name) as (ring, key):
+            changed = msgspec.structs.replace(key, **changes)
+            _check_bounds(changed)
+            self._write([changed if other is key else other for other in ring.keys], ring.keyless_until)
         return changed
 
     def revoke(self, id_or_name: str) -> ApiKey:
-        """Take a key away; that opens nothing. Raises Failed when there is none of that id or name."""
-        with self._found(id_or_name) as (ring, found):
-            self._write([key for key in ring.keys if key is not found], ring.keyless_until)
-        return found
+        """Deletes a key; requests without a key stay refused. Raises Failed for an unknown key."""
+        with self._locked_key(id_or_name) as (ring, key):
+            self._write([other for other in ring.keys if other is not key], ring.keyless_until)
+        return key
 
     def open_keyless(self, until: float | None = None) -> None:
-        """Let requests without a key pass on loopback, without end or until a time in seconds since the epoch. Raises
-        Failed where no key has been created: they pass already."""
+        """Accepts requests without a key on loopback, forever or until a time in seconds since the epoch. Raises Failed
+        if no key has ever been created: they are accepted already."""
         if not self.path.exists():
-            what = "no key has been created, so requests without a key pass already"
-            raise Failed("keys-none", what, "corewright keys create NAME ends that")
+            what = "no key has been created, so requests without a key are accepted already"
+            raise Failed("keys-none", what, "corewright keys create NAME creates the first key and requires one")
         with self._locked():
             self._write(self.read().keys, until)
 
     def close_keyless(self) -> None:
-        """Demand a key of every request from now on, also where there is none yet."""
+        """Requires a key for every request from now on, even if no key exists yet."""
         with self._locked():
             self._write(self.read().keys, CLOSED)
 
     @contextlib.contextmanager
-    def _found(self, id_or_name: str) -> Iterator[tuple[KeyRing, ApiKey]]:
-        """The ring, and its key of that id or name, while no other process writes. Raises Failed without it."""
+    def _locked_key(self, id_or_name: str) -> Iterator[tuple[KeyRing, ApiKey]]:
+        """The ring and its key of that id or name, locked against other writers. Raises Failed for an unknown key."""
         if not self.path.exists():
             raise _unknown(id_or_name, ())
         with self._locked():
             ring = self.read()
-            found = next((key for key in ring.keys if id_or_name in (key.id, key.name)), None)
-            if found is None:
+            key = next((key for key in ring.keys if id_or_name in (key.id, key.name)), None)
+            if key is None:
                 raise _unknown(id_or_name, ring.keys)
-            yield ring, found
+            yield ring, key
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -345,10 +353,10 @@ class KeyFile:
         draft = self.path.with_suffix(".new")
         plain = all(_allowance(key) == UNLIMITED for key in keys)
         version: Literal[1, 2, 3] = 3 if keyless_until != CLOSED else 1 if plain else 2
-        kept = _Kept(version=version, keys=list(keys), keyless_until=keyless_until)
-        data = msgspec.json.format(msgspec.json.encode(kept), indent=2)
+        stored = _StoredKeys(version=version, keys=list(keys), keyless_until=keyless_until)
+        data = msgspec.json.format(msgspec.json.encode(stored), indent=2)
         try:
-            draft.unlink(missing_ok=True)  # one that somebody left might be open to others
+            draft.unlink(missing_ok=True)  # a leftover file could be readable by other users
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
@@ -367,8 +375,8 @@ class KeyFile:
 
 
 def _unknown(id_or_name: str, keys: Sequence[ApiKey]) -> Failed:
-    known = ", ".join(key.name for key in keys)
-    hint = f"known are {known}" if known else "there is none; corewright keys create NAME makes one"
+    names = ", ".join(key.name for key in keys)
+    hint = f"existing keys: {names}" if names else "no key exists; corewright keys create NAME creates one"
     return Failed("key-unknown", f"there is no key {shown(id_or_name)!r}", hint)
 
 
@@ -376,10 +384,10 @@ def _allowance(key: ApiKey) -> Allowance:
     return Allowance(**{name: getattr(key, name) for name in Allowance.__struct_fields__})
 
 
-def _demand_bounds(allowance: Allowance) -> None:
-    wrong = allowance.wrong()
-    if wrong is not None:
-        raise Failed("key-limit-wrong", wrong, LIMIT_RULE)
+def _check_bounds(allowance: Allowance) -> None:
+    violation = allowance.violation()
+    if violation is not None:
+        raise Failed("key-limit-wrong", violation, LIMIT_RULE)
 
 
 def _unwritable(path: Path, error: OSError) -> Failed:
@@ -387,52 +395,52 @@ def _unwritable(path: Path, error: OSError) -> Failed:
 
 
 def shown(text: str) -> str:
-    """What was typed, without the secret if it was a whole key."""
+    """Returns what the user typed, without the secret if it is a whole key."""
     return f"{text[: len(PREFIX) + 1 + ID_LENGTH]}..." if text.startswith(f"{PREFIX}-") else text
 
 
 def _check(keys: Sequence[ApiKey]) -> None:
-    """Raises ValueError for what no `create` writes."""
+    """Raises ValueError for keys that `create` cannot have written."""
     for key in keys:
         if not _ID.fullmatch(key.id) or not _DIGEST.fullmatch(key.digest):
-            raise ValueError(f"the id or the digest of {key.name!r} is none")
+            raise ValueError(f"the id or the digest of {key.name!r} is invalid")
         if not _NAME.fullmatch(key.name):
-            raise ValueError(f"{key.name!r} is no name of a key")
+            raise ValueError(f"{key.name!r} is not a valid key name")
         if not key.scopes or len({*key.scopes}) != len(key.scopes):
-            raise ValueError(f"{key.name!r} has no scope, or one twice")
+            raise ValueError(f"{key.name!r} has no scope, or a scope twice")
         if not all(math.isfinite(at) for at in (key.created, key.expires or 0.0)):
-            raise ValueError(f"the times of {key.name!r} are none")
-        if (wrong := key.wrong()) is not None:
-            raise ValueError(f"of {key.name!r}, {wrong}")
-    for what in ("id", "name"):
-        values = [getattr(key, what) for key in keys]
+            raise ValueError(f"{key.name!r} has an invalid time")
+        if (violation := key.violation()) is not None:
+            raise ValueError(f"{key.name!r} has {violation}")
+    for field in ("id", "name"):
+        values = [getattr(key, field) for key in keys]
         if len({*values}) != len(values):
-            raise ValueError(f"two keys have one {what}")
+            raise ValueError(f"two keys have the same {field}")
 
 
 def read_limit(option: str, text: str) -> int | None:
-    """A limit as it was typed: a whole number, or `none`, which takes it away. Raises Failed for anything else; bounds
-    are for the file to check."""
-    told = text.strip()
-    if told == NONE:
+    """Parses a limit: an integer, or `none`, which removes it. Raises Failed for anything else; `KeyFile` checks the
+    bounds."""
+    limit = text.strip()
+    if limit == NONE:
         return None
-    if not (told.isascii() and told.isdecimal() and len(told) <= LONGEST_NUMBER):
-        raise Failed("key-limit-wrong", f"{option} {text!r} is no limit", LIMIT_RULE)
-    return int(told)
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= LONGEST_NUMBER):
+        raise Failed("key-limit-wrong", f"{option} {text!r} is not a limit", LIMIT_RULE)
+    return int(limit)
 
 
 def read_expiry(text: str, now: float, option: str = "--expires") -> float:
-    """The time of ``option``, in seconds since the epoch. Raises Failed for what is no time, or has passed."""
-    told = text.strip()
-    span = span_s(told)
+    """Returns the time of ``option``, in seconds since the epoch. Raises Failed for an invalid or past time."""
+    expiry = text.strip()
+    span = span_s(expiry)
     if span is not None:
         at = now + span
     else:
         try:
-            at = moment(told)
+            at = moment(expiry)
         except ValueError:
             raise Failed("key-expiry-wrong", f"{option} {text!r} is not a time", EXPIRY_RULE) from None
     if not now < at <= now + LONGEST_LIFE_S:
-        when_ = "has passed" if at <= now else "is more than 100 years away"
-        raise Failed("key-expiry-wrong", f"{option} {text!r} {when_}", EXPIRY_RULE)
+        reason = "is in the past" if at <= now else "is more than 100 years away"
+        raise Failed("key-expiry-wrong", f"{option} {text!r} {reason}", EXPIRY_RULE)
     return at

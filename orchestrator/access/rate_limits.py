@@ -1,8 +1,8 @@
-"""What one API key may use in time: buckets that fill all the time, places, and a request's reservation in them. Pure.
+"""The rate limits of one API key: token buckets for requests and tokens, and a limit on concurrent requests. Pure.
 
-A bucket holds a minute's worth, and fills by a sixtieth of that each second. A request takes 1 of the requests, and of
-the tokens what it may use at most, its prompt with what it may generate; at its end what it did not use is given back.
-So from a key's first request on, never more is used than the limit, and one further limit for each minute since.
+A bucket holds one minute's quota and refills continuously. A request reserves 1 request and the most tokens that it can
+use: its prompt and its longest answer. When it ends, the unused tokens are returned. So t minutes after a key's first
+request, it has used at most (1 + t) times its limit.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 MINUTE_S = 60.0
-DEBT = 10.0  # capacities: more than this is never owed, whatever was used, or whatever stands in a file
-SKEW_S = 1.0  # a time later than now by more than this is of another clock: the machine was started again
-EXACT = 1e-9  # of a capacity: what the sums of floats may be off
+DEBT = 10.0  # capacities: the largest debt of a bucket, whatever was used or a file contains
+SKEW_S = 1.0  # a time that is further in the future is of an earlier boot's clock
+EXACT = 1e-9  # of a capacity: tolerance for sums of floats
 
 
 class Quota(Protocol):
-    """The limits of one key; None: without limit."""
+    """The limits of one key; None is unlimited."""
 
     @property
     def requests_per_minute(self) -> int | None: ...
@@ -29,8 +29,7 @@ class Quota(Protocol):
 
 
 class Counts(NamedTuple):
-    """What one key has used, and what time has not yet given back, at ``at`` (monotonic seconds). All zeros is a key
-    that has not asked for anything."""
+    """The unrefilled usage of one key at ``at`` (monotonic seconds). All zeros: a key without requests."""
 
     at: float = 0.0
     requests: float = 0.0
@@ -42,35 +41,35 @@ Limit = Literal["requests per minute", "tokens per minute", "requests at a time"
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """Why a request is refused."""
+    """The limit that a refused request exceeds."""
 
     what: Limit
     limit: int
     used: int
-    asked: int
-    wait_s: float | None  # until there will be enough; None: there never will, or nobody knows
+    requested: int
+    wait_s: float | None  # until the request would fit; None: never, or unknown
 
     @property
     def ever(self) -> bool:
-        """Whether the same request may be let through later."""
-        return self.asked <= self.limit
+        """Whether the same request can succeed later."""
+        return self.requested <= self.limit
 
 
 class Remaining(NamedTuple):
-    """One bucket, as a client is told of it."""
+    """One bucket, as response headers report it."""
 
     limit: int
     remaining: int
     reset_s: float  # until the bucket is full
 
 
-def refilled(counts: Counts, quota: Quota, now: float) -> Counts:
-    """The counts at ``now``. What makes no sense, such as a time to come, counts as nothing used."""
+def refill(counts: Counts, quota: Quota, now: float) -> Counts:
+    """Returns the counts at ``now``. Invalid counts, such as those of a future time, count as unused."""
     at, requests, tokens = counts
     elapsed = now - at
     if elapsed < -SKEW_S:
         return Counts(now)
-    if elapsed < 0.0:  # another gateway was faster
+    if elapsed < 0.0:  # another gateway has updated them meanwhile
         elapsed, now = 0.0, at
     return Counts(
         now,
@@ -79,16 +78,17 @@ def refilled(counts: Counts, quota: Quota, now: float) -> Counts:
     )
 
 
-def taken(counts: Counts, quota: Quota, live: int, tokens: int, now: float) -> Counts | Exceeded:
-    """The counts with one more request, which may use so many tokens, or why it is refused: then nothing is taken.
-    ``live`` is how many requests of the key there are.
+def reserve(counts: Counts, quota: Quota, live: int, tokens: int, now: float) -> Counts | Exceeded:
+    """Returns the counts with one more request of at most ``tokens`` tokens, or the limit that it exceeds.
 
-    1. more tokens than the bucket ever holds -> refused for good
-    2. all places are taken                   -> refused
-    3. a bucket does not hold enough          -> refused, by the one that takes longer
-    4. else                                   -> taken from both
+    ``live`` is the number of the key's concurrent requests.
+
+    1. more tokens than the capacity of the bucket -> refused for good
+    2. the limit of concurrent requests is reached -> refused
+    3. a bucket does not hold enough               -> refused, with the longer wait
+    4. else                                        -> reserved in both buckets
     """
-    now_used = refilled(counts, quota, now)
+    now_used = refill(counts, quota, now)
     per_minute = quota.tokens_per_minute
     if per_minute is not None and tokens > per_minute:  # 1
         return Exceeded("tokens per minute", per_minute, math.ceil(now_used.tokens), tokens, None)
@@ -109,22 +109,22 @@ def taken(counts: Counts, quota: Quota, live: int, tokens: int, now: float) -> C
     )
 
 
-def settled(counts: Counts, quota: Quota, reserved: int, used: int, taken_at: float, now: float) -> Counts:
-    """The counts when a request that had reserved so many tokens at ``taken_at`` has ended, and what it has used.
+def settle(counts: Counts, quota: Quota, reserved: int, used: int, reserved_at: float, now: float) -> Counts:
+    """Returns the counts after a request that reserved ``reserved`` tokens at ``reserved_at`` and used ``used``.
 
-    After a minute there is nothing to give back: the bucket has filled by the whole of the reservation. What was used
-    beyond it is owed."""
-    now_used = refilled(counts, quota, now)
+    After a minute nothing is returned: the bucket has refilled the whole reservation. Tokens used beyond it are owed.
+    """
+    now_used = refill(counts, quota, now)
     per_minute = quota.tokens_per_minute
-    if per_minute is None or (used <= reserved and now - taken_at >= MINUTE_S):
+    if per_minute is None or (used <= reserved and now - reserved_at >= MINUTE_S):
         return now_used
     tokens = min(max(0.0, now_used.tokens + used - reserved), DEBT * per_minute)
     return now_used._replace(tokens=tokens)
 
 
 def remaining(counts: Counts, quota: Quota, now: float) -> tuple[Remaining | None, Remaining | None]:
-    """Of requests and of tokens; None where there is no limit."""
-    now_used = refilled(counts, quota, now)
+    """Returns what remains of requests and of tokens; None without a limit."""
+    now_used = refill(counts, quota, now)
     return (
         _remaining(now_used.requests, quota.requests_per_minute),
         _remaining(now_used.tokens, quota.tokens_per_minute),
@@ -132,35 +132,35 @@ def remaining(counts: Counts, quota: Quota, now: float) -> tuple[Remaining | Non
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI's headers write it: `12ms`, `8.64s`, `6m0s`, `1h0m0s`. Never less than it is."""
+    """Formats a duration as OpenAI's headers do: `12ms`, `8.64s`, `6m0s`, `1h0m0s`. Rounds up."""
     ms = math.ceil(round(seconds * 1000, 6))
     if 0 < ms < 1000:
         return f"{ms}ms"
     minutes, ms = divmod(ms, 60_000)
     hours, minutes = divmod(minutes, 60)
-    told = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    text = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     if hours:
-        return f"{hours}h{minutes}m{told}"
-    return f"{minutes}m{told}" if minutes else told
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text
 
 
 def _used(used: float, per_minute: int | None, elapsed: float) -> float:
     if per_minute is None:
         return 0.0
-    left = min(used, DEBT * per_minute) - elapsed * per_minute / MINUTE_S
-    return left if left > 0.0 else 0.0  # nan is nothing
+    remainder = min(used, DEBT * per_minute) - elapsed * per_minute / MINUTE_S
+    return remainder if remainder > 0.0 else 0.0  # nan counts as 0
 
 
-def _wait_s(used: float, per_minute: int | None, asked: int) -> float:
-    """Until the bucket holds what is asked for."""
+def _wait_s(used: float, per_minute: int | None, requested: int) -> float:
+    """Returns the seconds until the bucket holds ``requested``."""
     if per_minute is None:
         return 0.0
-    missing = used + asked - per_minute
+    missing = used + requested - per_minute
     return missing * MINUTE_S / per_minute if missing > per_minute * EXACT else 0.0
 
 
 def _remaining(used: float, per_minute: int | None) -> Remaining | None:
     if per_minute is None:
         return None
-    left = math.floor(max(0.0, per_minute - used) + per_minute * EXACT)
-    return Remaining(per_minute, left, used * MINUTE_S / per_minute)
+    unused = math.floor(max(0.0, per_minute - used) + per_minute * EXACT)
+    return Remaining(per_minute, unused, used * MINUTE_S / per_minute)

@@ -1,4 +1,4 @@
-"""Where a spec may point: what its models may read, and what of it may run: interpreters, and code of checkpoints."""
+"""The source policy: the places that a spec's models may read, and the interpreters and remote code it may run."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _PATH_STARTS = ("/", "./", "../", "~")
 
 @dataclass(frozen=True)
 class SourcePolicy:
-    """None allows everything."""
+    """The places and programs that a spec may name; None allows everything."""
 
     prefixes: tuple[str, ...] | None = None  # absolute folders, s3:// prefixes, and hub: with an organisation or an id
     interpreters: frozenset[str] | None = None  # exact paths
-    remote_code: frozenset[str] | None = None  # sources whose own code may run
+    remote_code: frozenset[str] | None = None  # sources whose code may run
 
     def problems(self, spec: Spec) -> tuple[Problem, ...]:
-        """What the spec may not name, each with its place. Follows links, so that none leads out of a folder. Blocks.
+        """Returns the violations of a spec. Resolves links, so that none leads out of an allowed folder. Blocks.
 
-        A folder that is allowed is meant with all that is in it; who can write there, or exchange a link after this
-        look, decides what is loaded.
+        An allowed folder includes everything in it. Anybody who can write there, or replace a link after this check,
+        decides what is loaded.
         """
-        found = [*self._of_interpreters(spec)]
+        problems = [*self._interpreter_problems(spec)]
         for model in spec.models:
-            found += self._of_model(spec, model)
-            found += self._of_remote_code(spec, model)
-        return tuple(found)
+            problems += self._source_problems(spec, model)
+            problems += self._remote_code_problems(spec, model)
+        return tuple(problems)
 
     def allows(self, place: str) -> bool:
-        """Whether an absolute path, an s3:// address or an id of the hub lies at or below one of the prefixes."""
+        """Whether an absolute path, an s3:// address or a hub id is at or below one of the prefixes."""
         if self.prefixes is None:
             return True
         if place.startswith(S3):
             segments = place[len(S3) :].split("/")
             if any(segment in (".", "..") for segment in segments):
                 return False
-            known = [prefix[len(S3) :].rstrip("/").split("/") for prefix in self.prefixes if prefix.startswith(S3)]
-            return any(segments[: len(prefix)] == prefix for prefix in known)
+            prefixes = [prefix[len(S3) :].rstrip("/").split("/") for prefix in self.prefixes if prefix.startswith(S3)]
+            return any(segments[: len(prefix)] == prefix for prefix in prefixes)
         if not place.startswith("/"):
-            known = [prefix[len(HUB) :].strip("/").split("/") for prefix in self.prefixes if prefix.startswith(HUB)]
+            prefixes = [prefix[len(HUB) :].strip("/").split("/") for prefix in self.prefixes if prefix.startswith(HUB)]
             return _HUB_ID.fullmatch(place) is not None and any(
-                prefix == [""] or place.split("/")[: len(prefix)] == prefix for prefix in known
+                prefix == [""] or place.split("/")[: len(prefix)] == prefix for prefix in prefixes
             )
         real = _real(place)
         folders = [_real(prefix) for prefix in self.prefixes if not prefix.startswith((S3, HUB))]
@@ -62,57 +62,59 @@ class SourcePolicy:
             return False
         return any(folder is not None and (real == folder or folder in real.parents) for folder in folders)
 
-    def _of_interpreters(self, spec: Spec) -> Iterator[Problem]:
+    def _interpreter_problems(self, spec: Spec) -> Iterator[Problem]:
         for engine in spec.engines:
             python = spec.python_for(engine)
             if self.interpreters is None or python is None or os.path.normpath(python) in self.interpreters:
                 continue
-            what = f"engines.{engine}.python: {python} is none of the interpreters of the spec that `up` was given"
-            hint = "an interpreter is a program: name it in the spec of `corewright up`"
+            what = f"engines.{engine}.python: {python} is not an interpreter of the spec that `up` started with"
+            hint = "an interpreter runs code: name it in the spec of `corewright up`"
             yield Problem("interpreter-not-allowed", "error", spec.where("engines", engine, "python"), what, hint)
 
-    def _of_remote_code(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+    def _remote_code_problems(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.remote_code is None or not _trusted(model) - self.remote_code:
             return
-        what = f"{model.name}: trust_remote_code runs code of {min(_trusted(model) - self.remote_code)}"
-        hint = "code is a program: name the model with trust_remote_code in the spec of `corewright up`"
+        what = f"{model.name}: trust_remote_code would run code of {min(_trusted(model) - self.remote_code)}"
+        hint = "set trust_remote_code for this source in the spec of `corewright up`"
         where = spec.where("models", model.name, "trust_remote_code")
         yield Problem("remote-code-not-allowed", "error", where, what, hint)
 
-    def _of_model(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
+    def _source_problems(self, spec: Spec, model: ModelSpec) -> Iterator[Problem]:
         if self.prefixes is None:
             return
         for keys, place, shown in _places(model):
             if not self.allows(place):
                 where = spec.where("models", model.name, *keys)
-                known = ", ".join(self.prefixes) or "nothing"
-                what = f"{model.name}: {'.'.join(keys)} {shown!r} is not below what a spec may read here: {known}"
-                hint = "move it there, or extend the setting allowed_sources and start `up` again"
+                allowed = ", ".join(self.prefixes) or "nothing"
+                what = f"{model.name}: {'.'.join(keys)} {shown!r} is not in the allowed sources: {allowed}"
+                hint = "move it to an allowed source, or extend the setting allowed_sources and restart `up`"
                 yield Problem("source-not-allowed", "error", where, what, hint)
 
 
 def interpreters_of(spec: Spec) -> frozenset[str]:
-    """Those that a spec names, as ``Allowed`` compares them."""
-    named = [spec.python_for(engine) for engine in spec.engines]
-    return frozenset(os.path.normpath(python) for python in named if python is not None)
+    """Returns the interpreters that a spec names, as normalized paths."""
+    interpreters = [spec.python_for(engine) for engine in spec.engines]
+    return frozenset(os.path.normpath(python) for python in interpreters if python is not None)
 
 
 def allowed_by_setting(fleet: ControllerSettings) -> SourcePolicy:
-    """What `allowed_sources` says, to whoever applies a spec. Unset: everything."""
+    """Returns the policy of the setting `allowed_sources`; unset allows everything."""
     if fleet.allowed_sources is None:
         return SourcePolicy()
     return SourcePolicy(fleet.allowed_sources, *_own_programs(fleet))
 
 
 def allowed_to_keys(fleet: ControllerSettings) -> SourcePolicy:
-    """To who comes with an API key, and so need not have a shell here. Unset: the folder of the spec that `up` was
-    given."""
+    """Returns the policy for callers with an API key, who may have no shell on this host.
+
+    Without `allowed_sources` they may read the folder of the spec that `up` started with.
+    """
     prefixes = (fleet.base_dir,) if fleet.allowed_sources is None else fleet.allowed_sources
     return SourcePolicy(prefixes, *_own_programs(fleet))
 
 
 def _own_programs(fleet: ControllerSettings) -> tuple[frozenset[str], frozenset[str]]:
-    """What the spec of `up` runs: interpreters, and the code of sources."""
+    """Returns what the spec of `up` runs: its interpreters, and the sources whose code it trusts."""
     own = parse(fleet.spec_text, fleet.spec_file, fleet.base_dir).spec
     if own is None:
         return frozenset(), frozenset()
@@ -120,28 +122,28 @@ def _own_programs(fleet: ControllerSettings) -> tuple[frozenset[str], frozenset[
 
 
 def _trusted(model: ModelSpec) -> frozenset[str]:
-    """The sources whose code the model would run, as `allows` takes them, with their revisions."""
+    """Returns the sources whose code the model would run, with their revisions."""
     if not model.trust_remote_code or model.engine == "echo" or "source" in model.broken:
         return frozenset()
-    found = {_at(model.source_path or model.source, model.revision)}
+    sources = {_with_revision(model.source_path or model.source, model.revision)}
     if model.draft is not None:
-        found.add(_at(model.draft_path or model.draft.source, model.draft.revision))
-    return frozenset(found)
+        sources.add(_with_revision(model.draft_path or model.draft.source, model.draft.revision))
+    return frozenset(sources)
 
 
-def _at(place: str, revision: str | None) -> str:
+def _with_revision(place: str, revision: str | None) -> str:
     return place if revision is None else f"{place}@{revision}"
 
 
 def _real(path: str) -> Path | None:
     try:
         return Path(path).resolve()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, or what is no path
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or not a path
         return None
 
 
 def _places(model: ModelSpec) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """All that a model's fields have read or written: the keys, the absolute place, and what the spec says."""
+    """Yields each place that a model reads or writes: its keys in the spec, the absolute place, the spec's text."""
     if model.engine != "echo" and "source" not in model.broken:
         yield ("source",), model.source_path or model.source, model.source
     if model.draft is not None:
@@ -163,7 +165,7 @@ def _absolute(model: ModelSpec, text: str) -> str:
         return text
     try:
         return str(Path(model.base_dir) / Path(text).expanduser())
-    except RuntimeError:  # ~ of nobody
+    except RuntimeError:  # ~USER of an unknown user
         return ""
 
 
@@ -182,5 +184,5 @@ def _texts(value: Any) -> Iterator[str]:
 def _words(flags: str) -> Iterable[str]:
     try:
         return shlex.split(flags)
-    except ValueError:  # a quote that does not end
+    except ValueError:  # an unterminated quote
         return flags.split()

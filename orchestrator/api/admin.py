@@ -517,7 +517,7 @@ class AdminApi:
                 return _json(await _called(route, asked))
             caller = "fleet token" if key is None else f"key {key.id} {key.name}"
             action = f"{route.method} {route.path}"
-            written = await asyncio.to_thread(audit.asked, caller, action, msgspec.to_builtins(what), by=asked.by)
+            written = await asyncio.to_thread(audit.begin, caller, action, msgspec.to_builtins(what), by=asked.by)
         except Exception as error:  # noqa: BLE001  # the fleet is unchanged
             return _of_error(route, error)
         revision, status = None, route.status
@@ -545,7 +545,7 @@ async def _called(route: AdminRoute, asked: AdminRequest) -> Any:
 
 async def _end(audit: Audit, written: AuditLine, status: str, revision: int | None) -> None:
     try:
-        await asyncio.shield(asyncio.to_thread(audit.ended, written, status, revision))
+        await asyncio.shield(asyncio.to_thread(audit.finish, written, status, revision))
     except Failed as failed:  # it is done; the line of before says that it was asked
         log.error("%s", failed)
 

@@ -104,7 +104,7 @@ def create(
             name, scopes=scopes, models=models, expires=ends, allowance=allowance, activate_at=starts, now=now
         )
     ring = file.read()
-    if not ring.demands(now):
+    if not ring.requires_key(now):
         say(access(ring, now))
     if output is Format.TABLE:
         say(f"{key.name}: {_may(key)}, {_until(key)}. It is not shown again:")
@@ -165,9 +165,9 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
     ]
     table = columns(("ID", "NAME", "SCOPES", "MODELS", *ALLOWED, "CREATED", "EXPIRES"), rows) if rows else "no keys"
     listed = [_as_dict(key) for key in ring.keys]
-    shown = {"demanded": ring.demands(now), "keyless_until": ring.keyless_until, "keys": listed}
+    shown = {"demanded": ring.requires_key(now), "keyless_until": ring.keyless_until, "keys": listed}
     show(shown, output, table)
-    if output is Format.TABLE and not ring.demands(now):
+    if output is Format.TABLE and not ring.requires_key(now):
         say(access(ring, now))
 
 
@@ -235,7 +235,7 @@ def close(yes: YesOption = False) -> None:
 
 def access(ring: KeyRing, now: float) -> str:
     """What a request needs, in words."""
-    if ring.demands(now):
+    if ring.requires_key(now):
         return "every request needs a key"
     until = "" if ring.keyless_until is None else f" until {_time(ring.keyless_until)}"
     return f"requests without a key are answered on loopback{until}"
@@ -256,7 +256,7 @@ def _confirm_closing(home: Home, ring: KeyRing, now: float, yes: bool, hint: str
     """Report that clients without a key will be refused, and prompt while a fleet runs. Returns at once where every
     request needs a key already. Aborts without a yes."""
     listens, on_network = _listening(home)
-    if ring.demands(now) or on_network:
+    if ring.requires_key(now) or on_network:
         return
     say(f"from now on every request without a key is refused (`up --insecure` aside)\n    hint: {hint}")
     if listens is not None and not confirmed("Go on?", yes):

@@ -37,11 +37,11 @@ def check_listening(settings: Settings) -> None:
     if open_to_all and not settings["insecure"] and not ring.usable(now, "inference"):
         what = f"{origin.where} {host} would open the fleet to the network, and no key is there to demand"
         raise Failed("host-without-keys", what, "corewright keys create NAME; or --host 127.0.0.1; or --insecure")
-    if settings["insecure"] and (open_to_all or ring.demands(now)):
+    if settings["insecure"] and (open_to_all or ring.requires_key(now)):
         where = "on the network" if open_to_all else "here"
         what = f"--insecure: whoever reaches {host} {where} is answered without a key"
         complain([Problem("keys-not-demanded", "warning", "", what, "leave it out, and every client needs a key")])
-    elif ring.keys and not open_to_all and not ring.demands(now):
+    elif ring.keys and not open_to_all and not ring.requires_key(now):
         from orchestrator.cli.keys import access
 
         complain([Problem("keys-not-demanded", "warning", "", access(ring, now), "corewright keys close ends that")])
@@ -135,6 +135,6 @@ def _curl_needs(settings: Settings) -> str:
         needs += "--cacert CA.pem "  # -k would teach people to look away
     if settings["tls_client_ca"] is not None:
         needs += "--cert CLIENT.pem --key CLIENT-KEY.pem "
-    if not settings["insecure"] and KeyFile(Home.from_environment().keys).read().demands(time.time()):
+    if not settings["insecure"] and KeyFile(Home.from_environment().keys).read().requires_key(time.time()):
         needs += "-H 'authorization: Bearer KEY' "
     return needs

@@ -159,7 +159,7 @@ class Daemon:
         self._end_previous(record)
         gateway = self._options.gateway
         _check_port(gateway.host, gateway.port)
-        written: AuditLine | None = self._audit.asked("up", "up", self._told_to_audit(), by=caller())
+        written: AuditLine | None = self._audit.begin("up", "up", self._told_to_audit(), by=caller())
         previous = {number: signal.getsignal(number) for number in SIGNALS}
         self._listen_to_signals()
         try:
@@ -239,9 +239,9 @@ class Daemon:
         """``line`` None: the end of a fleet that was ready."""
         try:
             if line is None:
-                line = self._audit.asked("up", "end", {"reason": outcome}, by=caller())
+                line = self._audit.begin("up", "end", {"reason": outcome}, by=caller())
                 outcome = "done"
-            self._audit.ended(line, outcome)
+            self._audit.finish(line, outcome)
         except Failed as failed:  # an end cannot be refused
             log.error("%s", failed)
 
@@ -460,7 +460,7 @@ class Daemon:
 
     def _apply_watched(self, text: str, file: str, base_dir: str) -> Any:
         try:
-            line = self._audit.asked("up", "apply", {"text": text, "file": file, "base_dir": base_dir}, by="up --watch")
+            line = self._audit.begin("up", "apply", {"text": text, "file": file, "base_dir": base_dir}, by="up --watch")
         except Failed as failed:
             return {"error": failed.problem, "problems": (), "status": 507}
         call = functools.partial(self._controller.apply.remote, text, file, base_dir, "up --watch", "watch")
@@ -468,7 +468,7 @@ class Daemon:
         if result is not None:
             outcome = result["error"].id if "error" in result else "done"
             try:
-                self._audit.ended(line, outcome, result.get("revision"))
+                self._audit.finish(line, outcome, result.get("revision"))
             except Failed as failed:
                 log.error("%s", failed)
         return result

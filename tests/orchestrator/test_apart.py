@@ -162,7 +162,7 @@ def test_a_failure_is_told_and_audited_before_ray_is_shut_down(daemon: Daemon, m
     def shut_down() -> None:
         raise Swallowed
 
-    written = Audit(daemon._home.audit).asked("up", "up", {}, by="me")
+    written = Audit(daemon._home.audit).begin("up", "up", {}, by="me")
     monkeypatch.setattr(daemon, "_start", fails)
     monkeypatch.setattr(daemon, "_take_down", shut_down)
     monkeypatch.setattr(daemon, "_end_everything", lambda: None)

@@ -27,9 +27,9 @@ def audit(tmp_path: Path) -> Audit:
 
 def test_an_action_is_written_before_and_after(audit: Audit) -> None:
     """Two lines of JSON, told as one action; only its user can read them."""
-    line = audit.asked("key 0123abcd ops", "POST /scale", {"model": "chat", "count": 3}, by="ada@wright (key ops)")
+    line = audit.begin("key 0123abcd ops", "POST /scale", {"model": "chat", "count": 3}, by="ada@wright (key ops)")
     assert [entry.status for entry in audit.entries(9)] == [None]
-    audit.ended(line, "200", 7)
+    audit.finish(line, "200", 7)
 
     (entry,) = audit.entries(9)
     assert (entry.who, entry.by, entry.action) == ("key 0123abcd ops", "ada@wright (key ops)", "POST /scale")
@@ -41,7 +41,7 @@ def test_an_action_is_written_before_and_after(audit: Audit) -> None:
 
 def test_a_spec_is_told_by_its_digest(audit: Audit) -> None:
     """Its text could hold anything; the revision holds it. What is long is cut."""
-    audit.asked("fleet token", "POST /apply", {"text": "models: secret", "file": "f" * 1000, "canary": None})
+    audit.begin("fleet token", "POST /apply", {"text": "models: secret", "file": "f" * 1000, "canary": None})
     (entry,) = audit.entries(1)
     assert entry.arguments.keys() == {"spec", "file"}
     assert entry.arguments["spec"].startswith("sha256:")
@@ -52,7 +52,7 @@ def test_a_spec_is_told_by_its_digest(audit: Audit) -> None:
 def test_a_key_that_is_pasted_for_a_name_is_not_kept(audit: Audit) -> None:
     """Whatever the argument: the log is kept for long, and read by others."""
     key = f"cw-0123abcd-{'x' * 43}"
-    audit.asked("fleet token", "POST /load", {"model": key, "names": [f"Bearer {key}"]})
+    audit.begin("fleet token", "POST /load", {"model": key, "names": [f"Bearer {key}"]})
 
     assert key not in audit.path.read_text()
     assert "cw-0123abcd-***" in audit.path.read_text()
@@ -64,7 +64,7 @@ def full(*_: object) -> int:
 
 def test_without_room_nothing_is_done(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no half line is left behind."""
-    audit.asked("up", "up", {})
+    audit.begin("up", "up", {})
     before, done = audit.path.read_bytes(), []
     monkeypatch.setattr(audit_module.os, "fsync", full)
     with pytest.raises(Failed, match="No space left") as failed, recorded(audit, "command", "x", {}, by="me"):
@@ -75,11 +75,11 @@ def test_without_room_nothing_is_done(audit: Audit, monkeypatch: pytest.MonkeyPa
 
 def test_a_part_of_a_line_is_taken_back(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file system writes it that fills up in the midst of it."""
-    audit.asked("up", "up", {})
+    audit.begin("up", "up", {})
     before, write = audit.path.read_bytes(), os.write
     monkeypatch.setattr(audit_module.os, "write", lambda file, data: write(file, data[:10]))
     with pytest.raises(Failed):
-        audit.asked("up", "end", {})
+        audit.begin("up", "end", {})
     assert audit.path.read_bytes() == before
 
 
@@ -94,10 +94,10 @@ def test_what_fails_is_told_with_its_id(audit: Audit) -> None:
 
 def test_a_line_that_a_crash_cut_off_spoils_no_other(audit: Audit) -> None:
     """The next one begins on a line of its own."""
-    audit.asked("up", "up", {})
+    audit.begin("up", "up", {})
     with audit.path.open("ab") as file:
         file.write(b'{"at": 1, "req')
-    audit.asked("up", "end", {})
+    audit.begin("up", "end", {})
     assert [entry.action for entry in audit.entries(9)] == ["up", "end"]
 
 
@@ -106,7 +106,7 @@ def test_a_link_is_not_followed(audit: Audit, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("")
     audit.path.symlink_to(tmp_path / "victim")
     with pytest.raises(Failed):
-        audit.asked("up", "up", {})
+        audit.begin("up", "up", {})
     assert (tmp_path / "victim").read_text() == ""
 
 
@@ -114,7 +114,7 @@ def test_a_log_that_has_grown_is_set_aside(tmp_path: Path) -> None:
     """A few are kept, the oldest go, and what is kept is told in order."""
     audit = Audit(tmp_path / "audit.log", max_bytes=400)
     for number in range(60):
-        audit.ended(audit.asked("up", f"a{number}", {}), "done")
+        audit.finish(audit.begin("up", f"a{number}", {}), "done")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["audit.log", *(f"audit.log.{number}" for number in range(1, KEPT + 1))]
     told = [entry.action for entry in audit.entries(1000)]
@@ -128,7 +128,7 @@ from pathlib import Path
 from orchestrator.access.audit_log import Audit
 audit = Audit(Path(sys.argv[1]), max_bytes=20_000)
 for number in range(100):
-    audit.ended(audit.asked(sys.argv[2], str(number), {}), "done")
+    audit.finish(audit.begin(sys.argv[2], str(number), {}), "done")
 """
 
 
@@ -142,10 +142,10 @@ def test_several_writers_lose_nothing(audit: Audit) -> None:
 
 def test_a_writer_waits_for_another(audit: Audit) -> None:
     """Also one that sets the log aside: what it has in hand is then written into the new one."""
-    audit.asked("up", "first", {})
+    audit.begin("up", "first", {})
     held = os.open(audit.path, os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
-    writer = threading.Thread(target=audit.asked, args=("up", "second", {}))
+    writer = threading.Thread(target=audit.begin, args=("up", "second", {}))
     writer.start()
     writer.join(0.3)
     assert writer.is_alive()

@@ -71,7 +71,7 @@ def _log(home: Home) -> None:
 WRITES: dict[str, tuple[str, Callable[[Home], object]]] = {
     "record": ("fleet.json", lambda home: home.write_record(RECORD)),
     "keys": ("keys.json", lambda home: KeyFile(home.keys).create(os.urandom(4).hex() + "k")),
-    "audit": ("audit.log", lambda home: Audit(home.audit).asked("command", "keys create")),
+    "audit": ("audit.log", lambda home: Audit(home.audit).begin("command", "keys create")),
 }
 OPENS: dict[str, tuple[str, Callable[[Home], object]]] = {
     "lock": ("daemon.lock", Home.lock),

@@ -131,12 +131,12 @@ def test_a_revoked_key_opens_nothing(by: str, file: KeyFile) -> None:
     assert file.read().authenticate(text, NOW) is None
     assert file.read().authenticate(other, NOW) == kept
     file.revoke("other")
-    assert (len(file.read()), file.read().demands(NOW)) == (0, True)
+    assert (len(file.read()), file.read().requires_key(NOW)) == (0, True)
 
 
 def test_without_a_file_no_key_is_demanded(file: KeyFile) -> None:
     """Of a home that never had one."""
-    assert (len(file.read()), file.read().demands(NOW)) == (0, False)
+    assert (len(file.read()), file.read().requires_key(NOW)) == (0, False)
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "a" * 64, "0123abcd", "x\n"])
@@ -192,7 +192,7 @@ def test_a_file_that_was_never_read_opens_nothing(file: KeyFile) -> None:
     good = file.path.read_bytes()
     file.path.write_bytes(b"[]")
     watching = KeyFile(file.path)
-    assert watching.current().demands(NOW)
+    assert watching.current().requires_key(NOW)
     assert watching.current().authenticate(secret, NOW) is None
     file.path.write_bytes(good)
     assert watching.current().authenticate(secret, NOW) == key
@@ -231,14 +231,14 @@ def test_a_file_that_vanishes_opens_nothing(file: KeyFile) -> None:
     watching = KeyFile(file.path)
     watching.current()
     file.path.unlink()
-    assert watching.current().demands(NOW)
+    assert watching.current().requires_key(NOW)
     assert watching.current().authenticate(text, NOW) == key
 
 
 def test_changes_are_seen_and_nothing_is_read_twice(file: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a restart; an unchanged file costs no reading."""
     watching = KeyFile(file.path)
-    assert not watching.current().demands(NOW)
+    assert not watching.current().requires_key(NOW)
     _, text = file.create("ci")
     assert watching.current().authenticate(text, NOW) is not None
     assert watching.current() is watching.current()
@@ -309,7 +309,7 @@ def test_the_file_is_of_the_oldest_version_that_can_hold_it(file: KeyFile) -> No
     file.close_keyless()
     assert file.path.read_text() == plain
     file.path.write_text('{"version": 4, "keys": [], "more": 1}')
-    assert "is of version 4; this corewright reads up to 3" in str(failed(file.read))
+    assert "its version is 4; this corewright reads versions up to 3" in str(failed(file.read))
 
 
 def test_a_file_of_before_there_were_limits_is_read(file: KeyFile) -> None:
@@ -342,9 +342,9 @@ def test_the_first_key_closes_the_gateway_at_the_time_that_is_given(file: KeyFil
     """Without a time at once; a second key leaves the time as it is, and a later time needs an open gateway."""
     file.create("ci", activate_at=NOW + 60, now=NOW)
     file.create("other", now=NOW + 1)
-    assert [file.read().demands(NOW + at) for at in (2, 59.9, 60)] == [False, False, True]
+    assert [file.read().requires_key(NOW + at) for at in (2, 59.9, 60)] == [False, False, True]
     file.create("soon", activate_at=NOW + 30, now=NOW + 2)
-    assert [file.read().demands(NOW + at) for at in (29.9, 30)] == [False, True]
+    assert [file.read().requires_key(NOW + at) for at in (29.9, 30)] == [False, True]
     assert failed(file.create, "late", activate_at=NOW + 90, now=NOW + 31).problem.id == "keys-demanded"
     assert [key.name for key in file.read().keys] == ["ci", "other", "soon"]
 
@@ -353,16 +353,16 @@ def test_revoking_never_opens_the_gateway_and_open_does(file: KeyFile) -> None:
     """The last key too, and after the end of a grace period; what is reopened closes again with the next key."""
     file.create("ci", now=NOW)
     file.revoke("ci")
-    assert file.read().demands(NOW)
+    assert file.read().requires_key(NOW)
     file.open_keyless()
-    assert not file.read().demands(NOW + 1e9)
+    assert not file.read().requires_key(NOW + 1e9)
     file.create("next", now=NOW)
-    assert file.read().demands(NOW)
+    assert file.read().requires_key(NOW)
     file.open_keyless(NOW + 60)
     file.revoke("next")
-    assert [file.read().demands(NOW + at) for at in (59.9, 60)] == [False, True]
+    assert [file.read().requires_key(NOW + at) for at in (59.9, 60)] == [False, True]
     file.close_keyless()
-    assert file.read().demands(NOW)
+    assert file.read().requires_key(NOW)
 
 
 def test_a_home_without_keys_has_nothing_to_open(file: KeyFile) -> None:
@@ -378,7 +378,7 @@ def test_an_open_file_that_vanishes_keeps_its_keys(file: KeyFile) -> None:
     watching.current()
     file.path.unlink()
     assert watching.current().authenticate(text, NOW) == key
-    assert watching.current().demands(NOW + 60)
+    assert watching.current().requires_key(NOW + 60)
 
 
 WRITER = """
@@ -502,7 +502,7 @@ def test_what_the_commands_refuse_is_told(at_home: Home, capsys: pytest.CaptureF
     assert "error: key-expiry-wrong: " in capsys.readouterr().err
     assert run(["keys", "create", "ci", "--scope", "everything"]) == 64
     assert run(["keys", "create", "ci", "--tokens-per-minute", "many"]) == 1
-    assert "error: key-limit-wrong: --tokens-per-minute 'many' is no limit" in capsys.readouterr().err
+    assert "error: key-limit-wrong: --tokens-per-minute 'many' is not a limit" in capsys.readouterr().err
     assert run(["keys", "set", "nobody", "--weight", "2"]) == 1
     assert "error: key-unknown: " in capsys.readouterr().err
     assert run(["keys", "set", "nobody"]) == 64
@@ -563,7 +563,7 @@ def test_the_first_key_of_a_running_fleet_needs_a_yes(
     told = capsys.readouterr().err
     assert "every request without a key is refused" in told
     assert "--activate-at" in told
-    assert KeyFile(running.keys).read().demands(time.time()) is demands
+    assert KeyFile(running.keys).read().requires_key(time.time()) is demands
 
 
 @pytest.mark.parametrize("situation", ["no terminal", "a key before", "a grace period", "no fleet", "on the network"])
@@ -588,14 +588,14 @@ def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest
     file = KeyFile(running.keys)
     file.create("ci")
     assert run(["keys", "open", "--until", "1h"]) == 0
-    assert not file.read().demands(time.time() + 3590)
-    assert file.read().demands(time.time() + 3600)
+    assert not file.read().requires_key(time.time() + 3590)
+    assert file.read().requires_key(time.time() + 3600)
     capsys.readouterr()
     assert run(["keys", "list", "-o", "json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["demanded"], shown["keyless_until"]) == (False, file.read().keyless_until)
     assert run(["keys", "close"]) == 0
-    assert file.read().demands(time.time())
+    assert file.read().requires_key(time.time())
     assert run(["audit", "-o", "json"]) == 0
     actions = json.loads(capsys.readouterr().out)["actions"]
     assert [(one["action"], one["status"]) for one in actions] == [("keys open", "done"), ("keys close", "done")]
@@ -607,7 +607,7 @@ def test_a_fleet_on_the_network_is_not_opened(at_home: Home, capsys: pytest.Capt
     KeyFile(at_home.keys).create("ci")
     assert run(["keys", "open"]) == 1
     assert "error: keys-open-refused" in capsys.readouterr().err
-    assert KeyFile(at_home.keys).read().demands(time.time())
+    assert KeyFile(at_home.keys).read().requires_key(time.time())
 
 
 def test_revoking_the_last_key_names_the_way_back(at_home: Home, capsys: pytest.CaptureFixture[str]) -> None:

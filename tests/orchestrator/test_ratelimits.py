@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from orchestrator.access.rate_limits import Counts, Exceeded, Remaining, duration, refilled, remaining, settled, taken
+from orchestrator.access.rate_limits import Counts, Exceeded, Remaining, duration, refill, remaining, reserve, settle
 
 NOW = 5000.0
 
@@ -22,13 +22,13 @@ class Limits:
 
 
 def take(counts: Counts, limits: Limits, tokens: int = 1, now: float = NOW, live: int = 0) -> Counts:
-    outcome = taken(counts, limits, live, tokens, now)
+    outcome = reserve(counts, limits, live, tokens, now)
     assert isinstance(outcome, Counts)
     return outcome
 
 
 def refusal(counts: Counts, limits: Limits, tokens: int = 1, now: float = NOW, live: int = 0) -> Exceeded:
-    outcome = taken(counts, limits, live, tokens, now)
+    outcome = reserve(counts, limits, live, tokens, now)
     assert isinstance(outcome, Exceeded)
     return outcome
 
@@ -80,27 +80,27 @@ def test_what_was_reserved_and_not_used_comes_back_at_once() -> None:
     """The request itself counts."""
     limits = Limits(requests_per_minute=60, tokens_per_minute=1000)
     counts = take(Counts(), limits, tokens=900)
-    after = settled(counts, limits, 900, 120, NOW, NOW + 3)
+    after = settle(counts, limits, 900, 120, NOW, NOW + 3)
     assert after.tokens == pytest.approx(120 - 50)  # with what three seconds have refilled
     assert remaining(after, limits, NOW + 3)[0] == Remaining(60, 60, 0.0)
-    assert settled(counts, limits, 900, 0, NOW, NOW + 50).tokens == 0  # and never more than all
+    assert settle(counts, limits, 900, 0, NOW, NOW + 50).tokens == 0  # and never more than all
 
 
 def test_after_a_minute_there_is_nothing_to_give_back() -> None:
     """By then the bucket has filled by the whole of the reservation: what others have taken since is theirs."""
     limits = Limits(tokens_per_minute=1000)
     counts = take(take(Counts(), limits, tokens=1000), limits, tokens=1000, now=NOW + 60)
-    assert settled(counts, limits, 1000, 10, NOW, NOW + 60).tokens == 1000
+    assert settle(counts, limits, 1000, 10, NOW, NOW + 60).tokens == 1000
 
 
 def test_what_was_used_beyond_the_reservation_is_owed() -> None:
     """At most ten minutes' worth."""
     limits = Limits(tokens_per_minute=1000)
     counts = take(Counts(), limits, tokens=1000)
-    owing = settled(counts, limits, 1000, 1500, NOW, NOW)
+    owing = settle(counts, limits, 1000, 1500, NOW, NOW)
     assert refusal(owing, limits, tokens=1).wait_s == pytest.approx(30.06)
-    assert settled(counts, limits, 1000, 1500, NOW, NOW + 60).tokens == 500
-    assert settled(counts, limits, 1000, 10**9, NOW, NOW).tokens == 10_000
+    assert settle(counts, limits, 1000, 1500, NOW, NOW + 60).tokens == 500
+    assert settle(counts, limits, 1000, 10**9, NOW, NOW).tokens == 10_000
 
 
 def test_a_limit_that_is_changed_counts_from_the_next_request_on() -> None:
@@ -123,20 +123,20 @@ def test_a_limit_that_is_changed_counts_from_the_next_request_on() -> None:
 )
 def test_counts_that_make_no_sense_are_none(broken: Counts) -> None:
     """Of a clock that has begun anew, or of a file that somebody has written into."""
-    assert refilled(broken, Limits(60, 60), NOW) == Counts(NOW)
+    assert refill(broken, Limits(60, 60), NOW) == Counts(NOW)
 
 
 def test_counts_far_too_high_last_ten_minutes() -> None:
     """Whatever stands in the file."""
     limits = Limits(60, 60)
-    assert refilled(Counts(NOW, 1e300, math.inf), limits, NOW) == Counts(NOW, 600, 600)
-    assert refilled(Counts(NOW, 1e300, 1e300), limits, NOW + 600) == Counts(NOW + 600)
+    assert refill(Counts(NOW, 1e300, math.inf), limits, NOW) == Counts(NOW, 600, 600)
+    assert refill(Counts(NOW, 1e300, 1e300), limits, NOW + 600) == Counts(NOW + 600)
 
 
 def test_a_gateway_that_is_a_little_ahead_gives_nothing_twice() -> None:
     """Its time counts on."""
     ahead = Counts(NOW + 0.001, 60, 60)
-    assert refilled(ahead, Limits(60, 60), NOW) == ahead
+    assert refill(ahead, Limits(60, 60), NOW) == ahead
 
 
 def test_a_client_is_told_whole_numbers_that_it_can_rely_on() -> None:

@@ -695,7 +695,7 @@ def test_a_problem_that_names_a_place_is_complete() -> None:
             "source-not-allowed",
             "error",
             "f.yaml:1:27",
-            "a: source '/etc' is not below what a spec may read here: /models",
-            "move it there, or extend the setting allowed_sources and start `up` again",
+            "a: source '/etc' is not in the allowed sources: /models",
+            "move it to an allowed source, or extend the setting allowed_sources and restart `up`",
         )
     )

@@ -116,13 +116,13 @@ def test_what_cannot_be_used_is_told(authority: Authority, pair: Pair, tmp_path:
     assert unusable(tmp_path / "none.pem", pair.key) == f"{tmp_path}/none.pem cannot be read: No such file or directory"
     assert "none.pem cannot be read" in unusable(pair.cert, tmp_path / "none.pem")
     assert unusable(pair.cert, other.key) == f"{other.key} is not the key of {pair.cert}"
-    assert unusable(text, pair.key) == f"{text} holds no certificate"
+    assert unusable(text, pair.key) == f"{text} contains no certificate"
     assert "hold" in unusable(pair.cert, text) or "cannot be used" in unusable(pair.cert, text)
-    assert f"{late.cert} has expired on " in unusable(late.cert, late.key)
+    assert f"{late.cert} expired on " in unusable(late.cert, late.key)
     assert (
-        unusable(closed.cert, closed.key) == f"{closed.key} is encrypted, and there is nobody to ask for its password"
+        unusable(closed.cert, closed.key) == f"{closed.key} is encrypted, and a server cannot prompt for its password"
     )
-    assert f"{text} holds no certificate" in unusable(pair.cert, pair.key, text)
+    assert f"{text} contains no certificate" in unusable(pair.cert, pair.key, text)
     assert "none.pem cannot be read" in unusable(pair.cert, pair.key, tmp_path / "none.pem")
 
 

@@ -18,10 +18,10 @@ from orchestrator.access.rate_limits import (
     Counts,
     Exceeded,
     duration,
-    refilled,
+    refill,
     remaining,
-    settled,
-    taken,
+    reserve,
+    settle,
 )
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "100"))
@@ -70,9 +70,9 @@ def test_since_the_first_request_never_more_than_the_limit_and_one_for_each_minu
         if step.ends and running:
             reserved, at = running.pop(0)
             used += int(reserved * step.part)
-            counts = settled(counts, limits, reserved, int(reserved * step.part), at, now)
+            counts = settle(counts, limits, reserved, int(reserved * step.part), at, now)
             continue
-        outcome = taken(counts, limits, len(running), step.tokens, now)
+        outcome = reserve(counts, limits, len(running), step.tokens, now)
         if isinstance(outcome, Counts):
             counts, requests = outcome, requests + 1
             running.append((step.tokens, now))
@@ -93,7 +93,7 @@ def test_in_any_span_never_more_is_reserved_than_the_limit_and_one_for_each_minu
     takes: list[tuple[float, int]] = []
     for step in steps:
         now += step.pause_s
-        outcome = taken(counts, limits, 0, step.tokens, now)
+        outcome = reserve(counts, limits, 0, step.tokens, now)
         if isinstance(outcome, Counts):
             counts = outcome
             takes.append((now, step.tokens))
@@ -114,15 +114,15 @@ def test_who_waits_as_told_is_let_through_and_who_comes_earlier_is_not(
     now, counts = 1e6, Counts()
     for step in steps:
         now += step.pause_s
-        outcome = taken(counts, limits, 0, step.tokens, now)
+        outcome = reserve(counts, limits, 0, step.tokens, now)
         counts = outcome if isinstance(outcome, Counts) else counts
-    refused = taken(counts, limits, 0, tokens, now)
+    refused = reserve(counts, limits, 0, tokens, now)
     if isinstance(refused, Counts):
         return
     assert (refused.wait_s is None) == (limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute)
     if refused.wait_s is not None:
-        assert isinstance(taken(counts, limits, 0, tokens, now + refused.wait_s), Counts)
-        assert isinstance(taken(counts, limits, 0, tokens, now + refused.wait_s * 0.99), Exceeded)
+        assert isinstance(reserve(counts, limits, 0, tokens, now + refused.wait_s), Counts)
+        assert isinstance(reserve(counts, limits, 0, tokens, now + refused.wait_s * 0.99), Exceeded)
 
 
 @given(limits=LIMITS, counts=COUNTS, now=st.floats(0, 1e9))
@@ -131,7 +131,7 @@ def test_any_counts_at_all_are_read_and_heal(limits: Limits, counts: Counts, now
     """Nothing is raised, nothing is below nothing, and after ten minutes all is as new."""
     for bucket in remaining(counts, limits, now):
         assert bucket is None or (0 <= bucket.remaining <= bucket.limit and 0 <= bucket.reset_s <= DEBT * MINUTE_S)
-    healed = refilled(refilled(counts, limits, now), limits, now + DEBT * MINUTE_S + 2)
+    healed = refill(refill(counts, limits, now), limits, now + DEBT * MINUTE_S + 2)
     assert (healed.requests, healed.tokens) == (0.0, 0.0)
 
 

@@ -53,7 +53,7 @@ class Authenticator:
         until = self._ring.keyless_until
         if until is None:
             return False
-        if until != self._passed and self._ring.demands(time.time()):
+        if until != self._passed and self._ring.requires_key(time.time()):
             self._passed = until
         return until == self._passed
 

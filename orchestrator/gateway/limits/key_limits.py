@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.access.keys import ApiKey
-from orchestrator.access.rate_limits import Exceeded, Remaining, duration, remaining, settled, taken
+from orchestrator.access.rate_limits import Exceeded, Remaining, duration, remaining, reserve, settle
 from orchestrator.gateway.limits.usage_counts import UsageCounts
 from orchestrator.gateway.openai import errors
 from orchestrator.gateway.openai.errors import ApiError
@@ -37,7 +37,7 @@ class Grant:
         self._counts = None
         reserved, at = self.reserved, self._at
         tokens_used = max(tokens_used, self.least)
-        counts.release(key.id, now, lambda before: settled(before, key, reserved, tokens_used, at, now))
+        counts.release(key.id, now, lambda before: settle(before, key, reserved, tokens_used, at, now))
 
 
 FREE = Grant(None, None, 0, 0.0)  # of a key without limits
@@ -64,7 +64,7 @@ class KeyLimits:
         if least is not None and per_minute is not None and least <= per_minute < tokens:
             tokens = per_minute
         outcome = self._counts.take(
-            key.id, now, lambda counts, live: taken(counts, key, live, tokens, now), key.max_concurrent
+            key.id, now, lambda counts, live: reserve(counts, key, live, tokens, now), key.max_concurrent
         )
         if isinstance(outcome, Exceeded):
             raise _refusal(outcome)
@@ -94,8 +94,8 @@ def _headers(of: bytes, bucket: Remaining | None) -> list[tuple[bytes, bytes]]:
 
 def _refusal(exceeded: Exceeded) -> ApiError:
     if not exceeded.ever:
-        return errors.over_rate_limit(exceeded.asked, exceeded.limit)
+        return errors.over_rate_limit(exceeded.requested, exceeded.limit)
     if exceeded.wait_s is None:
         return errors.too_many_concurrent(exceeded.limit, RETRY_CONCURRENT_S)
     retry_after_s = max(1, math.ceil(exceeded.wait_s))
-    return errors.rate_limited(exceeded.what, exceeded.limit, exceeded.used, exceeded.asked, retry_after_s)
+    return errors.rate_limited(exceeded.what, exceeded.limit, exceeded.used, exceeded.requested, retry_after_s)
