@@ -27,7 +27,7 @@ from typer.main import get_command
 
 from orchestrator.access.audit_log import Audit
 from orchestrator.access.keys import KeyFile
-from orchestrator.api.admin import ROUTES
+from orchestrator.api.routes import ROUTES
 from orchestrator.cli import main as cli
 from orchestrator.cli.client import AdminClient
 from orchestrator.daemon.settings import SETTINGS
@@ -1017,9 +1017,9 @@ def test_the_routes_that_need_no_key_are_those_that_security_names() -> None:
 def test_every_field_of_an_admin_route_is_described() -> None:
     """Those that may be left out with a question mark; the answer as the OpenAPI document has it."""
     for row, route in zip([row for row in rows(section(CLI, "The admin API")) if words(row[0])], ROUTES, strict=True):
-        fields = [field for field in msgspec.structs.fields(route.asks) if f"{{{field.name}}}" not in route.path]
+        fields = [field for field in msgspec.structs.fields(route.schema) if f"{{{field.name}}}" not in route.path]
         assert row[1] == ", ".join(f"`{field.name}`" + ("" if field.required else "?") for field in fields)
-        assert row[2] == route.answer
+        assert row[2] == route.response
 
 
 # Request fields

@@ -1,1 +1,1 @@
-"""The admin API: its HTTP server, and the operator's verbs behind it."""
+"""The admin API: its routes and HTTP server, and the operations behind them."""

@@ -1,4 +1,4 @@
-"""What an operator can ask of a running fleet: the verbs of the admin API, as the controller keeps them."""
+"""The operations of the admin API on a running fleet, as a protocol that the controller implements."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from placements.spec.problems import Problem
 
 
 class Refused(Failed):
-    """An operation that changed nothing; ``problems`` are those of the spec that was to be applied, if it was one."""
+    """An operation that was refused and has changed nothing; ``problems`` are those of the spec, if there is one."""
 
     def __init__(self, id: str, what: str, hint: str, *, status: int = 409, problems: Sequence[Problem] = ()) -> None:
-        """``status`` is HTTP's: 400 for what means nothing, 404 for what does not exist, 409 for what the fleet's state
-        forbids, 422 for a spec with errors, 507 for a journal that cannot be written."""
+        """``status`` is the HTTP status: 400 for a malformed request, 404 for an unknown object, 409 if the state of
+        the fleet does not allow it, 422 for a spec with errors, 507 if the journal cannot be written."""
         super().__init__(id, what, hint)
         self.status = status
         self.problems = tuple(problems)
 
 
 class Operations(Protocol):
-    """Each raises Refused. ``by`` is who asked, as the journal tells it. Results are the JSON of docs/cli.md."""
+    """The operations. Each raises Refused. ``by`` names the caller in the journal. Results: the JSON of docs/cli.md."""
 
     settings: ControllerSettings
 
     def status(self) -> dict[str, Any]: ...
 
     async def propose(self, text: str, file: str, base_dir: str, defrag: int | None = None) -> dict[str, Any]:
-        """What an apply would do: placements, unplaced, moves, problems, changes by replica, models, hosts, memory,
-        index, revision. With ``defrag``: what would have to move so that so many cores in a row are free."""
+        """Previews an apply: placements, unplaced, moves, problems, changes by replica, models, hosts, memory, index,
+        revision. With ``defrag``: the moves that free that many contiguous cores."""
         ...
 
     async def explain(self, text: str, file: str, base_dir: str, model: str) -> dict[str, Any]:
-        """Why a model of that spec is where it is, or would have no place, and what would help."""
+        """Explains the placement of a model of that spec: why it is there or unplaced, and the remedies."""
         ...
 
     async def apply(
@@ -48,24 +48,24 @@ class Operations(Protocol):
         check_index: int | None = None,
         canary: float | None = None,
     ) -> dict[str, Any]:
-        """A new revision: {changed, revision, index, plan}. ``canary`` is a share of requests, 0 to 1 exclusive."""
+        """Creates a revision: {changed, revision, index, plan}. ``canary`` is a share of requests, 0 to 1 exclusive."""
         ...
 
     async def undo(self, to: int | None, by: str) -> dict[str, Any]:
-        """Apply an earlier revision again, the one before the current unless ``to`` names it."""
+        """Applies an earlier revision again: ``to``, or by default the previous one."""
         ...
 
     def rollout(self) -> dict[str, Any]:
-        """{revision, state, reason, since, models: [{model, strategy, wanted, updated, ready, old, state}]}."""
+        """Returns {revision, state, reason, since, models: [{model, strategy, wanted, updated, ready, old, state}]}."""
         ...
 
     def revisions(self) -> list[dict[str, Any]]:
-        """Newest first: {revision, at, by, cause, of, state, changes}."""
+        """Returns all revisions, newest first: {revision, at, by, cause, of, state, changes}."""
         ...
 
     def revision(self, number: int | None) -> dict[str, Any]:
-        """One of them with its ``text``, ``file``, ``base_dir`` and ``plan``; None: the one that ``undo`` applies when
-        none is named."""
+        """Returns one revision with its ``text``, ``file``, ``base_dir`` and ``plan``; None: the one that ``undo``
+        applies by default."""
         ...
 
     async def pause(self, by: str) -> dict[str, Any]: ...
@@ -73,44 +73,45 @@ class Operations(Protocol):
     async def resume(self, by: str) -> dict[str, Any]: ...
 
     async def promote(self, by: str) -> dict[str, Any]:
-        """End the canary: the rollout goes on to every replica."""
+        """Ends the canary: the rollout continues with every replica."""
         ...
 
     async def restart(self, model: str, by: str) -> dict[str, Any]:
-        """Replace every replica of a model by a new process, as an update would."""
+        """Replaces every replica of a model with a new process, as an update would."""
         ...
 
     async def scale(self, model: str, count: int | None, by: str) -> dict[str, Any]:
-        """So many replicas, whatever the spec's ``min`` says; None: as the spec says again."""
+        """Sets the number of replicas, which can be below the spec's ``min``; None: back to the spec."""
         ...
 
     async def load(self, model: str, by: str) -> dict[str, Any]: ...
 
     async def unload(self, model: str, by: str) -> dict[str, Any]:
-        """No replica until ``load``: not even a request starts one."""
+        """Stops all replicas until ``load``; requests do not start one."""
         ...
 
     async def cordon(self, host: str, cores: str | None, on: bool, by: str) -> dict[str, Any]:
-        """Nothing new is placed on the host, or on those of its cores."""
+        """Excludes the host, or these of its cores, from new placements; ``on`` false removes the cordon."""
         ...
 
     async def drain(self, target: str, by: str) -> dict[str, Any]:
-        """Move the replicas of a host elsewhere and cordon it; or replace one replica, given by its id."""
+        """Moves the replicas of a host elsewhere and cordons it; or replaces one replica, given by its id."""
         ...
 
     async def events(self, after: int, limit: int, wait_s: float, model: str | None) -> dict[str, Any]:
-        """{events: [{seq, at, level, reason, message, model, replica, host}], next}, oldest first."""
+        """Returns {events: [{seq, at, level, reason, message, model, replica, host}], next}, oldest first."""
         ...
 
     async def logs(self, model: str, replica: int | None, offset: int | None, wait_s: float) -> dict[str, Any]:
-        """{replica, file, offset, text}: the last lines, or what came after ``offset`` bytes."""
+        """Returns {replica, file, offset, text}: the last lines, or what follows the byte ``offset``."""
         ...
 
     async def trace(self, after: str, limit: int) -> dict[str, Any]:
-        """What gateways have recorded from ``after`` on, the ``next`` of an earlier answer or "" for the oldest:
+        """Returns the requests that gateways recorded, from ``after``: the ``next`` of an earlier page, or "" for all.
+
         {requests: [{time, model, prompt_tokens, output_tokens, key, first_ms, decode_ms}], next, more, speeds}."""
         ...
 
     def config(self) -> dict[str, Any]:
-        """{values: [{name, value, origin}]} with origin flag, environment, file or default."""
+        """Returns {values: [{name, value, origin}]}; the origin is flag, environment, file or default."""
         ...

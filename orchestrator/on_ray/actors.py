@@ -12,9 +12,9 @@ import ray
 from ray import serve
 from ray.util.metrics import Gauge
 
-from orchestrator.api.admin import AdminApi, serve_admin
 from orchestrator.api.operations import Refused
 from orchestrator.api.operator import Operator
+from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.controller_settings import ControllerSettings
@@ -66,7 +66,7 @@ class ControllerActor:
 
     async def _serve_admin(self) -> None:
         await self._controller.settled()  # before that a verb would meet a fleet without replicas
-        await serve_admin(AdminApi(self._operator, self._ask_down), self._controller.settings.admin_port)
+        await serve_admin(AdminApi(self._operator, self._request_shutdown), self._controller.settings.admin_port)
 
     async def _tell_cores(self) -> None:
         """The cores of each host by state, for Ray's metrics: together they are all of its cores, at all times."""
@@ -117,7 +117,7 @@ class ControllerActor:
         finally:
             self._down.set()  # nobody need wait any longer
 
-    async def _ask_down(self) -> None:
+    async def _request_shutdown(self) -> None:
         self._down.set()
 
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.api.admin import AdminApi, serve_admin
 from orchestrator.api.operations import Refused
+from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.daemon.settings import resolve
 from orchestrator.fleet.controller_settings import ControllerSettings
 from orchestrator.process.addresses import free_port
