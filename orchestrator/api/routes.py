@@ -89,7 +89,7 @@ async def _down(request: AdminRequest) -> dict[str, Any]:
 
 CHANGING = (409, 507)  # the fleet's state forbids it; the journal or the audit log cannot be written
 
-ROUTES = (
+ROUTES: tuple[AdminRoute, ...] = (
     AdminRoute(
         "GET", "/status", "Models, replicas and hosts.", "the JSON of `corewright status`", lambda r: r.fleet.status()
     ),
