@@ -96,10 +96,10 @@ def main() -> None:
             raise RuntimeError("the replicas are not connected")
         time.sleep(0.01)
     turns = Turns()
+    settle_collector()  # as in the process of a gateway
     if told.get("beats"):
         loop = server._loop
         assert loop is not None
-        settle_collector()  # as in the process of a gateway
         asyncio.run_coroutine_threadsafe(turns.beat(), loop)
     say({"port": port, "key": made[1]})
     for _ in sys.stdin:

@@ -342,8 +342,9 @@ class Gateway:
         """For a trace of what was asked: lengths only."""
         key = "" if exchange.key is None else exchange.key.id
         came = exchange.request.received_at + self._epoch
-        lengths = note.prompt_tokens, note.completion_tokens
-        self._recorder.note(came, note.model, *lengths, key, note.prefill_s, note.decode_s)
+        self._recorder.note(
+            came, note.model, note.prompt_tokens, note.completion_tokens, key, note.prefill_s, note.decode_s
+        )
 
     def _log(self, exchange: Exchange, note: Note | None) -> None:
         request, key = exchange.request, exchange.key

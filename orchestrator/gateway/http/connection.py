@@ -230,7 +230,8 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers = {}
         self._headers_size = 0
-        self._drop_body()
+        if self._body_bytes:
+            self._drop_body()
         if self._current is None:
             self.deadline = time.monotonic() + self.server.settings.read_s
 
@@ -240,11 +241,11 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer must not change the head
-        name = name.lower()
+        name, headers = name.lower(), self._headers
         self._headers_size += len(name) + len(value)
-        if name in self._headers:  # joined as in RFC 9110: two keys or two encodings become one that is unknown
-            value = self._headers[name] + b", " + value
-        self._headers[name] = value
+        if name in headers:  # joined as in RFC 9110: two keys or two encodings become one that is unknown
+            value = headers[name] + b", " + value
+        headers[name] = value
 
     def on_headers_complete(self) -> None:
         if self._broken:

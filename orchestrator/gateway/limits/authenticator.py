@@ -74,8 +74,6 @@ class Authenticator:
     def admit(self, exchange: Exchange) -> None:
         """Sets the exchange's key. Raises ApiError 401 without a valid key where one is required, 429 when the key has
         too many connections."""
-        if not (required := self.demands_keys) and (self._insecure or not self._ring.keys):
-            return
         headers = exchange.request.headers
         connection = exchange.connection
         cached: _CachedKey | None = connection.client
@@ -88,6 +86,8 @@ class Authenticator:
         ):
             exchange.key = cached.key
             self._used[cached.key.id] = time.monotonic()
+            return
+        if not (required := self.demands_keys) and (self._insecure or not self._ring.keys):
             return
         header = headers.get(b"authorization", b"")
         try:

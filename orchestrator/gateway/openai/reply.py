@@ -114,7 +114,7 @@ class Reply(msgspec.Struct, eq=False):
             self._fail(_failure(last, self._note.model))
             return
         if last.finish is not None:
-            self._end(ticket, now, last.finish.value)
+            self._end(ticket, now, last.finish._value_)  # `value` is two calls more
         if self._note.stream:
             self._write(ticket, now)
             return
