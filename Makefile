@@ -17,12 +17,12 @@ LONG := soak or browser or compile or slow
 
 venv: .venv/.installed
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml constraints.txt
 	@echo "PyTorch is a download of 0.2 GB as a CPU build, and of more than 2 GB as a CUDA build; the rest is 0.5 GB."
 	$(if $(TORCH_INDEX_URL),,@echo "pip's own index may give the CUDA build: TORCH_INDEX_URL names another (README.md, Quick start).")
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check $(if $(TORCH_INDEX_URL),--index-url '$(TORCH_INDEX_URL)') torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check --editable '.[cpu,dev]'
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,dev]'
 	@$(BIN)/python -c 'import torch; cuda = torch.version.cuda; cuda and print("warning: this PyTorch is a CUDA build", \
 		f"({cuda}), gigabytes that nothing here uses: rm -r .venv, then set TORCH_INDEX_URL")'
 	touch $@
