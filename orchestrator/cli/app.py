@@ -1,4 +1,4 @@
-"""The command `corewright`: what its commands have in common."""
+"""The Typer application `corewright`, and the arguments and options that its commands share."""
 
 from __future__ import annotations
 
@@ -14,40 +14,51 @@ if TYPE_CHECKING:
 USAGE = 64  # EX_USAGE of sysexits.h
 FAILED = 1
 CHANGES = 2
-INTERRUPTED = 130  # as a shell tells of SIGINT
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
     name="corewright",
-    help="Fits models to NeuronCores: one YAML file, several language models, one OpenAI-compatible address.",
+    help="Serve several language models on AWS NeuronCores from one YAML file, behind one OpenAI-compatible API.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="The YAML file; - is standard input.")]
+SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="Path to the spec (YAML); - reads standard input.")]
 OptionalSpecArgument = Annotated[
-    str | None, typer.Argument(metavar="SPEC", help="The YAML file; - is standard input. Without: the fleet's own.")
+    str | None,
+    typer.Argument(
+        metavar="SPEC",
+        help="Path to the spec (YAML); - reads standard input.",
+        show_default="the running fleet's spec",
+    ),
 ]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the spec.")]
-FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Form of the data on stdout.")]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Follow the rollout to its end.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model in the spec.")]
+FormatOption = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until the rollout ends, and report its events.")]
 TimeoutOption = Annotated[
-    float | None, typer.Option(min=0, metavar="S", help="With --wait: give up after so many seconds.")
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="S",
+        help="Timeout of --wait, in seconds; the rollout continues after it.",
+        show_default="no timeout",
+    ),
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Leave a running fleet out of it.")]
-FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Skip the confirmation prompt.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Ignore the running fleet.")]
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until Ctrl-C.")]
 
 
 def the_fleet() -> AdminClient:
-    """The fleet that a command is about. Raises Failed `no-fleet`."""
-    from orchestrator.cli import client  # 30 ms, which a command without a fleet need not wait for
+    """Returns a client of the running fleet. Raises Failed `no-fleet`."""
+    from orchestrator.cli import client  # takes 30 ms; commands without a fleet skip it
 
     return client.the_fleet()
 
 
 def group(name: str, help: str) -> typer.Typer:
-    """A command with commands of its own."""
-    made = typer.Typer(name=name, help=help, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-    app.add_typer(made)
-    return made
+    """Returns a new command that has subcommands."""
+    subcommands = typer.Typer(name=name, help=help, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+    app.add_typer(subcommands)
+    return subcommands

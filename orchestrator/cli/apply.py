@@ -1,4 +1,4 @@
-"""Commands that change what the fleet should be, or say how far it is: apply, diff, rollout."""
+"""The commands `apply`, `diff` and `rollout`: change the fleet's spec and follow rollouts."""
 
 from __future__ import annotations
 
@@ -28,37 +28,39 @@ from orchestrator.process.failure import Failed
 if TYPE_CHECKING:
     from orchestrator.cli.client import AdminClient
 
-rollout = group("rollout", "How far the newest revision is, and what to do about it.")
+rollout = group("rollout", "Show and control the rollout of the newest revision.")
 
 
 @app.command()
 def apply(
     spec: SpecArgument,
     check_index: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Refuse when the fleet changed since `plan` gave this index.")
+        int | None,
+        typer.Option(min=0, metavar="N", help="Fail if the fleet has changed since `plan` printed this index."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do, as `plan` does.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, and apply nothing.")] = False,
     wait: WaitOption = False,
     timeout: TimeoutOption = None,
     canary: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Give the new version this share of the requests, 0 to 1.")
+        float | None,
+        typer.Option(metavar="SHARE", help="Send this share of the requests (0 to 1) to the new version."),
     ] = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Make a spec the fleet's new revision."""
+    """Apply a spec to the running fleet as a new revision."""
     from orchestrator.cli.plan import make_plan, model_lines, problems_of, text_of
     from orchestrator.revisions.spec_file import load
 
     if canary is not None and not 0 < canary < 1:
-        raise typer.BadParameter("between 0 and 1", param_hint="--canary")
+        raise typer.BadParameter("must be above 0 and below 1", param_hint="--canary")
     client, file = the_fleet(), load(spec)
     if dry_run:
         text_of(file)
         result = make_plan(file, client)
         if check_index is not None and result.data["index"] not in (None, check_index):
-            what = f"the fleet's index is {result.data['index']}, not {check_index}"
-            raise Failed("index-changed", what, "look at the new plan: corewright plan SPEC")
+            message = f"the fleet's index is {result.data['index']}, not {check_index}"
+            raise Failed("index-changed", message, "review the new plan: corewright plan SPEC")
         if output is Format.TABLE:
             complain(result.problems)
         show(result.data, output, result.table)
@@ -67,22 +69,21 @@ def apply(
     if previewed:
         index = _previewed(client, text_of(file), output, yes)
         check_index = index if check_index is None else check_index
-    more = {"check_index": check_index, "canary": canary}
-    answer = client.post_spec(
-        "apply", text_of(file), **{key: value for key, value in more.items() if value is not None}
+    options = {"check_index": check_index, "canary": canary}
+    reply = client.post_spec(
+        "apply", text_of(file), **{key: value for key, value in options.items() if value is not None}
     )
     lines = []
     if output is Format.TABLE:
-        complain(problems_of(answer["plan"]))
-        lines = [] if previewed else [line for model in answer["plan"]["models"] for line in model_lines(model)]
-    code = _told(client, answer, output, lines, wait, timeout)
-    raise typer.Exit(code)
+        complain(problems_of(reply["plan"]))
+        lines = [] if previewed else [line for model in reply["plan"]["models"] for line in model_lines(model)]
+    raise typer.Exit(_show_applied(client, reply, output, lines, wait, timeout))
 
 
 def _previewed(client: AdminClient, spec: tuple[str, str, str], output: Format, yes: bool) -> int | None:
-    """Print what applying a spec would do. Where it deletes or interrupts a model, prompt, and abort without a yes.
+    """Print the changes of a spec. If it deletes or interrupts a model, prompt, and abort unless confirmed.
 
-    Returns the index of that preview, None where there was no prompt."""
+    Returns the index of the preview, or None if there was no prompt."""
     from orchestrator.cli.plan import model_lines, risks
 
     data = client.post_spec("plan", spec)
@@ -92,55 +93,55 @@ def _previewed(client: AdminClient, spec: tuple[str, str, str], output: Format, 
     if yes or not warnings or not on_terminal():
         return None
     say("\n".join(warnings))
-    if not confirmed("Go on?", yes):
+    if not confirmed("Continue?", yes):
         raise typer.Abort
     return int(data["index"])
 
 
-def _told(
-    client: AdminClient, answer: dict[str, Any], output: Format, lines: list[str], wait: bool, timeout: float | None
+def _show_applied(
+    client: AdminClient, reply: dict[str, Any], output: Format, lines: list[str], wait: bool, timeout: float | None
 ) -> int:
-    """Show what an apply gave, and follow its rollout if asked to; gives the exit code."""
-    number = answer["revision"]
-    if answer["changed"]:
-        of = f" is revision {answer['of']} again" if answer.get("of") else ""
-        lines = [*lines, f"revision {number} (index {answer['index']}){of}"]
+    """Show the reply to an apply, and with ``wait`` follow its rollout. Returns the exit code."""
+    number = reply["revision"]
+    if reply["changed"]:
+        of = f" is revision {reply['of']} again" if reply.get("of") else ""
+        lines = [*lines, f"revision {number} (index {reply['index']}){of}"]
     else:
-        lines = [f"nothing to do: revision {number} says the same"]
+        lines = [f"nothing to do: revision {number} is the same spec"]
     if not wait:
-        show(answer, output, "\n".join(lines))
+        show(reply, output, "\n".join(lines))
         return 0
     if output is Format.TABLE:
         show(None, output, "\n".join(lines))
-    ended = _followed(client, number, answer["index"], timeout)
-    if ended is None:
+    final = _follow(client, number, reply["index"], timeout)
+    if final is None:
         return INTERRUPTED
     from orchestrator.cli.tables import rollout_line
 
-    show({**answer, "rollout": ended}, output, rollout_line(ended))
-    return _code(ended)
+    show({**reply, "rollout": final}, output, rollout_line(final))
+    return _exit_code(final)
 
 
-def _followed(client: AdminClient, revision: int, after: int, timeout: float | None) -> dict[str, Any] | None:
-    """The rollout at its end; None after Ctrl-C."""
+def _follow(client: AdminClient, revision: int, after: int, timeout: float | None) -> dict[str, Any] | None:
+    """Returns the final state of the rollout; None after Ctrl-C."""
     from orchestrator.cli.follow import follow_rollout
 
     try:
         return follow_rollout(client, revision, after, timeout)
     except KeyboardInterrupt:
-        say("not waiting any longer: the rollout goes on, see `corewright rollout status`")
+        say("stopped waiting; the rollout continues: see `corewright rollout status`")
         return None
 
 
-def _code(ended: dict[str, Any]) -> int:
+def _exit_code(final: dict[str, Any]) -> int:
     from orchestrator.cli.follow import SUCCEEDED
 
-    return 0 if ended["state"] in SUCCEEDED else FAILED
+    return 0 if final["state"] in SUCCEEDED else FAILED
 
 
 @app.command()
 def diff(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
-    """Say what separates a spec from the one that runs."""
+    """Show the differences between a spec and the running revision."""
     from orchestrator.cli.plan import make_plan, model_lines, text_of
     from orchestrator.revisions.spec_file import load
     from placements.spec.problems import has_errors
@@ -149,8 +150,8 @@ def diff(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
     after, name, _ = text_of(file)
     before = client.get("spec")
     running = f"{before['file']} (revision {before['revision']})" if before.get("revision") else before["file"]
-    ends = (text if text.endswith("\n") or not text else f"{text}\n" for text in (before["text"], after))
-    old, new = (text.splitlines(keepends=True) for text in ends)
+    terminated = (text if text.endswith("\n") or not text else f"{text}\n" for text in (before["text"], after))
+    old, new = (text.splitlines(keepends=True) for text in terminated)
     text = "".join(difflib.unified_diff(old, new, running, name))
     result = make_plan(file, client)
     failed = has_errors(result.problems)
@@ -168,24 +169,24 @@ def diff(spec: SpecArgument, output: FormatOption = Format.TABLE) -> None:
 def rollout_status(
     wait: WaitOption = False, timeout: TimeoutOption = None, output: FormatOption = Format.TABLE
 ) -> None:
-    """Say how far the newest revision is."""
+    """Show the progress of the newest revision."""
     from orchestrator.cli.tables import rollout_text
 
     client = the_fleet()
-    now, code = client.get("rollout"), 0
+    state, code = client.get("rollout"), 0
     if wait:
         index = client.get("status").get("index") or 0
-        ended = _followed(client, now["revision"], index, timeout)
-        if ended is None:
+        final = _follow(client, state["revision"], index, timeout)
+        if final is None:
             raise typer.Exit(INTERRUPTED)
-        now, code = ended, _code(ended)
-    show(now, output, rollout_text(now))
+        state, code = final, _exit_code(final)
+    show(state, output, rollout_text(state))
     raise typer.Exit(code)
 
 
 @rollout.command("history")
 def rollout_history(output: FormatOption = Format.TABLE) -> None:
-    """List the revisions, newest first."""
+    """List revisions, newest first."""
     from orchestrator.cli.tables import listing
 
     data = the_fleet().get("revisions")
@@ -195,12 +196,12 @@ def rollout_history(output: FormatOption = Format.TABLE) -> None:
 @rollout.command("undo")
 def rollout_undo(
     to: Annotated[
-        int | None, typer.Option(min=1, metavar="REV", help="This revision, not the one before the current.")
+        int | None, typer.Option(min=1, metavar="REV", help="Revision to apply.", show_default="the previous one")
     ] = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Apply an earlier revision again."""
+    """Roll back to an earlier revision."""
     from orchestrator.cli.client import PLAN_DEADLINE_S
 
     client = the_fleet()
@@ -210,41 +211,42 @@ def rollout_undo(
         if output is Format.TABLE:
             show(None, output, f"applying revision {to} again")
         _previewed(client, (revision["text"], revision["file"], revision["base_dir"]), output, yes)
-    answer = client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S)
-    raise typer.Exit(_told(client, answer, output, [], wait=False, timeout=None))
+    reply = client.post("rollout/undo", {"to": to}, PLAN_DEADLINE_S)
+    raise typer.Exit(_show_applied(client, reply, output, [], wait=False, timeout=None))
 
 
-def _simply(name: str, does: str) -> Callable[[FormatOption], None]:
+def _post_command(name: str, doc: str) -> Callable[[FormatOption], None]:
     def command(output: FormatOption = Format.TABLE) -> None:
         _show_rollout(the_fleet().post(f"rollout/{name}"), output)
 
-    command.__doc__ = does
+    command.__doc__ = doc
     return command
 
 
-def _show_rollout(answer: dict[str, Any], output: Format) -> None:
+def _show_rollout(reply: dict[str, Any], output: Format) -> None:
     from orchestrator.cli.tables import rollout_text
 
-    show(answer, output, rollout_text(answer))
+    show(reply, output, rollout_text(reply))
 
 
-rollout.command("pause")(_simply("pause", "Begin no further replica of the rollout."))
-rollout.command("resume")(_simply("resume", "Go on with a paused rollout."))
+rollout.command("pause")(_post_command("pause", "Pause the rollout: replace no further replicas."))
+rollout.command("resume")(_post_command("resume", "Resume a paused or failed rollout."))
 
 
 @rollout.command("promote")
 def rollout_promote(output: FormatOption = Format.TABLE) -> None:
-    """End the canary: every replica becomes new."""
+    """Promote the canary: update all remaining replicas."""
     client = the_fleet()
-    now = client.get("rollout")
-    if output is Format.TABLE and now.get("canary") is not None:
-        old = [f"{model['model']}: {model['old']} old to replace" for model in now["models"] if model["old"]]
-        share = f"promoting the canary of revision {now['revision']}, which gets {now['canary']:.0%} of the requests"
+    state = client.get("rollout")
+    if output is Format.TABLE and state.get("canary") is not None:
+        old = [f"{model['model']}: {model['old']} old to replace" for model in state["models"] if model["old"]]
+        canary = f"the canary of revision {state['revision']}, which gets {state['canary']:.0%} of the requests"
+        share = f"promoting {canary}"
         show(None, output, "\n".join([share, *old, ""]))
     _show_rollout(client.post("rollout/promote"), output)
 
 
 @rollout.command("restart")
 def rollout_restart(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
-    """Replace every replica of a model by a new process, as an update would."""
+    """Restart all replicas of a model, with its update strategy."""
     _show_rollout(the_fleet().post("rollout/restart", {"model": model}), output)

@@ -1,4 +1,4 @@
-"""Commands about what was compiled and fetched: cache ls, verify, warm, prune, retry. They need no fleet."""
+"""The commands of `cache`: list, check, fetch and remove compiled artifacts and models, without a fleet."""
 
 from __future__ import annotations
 
@@ -35,64 +35,76 @@ if TYPE_CHECKING:
     from workers.neff_cache.predict import Prediction
     from workers.neff_cache.pruning import Kept, Removed
 
-cache = group("cache", "What was compiled and fetched: on this host, and in the models' NEFF caches.")
+cache = group("cache", "Manage compiled artifacts and fetched models, on this host and in NEFF caches.")
 
 OLD_DAYS = 30.0
-AT_ONCE = 4  # interpreters that are asked together
+AT_ONCE = 4  # interpreters that run at the same time
 S3 = "s3://"
 RETRY = "`corewright cache retry"
-TELL_S = 5.0  # between two lines about a fetch
+PROGRESS_S = 5.0  # between two lines about a fetch
 SHOWN = 6  # differences of a model in the table; -o json has all
 
 ModelOption = Annotated[
-    list[str] | None, typer.Option("--model", metavar="M", help="Only this model. Repeatable.", show_default="all")
+    list[str] | None,
+    typer.Option("--model", metavar="M", help="Name of a model to include. Repeatable.", show_default="all models"),
 ]
 CacheOption = Annotated[
     str | None,
-    typer.Option("--cache", metavar="PLACE", help="This NEFF cache: a folder or s3://.", show_default="this host's"),
+    typer.Option(
+        "--cache",
+        metavar="PLACE",
+        help="NEFF cache: a folder or s3://BUCKET/PREFIX.",
+        show_default="the caches on this host",
+    ),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")]
 
 
 @cache.command("ls")
 def list_all(
     spec: Annotated[
-        str | None, typer.Argument(metavar="SPEC", help="The NEFF caches of its models too.", show_default=False)
+        str | None,
+        typer.Argument(metavar="SPEC", help="Spec whose models' NEFF caches to list too.", show_default=False),
     ] = None,
     place: CacheOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """List NEFF caches, compiled artifacts and fetched models, and the state of each."""
+    """List NEFF caches, compiled artifacts and fetched models, with their states."""
     from workers.neff_cache.pruning import kept_in
 
     home = _home()
-    caches = {one: _look(one) for one in ([_checked(place)] if place else _places(home, spec))}
-    kept = [] if place else kept_in(home.compiled)
+    caches = {location: _read(location) for location in ([_checked(place)] if place else _places(home, spec))}
+    compiled = [] if place else kept_in(home.compiled)
     models = [] if place else _store(home).artifacts()
-    sources = {one.folder: one.source for one in models}
+    sources = {model.folder: model.source for model in models}
     data = {
         "caches": [
-            {"place": one, "entries": [_entry_dict(entry) for entry in seen.entries], "pushed": list(seen.pushed)}
-            for one, seen in caches.items()
+            {
+                "place": location,
+                "entries": [_entry_dict(entry) for entry in contents.entries],
+                "pushed": list(contents.pushed),
+            }
+            for location, contents in caches.items()
         ],
-        "compiled": [_kept_dict(one, sources) for one in kept],
+        "compiled": [_compiled_dict(artifact, sources) for artifact in compiled],
         "models": [
             {
-                "key": one.key,
-                "source": one.source,
-                "revision": one.revision,
-                "folder": one.folder,
-                "bytes": one.bytes,
-                "fetched_at": one.fetched_at,
-                "used_at": one.used_at,
+                "key": model.key,
+                "source": model.source,
+                "revision": model.revision,
+                "folder": model.folder,
+                "bytes": model.bytes,
+                "fetched_at": model.fetched_at,
+                "used_at": model.used_at,
             }
-            for one in models
+            for model in models
         ],
     }
-    tables = [_cache_table(one, seen) for one, seen in caches.items()]
-    tables.append(_kept_table(home, kept, sources) if not place else "")
+    tables = [_cache_table(location, contents) for location, contents in caches.items()]
+    tables.append(_compiled_table(home, compiled, sources) if not place else "")
     rows = [
-        (one.key[:12], one.source, one.revision[:12] or None, size_text(one.bytes), _age(one.used_at)) for one in models
+        (model.key[:12], model.source, model.revision[:12] or None, size_text(model.bytes), _age(model.used_at))
+        for model in models
     ]
     if rows:
         tables.append("Fetched models\n" + columns(("KEY", "SOURCE", "REVISION", "SIZE", "USED"), rows))
@@ -104,25 +116,28 @@ def verify_spec(
     spec: SpecArgument,
     model: ModelOption = None,
     read: Annotated[
-        bool, typer.Option("--read", help="Read the weights where artifacts depend on them and nobody has yet.")
+        bool, typer.Option("--read", help="Read the weights if artifacts depend on them and their digest is unknown.")
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Say which models would start without a compilation. Claims no core; exits with 1 if one would not."""
-    asked = list(_configs(spec, model, heads=True))
+    """Show which models would start without a compilation. Claims no cores; exits with 1 if any would compile."""
+    configs = list(_configs(spec, model, heads=True))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda one: _verdicts(one.config, read), asked))
+        answers = list(pool.map(lambda offline: _verdicts(offline.config, read), configs))
     data: list[dict[str, Any]] = []
     rows: list[tuple[object, ...]] = []
     details: list[str] = []
-    for of, answer in zip(asked, answers, strict=True):
-        told = [_verdict_dict(of, one) for one in answer] if isinstance(answer, list) else [_no(of, answer)]
-        data += told
-        for one in told:
-            label = of.label if one["role"] == "model" else f"{of.label} ({one['role']})"
-            rows.append((label, one["outcome"], one["where"] or None, one["reason"]))
-            details += _details(label, one)
-    hit = all(one["hit"] for one in data)
+    for offline, answer in zip(configs, answers, strict=True):
+        if isinstance(answer, list):
+            verdicts = [_verdict_dict(offline, verdict) for verdict in answer]
+        else:
+            verdicts = [_failure_dict(offline, answer)]
+        data += verdicts
+        for verdict in verdicts:
+            label = offline.label if verdict["role"] == "model" else f"{offline.label} ({verdict['role']})"
+            rows.append((label, verdict["outcome"], verdict["where"] or None, verdict["reason"]))
+            details += _details(label, verdict)
+    hit = all(verdict["hit"] for verdict in data)
     table = columns(("MODEL", "START", "WHERE", "WHY"), rows)
     show({"hit": hit, "models": data}, output, "\n".join([table, *([""] if details else []), *details]))
     raise typer.Exit(0 if hit else FAILED)
@@ -130,27 +145,27 @@ def verify_spec(
 
 @cache.command("warm")
 def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = Format.TABLE) -> None:
-    """Bring here what starts need: models from where they are, graphs from their NEFF caches. Compiles nothing."""
-    from workers.compiling.warming import warm as bring
+    """Fetch models and their compiled graphs to this host, from sources and NEFF caches. Compiles nothing."""
+    from workers.compiling.warming import warm as fetch
     from workers.messages.status import Failure
 
     home = _home()
     home.prepare()
     store, data, failed = _store(home), list[dict[str, Any]](), False
     labels = []
-    for one in _configs(spec, model, heads=False):
-        labels.append(one.label)
-        about = {"model": one.model, "target": one.target}
-        if isinstance(one.config, Failure):
-            data.append({**about, "bytes": 0, "brought": [], "problem": str(one.config)})
+    for offline in _configs(spec, model, heads=False):
+        labels.append(offline.label)
+        about = {"model": offline.model, "target": offline.target}
+        if isinstance(offline.config, Failure):
+            data.append({**about, "bytes": 0, "brought": [], "problem": str(offline.config)})
             failed = True
             continue
-        with _told_now_and_then(one.label) as began:
-            told = bring(one.config, store, threading.Event(), began)
-        came = size_text(told.bytes) if told.bytes or told.problem else "all was here"
-        say(f"{one.label}: {came}" + (f"; {told.problem}" if told.problem else ""))
-        data.append({**about, "bytes": told.bytes, "brought": list(told.brought), "problem": told.problem})
-        failed = failed or bool(told.problem)
+        with _fetch_reports(offline.label) as new_progress:
+            result = fetch(offline.config, store, threading.Event(), new_progress)
+        fetched = size_text(result.bytes) if result.bytes or result.problem else "already on this host"
+        say(f"{offline.label}: {fetched}" + (f"; {result.problem}" if result.problem else ""))
+        data.append({**about, "bytes": result.bytes, "brought": list(result.brought), "problem": result.problem})
+        failed = failed or bool(result.problem)
     rows = []
     for label, row in zip(labels, data, strict=True):
         size = size_text(row["bytes"]) if row["bytes"] else None
@@ -162,85 +177,88 @@ def warm(spec: SpecArgument, model: ModelOption = None, output: FormatOption = F
 @cache.command("prune")
 def prune(
     older_than: Annotated[
-        float, typer.Option(min=0, metavar="DAYS", help="What was not used for so many days goes as well.")
+        float, typer.Option(min=0, metavar="DAYS", help="Remove artifacts that were not used for this many days.")
     ] = OLD_DAYS,
     models: Annotated[
-        bool, typer.Option("--models", help="Fetched models that no replica uses go too, whatever their age.")
+        bool, typer.Option("--models", help="Remove fetched models that no replica uses too, whatever their age.")
     ] = False,
     place: CacheOption = None,
     dry_run: DryRunOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Remove from this host what is unfinished, damaged or old. Nothing in s3:// is touched."""
+    """Remove unfinished, damaged and old artifacts from this host. Never removes anything from S3."""
     from workers.neff_cache.pruning import prune_cache, prune_compiled
 
     home, old_s = _home(), older_than * 86400.0
-    gone: list[Removed] = []
-    told = {"older_than": older_than, "models": models, "cache": place}
-    with _written_down(home, "cache prune", told, dry_run):
-        for one in [_checked(place)] if place else _places(home, None):
-            if one.startswith(S3):
-                raise Failed("cache-elsewhere", f"{one} is not pruned from here", "a lifecycle rule of the bucket does")
-            gone += prune_cache(Path(one), old_s, dry_run)
+    removed: list[Removed] = []
+    arguments = {"older_than": older_than, "models": models, "cache": place}
+    with _audited(home, "cache prune", arguments, dry_run):
+        for location in [_checked(place)] if place else _places(home, None):
+            if location.startswith(S3):
+                hint = "use a lifecycle rule of the bucket"
+                raise Failed("cache-elsewhere", f"{location} is in S3, which `prune` does not change", hint)
+            removed += prune_cache(Path(location), old_s, dry_run)
         if not place:
-            gone += prune_compiled(home.compiled, old_s, dry_run)
+            removed += prune_compiled(home.compiled, old_s, dry_run)
         artifacts = _store(home).prune(dry_run=dry_run) if models else []
-    data = [{"path": one.path, "why": one.why, "bytes": one.bytes} for one in gone]
-    data += [{"path": one.folder, "why": "no replica uses it", "bytes": one.bytes} for one in artifacts]
+    data = [{"path": item.path, "why": item.why, "bytes": item.bytes} for item in removed]
+    data += [{"path": model.folder, "why": "no replica uses it", "bytes": model.bytes} for model in artifacts]
     _show_removed(data, dry_run, output)
 
 
 @cache.command("retry")
 def retry(
     graphs: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODULE]...", help="As `cache ls` shows them.", show_default="all")
+        list[str] | None,
+        typer.Argument(metavar="[MODULE]...", help="Graphs, as shown by `cache ls`.", show_default="all failed graphs"),
     ] = None,
     place: CacheOption = None,
     dry_run: DryRunOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Have failed compilations tried again by the next start: they are removed from the cache."""
+    """Remove failed compilations from the cache, so that the next start retries them."""
     from workers.neff_cache import pruning
 
     home = _home()
-    gone: list[Removed] = []
-    with _written_down(home, "cache retry", {"graphs": graphs or [], "cache": place}, dry_run):
-        for one in [_checked(place)] if place else _places(home, None):
-            if one.startswith(S3):
-                gone += pruning.retry_in_bucket(one, graphs or (), dry_run)
+    removed: list[Removed] = []
+    with _audited(home, "cache retry", {"graphs": graphs or [], "cache": place}, dry_run):
+        for location in [_checked(place)] if place else _places(home, None):
+            if location.startswith(S3):
+                removed += pruning.retry_in_bucket(location, graphs or (), dry_run)
             else:
-                gone += pruning.retry(Path(one), graphs or (), dry_run)
-    _show_removed([{"path": one.path, "why": one.why, "bytes": one.bytes} for one in gone], dry_run, output)
+                removed += pruning.retry(Path(location), graphs or (), dry_run)
+    data = [{"path": item.path, "why": item.why, "bytes": item.bytes} for item in removed]
+    _show_removed(data, dry_run, output)
 
 
 @contextlib.contextmanager
-def _told_now_and_then(label: str) -> Iterator[Callable[[str], Progress]]:
-    """How far a fetch is, while it goes on. What it gives makes the progress of one."""
+def _fetch_reports(label: str) -> Iterator[Callable[[str], Progress]]:
+    """Report the progress of the newest fetch every ``PROGRESS_S``. Yields the factory of progress objects."""
     from workers.artifacts.fetch.progress import Progress
 
-    going, ended = list[Progress](), threading.Event()
+    fetches, ended = list[Progress](), threading.Event()
 
-    def began(source: str) -> Progress:
-        going.append(Progress(source))
-        return going[-1]
+    def new_progress(source: str) -> Progress:
+        fetches.append(Progress(source))
+        return fetches[-1]
 
-    def tell() -> None:
-        while not ended.wait(TELL_S):
-            if going and (status := going[-1].status()).phase not in ("done", "failed"):
-                told: dict[str, Any] = {"phase": status.phase, "source": status.source, "trouble": status.trouble}
-                told |= {"bytes": status.done, "total": status.total}
-                say(f"{label}: {fetch_text({**told, 'bytes_per_s': status.rate, 'left_s': status.left_s})}")
+    def report() -> None:
+        while not ended.wait(PROGRESS_S):
+            if fetches and (status := fetches[-1].status()).phase not in ("done", "failed"):
+                progress: dict[str, Any] = {"phase": status.phase, "source": status.source, "trouble": status.trouble}
+                progress |= {"bytes": status.done, "total": status.total}
+                say(f"{label}: {fetch_text({**progress, 'bytes_per_s': status.rate, 'left_s': status.left_s})}")
 
-    teller = threading.Thread(target=tell, name="warm", daemon=True)
-    teller.start()
+    reporter = threading.Thread(target=report, name="warm", daemon=True)
+    reporter.start()
     try:
-        yield began
+        yield new_progress
     finally:
         ended.set()
-        teller.join()
+        reporter.join()
 
 
-# What is looked at
+# Reading
 
 
 def _home() -> Home:
@@ -256,35 +274,36 @@ def _store(home: Home) -> Store:
 
 
 def _places(home: Home, spec: str | None) -> list[str]:
-    """The NEFF caches of this host that are there, and those that the spec names."""
+    """Returns the existing NEFF caches of this host, and those that the spec names."""
     from workers.neff_cache import compiler_cache as neuron_cache
 
-    found = [neuron_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
-    places = [str(path) for path in found if path is not None and path.is_dir()]
+    folders = [neuron_cache.location(os.environ), *sorted((home.path / "neff").glob("*"))]
+    places = [str(path) for path in folders if path is not None and path.is_dir()]
     if spec is not None:
         file = _loaded(spec)
         assert file.spec is not None
-        places += [one for model in file.spec.models if (one := model.neff_cache_location)]
+        places += [location for model in file.spec.models if (location := model.neff_cache_location)]
     return list(dict.fromkeys(places))
 
 
 def _checked(place: str) -> str:
-    """What ``--cache`` names. Raises Failed where nothing is there."""
+    """Returns the value of ``--cache``. Raises Failed if that folder does not exist."""
     if not place.startswith(S3) and not Path(place).is_dir():
-        raise Failed("neff-cache-unreadable", f"{place} is no folder", "--cache takes a folder, or s3://BUCKET/PREFIX")
+        hint = "--cache takes a folder, or s3://BUCKET/PREFIX"
+        raise Failed("neff-cache-unreadable", f"{place} is not a folder", hint)
     return place
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a NEFF cache holds."""
+class CacheContents:
+    """The contents of a NEFF cache."""
 
     entries: Sequence[CacheEntry]  # graphs
     pushed: Sequence[dict[str, Any]]  # sets of `compile --push`
 
 
-def _look(place: str) -> Seen:
-    """Raises Failed."""
+def _read(place: str) -> CacheContents:
+    """Returns the contents of the NEFF cache at ``place``. Raises Failed if it cannot be read."""
     from workers.artifacts.sources.listing import SourceError
     from workers.neff_cache.compiled_cache import FOLDER
     from workers.neff_cache.entries import listed_entries, read_entries
@@ -292,44 +311,47 @@ def _look(place: str) -> Seen:
 
     try:
         if place.startswith(S3):
-            there = place_at(place)
-            files = there.files()
-            sets = [_below(one, FOLDER) for one in files if one.name.startswith(f"{FOLDER}/")]
-            return Seen(listed_entries(files), _pushed(sets, lambda name: there.read(f"{FOLDER}/{name}")))
+            remote = place_at(place)
+            files = remote.files()
+            sets = [_below(file, FOLDER) for file in files if file.name.startswith(f"{FOLDER}/")]
+            return CacheContents(
+                listed_entries(files), _pushed_sets(sets, lambda name: remote.read(f"{FOLDER}/{name}"))
+            )
         folder = Path(place) / FOLDER
         below = place_at(str(folder))
-        return Seen(read_entries(Path(place)), _pushed(below.files(), below.read) if folder.is_dir() else ())
+        pushed = _pushed_sets(below.files(), below.read) if folder.is_dir() else ()
+        return CacheContents(read_entries(Path(place)), pushed)
     except SourceError as error:
         raise Failed(error.id, error.what, error.hint) from error
 
 
-def _pushed(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[dict[str, Any]]:
-    """The sets that are of ``files``, whose names begin with that of the set. Raises SourceError."""
+def _pushed_sets(files: Sequence[RemoteFile], read: Callable[[str], bytes]) -> list[dict[str, Any]]:
+    """Groups ``files`` into sets by the first part of their names. Raises SourceError."""
     from workers.neff_cache.compiled_artifacts import MANIFEST
     from workers.neff_cache.compiled_cache import missing
     from workers.neff_cache.record import LOCK_FILE, decoded
 
     sets: dict[str, list[RemoteFile]] = {}
-    for one in files:
-        name, slash, _ = one.name.partition("/")
+    for file in files:
+        name, slash, _ = file.name.partition("/")
         if slash:
-            sets.setdefault(name, []).append(_below(one, name))
-    found = []
+            sets.setdefault(name, []).append(_below(file, name))
+    rows = []
     for name, parts in sorted(sets.items()):
-        names = {one.name for one in parts}
-        told = decoded(read(f"{name}/{LOCK_FILE}")) if {MANIFEST, LOCK_FILE} <= names else None
-        found.append(
+        names = {part.name for part in parts}
+        record = decoded(read(f"{name}/{LOCK_FILE}")) if {MANIFEST, LOCK_FILE} <= names else None
+        rows.append(
             {
                 "name": name,
-                "state": "unfinished" if told is None else "damaged" if missing(parts, told) else "whole",
-                "bytes": sum(one.size for one in parts),
-                "made_at": None if told is None else told.made_at,
-                "source": None if told is None else told.source,
-                "engine": None if told is None else told.engine,
-                "compiler": None if told is None else told.compiler,
+                "state": "unfinished" if record is None else "damaged" if missing(parts, record) else "whole",
+                "bytes": sum(part.size for part in parts),
+                "made_at": None if record is None else record.made_at,
+                "source": None if record is None else record.source,
+                "engine": None if record is None else record.engine,
+                "compiler": None if record is None else record.compiler,
             }
         )
-    return found
+    return rows
 
 
 def _below(file: RemoteFile, folder: str) -> RemoteFile:
@@ -339,7 +361,7 @@ def _below(file: RemoteFile, folder: str) -> RemoteFile:
 
 
 def _loaded(spec: str) -> SpecFile:
-    """Without errors; its warnings are told. Exits otherwise."""
+    """Loads a spec and prints its problems. Exits if one is an error."""
     from orchestrator.revisions.spec_file import load
     from placements.spec.problems import has_errors
 
@@ -363,68 +385,68 @@ def _verdicts(config: ReplicaConfig | Failure, read: bool) -> list[Verdict] | Fa
     return config if isinstance(config, Failure) else verify(config, read=read)
 
 
-def _written_down(
-    home: Home, action: str, told: dict[str, Any], dry_run: bool
+def _audited(
+    home: Home, action: str, arguments: dict[str, Any], dry_run: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """In the audit log, as `keys` does; where there is no home there is nothing to write into."""
+    """Records an action in the audit log, as `keys` does; nothing if the home does not exist."""
     from orchestrator.access.audit_log import Audit, caller, recorded
 
     if dry_run or not home.path.is_dir():
         return contextlib.nullcontext()
-    return recorded(Audit(home.audit), "command", action, told, by=caller())
+    return recorded(Audit(home.audit), "command", action, arguments, by=caller())
 
 
-# How it is shown
+# Output
 
 
-def _verdict_dict(of: OfflineConfig, one: Verdict) -> dict[str, Any]:
-    told = one.prediction
+def _verdict_dict(offline: OfflineConfig, verdict: Verdict) -> dict[str, Any]:
+    prediction = verdict.prediction
     return {
-        "model": of.model,
-        "target": of.target,
-        "engine": getattr(of.config, "engine", None),
-        "role": one.role,
-        "source": of.draft_source if one.role == "draft" else of.source,
-        "outcome": told.outcome,
-        "hit": told.hit,
-        "where": told.where if told.where != "nothing" else "",
-        "place": told.place,
-        "reason": _reason(of, told),
-        "why": [{"field": why.field, "wanted": why.wanted, "found": why.found} for why in told.why],
-        "missing": list(told.missing),
-        "failed": list(told.failed),
+        "model": offline.model,
+        "target": offline.target,
+        "engine": getattr(offline.config, "engine", None),
+        "role": verdict.role,
+        "source": offline.draft_source if verdict.role == "draft" else offline.source,
+        "outcome": prediction.outcome,
+        "hit": prediction.hit,
+        "where": prediction.where if prediction.where != "nothing" else "",
+        "place": prediction.place,
+        "reason": _reason(offline, prediction),
+        "why": [{"field": why.field, "wanted": why.wanted, "found": why.found} for why in prediction.why],
+        "missing": list(prediction.missing),
+        "failed": list(prediction.failed),
     }
 
 
-def _reason(of: OfflineConfig, told: Prediction) -> str:
-    """With the place that `retry` is to be told, where it would not look by itself."""
+def _reason(offline: OfflineConfig, prediction: Prediction) -> str:
+    """Returns the reason. Its `cache retry` gets `--cache` for a cache that `retry` does not search by default."""
     from workers.messages.status import Failure
     from workers.neff_cache import compiler_cache as neuron_cache
     from workers.neff_cache.candidates import keep_of
     from workers.neff_cache.sync import localized
 
-    config = of.config
-    if not told.failed or isinstance(config, Failure) or not Path(told.place).is_dir():
-        return told.reason
+    config = offline.config
+    if not prediction.failed or isinstance(config, Failure) or not Path(prediction.place).is_dir():
+        return prediction.reason
     is_local = localized({**os.environ, **config.env}, keep_of(Path(config.compiled or ""))) is not None
-    if is_local or Path(told.place) == neuron_cache.location(os.environ):
-        return told.reason
-    return told.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(told.place)}")
+    if is_local or Path(prediction.place) == neuron_cache.location(os.environ):
+        return prediction.reason
+    return prediction.reason.replace(RETRY, f"{RETRY} --cache {shlex.quote(prediction.place)}")
 
 
-def _no(of: OfflineConfig, failure: Failure) -> dict[str, Any]:
-    """A start that would fail before anything is compiled."""
-    empty = {"engine": None, "role": "model", "source": of.source, "where": "", "place": ""}
-    told = {"model": of.model, "target": of.target, "outcome": "fail", "hit": False, "reason": str(failure)}
-    return {**told, **empty, "why": [], "missing": [], "failed": []}
+def _failure_dict(offline: OfflineConfig, failure: Failure) -> dict[str, Any]:
+    """The entry of a start that would fail before anything is compiled."""
+    empty = {"engine": None, "role": "model", "source": offline.source, "where": "", "place": ""}
+    common = {"model": offline.model, "target": offline.target, "outcome": "fail", "hit": False, "reason": str(failure)}
+    return {**common, **empty, "why": [], "missing": [], "failed": []}
 
 
-def _details(label: str, one: dict[str, Any]) -> list[str]:
+def _details(label: str, verdict: dict[str, Any]) -> list[str]:
     from workers.neff_cache.predict import Difference
 
-    lines = [str(Difference(**why)) for why in one["why"]]
-    lines += [f"missing or damaged: {name}" for name in one["missing"]]
-    lines += [f"failed: {name}" for name in one["failed"]]
+    lines = [str(Difference(**why)) for why in verdict["why"]]
+    lines += [f"missing or damaged: {name}" for name in verdict["missing"]]
+    lines += [f"failed: {name}" for name in verdict["failed"]]
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return [f"{label}: {line}" for line in (*lines[:SHOWN], *more)]
 
@@ -443,31 +465,31 @@ def _entry_dict(entry: CacheEntry) -> dict[str, Any]:
     }
 
 
-def _source(one: Kept, sources: Mapping[str, str]) -> str | None:
-    """As the spec names it, where the record has the folder that it was fetched to."""
-    return None if one.record is None else sources.get(one.record.source, one.record.source)
+def _source(artifact: Kept, sources: Mapping[str, str]) -> str | None:
+    """Returns the model's source as the spec names it, not the folder that it was fetched to."""
+    return None if artifact.record is None else sources.get(artifact.record.source, artifact.record.source)
 
 
-def _kept_dict(one: Kept, sources: Mapping[str, str]) -> dict[str, Any]:
-    told = one.record
+def _compiled_dict(artifact: Kept, sources: Mapping[str, str]) -> dict[str, Any]:
+    record = artifact.record
     return {
-        "name": one.name,
-        "state": one.state,
-        "bytes": one.bytes,
-        "used_at": one.used_at,
-        "source": _source(one, sources),
-        "engine": None if told is None else told.engine,
-        "compiler": None if told is None else told.compiler,
-        "flags": None if told is None else told.flags,
-        "tp_degree": None if told is None else told.tp_degree,
-        "dtype": None if told is None else told.dtype,
-        "shapes": None if told is None else told.shapes,
-        "layout": None if told is None else told.layout,
-        "damaged": list(one.damaged),
+        "name": artifact.name,
+        "state": artifact.state,
+        "bytes": artifact.bytes,
+        "used_at": artifact.used_at,
+        "source": _source(artifact, sources),
+        "engine": None if record is None else record.engine,
+        "compiler": None if record is None else record.compiler,
+        "flags": None if record is None else record.flags,
+        "tp_degree": None if record is None else record.tp_degree,
+        "dtype": None if record is None else record.dtype,
+        "shapes": None if record is None else record.shapes,
+        "layout": None if record is None else record.layout,
+        "damaged": list(artifact.damaged),
     }
 
 
-def _cache_table(place: str, seen: Seen) -> str:
+def _cache_table(place: str, contents: CacheContents) -> str:
     header = ("COMPILER", "MODULE", "STATE", "SIZE", "AGE", "FLAGS", "LAST WORDS")
     rows = [
         (
@@ -479,47 +501,47 @@ def _cache_table(place: str, seen: Seen) -> str:
             " ".join(entry.flags or ()) or None,
             entry.words or None,
         )
-        for entry in seen.entries
+        for entry in contents.entries
     ]
     sets = [
         (
-            one["name"],
-            one["engine"],
-            one["source"] or None,
-            one["state"],
-            size_text(one["bytes"]),
-            _age(one["made_at"] or 0),
+            pushed["name"],
+            pushed["engine"],
+            pushed["source"] or None,
+            pushed["state"],
+            size_text(pushed["bytes"]),
+            _age(pushed["made_at"] or 0),
         )
-        for one in seen.pushed
+        for pushed in contents.pushed
     ]
     tables = [columns(header, rows)] if rows else []
     tables += [columns(("SET", "ENGINE", "SOURCE", "STATE", "SIZE", "AGE"), sets)] if sets else []
     return f"NEFF cache {place}\n" + ("\n".join(tables) or "empty")
 
 
-def _kept_table(home: Home, kept: Sequence[Kept], sources: Mapping[str, str]) -> str:
+def _compiled_table(home: Home, artifacts: Sequence[Kept], sources: Mapping[str, str]) -> str:
     header = ("NAME", "ENGINE", "SOURCE", "COMPILER", "TP", "DTYPE", "STATE", "SIZE", "USED")
     rows = [
         (
-            one.name,
-            one.record and one.record.engine,
-            _source(one, sources) or None,
-            (one.record and one.record.compiler) or None,
-            one.record and one.record.tp_degree,
-            one.record and one.record.dtype,
-            one.state,
-            size_text(one.bytes),
-            _age(one.used_at),
+            artifact.name,
+            artifact.record and artifact.record.engine,
+            _source(artifact, sources) or None,
+            (artifact.record and artifact.record.compiler) or None,
+            artifact.record and artifact.record.tp_degree,
+            artifact.record and artifact.record.dtype,
+            artifact.state,
+            size_text(artifact.bytes),
+            _age(artifact.used_at),
         )
-        for one in kept
+        for artifact in artifacts
     ]
     return f"Compiled artifacts in {home.compiled}\n" + (columns(header, rows) if rows else "none")
 
 
 def _show_removed(data: list[dict[str, Any]], dry_run: bool, output: Format) -> None:
-    rows = [(one["path"], size_text(one["bytes"]), one["why"]) for one in data]
+    rows = [(item["path"], size_text(item["bytes"]), item["why"]) for item in data]
     done = "would be removed" if dry_run else "removed"
-    size = sum(one["bytes"] for one in data)
+    size = sum(item["bytes"] for item in data)
     table = (
         columns(("PATH", "SIZE", "WHY"), rows) + f"\n{len(data)} {done}, {size_text(size)}" if rows else "nothing to do"
     )

@@ -1,4 +1,4 @@
-"""The admin API from the command line's side, with the standard library only: the CLI must start at once."""
+"""A client of the admin API for the command line, on the standard library only, so that commands start fast."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from placements.spec.problems import Problem
 
 T = TypeVar("T")
 DEADLINE_S = 10.0
-PLAN_DEADLINE_S = 60.0  # it reads each model's config.json
+PLAN_DEADLINE_S = 60.0  # the controller reads each model's config.json
 CONTROLLER_AWAY_S = 30.0  # a restart takes 2 s
 RETRY_S = 0.2
 
 
 class FleetRefused(Failed):
-    """The controller's own word: its id, its hint, and the problems of the spec that it was given."""
+    """The controller has rejected a request; ``problems`` are those of the spec in it."""
 
     def __init__(self, id: str, what: str, hint: str, problems: Sequence[Problem]) -> None:
         super().__init__(id, what, hint)
@@ -34,29 +34,29 @@ class FleetRefused(Failed):
 
 @dataclass(frozen=True)
 class AdminClient:
-    """Speaks to one fleet. ``record`` is None when the address came from the environment."""
+    """A client of one fleet. ``record`` is None if the address came from the environment."""
 
     url: str
     token: str
     record: FleetRecord | None
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
-        """The JSON below /admin/v1; what is None in the query is left out. Raises Failed."""
-        given = {key: value for key, value in (query or {}).items() if value is not None}
-        deadline_s = DEADLINE_S + float(given.get("wait_s", 0.0))
-        return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None, deadline_s)
+        """Returns the JSON at ``path`` below /admin/v1. None values are left out of the query. Raises Failed."""
+        parameters = {key: value for key, value in (query or {}).items() if value is not None}
+        deadline_s = DEADLINE_S + float(parameters.get("wait_s", 0.0))
+        return self._request("GET", f"{path}?{urlencode(parameters)}" if parameters else path, None, deadline_s)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = DEADLINE_S) -> Any:
-        """As ``get``."""
-        return self._ask("POST", path, json.dumps(body or {}).encode(), deadline_s)
+        """Returns the JSON reply to a POST. Raises Failed."""
+        return self._request("POST", path, json.dumps(body or {}).encode(), deadline_s)
 
-    def post_spec(self, path: str, spec: tuple[str, str, str], **more: Any) -> Any:
-        """Ask about a spec: its text, its file's name and its folder."""
+    def post_spec(self, path: str, spec: tuple[str, str, str], **fields: Any) -> Any:
+        """Posts a spec: its text, its file name and its folder. Raises Failed."""
         text, file, base_dir = spec
-        return self.post(path, {"text": text, "file": file, "base_dir": base_dir, **more}, PLAN_DEADLINE_S)
+        return self.post(path, {"text": text, "file": file, "base_dir": base_dir, **fields}, PLAN_DEADLINE_S)
 
-    def patiently(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
-        """As ``get``, through a restart of the controller."""
+    def get_with_retries(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
+        """As ``get``, but retries while the controller restarts."""
         began = time.monotonic()
         while True:
             try:
@@ -68,8 +68,8 @@ class AdminClient:
                     raise Failed("no-fleet", "the fleet has ended", "corewright up SPEC") from None
                 time.sleep(RETRY_S)
 
-    def _ask(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
-        import http.client  # 50 ms, which a command without a fleet need not wait for
+    def _request(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Any:
+        import http.client  # takes 50 ms; commands without a fleet skip it
 
         parts = urlsplit(self.url)
         try:
@@ -77,7 +77,8 @@ class AdminClient:
         except ValueError:
             port = -1
         if parts.hostname is None or parts.scheme not in ("http", "https") or port == -1:
-            raise Failed("fleet-url-wrong", f"{self.url!r} is no address", "COREWRIGHT_URL=http://127.0.0.1:PORT")
+            hint = "set COREWRIGHT_URL to an address such as http://127.0.0.1:PORT"
+            raise Failed("fleet-url-wrong", f"{self.url!r} is not a valid URL", hint)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname, port, timeout=deadline_s)
         headers = {"Authorization": f"Bearer {self.token}", BY_HEADER: caller()}
@@ -86,48 +87,52 @@ class AdminClient:
         try:
             connection.request(method, f"{ADMIN_PATH}/{path}", body, headers)
             response = connection.getresponse()
-            told = response.read()
+            content = response.read()
         except (OSError, http.client.HTTPException) as error:
-            what = f"the controller at {self.url} does not answer: {error or type(error).__name__}"
-            raise Failed("fleet-unreachable", what, "is it still starting? `corewright status` again") from None
+            message = f"the controller at {self.url} does not answer: {error or type(error).__name__}"
+            hint = "if the fleet is still starting, retry `corewright status` later"
+            raise Failed("fleet-unreachable", message, hint) from None
         finally:
             connection.close()
         try:
-            answer = json.loads(told)
+            answer = json.loads(content)
         except ValueError:
-            raise Failed("fleet-unreachable", f"{self.url} is no admin API", "see COREWRIGHT_URL") from None
+            message = f"{self.url} is not an admin API"
+            raise Failed("fleet-unreachable", message, "check COREWRIGHT_URL") from None
         if response.status >= 400:
             raise _refusal(f"{method} {path}: {response.status}", answer, response.reason)
         return answer
 
 
-def _refusal(asked: str, answer: Any, reason: str) -> Failed:
+def _refusal(request: str, answer: Any, reason: str) -> Failed:
     error = answer.get("error") if isinstance(answer, dict) else None
     error = error if isinstance(error, dict) else {}
     code, message = str(error.get("code", "")), str(error.get("message", reason))
-    if "-" in code:  # a problem's id; codes of HTTP have underscores
+    if "-" in code:  # a problem id; HTTP error codes have underscores
         problems = [Problem(**problem) for problem in answer.get("problems", ())]
         return FleetRefused(code, message, str(error.get("hint", "")), problems)
-    hint = "is it the admin API's address and token? see COREWRIGHT_URL, COREWRIGHT_TOKEN"
-    return Failed("fleet-refused", f"{asked} {message}", hint)
+    hint = "check the admin API's address and token: COREWRIGHT_URL, COREWRIGHT_TOKEN"
+    return Failed("fleet-refused", f"{request} {message}", hint)
 
 
 def find_fleet() -> AdminClient | None:
-    """The fleet named by COREWRIGHT_URL and COREWRIGHT_TOKEN, else the one of `$COREWRIGHT_HOME`, if it lives."""
+    """Returns the fleet of COREWRIGHT_URL and COREWRIGHT_TOKEN, else of `$COREWRIGHT_HOME`; None if it has none."""
     home = Home.from_environment()
     record = home.read_record()
     url = os.environ.get("COREWRIGHT_URL")
     if url:
-        ours = record.token if record is not None and record.admin_url == url.rstrip("/") else ""  # for no one else
-        return AdminClient(url.rstrip("/"), os.environ.get("COREWRIGHT_TOKEN") or ours, None)
+        is_ours = record is not None and record.admin_url == url.rstrip("/")  # never send the token elsewhere
+        token = record.token if record is not None and is_ours else ""
+        return AdminClient(url.rstrip("/"), os.environ.get("COREWRIGHT_TOKEN") or token, None)
     if record is None or not daemon_alive(record):
         return None
     return AdminClient(record.admin_url, record.token, record)
 
 
-def unless_for_other_hosts(name: str, offline: bool, answer: Callable[[AdminClient | None], T]) -> T:
-    """Returns the answer of the running fleet about the spec ``name``; with ``offline``, or where none runs, the one
-    without a fleet. So it does for a spec of other hosts, which a line on stderr reports."""
+def with_fleet(name: str, offline: bool, answer: Callable[[AdminClient | None], T]) -> T:
+    """Returns ``answer`` for the running fleet, or for None with ``offline`` and if no fleet is running.
+
+    For a spec of other hosts than the fleet's it also passes None, and reports this on stderr."""
     fleet = None if offline else find_fleet()
     try:
         return answer(fleet)
@@ -139,9 +144,10 @@ def unless_for_other_hosts(name: str, offline: bool, answer: Callable[[AdminClie
 
 
 def the_fleet() -> AdminClient:
-    """As ``find_fleet``; raises Failed `no-fleet` when there is none."""
+    """As ``find_fleet``. Raises Failed `no-fleet` if no fleet is running."""
     client = find_fleet()
     if client is None:
-        what = f"no fleet runs ({Home.from_environment().record_file} names none that lives)"
-        raise Failed("no-fleet", what, "corewright up SPEC; or set COREWRIGHT_URL and COREWRIGHT_TOKEN")
+        message = f"no fleet is running ({Home.from_environment().record_file} is missing or stale)"
+        hint = "start one with `corewright up SPEC`, or set COREWRIGHT_URL and COREWRIGHT_TOKEN"
+        raise Failed("no-fleet", message, hint)
     return client

@@ -1,4 +1,4 @@
-"""`corewright compile`: everything that the models of a spec need is compiled before anything starts."""
+"""The command `compile`: compiles the models of a spec ahead of time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from orchestrator.revisions.spec_file import SpecFile
 
 WORDS = {
-    "predicting": "looking what is compiled",
-    "queued": "waits for memory",
-    "turn": "waits for its turn",
-    "waiting": "waits for another that compiles the same",
+    "predicting": "checking what is compiled",
+    "queued": "waiting for memory",
+    "turn": "waiting for its turn",
+    "waiting": "waiting for another process that compiles the same",
 }
 
 
@@ -31,20 +31,25 @@ WORDS = {
 def compile_spec(
     spec: SpecArgument,
     model: Annotated[
-        list[str] | None, typer.Option("--model", metavar="NAME", help="Only this model. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="NAME", help="Name of a model to compile. Repeatable.", show_default="all models"
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Compile at most so many at once.")] = 256,
+    jobs: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Maximum number of parallel jobs.")] = 256,
     memory_gb: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="N", help="GiB of this host for compiling.", show_default="what is free"),
+        typer.Option(
+            min=0.1, metavar="N", help="Host memory for all compilations, in GiB.", show_default="the free memory"
+        ),
     ] = None,
-    push: Annotated[bool, typer.Option("--push", help="Bring what is compiled to each model's neff_cache.")] = False,
+    push: Annotated[bool, typer.Option("--push", help="Upload compiled artifacts to each model's neff_cache.")] = False,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Bring it to a repository of the Hugging Face hub.")
+        str | None, typer.Option(metavar="REPO", help="Upload them to this Hugging Face Hub repository.")
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Compile what the models of a spec need, ahead of time and without a fleet or devices."""
+    """Compile the models of a spec ahead of time, without a fleet or devices."""
     from orchestrator.compiling.compile_ahead import named
     from orchestrator.revisions.spec_file import load
     from placements.spec.problems import has_errors
@@ -61,70 +66,71 @@ def compile_spec(
         _check_hub(push_to_hub)
     outcomes = _compile(file, model or [], jobs, _memory_gib(memory_gb), push)
     if output is Format.TABLE:
-        show(None, output, _table(outcomes))  # an upload may take long, and fail
+        show(None, output, _table(outcomes))  # before the upload, which may take long and fail
     places: list[str] = []
     problems = []
-    for one in outcomes:
-        for failure, of in ((one.failure, named(one)), (one.unsent, f"{named(one)} is compiled, and not pushed")):
+    for outcome in outcomes:
+        name = named(outcome)
+        for failure, subject in ((outcome.failure, name), (outcome.unsent, f"{name} is compiled but not pushed")):
             if failure is not None:
-                problems.append(Failed(failure.id, f"{of}: {failure.what}", failure.hint).problem)
+                problems.append(Failed(failure.id, f"{subject}: {failure.what}", failure.hint).problem)
     if push_to_hub is not None:
         try:
-            places = _to_hub(push_to_hub, outcomes)
+            places = _push_to_hub(push_to_hub, outcomes)
         except Failed as failed:
             problems.append(failed.problem)
     complain(problems)
     if output is not Format.TABLE:
-        show({"models": [one.as_dict() for one in outcomes], "hub": places}, output, "")
+        show({"models": [outcome.as_dict() for outcome in outcomes], "hub": places}, output, "")
     raise typer.Exit(FAILED if problems else 0)
 
 
 def _check_names(file: SpecFile, names: Sequence[str]) -> None:
-    """Raises Failed for a model that there is not."""
+    """Raises Failed for a model that the spec does not have."""
     assert file.spec is not None
-    known = {one.name: one for one in file.spec.models}
+    models = [model.name for model in file.spec.models]
     for name in names:
-        if name not in known:
-            raise Failed("model-unknown", f"{file.name} has no model {name}", f"it has {', '.join(known)}")
+        if name not in models:
+            raise Failed("model-unknown", f"{file.name} has no model {name}", f"it has {', '.join(models)}")
 
 
 def _check_places(file: SpecFile, names: Sequence[str]) -> None:
-    """Whether there is somewhere to push to, and it answers: before hours of compiling, not after. Models without a
-    place are named. Raises Failed."""
+    """Check before hours of compiling that each ``neff_cache`` to push to is writable. Raises Failed."""
     from workers.artifacts.sources.listing import SourceError
     from workers.neff_cache.compiled_cache import FOLDER
     from workers.neff_cache.sync import S3, is_writable, place_at
 
     assert file.spec is not None
-    models = [one for one in file.spec.models if not names or one.name in names]
-    places = dict.fromkeys(one.neff_cache_location for one in models if one.neff_cache_location)
-    without = ", ".join(one.name for one in models if not one.neff_cache_location)
-    hint = "neff_cache: s3://BUCKET/PREFIX, or a folder that all hosts have"
+    models = [model for model in file.spec.models if not names or model.name in names]
+    places = dict.fromkeys(model.neff_cache_location for model in models if model.neff_cache_location)
+    without = ", ".join(model.name for model in models if not model.neff_cache_location)
+    hint = "set neff_cache to s3://BUCKET/PREFIX, or to a folder shared by all hosts"
     if not places:
-        raise Failed("push-nowhere", f"--push needs a place, and there is no neff_cache for {without}", hint)
+        raise Failed("push-nowhere", f"--push needs a neff_cache, and {without} has none", hint)
     if without:
-        say(f"not pushed, for want of a neff_cache: {without}")
+        say(f"not pushed, because neff_cache is not set: {without}")
     for place in places:
         try:
             if place.startswith(S3):
                 place_at(f"{place.rstrip('/')}/{FOLDER}").files()
             elif not is_writable(Path(place.removeprefix("file://"))):
-                raise Failed("neff-cache-unwritable", f"{place} cannot be written", "is it mounted, and whose is it?")
+                hint = "check that it is mounted, and its owner"
+                raise Failed("neff-cache-unwritable", f"{place} cannot be written", hint)
         except SourceError as error:
             raise Failed(error.id, error.what, error.hint) from None
 
 
 def _check_hub(repository: str) -> None:
-    """Raises Failed."""
+    """Raises Failed if the repository cannot be written to."""
     from orchestrator.compiling.hub_push import opened
 
     opened(repository)
 
 
-def _memory_gib(given: float | None) -> float:
+def _memory_gib(limit: float | None) -> float:
     from workers.compiling.memory_gate import free_gib
 
-    return free_gib() if given is None else given
+    return free_gib() if limit is None else limit
 
 
 def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float, push: bool) -> list[Outcome]:
@@ -139,20 +145,20 @@ def _compile(file: SpecFile, names: Sequence[str], jobs: int, memory_gib: float,
         prepared = flow.prepare()
         for job in prepared.jobs:
             if job.need_gib > memory_gib and not job.complete:
-                need = f"to compile it takes some {job.need_gib:.0f} GiB of host memory, and there are {memory_gib:.0f}"
+                need = f"compiling needs about {job.need_gib:.0f} GiB of host memory, of {memory_gib:.0f} available"
                 say(f"{named(job)}: {need}: it is compiled alone")
         running = flow.run(prepared.jobs, memory_gib=memory_gib, most=jobs)
         with contextlib.closing(running):
             outcomes = [*prepared.outcomes, *running]
-    for one in outcomes:
-        for warning in one.warnings:
-            say(f"{named(one)}: {warning}")
+    for outcome in outcomes:
+        for warning in outcome.warnings:
+            say(f"{named(outcome)}: {warning}")
     return outcomes
 
 
 @contextlib.contextmanager
 def _view() -> Iterator[Callable[[Step], None]]:
-    """Progress: bars on a terminal, else a line for each change that a person would want to read."""
+    """Show progress: bars on a terminal, else a line for each change of phase."""
     if stderr().isatty():
         with _bars() as watch:
             yield watch
@@ -162,19 +168,19 @@ def _view() -> Iterator[Callable[[Step], None]]:
     last: dict[str, str] = {}
     lock = threading.Lock()
 
-    def tell(step: Step) -> None:
+    def report(step: Step) -> None:
         with lock:
             words = _words(step)
             if last.get(named(step)) != words:
                 last[named(step)] = words
                 say(f"{named(step)}: {words}")
 
-    yield tell
+    yield report
 
 
 def _words(step: Step) -> str:
-    of = f" graph {step.done + 1} of {step.total}" if step.phase == "compiling" and step.total else ""
-    return WORDS.get(step.phase, step.phase) + of
+    graph = f" graph {step.done + 1} of {step.total}" if step.phase == "compiling" and step.total else ""
+    return WORDS.get(step.phase, step.phase) + graph
 
 
 @contextlib.contextmanager
@@ -189,7 +195,7 @@ def _bars() -> Iterator[Callable[[Step], None]]:
     shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
     with Progress(*shown, TimeElapsedColumn(), console=Console(file=stderr())) as progress:
 
-        def tell(step: Step) -> None:
+        def report(step: Step) -> None:
             with lock:
                 if (name := named(step)) not in tasks:
                     tasks[name] = progress.add_task(name, total=None, words="")
@@ -200,17 +206,18 @@ def _bars() -> Iterator[Callable[[Step], None]]:
                 if ended:
                     progress.stop_task(tasks[name])
 
-        yield tell
+        yield report
 
 
-def _to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
+def _push_to_hub(repository: str, outcomes: Sequence[Outcome]) -> list[str]:
     from orchestrator.compiling.hub_push import push_to_hub
 
-    folders = [Path(folder) for one in outcomes if one.result != "failed" for folder in one.folders if folder]
+    outcomes = [outcome for outcome in outcomes if outcome.result != "failed"]
+    folders = [Path(folder) for outcome in outcomes for folder in outcome.folders if folder]
     if not folders:
-        raise Failed("push-nowhere", f"there is nothing compiled to push to {repository}", "the table says why")
+        raise Failed("push-nowhere", f"nothing is compiled to push to {repository}", "the table shows why")
     places = push_to_hub(repository, dict.fromkeys(folders))
-    say(f"{len(places)} compiled sets are in {repository}")
+    say(f"pushed {len(places)} compiled sets to {repository}")
     return places
 
 
@@ -218,9 +225,14 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     from orchestrator.compiling.compile_ahead import named
 
     rows = [
-        (named(one), one.engine, one.result, f"{one.seconds:.0f} s" if one.seconds else None, key, sent)
-        for one in outcomes
-        for key in (", ".join(one.keys) or None,)
-        for sent in (len(one.pushed) or None if one.unsent is None else "failed",)
+        (
+            named(outcome),
+            outcome.engine,
+            outcome.result,
+            f"{outcome.seconds:.0f} s" if outcome.seconds else None,
+            ", ".join(outcome.keys) or None,
+            len(outcome.pushed) or None if outcome.unsent is None else "failed",
+        )
+        for outcome in outcomes
     ]
     return columns(("MODELS", "ENGINE", "RESULT", "TIME", "COMPILED", "PUSHED"), rows)

@@ -1,4 +1,4 @@
-"""`corewright plan --defrag`: which window of cores can be had, and what has to move for it."""
+"""`corewright plan --defrag`: a window of contiguous cores, and the moves that free it."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from placements.spec.problems import Problem, has_errors
 
 
 def make_defrag(file: SpecFile | None, fleet: AdminClient | None, cores: int) -> PlanResult:
-    """Ask the fleet, about its own spec or the file's; without one start from the plan of the file."""
+    """Returns the window and its moves, from the state of the fleet, or without one from the plan of the file."""
     if fleet is None:
         if file is None:
-            raise Failed("no-fleet", "no fleet runs that could be asked", "corewright plan --defrag N SPEC")
-        return _alone(file, cores)
+            raise Failed("no-fleet", "no fleet is running", "pass a spec: corewright plan --defrag N SPEC")
+        return _without_fleet(file, cores)
     if file is None:
         from orchestrator.revisions.spec_file import this_machine
 
         spec = fleet.get("spec")
-        told = (spec["text"], spec["file"], spec["base_dir"])
-        parsed = parse(*told).spec
+        source = (spec["text"], spec["file"], spec["base_dir"])
+        parsed = parse(*source).spec
         hosts = hosts_for(parsed, this_machine()) if parsed is not None else ()
     else:
-        told, hosts = text_of(file), file.hosts
+        source, hosts = text_of(file), file.hosts
     try:
-        data = fleet.post_spec("plan", told, defrag=cores)
+        data = fleet.post_spec("plan", source, defrag=cores)
     except FleetRefused as refused:
         if not refused.problems:
             raise
-        data = _nothing(refused.problems, cores)
+        data = _empty(refused.problems, cores)
     return _result(data, hosts)
 
 
-def _alone(file: SpecFile, cores: int) -> PlanResult:
+def _without_fleet(file: SpecFile, cores: int) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
-        return _result(_nothing(file.problems, cores), file.hosts)
+        return _result(_empty(file.problems, cores), file.hosts)
     running = [placement.running for placement in plan(file.spec, file.hosts, file.checkpoints).placements]
     data = {"index": None, "revision": None, **defragmentation(file.spec, file.hosts, file.checkpoints, running, cores)}
     data["problems"] = [*(problem.as_dict() for problem in file.problems), *data["problems"]]
     return _result(data, file.hosts)
 
 
-def _nothing(problems: Sequence[Problem], cores: int) -> dict[str, Any]:
+def _empty(problems: Sequence[Problem], cores: int) -> dict[str, Any]:
     return {
         "index": None,
         "revision": None,
@@ -71,13 +71,13 @@ def _result(data: dict[str, Any], hosts: Sequence[Host]) -> PlanResult:
 
 
 def _table(data: dict[str, Any], hosts: Sequence[Host]) -> str:
-    """The host of the window as it would be, the moves, and what they take."""
+    """Returns the window's host after the moves, the moves, and their duration."""
     window = data["window"]
-    there = [host for host in hosts if host.name == window["host"]]
-    own = {**data, "placements": [item for item in data["placements"] if item["host"] == window["host"]]}
-    own["hosts"] = [host for host in data["hosts"] if host["name"] == window["host"]]
+    hosts_shown = [host for host in hosts if host.name == window["host"]]
+    on_host = {**data, "placements": [item for item in data["placements"] if item["host"] == window["host"]]}
+    on_host["hosts"] = [host for host in data["hosts"] if host["name"] == window["host"]]
     moves = data["moves"]
-    parts = [picture(own, there, (window["host"], CoreRange.parse(window["cores"])))]
+    parts = [picture(on_host, hosts_shown, (window["host"], CoreRange.parse(window["cores"])))]
     parts.append("\n".join(move_lines(moves)))
     count = f"{data['cores']} core{'' if data['cores'] == 1 else 's'}"
     where = f"{window['host']} {cores_text(window['cores'])}"

@@ -1,4 +1,4 @@
-"""What `corewright doctor` says of a machine, from readings of it. Pure: the command reads, this judges."""
+"""The checks of `corewright doctor`: problems of a machine, derived from readings of it. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from workers.engines.package_contract import Drift
 from workers.host.facts.machine import HostFacts, Owner, owners
 from workers.host.interpreter import Interpreter, refusal
 
-HOLDING = ("ready", "draining")  # states in which a replica holds its cores for certain
-MOST_LINES = 3  # of one engine's drift, in a finding
+HOLDING = ("ready", "draining")  # states in which a replica certainly holds its cores
+MOST_LINES = 3  # differences of one engine in a problem
 
 
 @dataclass(frozen=True)
-class ReplicaSeen:
-    """A replica of the running fleet, as `status` tells of it."""
+class ReplicaReading:
+    """A replica of the running fleet, as `status` reports it."""
 
     id: str
     pid: int | None
@@ -33,20 +33,20 @@ class ReplicaSeen:
 
 
 @dataclass(frozen=True)
-class FleetSeen:
-    """The running fleet."""
+class FleetReading:
+    """The running fleet, as `status` reports it."""
 
     name: str
     url: str
     emulated: bool  # its cores are locks, which no Neuron tool shows
-    replicas: tuple[ReplicaSeen, ...]
+    replicas: tuple[ReplicaReading, ...]
 
 
 @dataclass(frozen=True)
-class InterpreterSeen:
-    """One Python, the engines that a spec means it for, and how the Neuron packages in it drift."""
+class InterpreterReading:
+    """A Python interpreter, the engines that a spec runs in it, and the drift of its Neuron packages."""
 
-    found: Interpreter
+    interpreter: Interpreter
     needed_for: tuple[str, ...] = ()
     where: str = ""  # file:line:column of the spec that names it; "" for this command's own
     drifts: tuple[Drift, ...] = ()
@@ -54,54 +54,54 @@ class InterpreterSeen:
 
 @dataclass(frozen=True)
 class Readings:
-    """All that was read."""
+    """All readings of a machine."""
 
     corewright: str
     python: str  # "3.11.9"
     ray: str
-    package_folder: str  # where this command's own packages lie
-    dev: tuple[int, ...]  # the devices that /dev shows
+    package_folder: str  # the folder of this command's own packages
+    dev: tuple[int, ...]  # the indexes of the devices in /dev
     facts: HostFacts
-    interpreters: tuple[InterpreterSeen, ...]  # this command's own first
-    fleet: FleetSeen | None = None
-    spec: str | None = None  # the name of the file that was given
-    emulates: bool = False  # it means emulated cores, and none of this machine's
-    problems: tuple[Problem, ...] = ()  # of the spec, and of what could not be asked
+    interpreters: tuple[InterpreterReading, ...]  # this command's own first
+    fleet: FleetReading | None = None
+    spec: str | None = None  # the name of the spec's file
+    emulates: bool = False  # the spec has emulated hosts, which do not use this machine's cores
+    problems: tuple[Problem, ...] = ()  # of the spec and of the readings themselves
 
 
 @dataclass(frozen=True)
 class Report:
-    """What is here, and what is wrong with it."""
+    """The readings of a machine and their problems."""
 
     readings: Readings
     problems: tuple[Problem, ...]
     held: Mapping[int, Owner] = field(default_factory=dict)  # NeuronCores that a process holds
 
     def as_dict(self) -> dict[str, Any]:
-        """As `doctor -o json` prints it."""
-        seen, facts = self.readings, self.readings.facts
-        ours = _ours(seen)
+        """Returns the JSON of `doctor -o json`."""
+        readings, facts = self.readings, self.readings.facts
+        replica_of = _replica_ids(readings)
         return {
-            "versions": {"corewright": seen.corewright, "python": seen.python, "ray": seen.ray},
-            "packages": dict(seen.interpreters[0].found.folders),
+            "versions": {"corewright": readings.corewright, "python": readings.python, "ray": readings.ray},
+            "packages": dict(readings.interpreters[0].interpreter.folders),
             "machine": {
                 "instance": facts.instance_type,
-                "devices": list(seen.dev),
+                "devices": list(readings.dev),
                 "cores": len(facts.cores),
                 "versions": msgspec.structs.asdict(facts.versions),
             },
-            "fleet": None if seen.fleet is None else {"name": seen.fleet.name, "url": seen.fleet.url},
+            "fleet": None if readings.fleet is None else {"name": readings.fleet.name, "url": readings.fleet.url},
             "held": [
-                {"cores": str(cores), "pid": owner.pid, "command": owner.command, "replica": ours.get(owner.pid)}
+                {"cores": str(cores), "pid": owner.pid, "command": owner.command, "replica": replica_of.get(owner.pid)}
                 for cores, owner in runs(self.held)
             ],
             "interpreters": [
                 {
-                    "python": one.found.python,
-                    "version": one.found.version,
-                    "ray": one.found.ray,
-                    "corewright": one.found.corewright,
-                    "packages": one.found.packages,
+                    "python": reading.interpreter.python,
+                    "version": reading.interpreter.version,
+                    "ray": reading.interpreter.ray,
+                    "corewright": reading.interpreter.corewright,
+                    "packages": reading.interpreter.packages,
                     "engines": [
                         {
                             "engine": drift.engine,
@@ -109,136 +109,142 @@ class Report:
                             "compared_with": drift.recorded,
                             "drift": drift.lines(),
                         }
-                        for drift in one.drifts
+                        for drift in reading.drifts
                     ],
                 }
-                for one in seen.interpreters
+                for reading in readings.interpreters
             ],
             "problems": [problem.as_dict() for problem in self.problems],
         }
 
 
-def report(seen: Readings) -> Report:
-    """Judge: the packages, the devices, who is on the cores, the interpreters and their engines."""
-    held = owners(seen.facts)
+def report(readings: Readings) -> Report:
+    """Check the packages, the devices, the processes on the cores, the interpreters and their engines."""
+    held = owners(readings.facts)
     problems = [
-        *seen.problems,
-        *_packages(seen),
-        *_devices(seen),
-        *_holders(seen, held),
-        *interpreter_problems(seen.interpreters, seen.python, seen.ray, seen.corewright),
-        *_engines(seen),
+        *readings.problems,
+        *_package_problems(readings),
+        *_device_problems(readings),
+        *_core_problems(readings, held),
+        *interpreter_problems(readings.interpreters, readings.python, readings.ray, readings.corewright),
+        *_engine_problems(readings),
     ]
-    return Report(seen, tuple(in_order(problems)), held)
+    return Report(readings, tuple(in_order(problems)), held)
 
 
-def _ours(seen: Readings) -> dict[int, str]:
-    replicas = () if seen.fleet is None else seen.fleet.replicas
+def _replica_ids(readings: Readings) -> dict[int, str]:
+    """Returns the ids of the fleet's replicas by pid."""
+    replicas = () if readings.fleet is None else readings.fleet.replicas
     return {replica.pid: replica.id for replica in replicas if replica.pid is not None}
 
 
-def _packages(seen: Readings) -> list[Problem]:
-    """Each of the three names, whose words are common ones, must be ours: `up` starts processes that import them."""
+def _package_problems(readings: Readings) -> list[Problem]:
+    """Returns the packages of corewright that another package shadows; processes that `up` starts import them."""
     problems = []
-    for name, folder in seen.interpreters[0].found.folders.items():
-        if folder is None or folder.rpartition("/")[0] != seen.package_folder:
-            what = f"`import {name}` finds {folder or 'nothing'}, and this command runs from {seen.package_folder}"
-            hint = "remove the other one, or take it off PYTHONPATH"
-            problems.append(Problem("package-elsewhere", "error", "", what, hint))
+    for name, folder in readings.interpreters[0].interpreter.folders.items():
+        if folder is None or folder.rpartition("/")[0] != readings.package_folder:
+            found = folder or "nothing"
+            message = f"`import {name}` finds {found}, but this command runs from {readings.package_folder}"
+            hint = "remove the other package, or remove its folder from PYTHONPATH"
+            problems.append(Problem("package-elsewhere", "error", "", message, hint))
     return problems
 
 
-def _devices(seen: Readings) -> list[Problem]:
-    """What the sources of facts could not tell, and where they disagree."""
-    facts = seen.facts
-    problems = [Problem("host-unread", "warning", "", *_split(told)) for told in facts.problems]
-    known = TOPOLOGIES.get(facts.instance_type or "")
+def _device_problems(readings: Readings) -> list[Problem]:
+    """Returns the facts that could not be read, and those that disagree."""
+    facts = readings.facts
+    problems = [Problem("host-unread", "warning", "", *_split(problem)) for problem in facts.problems]
+    topology = TOPOLOGIES.get(facts.instance_type or "")
     listed = tuple(device.index for device in facts.devices)
-    if not seen.dev:
+    if not readings.dev:
         return problems
-    if known is not None and known.devices != len(seen.dev):
-        what = f"an {known.instance} has {known.devices} Neuron devices, and /dev shows {len(seen.dev)}"
-        hint = "is it a container that was given some of them? dmesg | grep -i neuron names one that failed"
-        problems.append(Problem("devices-differ", "warning", "", what, hint))
-    elif listed and listed != seen.dev:
-        what = f"/dev shows {len(seen.dev)} Neuron devices, and neuron-ls {len(listed)}"
-        problems.append(Problem("devices-differ", "warning", "", what, "sudo dmesg | grep -i neuron tells why"))
+    if topology is not None and topology.devices != len(readings.dev):
+        message = f"{topology.instance} has {topology.devices} Neuron devices, but /dev shows {len(readings.dev)}"
+        hint = "check which devices a container has; `dmesg | grep -i neuron` shows devices that failed"
+        problems.append(Problem("devices-differ", "warning", "", message, hint))
+    elif listed and listed != readings.dev:
+        message = f"/dev shows {len(readings.dev)} Neuron devices, but neuron-ls shows {len(listed)}"
+        problems.append(Problem("devices-differ", "warning", "", message, "see `sudo dmesg | grep -i neuron`"))
     return problems
 
 
-def _split(told: str) -> tuple[str, str]:
-    """A problem of the facts: what, and the remedy behind its last semicolon."""
-    what, _, hint = told.rpartition("; ")
-    return (what, hint) if what else (told, "")
+def _split(problem: str) -> tuple[str, str]:
+    """Splits a problem of the facts at its last semicolon into message and hint."""
+    message, _, hint = problem.rpartition("; ")
+    return (message, hint) if message else (problem, "")
 
 
-def _holders(seen: Readings, held: Mapping[int, Owner]) -> list[Problem]:
-    """Against the fleet, or with none against a spec that means to use this machine: nobody else is on its cores."""
+def _core_problems(readings: Readings, held: Mapping[int, Owner]) -> list[Problem]:
+    """Returns foreign processes on the cores of the fleet, or of the spec, and replicas that hold no device."""
     problems: list[Problem] = []
-    ours = _ours(seen)
-    if seen.emulates if seen.fleet is None else seen.fleet.emulated:
+    replica_of = _replica_ids(readings)
+    if readings.emulates if readings.fleet is None else readings.fleet.emulated:
         return problems
-    if seen.fleet is not None or seen.spec is not None:
+    if readings.fleet is not None or readings.spec is not None:
         for cores, owner in runs(held):
-            if owner.pid not in ours:
+            if owner.pid not in replica_of:
                 s = "s" if len(cores) > 1 else ""
-                what = f"core{s} {cores}: held by pid {owner.pid} ({owner.command or 'its command cannot be read'})"
-                whose = f"the fleet {seen.fleet.name}" if seen.fleet else "a fleet of corewright"
-                hint = f"it is no replica of {whose}: end it, or keep its cores in hosts.reserve.cores"
-                problems.append(Problem("cores-foreign", "warning", "", what, hint))
-    if seen.fleet is None or not seen.facts.devices:
+                message = f"core{s} {cores}: held by pid {owner.pid} ({owner.command or 'its command cannot be read'})"
+                fleet = f"the fleet {readings.fleet.name}" if readings.fleet else "a corewright fleet"
+                hint = f"it is not a replica of {fleet}: stop it, or add its cores to hosts.reserve.cores"
+                problems.append(Problem("cores-foreign", "warning", "", message, hint))
+    if readings.fleet is None or not readings.facts.devices:
         return problems
-    there = {owner.pid for owner in held.values()} | {process.pid for process in seen.facts.processes}
-    for replica in seen.fleet.replicas:
-        if replica.state in HOLDING and replica.cores is not None and replica.pid not in there:
-            what = f"{replica.id} serves on cores {replica.cores}, and neuron-ls shows pid {replica.pid} on no device"
-            hint = "does neuron-ls see this process? In a container it shows only those of the same one"
-            problems.append(Problem("cores-unheld", "warning", "", what, hint))
+    pids = {owner.pid for owner in held.values()} | {process.pid for process in readings.facts.processes}
+    for replica in readings.fleet.replicas:
+        if replica.state in HOLDING and replica.cores is not None and replica.pid not in pids:
+            message = (
+                f"{replica.id} serves on cores {replica.cores}, but neuron-ls shows no device for pid {replica.pid}"
+            )
+            hint = "in a container neuron-ls shows only processes of that container"
+            problems.append(Problem("cores-unheld", "warning", "", message, hint))
     return problems
 
 
 def interpreter_problems(
-    interpreters: Sequence[InterpreterSeen], python: str, ray: str, corewright: str
+    readings: Sequence[InterpreterReading], python: str, ray: str, corewright: str
 ) -> list[Problem]:
-    """What keeps the interpreters from running the engines that they are needed for. The versions are the fleet's."""
+    """Returns why interpreters cannot run the engines that they are needed for. The versions are the fleet's."""
     problems = []
     minor = ".".join(python.split(".")[:2])
-    for one in interpreters:
-        for engine in one.needed_for or (None,):
-            wish = None if engine == "auto" else engine
-            refused = refusal(one.found, wish, ray=ray, python_minor=minor, corewright=corewright)
+    for reading in readings:
+        interpreter = reading.interpreter
+        for engine in reading.needed_for or (None,):
+            required = None if engine == "auto" else engine
+            refused = refusal(interpreter, required, ray=ray, python_minor=minor, corewright=corewright)
             if refused is not None:
-                problems.append(Problem(refused.id, "error", one.where, refused.what, refused.hint))
-                break  # what is wrong with an interpreter is wrong for all of its engines
-        if {"auto", "transformers-neuronx"} & set(one.needed_for) and hides_rope(one.found.packages):
-            beside = one.found.packages["transformers"]
-            what = (
-                f"{one.found.python} has transformers {beside} beside transformers-neuronx, which reads no rope_theta"
+                problems.append(Problem(refused.id, "error", reading.where, refused.what, refused.hint))
+                break  # a problem of an interpreter concerns all of its engines
+        if {"auto", "transformers-neuronx"} & set(reading.needed_for) and hides_rope(interpreter.packages):
+            version = interpreter.packages["transformers"]
+            message = (
+                f"{interpreter.python}: transformers-neuronx does not read rope_theta with transformers {version}:"
             )
-            what += " there: no gpt_neox starts, and no model with another rope_theta than the package's own"
-            problems.append(Problem("rotary-misread", "warning", one.where, what, MISREAD_HINT))
-        if "auto" in one.needed_for and not any(other.found.engines for other in interpreters):
-            what = f"engine auto: there is neither {' nor '.join(AUTO_ENGINES)} on this machine"
-            hint = "use a Neuron SDK image with one of them, or set its interpreter under engines"
-            problems.append(Problem("engine-not-installed", "error", one.where, what, hint))
+            message += " gpt_neox models, and models with another rope_theta than the package's default, do not start"
+            problems.append(Problem("rotary-misread", "warning", reading.where, message, MISREAD_HINT))
+        if "auto" in reading.needed_for and not any(other.interpreter.engines for other in readings):
+            message = f"engine auto: neither {' nor '.join(AUTO_ENGINES)} is installed on this machine"
+            hint = "use a Neuron SDK image that contains one, or set its interpreter under `engines`"
+            problems.append(Problem("engine-not-installed", "error", reading.where, message, hint))
     return problems
 
 
-def _engines(seen: Readings) -> list[Problem]:
+def _engine_problems(readings: Readings) -> list[Problem]:
     problems = []
-    topology = TOPOLOGIES.get(seen.facts.instance_type or "")
-    for one in seen.interpreters:
-        for drift in one.drifts:
-            if seen.spec is not None and not {drift.engine, "auto"} & set(one.needed_for):
-                continue  # it is there, and nothing is to run in it
+    topology = TOPOLOGIES.get(readings.facts.instance_type or "")
+    for reading in readings.interpreters:
+        python = reading.interpreter.python
+        for drift in reading.drifts:
+            if readings.spec is not None and not {drift.engine, "auto"} & set(reading.needed_for):
+                continue  # installed, but the spec does not use it
             if lines := drift.lines():
                 more = f"; and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
-                what = f"{drift.engine} in {one.found.python}: {'; '.join(lines[:MOST_LINES])}{more}"
-                hint = "try a model with it before you rely on it; doctor -o json lists every difference"
-                problems.append(Problem("engine-drift", "warning", one.where, what, hint))
-            engine = next((known for known in AUTO_ENGINES if known == drift.engine), None)
+                message = f"{drift.engine} in {python}: {'; '.join(lines[:MOST_LINES])}{more}"
+                hint = "test a model with it first; `doctor -o json` lists every difference"
+                problems.append(Problem("engine-drift", "warning", reading.where, message, hint))
+            engine = next((name for name in AUTO_ENGINES if name == drift.engine), None)
             if topology and engine and drift.installed and not runs_on(engine, topology.family, drift.installed):
-                what = f"{engine} {drift.installed} in {one.found.python} does not run on {topology.family}"
-                hint = "a model that asks for it here does not load; take another engine or an older SDK"
-                problems.append(Problem("engine-unsupported-here", "warning", one.where, what, hint))
+                message = f"{engine} {drift.installed} in {python} does not run on {topology.family}"
+                hint = "models with this engine do not load here; use another engine or an older SDK"
+                problems.append(Problem("engine-unsupported-here", "warning", reading.where, message, hint))
     return problems

@@ -1,4 +1,4 @@
-"""Following what the fleet does: its events, and a rollout to its end."""
+"""Follows the events of the fleet, and rollouts until they end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from orchestrator.fleet.controller_settings import LONGEST_WAIT_S
 from orchestrator.process.failure import Failed
 
 PAGE = 1000
-STEP_S = 5.0  # a rollout that tells no event is looked at so often
-SUCCEEDED = ("complete", "canary")  # a canary that serves waits for a person
+STEP_S = 5.0  # longest wait for an event before the rollout is read again
+SUCCEEDED = ("complete", "canary")  # a serving canary waits for `promote` or `undo`
 ENDED = (*SUCCEEDED, "failed", "rolled_back")
 
 
 def events_after(client: AdminClient, after: int, model: str | None) -> Iterator[dict[str, Any]]:
-    """Those that there are now, oldest first."""
+    """Yields the present events after that number, oldest first."""
     while True:
         page = client.get("events", {"after": after, "limit": PAGE, "model": model})
         yield from page["events"]
@@ -30,42 +30,45 @@ def events_after(client: AdminClient, after: int, model: str | None) -> Iterator
 
 
 def latest(client: AdminClient, most: int, model: str | None = None) -> list[dict[str, Any]]:
-    """The last ``most`` of them, oldest first."""
+    """Returns the last ``most`` events, oldest first."""
     return list(deque(events_after(client, 0, model), maxlen=most))
 
 
 def coming(client: AdminClient, after: int, model: str | None) -> Iterator[dict[str, Any]]:
-    """Events from then on, for ever."""
+    """Yields events after that number as they come, without end."""
     while True:
-        page = client.patiently("events", {"after": after, "limit": PAGE, "model": model, "wait_s": LONGEST_WAIT_S})
+        page = client.get_with_retries(
+            "events", {"after": after, "limit": PAGE, "model": model, "wait_s": LONGEST_WAIT_S}
+        )
         yield from page["events"]
         after = page["next"]
 
 
 def follow_rollout(client: AdminClient, revision: int, after: int, timeout_s: float | None) -> dict[str, Any]:
-    """Tell events on stderr until the rollout of ``revision`` has ended; gives it as it is then.
+    """Print events on stderr until the rollout of ``revision`` ends. Returns its final state.
 
-    Raises Failed `rollout-late` at the time limit, `rollout-replaced` when another revision took its place.
+    Raises Failed `rollout-late` at the timeout, `rollout-replaced` if another revision replaced it.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        rollout: dict[str, Any] = client.patiently("rollout")
+        rollout: dict[str, Any] = client.get_with_retries("rollout")
         ours, ended = rollout["revision"] == revision, rollout["state"] in ENDED
-        left = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
-        wait_s = 0.0 if ended or not ours else max(0.0, left)
-        page = client.patiently("events", {"after": after, "limit": PAGE, "wait_s": wait_s})
+        remaining_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
+        wait_s = 0.0 if ended or not ours else max(0.0, remaining_s)
+        page = client.get_with_retries("events", {"after": after, "limit": PAGE, "wait_s": wait_s})
         after = page["next"]
         for event in page["events"]:
             say(event_line(event))
         if ours and ended:
             return rollout
         if not ours:
-            what = f"revision {rollout['revision']} took its place"
-            was = client.patiently(f"revisions/{revision}")
-            if was["state"] in ENDED:  # the controller has gone back by itself; the models are those of the other one
-                reason = "; ".join(part for part in (was.get("reason"), what) if part)
-                return {**rollout, "revision": revision, "state": was["state"], "reason": reason, "models": []}
-            raise Failed("rollout-replaced", f"revision {revision}: {what}", "corewright rollout history")
-        if left <= 0:
-            what = f"after {timeout_s:g} s {rollout_line(rollout)}"
-            raise Failed("rollout-late", what, "it goes on: corewright rollout status --wait")
+            cause = f"replaced by revision {rollout['revision']}"
+            record = client.get_with_retries(f"revisions/{revision}")
+            if record["state"] in ENDED:  # rolled back by the controller; ``rollout`` has the models of the other one
+                reason = "; ".join(part for part in (record.get("reason"), cause) if part)
+                return {**rollout, "revision": revision, "state": record["state"], "reason": reason, "models": []}
+            raise Failed("rollout-replaced", f"revision {revision}: {cause}", "see `corewright rollout history`")
+        if remaining_s <= 0:
+            message = f"after {timeout_s:g} s {rollout_line(rollout)}"
+            hint = "the rollout continues: `corewright rollout status --wait`"
+            raise Failed("rollout-late", message, hint)

@@ -1,4 +1,4 @@
-"""`corewright generate`: one answer of one model, in a process of its own, without the daemon and without Ray."""
+"""The command `generate`: one answer of one model, in a separate process without the daemon and Ray."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
 from workers.serving.generate_once import End, Job, Piece, Reply, Trouble
 
-END_S = 5.0  # for the process to end by itself; then it is killed
+END_S = 5.0  # for the process to exit after SIGTERM; then it is killed
 
 
 def generate(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> int:
-    """Gives the exit code. ``how`` are fields of ``Job``. Raises Failed for what prevents the answer."""
+    """Returns the exit code. ``how`` are fields of ``Job``. Raises Failed if the model cannot be started."""
     spec = file.spec
     if spec is None or has_errors(file.problems):
         complain(file.problems)
         say(f"{file.name} has errors: nothing was started")
         return FAILED
-    one = spec.model(model)
-    if one is None:
-        known = ", ".join(other.name for other in spec.models)
-        raise Failed("model-unknown", f"{file.name} has no model {model}", f"it has {known}")
+    model_spec = spec.model(model)
+    if model_spec is None:
+        names = ", ".join(item.name for item in spec.models)
+        raise Failed("model-unknown", f"{file.name} has no model {model}", f"it has {names}")
     problems = start_problems(_only(file, model))
     if has_errors(problems):
         complain(problems)
@@ -52,102 +52,107 @@ def generate(file: SpecFile, model: str, prompt: str, how: dict[str, Any]) -> in
         complain(problems)
         say(f"{model} has no place: nothing was started")
         return FAILED
-    places = offline.places(one)
+    places = offline.places(model_spec)
     if isinstance(places, Failure):
         raise Failed(places.id, places.what, places.hint)
-    with contextlib.ExitStack() as held:
-        return _answered(offline, next(iter(places.values())), home, Asked(prompt, how), held)
+    with contextlib.ExitStack() as resources:
+        return _generate(offline, next(iter(places.values())), home, Question(prompt, how), resources)
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     prompt: str
     how: dict[str, Any]  # fields of ``Job``
 
 
-def _answered(
-    offline: OfflineConfigs, placement: Placement, home: Home, asked: Asked, held: contextlib.ExitStack
+def _generate(
+    offline: OfflineConfigs, placement: Placement, home: Home, question: Question, resources: contextlib.ExitStack
 ) -> int:
     model = placement.model
-    config = _config(offline, placement, home, held)
+    config = _config(offline, placement, home, resources)
     where = placement.host
     if placement.cores is not None:
         where = f"core{'s' if len(placement.cores) > 1 else ''} {placement.cores} of {where}"
-    job = Job(config=config, prompt=asked.prompt, parent=os.getpid(), **asked.how)
+    job = Job(config=config, prompt=question.prompt, parent=os.getpid(), **question.how)
     try:
         _compile(config)
         say(f"loading {model} ({config.engine}) on {where}")
         with _process(config) as process:
-            return _pass_on(process, job)
+            return _print_answer(process, job)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def _only(file: SpecFile, model: str) -> SpecFile:
-    """The same file without the other models: that one of them cannot be started does not matter here."""
+    """Returns the file without its other models, whose problems do not matter here."""
     assert file.spec is not None
-    kept = tuple(one for one in file.spec.models if one.name == model)
-    return dataclasses.replace(file, spec=file.spec.model_copy(update={"models": kept}))
+    models = tuple(item for item in file.spec.models if item.name == model)
+    return dataclasses.replace(file, spec=file.spec.model_copy(update={"models": models}))
 
 
-def _config(offline: OfflineConfigs, placement: Placement, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
-    """As the fleet would tell it to its replica. Raises Failed for a source that cannot be had, and an interpreter or
-    an engine that will not do. What it loads is in use until ``held`` ends."""
-    found = offline.config(placement)
-    if isinstance(found, Failure):
-        raise Failed(found.id, found.what, found.hint)
+def _config(
+    offline: OfflineConfigs, placement: Placement, home: Home, resources: contextlib.ExitStack
+) -> ReplicaConfig:
+    """Returns the configuration that a replica of the fleet would get, with its artifacts fetched.
+
+    The artifacts are marked as in use until ``resources`` closes. Raises Failed for a source that cannot be fetched,
+    and for an unusable interpreter or engine."""
+    config = offline.config(placement)
+    if isinstance(config, Failure):
+        raise Failed(config.id, config.what, config.hint)
     log = str(home.logs / f"generate-{placement.model}.log")
-    return _brought(msgspec.structs.replace(found, log=log), home, held)
+    return _fetch(msgspec.structs.replace(config, log=log), home, resources)
 
 
-def _brought(config: ReplicaConfig, home: Home, held: contextlib.ExitStack) -> ReplicaConfig:
-    """With the folders of what was fetched. Raises Failed."""
+def _fetch(config: ReplicaConfig, home: Home, resources: contextlib.ExitStack) -> ReplicaConfig:
+    """Fetch the artifacts. Returns the configuration with their folders. Raises Failed."""
     from orchestrator.daemon.settings import store_here
     from workers.artifacts.fetch.artifact_fetcher import ArtifactFetcher, FetchedArtifact, wanted_by, with_folders
     from workers.artifacts.fetch.progress import Progress
     from workers.artifacts.sources.listing import SourceError
     from workers.artifacts.store.artifact_uses import using
 
-    wanted = wanted_by(config)
-    if wanted == (None, None):
+    artifacts = wanted_by(config)
+    if artifacts == (None, None):
         return config
-    bringing, landed = ArtifactFetcher(store_here(home.store).open()), list[FetchedArtifact | None]()
+    fetch, fetched = ArtifactFetcher(store_here(home.store).open()), list[FetchedArtifact | None]()
     try:
-        for one in wanted:
-            if one is not None:
-                say(f"fetching {one.source}")
-            landed.append(None if one is None else bringing(one, Progress(one.source), threading.Event()))
-            if (here := landed[-1]) is not None:
-                held.enter_context(using(here.folder))
+        for artifact in artifacts:
+            if artifact is None:
+                fetched.append(None)
+                continue
+            say(f"fetching {artifact.source}")
+            result = fetch(artifact, Progress(artifact.source), threading.Event())
+            fetched.append(result)
+            resources.enter_context(using(result.folder))
     except SourceError as error:
         raise Failed(error.id, error.what, error.hint) from None
-    return with_folders(config, wanted, (landed[0], landed[1]))
+    return with_folders(config, artifacts, (fetched[0], fetched[1]))
 
 
 def _compile(config: ReplicaConfig) -> None:
-    """What its load would compile comes from the model's ``neff_cache``, or is compiled, before it claims a core: as
-    before the start of a replica. Raises Failed."""
+    """Before the model claims a core, get its graphs from ``neff_cache`` or compile them. Raises Failed."""
     from orchestrator.rollout.preparation import NEEDS_DEVICE
     from workers.artifacts.fetch.progress import Progress
     from workers.compiling import prefetch
 
     if not prefetch.compiles(config):
         return
-    found = prefetch.foresee(config)
-    if found.trouble:
-        say(f"{config.model}: what it would compile cannot be told: {found.trouble}")
-    if not found.missing:
+    forecast = prefetch.foresee(config)
+    if forecast.trouble:
+        say(f"{config.model}: cannot check which graphs are compiled: {forecast.trouble}")
+    if not forecast.missing:
         return
-    say(f"compiling {config.model} ({config.engine}): {'; '.join(found.missing)}")
-    ended = prefetch.build(config, Progress(config.model), threading.Event())
-    if isinstance(ended, Failure) and ended.id != NEEDS_DEVICE:
-        raise Failed(ended.id, ended.what, ended.hint)
-    if not isinstance(ended, Failure) and ended.pulled and not ended.compiled:
-        say(f"nothing had to be compiled: it came from {config.neff_cache}")
+    say(f"compiling {config.model} ({config.engine}): {'; '.join(forecast.missing)}")
+    result = prefetch.build(config, Progress(config.model), threading.Event())
+    if isinstance(result, Failure) and result.id != NEEDS_DEVICE:
+        raise Failed(result.id, result.what, result.hint)
+    if not isinstance(result, Failure) and result.pulled and not result.compiled:
+        say(f"nothing to compile: all graphs came from {config.neff_cache}")
 
 
 @contextlib.contextmanager
 def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
-    """The child with the placement's environment, its complaints in the log; ended in any case."""
+    """Run the child with the placement's environment, its stderr in the log. It is stopped on exit."""
     process = child_process.start(
         ("workers.serving.generate_once",), python=config.python, env=config.env, log_file=config.log
     )
@@ -165,23 +170,23 @@ def _process(config: ReplicaConfig) -> Iterator[subprocess.Popen[bytes]]:
                 cast(IO[bytes], pipe).close()
 
 
-def _pass_on(process: subprocess.Popen[bytes], job: Job) -> int:
-    """The answer to standard output, as it comes. Raises Failed with what the child tells, or with how it ended."""
+def _print_answer(process: subprocess.Popen[bytes], job: Job) -> int:
+    """Stream the answer to stdout. Raises Failed with the child's failure, or if it exits without an answer."""
     pipe = cast(IO[bytes], process.stdin)
-    with contextlib.suppress(BrokenPipeError), pipe:  # broken: it ended at once, and how is told below
+    with contextlib.suppress(BrokenPipeError), pipe:  # broken if the child has exited, which is reported below
         pipe.write(msgspec.json.encode(job))
     for line in cast(IO[bytes], process.stdout):
-        told: Reply = msgspec.json.decode(line, type=Reply)
-        if isinstance(told, Piece):
-            stdout().write(told.text)
+        message: Reply = msgspec.json.decode(line, type=Reply)
+        if isinstance(message, Piece):
+            stdout().write(message.text)
             stdout().flush()
-        elif isinstance(told, End):
+        elif isinstance(message, End):
             stdout().write("\n")
             stdout().flush()
             return 0
         else:
-            assert isinstance(told, Trouble)
-            raise Failed(told.failure.id, told.failure.what, told.failure.hint)
+            assert isinstance(message, Trouble)
+            raise Failed(message.failure.id, message.failure.what, message.failure.hint)
     code = process.wait()
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    raise Failed("replica-died", f"the process of {job.config.model} {how}", f"the log is {Path(job.config.log)}")
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    raise Failed("replica-died", f"the process of {job.config.model} {cause}", f"see {Path(job.config.log)}")

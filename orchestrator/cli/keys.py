@@ -1,4 +1,4 @@
-"""Commands for API keys and the audit log: `keys` and `audit`. They need no fleet."""
+"""The commands `keys` and `audit`: manage API keys and show the audit log, without a fleet."""
 
 from __future__ import annotations
 
@@ -19,30 +19,36 @@ if TYPE_CHECKING:
     from orchestrator.access.keys import ApiKey, KeyRing
     from orchestrator.process.home import Home
 
-keys = group("keys", "The API keys of this home. A running fleet takes notice within a second.")
+keys = group("keys", "Manage the API keys of this home. A running fleet applies changes within a second.")
 
 ALLOWED = ("WEIGHT", "PRIORITY", "REQ/MIN", "TOK/MIN", "AT ONCE")
-LATEST = 20  # actions that are shown unless more are asked for
+LATEST = 20  # actions that are shown by default
 
 WeightOption = Annotated[
     float | None,
-    typer.Option(metavar="W", help="Its share where several keys wait; a new key has 1.", show_default=False),
+    typer.Option(
+        metavar="W",
+        help="Share of a model's tokens while requests of several keys wait (new keys: 1).",
+        show_default=False,
+    ),
 ]
 PriorityOption = Annotated[
     int | None,
     typer.Option(
-        metavar="P", help="The best that its requests may have; lower goes first; a new key has 0.", show_default=False
+        metavar="P",
+        help="Best priority of the key's requests; lower values are served first (new keys: 0).",
+        show_default=False,
     ),
 ]
 RequestsOption = Annotated[
-    str | None, typer.Option(metavar="N|none", help="At most so many requests a minute.", show_default=False)
+    str | None, typer.Option(metavar="N|none", help="Maximum requests per minute.", show_default=False)
 ]
 TokensOption = Annotated[
     str | None,
-    typer.Option(metavar="N|none", help="At most so many tokens a minute, prompts and answers.", show_default=False),
+    typer.Option(metavar="N|none", help="Maximum tokens per minute, prompts and outputs.", show_default=False),
 ]
 ConcurrentOption = Annotated[
-    str | None, typer.Option(metavar="N|none", help="At most so many requests at a time.", show_default=False)
+    str | None, typer.Option(metavar="N|none", help="Maximum concurrent requests.", show_default=False)
 ]
 
 
@@ -53,16 +59,21 @@ class ScopeName(str, Enum):
 
 @keys.command("create")
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is; shown in lists and logs.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in lists and logs.")],
     scope: Annotated[
         list[ScopeName] | None,
-        typer.Option(help="inference: ask models. admin: change the fleet. Repeatable.", show_default="inference"),
+        typer.Option(
+            help="Scope of the key: inference (the models) or admin (the fleet). Repeatable.",
+            show_default="inference",
+        ),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="M", help="Ask only this model. Repeatable.", show_default="all")
+        list[str] | None,
+        typer.Option(metavar="M", help="Restrict the key to this model. Repeatable.", show_default="all models"),
     ] = None,
     expires: Annotated[
-        str | None, typer.Option(metavar="WHEN", help="30d, 12h, or a date; default never.", show_default=False)
+        str | None,
+        typer.Option(metavar="WHEN", help="Expiry: an age such as 30d or 12h, a date or a time.", show_default="never"),
     ] = None,
     weight: WeightOption = None,
     priority: PriorityOption = None,
@@ -73,14 +84,14 @@ def create(
         str | None,
         typer.Option(
             metavar="WHEN",
-            help="With the first key: demand keys from then on, such as 30m or a time.",
-            show_default="at once",
+            help="With the first key: when to start requiring keys, such as 30m or a time.",
+            show_default="now",
         ),
     ] = None,
     yes: YesOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Create a key, and print its text once. From the first key on, every request needs one."""
+    """Create an API key and print it once. The first key enables authentication."""
     from orchestrator.access.audit_log import Audit, caller, recorded
     from orchestrator.access.keys import SCOPES, Allowance, KeyFile, read_expiry
     from orchestrator.process.home import Home
@@ -89,17 +100,24 @@ def create(
     now = time.time()
     ends = None if expires is None else read_expiry(expires, now)
     starts = None if activate_at is None else read_expiry(activate_at, now, "--activate-at")
-    asked = {one.value for one in scope or (ScopeName.INFERENCE,)}
-    scopes = tuple(one for one in SCOPES if one in asked)
+    chosen = {item.value for item in scope or (ScopeName.INFERENCE,)}
+    scopes = tuple(known for known in SCOPES if known in chosen)
     models = tuple(model or ())
     limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
     allowance = Allowance(**limits)
     home.prepare()
     file = KeyFile(home.keys)
     if starts is None and file.read().keyless_until is None:
-        _confirm_closing(home, file.read(), now, yes, "--activate-at 30m leaves clients time to get their keys")
-    told = {"name": name, "scopes": scopes, "models": models, "expires": ends, "activate_at": starts, **_told(limits)}
-    with recorded(Audit(home.audit), "command", "keys create", told, by=caller()):
+        _confirm_closing(home, file.read(), now, yes, "--activate-at 30m gives clients time to get their keys")
+    arguments = {
+        "name": name,
+        "scopes": scopes,
+        "models": models,
+        "expires": ends,
+        "activate_at": starts,
+        **_audited(limits),
+    }
+    with recorded(Audit(home.audit), "command", "keys create", arguments, by=caller()):
         key, text = file.create(
             name, scopes=scopes, models=models, expires=ends, allowance=allowance, activate_at=starts, now=now
         )
@@ -107,13 +125,13 @@ def create(
     if not ring.requires_key(now):
         say(access(ring, now))
     if output is Format.TABLE:
-        say(f"{key.name}: {_may(key)}, {_until(key)}. It is not shown again:")
+        say(f"{key.name}: {_scope_text(key)}, {_expiry_text(key)}. The key is not shown again:")
     show({**_as_dict(key), "key": text}, output, text)
 
 
 @keys.command("set")
 def change(
-    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="As `keys list` shows it.")],
+    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="ID or name of the key, as shown by `keys list`.")],
     weight: WeightOption = None,
     priority: PriorityOption = None,
     requests_per_minute: RequestsOption = None,
@@ -121,27 +139,27 @@ def change(
     max_concurrent: ConcurrentOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Give a key another weight or other limits. What is not named stays."""
+    """Change the weight, priority or limits of a key. Options that are not given stay unchanged."""
     from orchestrator.access.audit_log import Audit, caller, recorded
     from orchestrator.access.keys import KeyFile, shown
     from orchestrator.process.home import Home
 
     limits = _limits(weight, priority, requests_per_minute, tokens_per_minute, max_concurrent)
     if not limits:
-        raise typer.BadParameter("are what can be set; none is given", param_hint="a weight and limits")
+        raise typer.BadParameter("pass --weight, --priority or a limit", param_hint="options")
     home = Home.from_environment()
     with contextlib.ExitStack() as stack:
-        if home.path.is_dir():  # else there is no key either, and nothing to write down
-            told = {"key": shown(key), **_told(limits)}
-            stack.enter_context(recorded(Audit(home.audit), "command", "keys set", told, by=caller()))
+        if home.path.is_dir():  # else there is no key, and no audit log
+            arguments = {"key": shown(key), **_audited(limits)}
+            stack.enter_context(recorded(Audit(home.audit), "command", "keys set", arguments, by=caller()))
         changed = KeyFile(home.keys).change(key, **limits)
-    told_of = f"weight {changed.weight:g}, priority {changed.priority}, {_limited(changed)}"
-    show(_as_dict(changed), output, f"{changed.name} ({changed.id}): {told_of}")
+    values = f"weight {changed.weight:g}, priority {changed.priority}, {_limits_text(changed)}"
+    show(_as_dict(changed), output, f"{changed.name} ({changed.id}): {values}")
 
 
 @keys.command("list")
 def list_keys(output: FormatOption = Format.TABLE) -> None:
-    """Show the keys, without their secrets."""
+    """List the keys, without their secrets."""
     from orchestrator.access.keys import KeyFile
     from orchestrator.process.home import Home
 
@@ -173,43 +191,43 @@ def list_keys(output: FormatOption = Format.TABLE) -> None:
 
 @keys.command("revoke")
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="As `keys list` shows it.")],
+    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="ID or name of the key, as shown by `keys list`.")],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Revoke a key. Answers that have begun go on, and other requests need a key as before."""
+    """Revoke a key. Running requests finish, and authentication stays enabled."""
     from orchestrator.access.audit_log import Audit, caller, recorded
     from orchestrator.access.keys import KeyFile, shown
     from orchestrator.process.home import Home
 
     home = Home.from_environment()
     with contextlib.ExitStack() as stack:
-        if home.path.is_dir():  # else there is no key either, and nothing to write down
-            told = {"key": shown(key)}
-            stack.enter_context(recorded(Audit(home.audit), "command", "keys revoke", told, by=caller()))
-        gone = KeyFile(home.keys).revoke(key)
+        if home.path.is_dir():  # else there is no key, and no audit log
+            arguments = {"key": shown(key)}
+            stack.enter_context(recorded(Audit(home.audit), "command", "keys revoke", arguments, by=caller()))
+        revoked = KeyFile(home.keys).revoke(key)
     if not KeyFile(home.keys).read().keys:
-        say("no key is left: corewright keys create NAME makes one, corewright keys open answers requests without")
-    show({"id": gone.id, "name": gone.name}, output, f"{gone.name} ({gone.id}): revoked")
+        say("no keys are left: run `corewright keys create NAME`, or `corewright keys open` to accept requests without")
+    show({"id": revoked.id, "name": revoked.name}, output, f"{revoked.name} ({revoked.id}): revoked")
 
 
 @keys.command("open")
 def open_(
     until: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="End of that, such as 2h or a time.", show_default="without end"),
+        typer.Option(metavar="WHEN", help="When to require keys again, such as 2h or a time.", show_default="never"),
     ] = None,
 ) -> None:
-    """Answer requests without a key again, on loopback, until the next key is created or `keys close`."""
+    """Accept requests without a key on loopback, until `keys create` or `keys close`."""
     from orchestrator.access.audit_log import Audit, caller, recorded
     from orchestrator.access.keys import KeyFile, read_expiry
     from orchestrator.process.home import Home
 
     home, now = Home.from_environment(), time.time()
     ends = None if until is None else read_expiry(until, now, "--until")
-    listens, on_network = _listening(home)
+    address, on_network = _listen_address(home)
     if on_network:
-        what = f"the running fleet listens on {listens}, where every request needs a key"
-        raise Failed("keys-open-refused", what, "corewright up --insecure answers requests without a key there")
+        message = f"the running fleet listens on {address}, where every request needs a key"
+        raise Failed("keys-open-refused", message, "`corewright up --insecure` accepts requests without a key there")
     with contextlib.ExitStack() as stack:
         if home.path.is_dir():
             stack.enter_context(recorded(Audit(home.audit), "command", "keys open", {"until": ends}, by=caller()))
@@ -219,7 +237,7 @@ def open_(
 
 @keys.command("close")
 def close(yes: YesOption = False) -> None:
-    """Demand a key of every request from now on: the end of a grace period, or of `keys open`."""
+    """Require a key for every request from now on: ends a grace period, or `keys open`."""
     from orchestrator.access.audit_log import Audit, caller, recorded
     from orchestrator.access.keys import KeyFile
     from orchestrator.process.home import Home
@@ -227,23 +245,22 @@ def close(yes: YesOption = False) -> None:
     home, now = Home.from_environment(), time.time()
     home.prepare()
     file = KeyFile(home.keys)
-    _confirm_closing(home, file.read(), now, yes, "corewright keys create NAME makes a key")
+    _confirm_closing(home, file.read(), now, yes, "`corewright keys create NAME` creates a key")
     with recorded(Audit(home.audit), "command", "keys close", {}, by=caller()):
         file.close_keyless()
     say(access(file.read(), now))
 
 
 def access(ring: KeyRing, now: float) -> str:
-    """What a request needs, in words."""
+    """Returns a sentence that says which requests need a key."""
     if ring.requires_key(now):
         return "every request needs a key"
     until = "" if ring.keyless_until is None else f" until {_time(ring.keyless_until)}"
-    return f"requests without a key are answered on loopback{until}"
+    return f"requests without a key are accepted on loopback{until}"
 
 
-def _listening(home: Home) -> tuple[str | None, bool]:
-    """The address on which the gateway of the running fleet listens, None where no fleet runs; and whether it is
-    reached from the network."""
+def _listen_address(home: Home) -> tuple[str | None, bool]:
+    """Returns the listen address of the running gateway, None without a fleet; and whether it is not loopback."""
     from orchestrator.process.addresses import is_loopback
     from orchestrator.process.home import daemon_alive
 
@@ -253,29 +270,30 @@ def _listening(home: Home) -> tuple[str | None, bool]:
 
 
 def _confirm_closing(home: Home, ring: KeyRing, now: float, yes: bool, hint: str) -> None:
-    """Report that clients without a key will be refused, and prompt while a fleet runs. Returns at once where every
-    request needs a key already. Aborts without a yes."""
-    listens, on_network = _listening(home)
+    """Report that requests without a key will be rejected, and prompt if a fleet is running. Aborts unless confirmed.
+
+    Does nothing if keys are required already."""
+    address, on_network = _listen_address(home)
     if ring.requires_key(now) or on_network:
         return
-    say(f"from now on every request without a key is refused (`up --insecure` aside)\n    hint: {hint}")
-    if listens is not None and not confirmed("Go on?", yes):
+    say(f"from now on requests without a key are rejected (except with `up --insecure`)\n    hint: {hint}")
+    if address is not None and not confirmed("Continue?", yes):
         raise typer.Abort
 
 
 @app.command()
 def audit(
     count: Annotated[
-        int, typer.Option("-n", min=1, max=100_000, metavar="N", help="So many of the last actions.")
+        int, typer.Option("-n", min=1, max=100_000, metavar="N", help="Number of actions to show.")
     ] = LATEST,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Tell who changed what, and what came of it. Needs no fleet."""
+    """Show the last actions in the audit log: who changed what, with which outcome. Needs no fleet."""
     from orchestrator.access.audit_log import Audit
     from orchestrator.process.home import Home
 
-    found = Audit(Home.from_environment().audit).entries(count)
-    rows = [(_time(e.at), e.who, e.by or None, e.action, e.status, e.revision, _arguments(e)) for e in found]
+    entries = Audit(Home.from_environment().audit).entries(count)
+    rows = [(_time(e.at), e.who, e.by or None, e.action, e.status, e.revision, _arguments(e)) for e in entries]
     header = ("TIME", "WHO", "BY", "ACTION", "OUTCOME", "REVISION", "ARGUMENTS")
     data = [
         {
@@ -287,13 +305,13 @@ def audit(
             "status": entry.status,
             "revision": entry.revision,
         }
-        for entry in found
+        for entry in entries
     ]
     show({"actions": data}, output, columns(header, rows) if rows else "nothing yet")
 
 
 def _arguments(entry: AuditEntry) -> str:
-    """In one line; what could paint the terminal is escaped."""
+    """Returns the arguments in one line, without terminal control characters."""
     return " ".join(f"{name}={value!r}" for name, value in entry.arguments.items())
 
 
@@ -320,28 +338,28 @@ def _limits(
     tokens_per_minute: str | None,
     max_concurrent: str | None,
 ) -> dict[str, Any]:
-    """What was given of it, as fields of Allowance. Raises Failed for what is no limit."""
+    """Returns the options that were given, as fields of Allowance. Raises Failed for an invalid limit."""
     from orchestrator.access.keys import read_limit
 
-    given = {
+    texts = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "max_concurrent": max_concurrent,
     }
-    found: dict[str, Any] = {} if weight is None else {"weight": weight}
-    found |= {} if priority is None else {"priority": priority}
-    for name, text in given.items():
+    limits: dict[str, Any] = {} if weight is None else {"weight": weight}
+    limits |= {} if priority is None else {"priority": priority}
+    for name, text in texts.items():
         if text is not None:
-            found[name] = read_limit(f"--{name.replace('_', '-')}", text)
-    return found
+            limits[name] = read_limit(f"--{name.replace('_', '-')}", text)
+    return limits
 
 
-def _told(limits: dict[str, Any]) -> dict[str, Any]:
-    """For the audit log, which leaves out what is null: that a limit was taken away is told too."""
+def _audited(limits: dict[str, Any]) -> dict[str, Any]:
+    """Returns the limits for the audit log, which omits nulls: a removed limit is recorded as "none"."""
     return {name: "none" if value is None else value for name, value in limits.items()}
 
 
-def _limited(key: ApiKey) -> str:
+def _limits_text(key: ApiKey) -> str:
     parts = [
         f"{limit} {unit}"
         for limit, unit in (
@@ -354,12 +372,12 @@ def _limited(key: ApiKey) -> str:
     return ", ".join(parts) or "no limits"
 
 
-def _may(key: ApiKey) -> str:
+def _scope_text(key: ApiKey) -> str:
     return f"{' and '.join(key.scopes)}, {', '.join(key.models) if key.models else 'all models'}"
 
 
-def _until(key: ApiKey) -> str:
-    return "without end" if key.expires is None else f"until {_time(key.expires)}"
+def _expiry_text(key: ApiKey) -> str:
+    return "never expires" if key.expires is None else f"until {_time(key.expires)}"
 
 
 def _time(at: float) -> str:

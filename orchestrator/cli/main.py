@@ -1,9 +1,9 @@
-"""The command `corewright`.
+"""The entry point of `corewright`, and its commands for specs and for the life of a fleet.
 
-Exit codes: 0 done, 1 failed, 64 wrong usage; `plan`: 0 nothing to do, 2 changes, 1 errors or something unplaced;
-`explain`: 0 it has what its `min` asks for, 1 it has not; `diff`: 0 the same, 2 differences; `cache verify`: 0 nothing
-would be compiled, 1 something would; 130 after Ctrl-C in a wait.
-Nothing here imports Ray or torch before `up` really starts a fleet, so that every other command answers at once.
+Exit codes: 0 success, 1 failure, 64 wrong usage, 130 Ctrl-C during a wait. `plan`: 0 no changes, 2 changes, 1 errors or
+unplaced replicas. `explain`: 0 when `min` replicas are placed, else 1. `diff`: 0 no differences, 2 differences.
+`cache verify`: 0 when nothing would be compiled, else 1.
+No module here imports Ray or torch before `up` starts a fleet, so that all other commands start fast.
 """
 
 from __future__ import annotations
@@ -38,55 +38,66 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "apply", "bench", "cache", "compile", "keys", "main", "operate", "run", "simulate", "trace", "views"]
 
-DOWN_SPARE_S = 20.0  # what an end takes beside the drain: 10 s, and some to spare
+DOWN_SPARE_S = 20.0  # shutdown takes up to 10 s after the drain; twice that
 
 
 @app.command()
 def up(
     spec: SpecArgument,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; beyond loopback with keys.", show_default="127.0.0.1")
+        str | None,
+        typer.Option(
+            help="Address that the gateway listens on. An address beyond loopback requires API keys, or --insecure.",
+            show_default="127.0.0.1",
+        ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the OpenAI-compatible address.", show_default="8080")
+        int | None, typer.Option(min=1, max=65535, help="Port that the gateway listens on.", show_default="8080")
     ] = None,
     gateways: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Gateway processes that share the port.", show_default="1")
+        int | None,
+        typer.Option(min=1, max=64, help="Number of gateway processes that share the port.", show_default="1"),
     ] = None,
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Disable API-key authentication on every address.")
     ] = None,
     tls_cert: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The gateway's certificate and its chain, PEM.")
+        str | None, typer.Option(metavar="FILE", help="TLS certificate of the gateway with its chain (PEM).")
     ] = None,
-    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The key of the certificate, PEM.")] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Private key of the TLS certificate (PEM).")
+    ] = None,
     tls_client_ca: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Demand of clients certificates of these authorities, PEM.")
+        str | None,
+        typer.Option(metavar="FILE", help="Require client certificates signed by these authorities (PEM)."),
     ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="Its scripts in browsers may read answers. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin to allow cross-origin requests from (CORS). Repeatable."),
     ] = None,
-    ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to run on; not served yet.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Address of an existing Ray cluster. Not supported yet.")
+    ] = None,
     dashboard: Annotated[
-        bool | None, typer.Option("--dashboard/--no-dashboard", help="Start Ray's dashboard.", show_default="on")
+        bool | None, typer.Option("--dashboard/--no-dashboard", help="Start the Ray dashboard.", show_default="on")
     ] = None,
     watch: Annotated[
         bool | None,
-        typer.Option("--watch/--no-watch", help="Apply the spec when its file changes.", show_default="off"),
+        typer.Option("--watch/--no-watch", help="Apply the spec whenever its file changes.", show_default="off"),
     ] = None,
     drain_s: Annotated[
         float | None,
-        typer.Option(min=0, max=3600, help="Seconds for running requests at the end.", show_default="20"),
+        typer.Option(min=0, max=3600, help="Drain timeout on shutdown, in seconds.", show_default="20"),
     ] = None,
 ) -> None:
-    """Start the fleet and stay in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
+    """Start the fleet and run it in the foreground until Ctrl-C, SIGTERM or `corewright down`."""
     from orchestrator.access.source_policy import SourcePolicy
     from orchestrator.daemon.settings import resolve
     from placements.spec.problems import has_errors
 
     if ray_address is not None:
-        what = f"--ray-address {ray_address}: `up` of this version starts a Ray of its own, on this machine"
-        raise Failed("cluster-not-served", what, "leave the option out")
+        message = f"--ray-address {ray_address}: this version starts its own Ray cluster, on this machine"
+        raise Failed("cluster-not-served", message, "remove the option")
     flags: dict[str, Any] = {"host": host, "port": port, "dashboard": dashboard, "watch": watch, "drain_s": drain_s}
     flags |= {"gateways": gateways, "insecure": insecure, "tls_cert": tls_cert, "tls_key": tls_key}
     flags |= {"tls_client_ca": tls_client_ca, "cors_origins": cors_origin or None}
@@ -96,13 +107,13 @@ def up(
     if has_errors(settings.problems):
         raise typer.Exit(FAILED)
     if settings["watch"] and spec == "-":
-        raise Failed("watch-needs-file", "standard input cannot be watched", "give the spec as a file, or --no-watch")
+        raise Failed("watch-needs-file", "standard input cannot be watched", "pass the spec as a file, or --no-watch")
     from orchestrator.cli.up import check_listening, run_up
     from orchestrator.process.waiting_notice import WaitingNotice
     from orchestrator.revisions.spec_file import load
 
     check_listening(settings)
-    allowed = SourcePolicy(settings["allowed_sources"])  # the operator's own file says which interpreters there are
+    allowed = SourcePolicy(settings["allowed_sources"])  # only the operator's own spec may name interpreters
     with WaitingNotice(say).waiting(lambda: "the sources of the spec"):
         file = load(spec, allowed)
     raise typer.Exit(run_up(file, settings))
@@ -112,11 +123,11 @@ def up(
 def validate(
     spec: SpecArgument,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Report a folder that cannot be loaded as a warning only.")
+        bool, typer.Option("--offline", help="Report model folders that cannot be loaded as warnings, not errors.")
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Say everything that is wrong with a spec. Needs no device, no weights and no fleet."""
+    """Check a spec and report all errors and warnings. Needs no device, no weights and no fleet."""
     from orchestrator.revisions.spec_file import load
     from placements.spec.problems import has_errors
 
@@ -135,19 +146,20 @@ def validate(
 def plan(
     spec: OptionalSpecArgument = None,
     defrag: Annotated[
-        int | None, typer.Option(min=1, max=1000, metavar="N", help="What must move to free N cores in a row.")
+        int | None,
+        typer.Option(min=1, max=1000, metavar="N", help="Show which replicas must move to free N contiguous cores."),
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="Without memory, threads and environments.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Omit memory, threads and environments.")] = False,
     offline: OfflineOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Preview placement and changes, against the running fleet if there is one."""
-    from orchestrator.cli.client import unless_for_other_hosts
+    """Preview placement and changes against the running fleet, or for an empty one."""
+    from orchestrator.cli.client import with_fleet
     from orchestrator.cli.plan import PlanResult, make_plan
     from orchestrator.revisions.spec_file import load
 
     if spec is None and (defrag is None or offline):
-        raise typer.BadParameter("is missing; only --defrag of a running fleet goes without", param_hint="SPEC")
+        raise typer.BadParameter("required, except with --defrag and a running fleet", param_hint="SPEC")
     file = None if spec is None else load(spec, folders="plan" if offline else "load")
 
     def planned(fleet: AdminClient | None) -> PlanResult:
@@ -158,7 +170,7 @@ def plan(
         assert file is not None
         return make_plan(file, fleet, brief=brief)
 
-    result = unless_for_other_hosts(spec or "", offline, planned)
+    result = with_fleet(spec or "", offline, planned)
     if output is Format.TABLE:
         complain(result.problems)
     show(result.data, output, result.table)
@@ -172,22 +184,22 @@ def explain(
     offline: OfflineOption = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Explain why a model is where it is or has no place, and what would help."""
-    from orchestrator.cli.client import unless_for_other_hosts
+    """Explain why a model is placed where it is or is not placed, and which changes would help."""
+    from orchestrator.cli.client import with_fleet
     from orchestrator.cli.explain import explanation, explanation_text
     from orchestrator.revisions.spec_file import load
 
     if spec is None and offline:
-        raise typer.BadParameter("is missing: without a fleet there is no other spec", param_hint="SPEC")
+        raise typer.BadParameter("required with --offline", param_hint="SPEC")
     file = None if spec is None else load(spec, folders="ignore")
-    data = unless_for_other_hosts(spec or "", offline, lambda fleet: explanation(file, fleet, model))
+    data = with_fleet(spec or "", offline, lambda fleet: explanation(file, fleet, model))
     show(data, output, explanation_text(data, color=use_color(stdout())))
     raise typer.Exit(0 if data["fits"] else FAILED)
 
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a spec, for editors."""
+    """Print the JSON Schema of specs, for editors."""
     from placements.spec.schema import json_schema
 
     show(json_schema(), Format.JSON, "")
@@ -197,18 +209,27 @@ def schema() -> None:
 def generate(
     spec: SpecArgument,
     model: ModelArgument,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What a user says; of a model without chats: the text.")],
-    raw: Annotated[bool, typer.Option("--raw", help="Continue TEXT as it is, without the chat template.")] = False,
+    prompt: Annotated[
+        str, typer.Option(metavar="TEXT", help="User message; plain text for a model without a chat template.")
+    ],
+    raw: Annotated[bool, typer.Option("--raw", help="Send TEXT without the chat template.")] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens of the answer at most.", show_default="128")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum number of output tokens.", show_default="128")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, metavar="T", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, metavar="K", help="Among the K most probable; 0 is among all.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, metavar="T", help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Sample from the K most probable tokens; 0 disables the limit.")
+    ] = 0,
     top_p: Annotated[
-        float, typer.Option(min=0.001, max=1, metavar="P", help="Among those that make up P of the probability.")
+        float,
+        typer.Option(
+            min=0.001, max=1, metavar="P", help="Sample from the most probable tokens with a total probability of P."
+        ),
     ] = 1.0,
 ) -> None:
-    """Let one model of a spec answer once, on its own cores, without a fleet."""
+    """Load one model of a spec on its cores and generate one answer, without a fleet."""
     from orchestrator.cli.generate import generate as answer
     from orchestrator.revisions.spec_file import load
 
@@ -219,11 +240,11 @@ def generate(
 @app.command()
 def doctor(
     spec: Annotated[
-        str | None, typer.Argument(metavar="SPEC", help="Look at its hosts, engines and interpreters too.")
+        str | None, typer.Argument(metavar="SPEC", help="Spec whose hosts, engines and interpreters to check too.")
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Look this machine over: versions, Neuron devices, who holds cores, engines and interpreters."""
+    """Check this machine: versions, Neuron devices, processes that hold cores, engines and interpreters."""
     from orchestrator.cli.doctor import examination, text
     from orchestrator.revisions.spec_file import load
 
@@ -236,7 +257,7 @@ def doctor(
 
 @app.command()
 def status(output: FormatOption = Format.TABLE) -> None:
-    """Show the models, replicas and cores of the running fleet."""
+    """Show models, replicas and cores of the running fleet."""
     from orchestrator.cli.tables import status_text
 
     data = the_fleet().get("status")
@@ -245,15 +266,15 @@ def status(output: FormatOption = Format.TABLE) -> None:
 
 @app.command()
 def down() -> None:
-    """End the running fleet: drain, then stop what corewright has started. Fails where something is left."""
+    """Drain the running fleet and stop all of its processes. Fails if a process or the fleet's record remains."""
     from orchestrator.process.home import Home, daemon_alive, left_behind
 
     home = Home.from_environment()
     record = home.read_record()
     if record is not None and not os.environ.get("COREWRIGHT_URL") and not daemon_alive(record):
-        left = left_behind(home, record)
-        hint = f"corewright up removes what is left; without a further fleet: end the processes, rm {home.record_file}"
-        raise Failed("down-incomplete", f"`up` (pid {record.pid}) has ended without cleaning up: {left}", hint)
+        leftovers = left_behind(home, record)
+        hint = f"`corewright up` removes them; without a new fleet: kill the processes and remove {home.record_file}"
+        raise Failed("down-incomplete", f"`up` (pid {record.pid}) ended without cleaning up: {leftovers}", hint)
     client = the_fleet()
     within_s = _drain_s(client) + DOWN_SPARE_S
     client.post("down")
@@ -263,12 +284,13 @@ def down() -> None:
     deadline = time.monotonic() + within_s
     while daemon_alive(client.record):
         if time.monotonic() > deadline:
-            raise Failed("down-late", f"pid {client.record.pid} still runs after {within_s:.0f} s", "see its terminal")
+            message = f"pid {client.record.pid} is still running after {within_s:.0f} s"
+            raise Failed("down-late", message, "check the terminal of `up`")
         time.sleep(0.1)
-    left = left_behind(home, client.record)
-    if left is not None:
-        hint = "the terminal of `up` says why; corewright up removes what is left"
-        raise Failed("down-incomplete", f"the fleet has ended, and {left}", hint)
+    leftovers = left_behind(home, client.record)
+    if leftovers is not None:
+        hint = "the terminal of `up` shows the cause; `corewright up` removes them"
+        raise Failed("down-incomplete", f"the fleet has ended, but {leftovers}", hint)
     say("stopped")
 
 
@@ -279,10 +301,10 @@ def version(output: FormatOption = Format.TABLE) -> None:
 
 
 def _drain_s(client: AdminClient) -> float:
-    """How long the fleet drains at its end."""
+    """Returns the fleet's drain timeout on shutdown, in seconds."""
     from orchestrator.fleet.controller_settings import DRAIN_S
 
-    with contextlib.suppress(Failed):  # the controller may just be away: that is no reason not to end the fleet
+    with contextlib.suppress(Failed):  # the controller may be restarting; `down` must work all the same
         for value in client.get("config")["values"]:
             if value["name"] == "drain_s":
                 return float(value["value"])
@@ -295,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line; gives the exit code."""
+    """Run the command line. Returns the exit code."""
     command = get_command(app)
     try:
         code = command.main(arguments, prog_name="corewright", standalone_mode=False)
@@ -311,16 +333,16 @@ def run(arguments: list[str]) -> int:
         sys.stderr.close()
         return FAILED
     except Exception as error:
-        # Typer carries click inside from 0.16 on, under another name: known by what it can do.
+        # Typer vendors click from 0.16 on, so a usage error is recognized by its methods, not by its class.
         if not hasattr(error, "format_message") or not hasattr(error, "show"):
             raise
-        if isinstance(told := getattr(error, "message", None), str):
-            error.message = told.removeprefix("Value error, ")  # type: ignore[attr-defined]  # how newer Typers begin
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]  # newer Typers add it
         error.show()
         return USAGE
 
 
-# The other commands. They stand here so that `--help` lists those above first.
+# Imported last, so that `--help` lists the commands above first.
 from orchestrator.cli import apply, views, operate, keys, compile, cache, bench, simulate, trace  # noqa: E402, I001
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands that move the fleet by hand, beside its spec: scale, load, unload, cordon, uncordon, drain."""
+"""The commands `scale`, `load`, `unload`, `cordon`, `uncordon` and `drain`: manual changes beside the spec."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from orchestrator.cli.app import FormatOption, ModelArgument, app, the_fleet
 from orchestrator.cli.output import Format, show
 
 CoresArgument = Annotated[
-    str, typer.Argument(metavar="HOST[:CORES]", help="A host, or some of its cores: inf2.48xlarge/0:0-3.")
+    str, typer.Argument(metavar="HOST[:CORES]", help="A host, or some of its cores, such as inf2.48xlarge/0:0-3.")
 ]
 
 
 @app.command()
 def scale(
     model: ModelArgument,
-    count: Annotated[str, typer.Argument(metavar="N|auto", help="Replicas; auto: as the spec says.")],
+    count: Annotated[
+        str, typer.Argument(metavar="N|auto", help="Number of replicas; auto returns control to the autoscaler.")
+    ],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Set the number of a model's replicas, whatever the spec's `min` says."""
+    """Set the number of replicas of a model, overriding the spec."""
     if count != "auto" and not (count.isascii() and count.isdecimal() and len(count) < 6):
         raise typer.BadParameter(f"{count!r} is neither a number nor auto", param_hint="N|auto")
     number = None if count == "auto" else int(count)
@@ -31,25 +33,25 @@ def scale(
 
 @app.command()
 def load(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
-    """Start a model that has no replica."""
+    """Start a model that has no replicas."""
     show(the_fleet().post("load", {"model": model}), output, f"{model}: loading")
 
 
 @app.command()
 def unload(model: ModelArgument, output: FormatOption = Format.TABLE) -> None:
-    """End a model's replicas; not even a request starts one until `load`."""
+    """Stop all replicas of a model until `load`; requests do not start any."""
     show(the_fleet().post("unload", {"model": model}), output, f"{model}: unloading")
 
 
 @app.command()
 def cordon(where: CoresArgument, output: FormatOption = Format.TABLE) -> None:
-    """Place nothing new on a host, or on some of its cores. What runs there goes on."""
+    """Stop placing replicas on a host or some of its cores. Running replicas stay."""
     _cordon(where, "cordon", output)
 
 
 @app.command()
 def uncordon(where: CoresArgument, output: FormatOption = Format.TABLE) -> None:
-    """Take a cordon back."""
+    """Allow placing replicas on a host or some of its cores again."""
     _cordon(where, "uncordon", output)
 
 
@@ -68,8 +70,8 @@ def _cordon(where: str, verb: str, output: Format) -> None:
 
 @app.command()
 def drain(
-    target: Annotated[str, typer.Argument(metavar="HOST|REPLICA", help="A host's name or a replica's id.")],
+    target: Annotated[str, typer.Argument(metavar="HOST|REPLICA", help="Name of a host, or ID of a replica.")],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Move a host's replicas elsewhere and cordon it, or replace one replica."""
+    """Cordon a host and move its replicas to other hosts, or replace one replica."""
     show(the_fleet().post("drain", {"target": target}), output, f"{target}: draining")

@@ -1,4 +1,4 @@
-"""Data to stdout, everything else to stderr."""
+"""The output of commands: data on stdout, progress and problems on stderr."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Format(str, Enum):
 
 
 class _Terminal:
-    """Where data and progress go: looked up at each use, so that ``libraries_to_log`` can keep them apart from what
-    libraries print."""
+    """The streams of data and progress, which ``libraries_to_log`` separates from those that libraries print to."""
 
     out: TextIO | None = None
     err: TextIO | None = None
@@ -39,20 +38,21 @@ def stderr() -> TextIO:
 
 @contextlib.contextmanager
 def libraries_to_log(path: Path) -> Iterator[None]:
-    """Within it, all that is printed goes to the log at ``path``, except what ``say`` and ``show`` print. Raises Failed
-    where the log cannot be opened."""
+    """Redirect stdout and stderr to the log at ``path``, except the output of ``say`` and ``show``.
+
+    Raises Failed if the log cannot be opened."""
     from orchestrator.process.home import written
     from workers.host.host_facts import cut_log
 
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with contextlib.suppress(OSError):  # there is none yet
+        with contextlib.suppress(OSError):  # the log does not exist yet
             cut_log(path)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    _Terminal.out, _Terminal.err = os.fdopen(kept[0], "w"), os.fdopen(kept[1], "w")
+    saved = os.dup(1), os.dup(2)
+    _Terminal.out, _Terminal.err = os.fdopen(saved[0], "w"), os.fdopen(saved[1], "w")
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -62,8 +62,8 @@ def libraries_to_log(path: Path) -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # files on a full disk
                 stream.flush()
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
         for terminal in (_Terminal.out, _Terminal.err):
             with contextlib.suppress(OSError):
                 terminal.close()
@@ -71,18 +71,18 @@ def libraries_to_log(path: Path) -> Iterator[None]:
 
 
 def use_color(stream: TextIO) -> bool:
-    """Whether to colour: on a terminal, unless NO_COLOR is set (https://no-color.org) or the terminal is dumb."""
+    """Returns whether to use colors: on a terminal, unless NO_COLOR is set (https://no-color.org) or it is dumb."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def say(line: str) -> None:
-    """Progress, for a person."""
+    """Print a line of progress to stderr."""
     stderr().write(line + "\n")
     stderr().flush()
 
 
 def on_terminal() -> bool:
-    """Whether a person can confirm: standard input and standard error are a terminal."""
+    """Returns whether a prompt can be answered: stdin and stderr are a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and stderr().isatty()
 
 
@@ -99,7 +99,7 @@ def confirmed(question: str, yes: bool) -> bool:
 
 
 def show(data: Any, format: Format, table: str) -> None:
-    """Data, for a program or a person; ``table`` is its form for a person."""
+    """Print data to stdout; ``table`` is its human-readable form."""
     if format is Format.JSON:
         stdout().write(json.dumps(data, indent=2) + "\n")
     elif format is Format.YAML:
@@ -112,22 +112,22 @@ def show(data: Any, format: Format, table: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """A file that was asked for. Raises Failed."""
+    """Write an output file. Raises Failed."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Failed("output-unwritable", f"{path}: {error.strerror}", "another FILE") from None
+        raise Failed("output-unwritable", f"{path}: {error.strerror}", "pass another FILE") from None
     say(f"written to {path}")
 
 
 def complain(problems: Sequence[Problem]) -> None:
-    """Problems, for a person."""
+    """Print problems to stderr."""
     if problems:
         say(render(problems, color=use_color(stderr())).rstrip("\n"))
 
 
 def paint_diff(text: str) -> str:
-    """A unified diff, coloured on a terminal."""
+    """Returns a unified diff, with colors on a terminal."""
     if not use_color(stdout()):
         return text
     colors = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}

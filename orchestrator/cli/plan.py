@@ -1,4 +1,4 @@
-"""`corewright plan`: what the daemon would do with a spec, said by the controller, or by the same code without one."""
+"""The command `plan`: the plan of a spec, from the running controller or computed locally by the same code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from placements.planner.plan import Placement, Plan, plan
 from placements.spec.problems import Problem, has_errors
 from placements.spec.schema import Spec
 
-MOST_ROWS = 50  # replicas that are listed one by one
+MOST_ROWS = 50  # replicas that have a row of their own
 KINDS = ("start", "stop", "move", "restart", "reconfigure")
-SIGNS = {"create": "+", "update": "~", "replace": "-/+", "delete": "-"}  # of what becomes of a model
+SIGNS = {"create": "+", "update": "~", "replace": "-/+", "delete": "-"}  # by the action on a model
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """``data`` is the JSON that docs/cli.md promises."""
+    """A plan; ``data`` is the JSON that docs/cli.md documents."""
 
     data: dict[str, Any]
     table: str
@@ -38,18 +38,18 @@ class PlanResult:
 
 
 def make_plan(file: SpecFile, fleet: AdminClient | None, *, brief: bool = False) -> PlanResult:
-    """Plan the spec from the fleet's state, or from nothing. Raises Failed when the fleet does not answer.
+    """Returns the plan of the spec, from the fleet or computed here. Raises Failed if the fleet does not answer.
 
-    ``brief`` leaves the environments, the memory and the threads out of the text.
+    ``brief`` omits environments, memory and threads from the table.
     """
     if fleet is None or not file.text:
-        return _alone(file, brief)
+        return _without_fleet(file, brief)
     try:
         data = fleet.post_spec("plan", text_of(file))
     except FleetRefused as refused:
         if not refused.problems:
             raise
-        data = _nothing(refused.problems)
+        data = _empty(refused.problems)
     return _result(data, file, brief)
 
 
@@ -59,14 +59,14 @@ def _result(data: dict[str, Any], file: SpecFile, brief: bool) -> PlanResult:
 
 
 def _resting(data: dict[str, Any], spec: Spec | None) -> tuple[str, ...]:
-    """The models that may be without a replica, and are."""
+    """Returns the models with ``min: 0`` that have no replica in the plan."""
     planned = {item["model"] for item in (*data["placements"], *data["unplaced"])}
     models = () if spec is None else spec.models
     return tuple(model.name for model in models if model.name not in planned and model.replicas.min == 0)
 
 
 def text_of(file: SpecFile) -> tuple[str, str, str]:
-    """What the controller is told of a spec. Raises Failed when there is nothing to tell."""
+    """Returns the text, the file name and the folder of a spec. Raises Failed if the file could not be read."""
     if not file.text and file.problems:
         problem = file.problems[0]
         raise Failed(problem.id, problem.what, problem.hint)
@@ -78,7 +78,7 @@ def problems_of(data: dict[str, Any]) -> tuple[Problem, ...]:
 
 
 def plan_fails(data: dict[str, Any]) -> bool:
-    """Whether it could not be applied: an error, or a replica that `min` asks for without a place."""
+    """Returns whether the plan cannot be applied: it has an error, or a replica required by `min` has no place."""
     missing = [problem for unplaced in data["unplaced"] for problem in unplaced["problems"]]
     return any(problem["severity"] == "error" for problem in [*data["problems"], *missing])
 
@@ -87,20 +87,20 @@ def plan_changes(data: dict[str, Any]) -> bool:
     return bool(data["changes"]) or any(_changed(model) for model in data["models"])
 
 
-def _alone(file: SpecFile, brief: bool) -> PlanResult:
+def _without_fleet(file: SpecFile, brief: bool) -> PlanResult:
     if file.spec is None or has_errors(file.problems):
-        return PlanResult(_nothing(file.problems), "", file.problems, failed=True, changes=False)
-    found = plan(file.spec, file.hosts, file.checkpoints)
-    data = {"index": None, "revision": None, **found.with_problems(file.problems).as_dict()}
-    data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in found.placements]
-    data |= {"models": [], **ledger(file.spec, file.hosts, found, file.checkpoints, file.drafts).as_dict()}
+        return PlanResult(_empty(file.problems), "", file.problems, failed=True, changes=False)
+    placed = plan(file.spec, file.hosts, file.checkpoints)
+    data = {"index": None, "revision": None, **placed.with_problems(file.problems).as_dict()}
+    data["changes"] = [{"replica": f"{p.model}/{p.replica}", "change": "start"} for p in placed.placements]
+    data |= {"models": [], **ledger(file.spec, file.hosts, placed, file.checkpoints, file.drafts).as_dict()}
     return _result(data, file, brief)
 
 
-def _nothing(problems: Sequence[Problem]) -> dict[str, Any]:
+def _empty(problems: Sequence[Problem]) -> dict[str, Any]:
     lists = ("placements", "unplaced", "moves", "problems", "changes", "models", "hosts", "memory")
-    told = [problem.as_dict() for problem in problems]
-    return {"index": None, "revision": None, **{name: told if name == "problems" else [] for name in lists}}
+    entries = [problem.as_dict() for problem in problems]
+    return {"index": None, "revision": None, **{name: entries if name == "problems" else [] for name in lists}}
 
 
 def plan_table(
@@ -111,16 +111,16 @@ def plan_table(
     name: str = "SPEC",
     resting: Sequence[str] = (),
 ) -> str:
-    """For a person: the core map, replicas, what becomes of each model, what it takes, and how many changes it makes.
+    """Returns the core map, the replicas, the changes of each model, the resources, and the number of changes.
 
-    ``name`` is the file's, ``resting`` are the models that no replica is planned of. Keys that a fleet of another
-    version does not tell are left out.
+    ``name`` is the file's, ``resting`` are the models without a planned replica. Keys that a fleet of another version
+    does not send are left out.
     """
     if has_errors(problems_of(data)):
         return ""
     parts = [picture(data, hosts), _replicas(data)]
     if resting:
-        parts.append(f"no replica as long as nobody asks (min: 0): {', '.join(resting)}")
+        parts.append(f"no replicas until the first request (min: 0): {', '.join(resting)}")
     parts += [f"unplaced: {problem['what']}" for problem in _missing(data)]
     parts += ["\n".join(lines) for lines in map(model_lines, data["models"]) if lines]
     parts.append("\n".join(move_lines(data.get("moves") or ())))
@@ -138,16 +138,16 @@ def plan_table(
 
 
 def picture(data: dict[str, Any], hosts: Sequence[Host], window: tuple[str, CoreRange] | None = None) -> str:
-    """The core map, where the hosts are those that the plan is about."""
+    """Returns the core map; empty if the plan has other hosts than ``hosts``."""
     placements = tuple(_placement(item) for item in data["placements"])
     if not {placement.host for placement in placements} <= {host.name for host in hosts}:
         return ""
-    told = {host["name"]: host for host in data.get("hosts") or ()}
+    by_name = {host["name"]: host for host in data.get("hosts") or ()}
     signs = [
-        {name: _cores(host[key]) for name, host in told.items() if host[key]} for key in ("quarantined", "cordoned")
+        {name: _cores(host[key]) for name, host in by_name.items() if host[key]} for key in ("quarantined", "cordoned")
     ]
-    there = [host for host in hosts if not told or host.name in told]
-    return core_map(Plan(placements), there, *signs, window=window, color=use_color(stdout()))
+    shown = [host for host in hosts if not by_name or host.name in by_name]
+    return core_map(Plan(placements), shown, *signs, window=window, color=use_color(stdout()))
 
 
 def _cores(texts: Sequence[str]) -> frozenset[int]:
@@ -155,7 +155,7 @@ def _cores(texts: Sequence[str]) -> frozenset[int]:
 
 
 def _replicas(data: dict[str, Any]) -> str:
-    """A row for each replica; of many the first only: those without a place, then those that change."""
+    """Returns a row for each replica; of more than MOST_ROWS unplaced replicas first, then changed ones."""
     tags = {change["replica"]: change["change"] for change in data["changes"]}
     rows: list[tuple[object, ...]] = []
     for item in data["placements"]:
@@ -174,30 +174,30 @@ def _replicas(data: dict[str, Any]) -> str:
 
 
 def _missing(data: dict[str, Any]) -> list[dict[str, str]]:
-    """Why replicas have no place: of each model the first reason of each kind, and how many more have it."""
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    """Returns why replicas are unplaced: for each model and problem id the first problem, and how many more have it."""
+    by_reason: dict[tuple[str, str], list[dict[str, str]]] = {}
     for missing in data["unplaced"]:
         for problem in missing["problems"]:
-            found.setdefault((missing["model"], problem["id"]), []).append(problem)
-    told = []
-    for problems in found.values():
+            by_reason.setdefault((missing["model"], problem["id"]), []).append(problem)
+    rows = []
+    for problems in by_reason.values():
         further = len(problems) - 1
         noun = "replica" if further == 1 else "replicas"
         more = f" (and {further} more {noun} for the same reason)" if further else ""
-        told.append({**problems[0], "what": problems[0]["what"] + more})
-    return told
+        rows.append({**problems[0], "what": problems[0]["what"] + more})
+    return rows
 
 
 def move_lines(moves: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each running replica that gets other cores."""
+    """Returns a line for each running replica that moves."""
     lines = []
     for move in moves:
         before, after = move["from"], move["to"]
         host = "" if after["host"] == before["host"] else f"{after['host']} "
         load_s = move.get("load_s")
         takes = "" if load_s is None else f", loads in {seconds(load_s)}"
-        name, there = f"{move['model']}/{move['replica']}", f"{before['host']} {cores_text(before['cores'])}"
-        lines.append(f"move {name} from {there} to {host}{cores_text(after['cores'])}{takes}")
+        name, origin = f"{move['model']}/{move['replica']}", f"{before['host']} {cores_text(before['cores'])}"
+        lines.append(f"move {name} from {origin} to {host}{cores_text(after['cores'])}{takes}")
     return lines
 
 
@@ -234,25 +234,25 @@ def _changed(model: dict[str, Any]) -> bool:
 
 
 def _action(model: dict[str, Any]) -> str:
-    return str(model.get("action") or ("replace" if model["strategy"] else "update"))  # an older fleet does not tell
+    return str(model.get("action") or ("replace" if model["strategy"] else "update"))  # older fleets do not send it
 
 
 def risks(models: Sequence[dict[str, Any]]) -> list[str]:
-    """What a person should confirm: models that are deleted, and models with a predicted outage."""
+    """Returns warnings to confirm: for models that are deleted, and for models with a predicted outage."""
     warnings = []
     for model in models:
         name, before, outage_s = model["model"], model["replicas"]["before"], model["outage_s"]
         if _action(model) == "delete":
             warnings.append(f"{name} is deleted, with {before} replica{'' if before == 1 else 's'}")
         elif model["strategy"] and model["possible"] and outage_s != 0.0:
-            seconds_told = "an unknown time" if outage_s is None else f"about {seconds(outage_s)}"
+            duration = "an unknown time" if outage_s is None else f"about {seconds(outage_s)}"
             waits = ", and requests wait" if model["strategy"] == "hold" else ""
-            warnings.append(f"{name} has no ready replica for {seconds_told}{waits}")
+            warnings.append(f"{name} has no ready replica for {duration}{waits}")
     return warnings
 
 
 def model_lines(model: dict[str, Any]) -> list[str]:
-    """What becomes of a model, how it is updated and what that costs, and its fields; nothing: no lines."""
+    """Returns a model's action, update strategy and cost, and its changed fields; empty if nothing changes."""
     if not _changed(model):
         return []
     action = _action(model)
@@ -269,16 +269,16 @@ def model_lines(model: dict[str, Any]) -> list[str]:
     replicas = model["replicas"]
     if replicas["before"] != replicas["after"]:
         lines.append(f"    wanted: {replicas['before']} -> {replicas['after']}")
-    for told in model["fields"]:
+    for change in model["fields"]:
         lines += [
-            f"    {name}: {_said(a)} -> {_said(b)}"
-            for name, a, b in _parts(told["field"], told["before"], told["after"])
+            f"    {name}: {_value_text(a)} -> {_value_text(b)}"
+            for name, a, b in _parts(change["field"], change["before"], change["after"])
         ]
     return lines
 
 
 def _parts(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    """What is different of a field, by the keys of a mapping."""
+    """Returns the changes of a field; of a mapping those of each key."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         return [(name, before, after)]
     keys = [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
@@ -286,11 +286,11 @@ def _parts(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
 
 
 def seconds(value: float) -> str:
-    """A time, with one decimal where that matters."""
+    """Returns a duration, with one decimal below 10 s."""
     return f"{value:.1f} s" if 0 < value < 10 else f"{value:.0f} s"
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     import json
 
     if value is None:

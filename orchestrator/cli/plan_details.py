@@ -1,4 +1,4 @@
-"""What a plan takes, as a person reads it: memory of the cores, threads of the hosts, environments of the processes."""
+"""The details of a plan as text: memory of cores, threads of hosts, environments of processes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _TAG = "NEURON_PROCESS_TAG"
 
 
 def details(data: Mapping[str, Any]) -> list[str]:
-    """The sections, each with its title."""
-    found = [
+    """Returns the sections, each with its title."""
+    sections = [
         _memory(data.get("memory") or ()),
         *_threads(data.get("hosts") or ()),
         _environments(data["placements"]),
     ]
-    return [section for section in found if section]
+    return [section for section in sections if section]
 
 
 def _memory(needs: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each model and type of host: the classes of the fullest core, and what may be filled."""
+    """Returns a row for each model and host type: the memory classes of the fullest core, and its usable memory."""
     if not needs:
         return ""
-    names = list(dict.fromkeys(one["class"] for need in needs for one in need["classes"]))
+    names = list(dict.fromkeys(memory["class"] for need in needs for memory in need["classes"]))
     several = len({_type(need) for need in needs}) > 1
     rows = []
     for need in needs:
-        sizes = {one["class"]: one["gib"] for one in need["classes"]}
+        sizes = {memory["class"]: memory["gib"] for memory in need["classes"]}
         rows.append(
             (
                 need["model"],
@@ -60,7 +60,7 @@ def _type(need: Mapping[str, Any]) -> str:
 
 
 def _threads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The arithmetic of each host; hosts with the same share a table."""
+    """Returns the thread arithmetic of each host; hosts with equal arithmetic share a table."""
     alike: dict[str, list[Mapping[str, Any]]] = {}
     for host in hosts:
         if host["thread_ledger"]:
@@ -73,7 +73,7 @@ def _threads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
         rows = [
             (line["model"], line["replicas"], line["arithmetic"], line["together"]) for line in host["thread_ledger"]
         ]
-        names = host_names([one["name"] for one in group])
+        names = host_names([member["name"] for member in group])
         title = f"Threads on {names}: {host['cpus']} CPUs - {host['reserve_vcpus']} reserved = {budget}"
         title += f", {host['threads']} in use"
         sections.append(f"{title}\n" + columns(("MODEL", "REPLICAS", "THREADS OF EACH", "TOGETHER"), rows))
@@ -82,15 +82,15 @@ def _threads(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _environments(placements: Sequence[Mapping[str, Any]]) -> str:
-    """What is the same everywhere once, then what differs for each replica."""
-    known = [placement for placement in placements if placement["env"]]
-    if not known:
+    """Returns the variables that all replicas share, then those of each replica."""
+    placed = [placement for placement in placements if placement["env"]]
+    if not placed:
         return ""
-    common = set(known[0]["env"].items())
-    for placement in known[1:]:
+    common = set(placed[0]["env"].items())
+    for placement in placed[1:]:
         common &= set(placement["env"].items())
     rows = []
-    for placement in known[:MOST]:
+    for placement in placed[:MOST]:
         own = [
             f"{key}={value}" for key, value in placement["env"].items() if (key, value) not in common and key != _TAG
         ]
@@ -101,6 +101,6 @@ def _environments(placements: Sequence[Mapping[str, Any]]) -> str:
     if own_rows:
         width = max(len(row[0]) for row in own_rows)
         lines += [f"{name.ljust(width)}  {text}" for name, text in own_rows]
-    if len(known) > MOST:
-        lines.append(f"... and {len(known) - MOST} more; `-o json` has every replica")
+    if len(placed) > MOST:
+        lines.append(f"... and {len(placed) - MOST} more; `-o json` has every replica")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the fleet tells, as a person reads it. Keys that a fleet of another version does not tell show as `-`."""
+"""The state of the fleet as tables. Keys that a fleet of another version does not send show as `-`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVENT_WIDTHS = (6, 19, 7, 18, 16)
 
 
 def clock(seconds: float | None) -> str | None:
-    """A time of the fleet's wall clock, in this shell's time zone."""
+    """Returns a wall-clock time in the local time zone."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -38,8 +38,8 @@ def _replica_row(replica: Mapping[str, Any]) -> Row:
 
 
 def _host_row(host: Mapping[str, Any]) -> Row:
-    kept = host.get("free_cordoned")  # None: a fleet of an earlier version, which counts them as free
-    counts = (*(host[key] for key in ("cores", "leased", "free")), kept, host["quarantined"], host["reserved"])
+    free_cordoned = host.get("free_cordoned")  # None from older fleets, which count them as free
+    counts = (*(host[key] for key in ("cores", "leased", "free")), free_cordoned, host["quarantined"], host["reserved"])
     state = "lost" if host.get("lost") else "ready"
     return (host["name"], state, *counts, cores_text(host.get("cordoned")))
 
@@ -71,13 +71,13 @@ KINDS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any]], Row]]] = 
 
 
 def listing(kind: str, items: Iterable[Mapping[str, Any]]) -> str:
-    """The table of `get`."""
+    """Returns the table of `get`."""
     header, row = KINDS[kind]
     return columns(header, [row(item) for item in items])
 
 
 def event_line(event: Mapping[str, Any] | None) -> str:
-    """One line of the events as they come; None: the header."""
+    """Returns one line of followed events; for None the header."""
     cells = ["-" if cell is None else str(cell) for cell in (EVENT if event is None else _event_row(event))]
     return "  ".join([cell.ljust(width) for cell, width in zip(cells, EVENT_WIDTHS, strict=False)] + cells[-1:])
 
@@ -86,7 +86,7 @@ def event_line(event: Mapping[str, Any] | None) -> str:
 
 
 def status_text(data: Mapping[str, Any]) -> str:
-    """Replicas, hosts, and what is wrong or under way."""
+    """Returns replicas, models and hosts, with notes on problems and on work in progress."""
     rows: list[Row] = []
     notes: list[str] = []
     for model in data["models"]:
@@ -96,7 +96,8 @@ def status_text(data: Mapping[str, Any]) -> str:
                 notes.append(f"{replica['id']}: {fetch_text(replica['fetch'])}")
             if replica["reason"]:
                 notes += _replica_notes(replica)
-        notes += [note for one in model.get("preparing") or () for note in _preparing_notes(model, one, data["hosts"])]
+        for preparation in model.get("preparing") or ():
+            notes += _preparing_notes(model, preparation, data["hosts"])
         if not model["replicas"]:
             rows.append((model["name"], model["state"], None, None, None, None))
             if model["reason"]:
@@ -116,33 +117,35 @@ def status_text(data: Mapping[str, Any]) -> str:
 
 
 def _numbers_row(model: Mapping[str, Any]) -> Row:
-    """How many replicas there are and are aimed at, what is asked for, and why."""
+    """Returns a model's ready and wanted replicas, its demand, and the reason of the last scaling."""
     scaling = model.get("scaling") or {}
     demand = scaling.get("demand") or {}
     ready = sum(replica["state"] == "ready" for replica in model["replicas"])
     scaled = model.get("scaled")
     why = f"scaled by {scaled['by']}" if scaled else scaling.get("why")
-    asked = (demand.get(key) for key in ("arrivals_per_s", "waiting", "live"))
-    return (model["name"], ready, model["wanted"], *asked, why)
+    numbers = (demand.get(key) for key in ("arrivals_per_s", "waiting", "live"))
+    return (model["name"], ready, model["wanted"], *numbers, why)
 
 
 def _replica_notes(replica: Mapping[str, Any]) -> list[str]:
     notes = [f"{replica['id']}: {replica['reason']}"]
     if replica["pause_s"]:
-        notes.append(f"    {replica['failures']} failed starts; the next {replica['pause_s']:.0f} s later")
+        notes.append(f"    {replica['failures']} failed starts; next attempt after {replica['pause_s']:.0f} s")
     if replica.get("stopped"):
         model = replica["id"].rpartition("/")[0]
-        notes.append(f"    not started again before an apply, or corewright rollout restart {model}")
+        notes.append(f"    no further attempts until an apply, or `corewright rollout restart {model}`")
     return notes + [f"    | {line}" for line in replica["log"]]
 
 
-def _preparing_notes(model: Mapping[str, Any], one: Mapping[str, Any], hosts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What an update waits for, while the old replicas serve."""
-    does = {"compiling": "compiled on", "looking": "looked for on"}.get(one["state"], "brought to")
-    notes = [f"{model['name']}: what the new version loads is {does} {one['host']}, the old replicas serve meanwhile"]
-    if one["reason"]:
-        notes.append(f"    {one['failures']} failed: {one['reason']}")
-    fetches = [fetch for host in hosts if host["name"] == one["host"] for fetch in host.get("fetches") or ()]
+def _preparing_notes(
+    model: Mapping[str, Any], preparation: Mapping[str, Any], hosts: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    """Returns what an update waits for while the old replicas serve."""
+    state, host = preparation["state"], preparation["host"]
+    notes = [f"{model['name']}: preparing the new version on {host} ({state}); the old replicas keep serving"]
+    if preparation["reason"]:
+        notes.append(f"    {preparation['failures']} failed attempts: {preparation['reason']}")
+    fetches = [fetch for host in hosts if host["name"] == preparation["host"] for fetch in host.get("fetches") or ()]
     return notes + [f"    {fetch_text(fetch)}" for fetch in fetches]
 
 
@@ -162,13 +165,13 @@ def _host_notes(host: Mapping[str, Any]) -> list[str]:
 
 
 def rollout_line(rollout: Mapping[str, Any]) -> str:
-    """One line: how far it is, and why."""
+    """Returns the state of a rollout and its reason in one line."""
     reason = f": {rollout['reason']}" if rollout.get("reason") else ""
     return f"revision {rollout['revision']}: {rollout['state'].replace('_', ' ')}{reason}"
 
 
 def rollout_text(rollout: Mapping[str, Any]) -> str:
-    """The line, and a row for each model."""
+    """Returns the line of the rollout, and a row for each model."""
     keys = ("model", "state", "strategy", "wanted", "updated", "ready", "old")
     rows = [tuple(model.get(key) for key in keys) for model in rollout["models"]]
     table = columns(("MODEL", "STATE", "STRATEGY", "WANTED", "UPDATED", "READY", "OLD"), rows)
@@ -179,7 +182,7 @@ def rollout_text(rollout: Mapping[str, Any]) -> str:
 
 
 def description(kind: str, item: Mapping[str, Any], events: Sequence[Mapping[str, Any]], log: Mapping[str, Any]) -> str:
-    """All that is known of one thing: its plain values, then its tables, its events, and the end of its log."""
+    """Returns the values of an item, then its tables, its events, and the end of its log."""
     plain: list[tuple[str, str]] = [("kind", kind)]
     parts: list[str] = []
     for key, value in item.items():
@@ -219,7 +222,7 @@ def _plain(key: str, value: Any) -> str:
 
 
 def settings_text(values: Iterable[Mapping[str, Any]]) -> str:
-    """Each setting, its value, and who said so."""
+    """Returns each setting with its value and origin."""
     rows = [(value["name"], _plain("", value["value"]), _origin(value)) for value in values]
     return columns(("NAME", "VALUE", "ORIGIN"), rows)
 

@@ -1,4 +1,4 @@
-"""Commands about what was asked: `trace export`."""
+"""The command `trace export`: export recorded requests for the simulator."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from orchestrator.cli.app import FAILED, group, the_fleet
 from orchestrator.cli.output import say, stdout, write
 from orchestrator.process.durations import moment, span_s
 
-PAGE = 5000  # requests that are asked for at once
+PAGE = 5000  # requests in one reply
 
-trace = group("trace", help="What was asked of the models, in lengths: for `simulate`.")
+trace = group("trace", help="Export recorded requests (times and lengths, no texts) for `simulate`.")
 
 
 @trace.command()
 def export(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write it there.", show_default="to stdout")
+        Path | None, typer.Option("--out", metavar="FILE", help="Output file.", show_default="stdout")
     ] = None,
     speeds: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write how fast the replicas were, for `simulate --speeds`.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the measured speeds of replicas to FILE, for `simulate --speeds`."),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="AGE|TIME", help="Only requests that came since: 90m, 12h, 3d, or a time of ISO 8601."),
+        typer.Option(
+            metavar="AGE|TIME",
+            help="Only requests since an age such as 90m, 12h or 3d, or an ISO 8601 time.",
+            show_default="all requests",
+        ),
     ] = None,
 ) -> None:
-    """Write what the running fleet was asked lately as CSV: times, models, lengths and the ids of keys, no texts."""
+    """Export the fleet's recent requests as CSV: times, models, token counts and key IDs, but no texts."""
     import io
     import json
     import time
@@ -43,9 +48,9 @@ def export(
     measured: dict[str, dict[str, float]] = {}
     after, more = "", True
     while more:
-        told = client.get("trace", {"after": after, "limit": PAGE})
-        requests += (request for request in told["requests"] if request["time"] >= oldest)
-        measured, after, more = told["speeds"], told["next"], told["more"]
+        page = client.get("trace", {"after": after, "limit": PAGE})
+        requests += (request for request in page["requests"] if request["time"] >= oldest)
+        measured, after, more = page["speeds"], page["next"], page["more"]
     lines = io.StringIO()
     count = write_trace(requests, lines)
     if out is None:
@@ -55,23 +60,23 @@ def export(
         write(out, lines.getvalue())
     if speeds is not None:
         fitted = measured_speeds(requests)
-        known = {name: {field: value for field, value in one.items() if value} for name, one in measured.items()}
-        each = {name: {**known.get(name, {}), **fitted.get(name, {})} for name in {*known, *fitted}}
-        write(speeds, json.dumps({name: told for name, told in sorted(each.items()) if told}, indent=2) + "\n")
-        if unknown := sorted(name for name, told in fitted.items() if "prefill_token_ms" not in told):
-            say(f"prefill of {', '.join(unknown)} will be estimated: too few prompts, or all of about one length")
+        reported = {name: {field: value for field, value in model.items() if value} for name, model in measured.items()}
+        merged = {name: {**reported.get(name, {}), **fitted.get(name, {})} for name in {*reported, *fitted}}
+        write(speeds, json.dumps({name: model for name, model in sorted(merged.items()) if model}, indent=2) + "\n")
+        if unknown := sorted(name for name, model in fitted.items() if "prefill_token_ms" not in model):
+            say(f"prefill of {', '.join(unknown)} will be estimated: too few prompts, or too similar lengths")
     say(f"{count} requests")
     if not count:
         raise typer.Exit(FAILED)
 
 
 def _since(text: str, now: float) -> float:
-    """In seconds since the epoch."""
+    """Returns the value of ``--since`` in seconds since the epoch."""
     age = span_s(text)
     if age is not None:
         return now - age
     try:
         return moment(text)
     except ValueError:
-        rule = "neither an age like 90m, 12h or 3d nor a time of ISO 8601"
+        rule = "neither an age such as 90m, 12h or 3d nor an ISO 8601 time"
         raise typer.BadParameter(f"{text!r} is {rule}", param_hint="--since") from None

@@ -1,4 +1,4 @@
-"""`corewright up`: check the spec, run the daemon, and tell the user where everything is."""
+"""The command `up`: checks the spec, runs the daemon, and prints the fleet's addresses."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ from placements.spec.problems import Problem, has_errors
 
 
 def check_listening(settings: Settings) -> None:
-    """What the gateway is to listen on, and with what: before anything is started. Raises Failed; warns."""
+    """Check the listen address, TLS and API keys before anything starts. Prints warnings. Raises Failed."""
     host, origin = settings["host"], settings.origin("host")
     ring = KeyFile(Home.from_environment().keys).read()
     cert, key, client_ca = (settings[name] for name in ("tls_cert", "tls_key", "tls_client_ca"))
     if (cert is None) != (key is None) or (client_ca is not None and cert is None):
-        given = "--tls-client-ca" if client_ca is not None and cert is None else "one of --tls-cert and --tls-key"
-        raise Failed("tls-incomplete", f"{given} alone is given", "--tls-cert FILE and --tls-key FILE belong together")
+        options = "--tls-client-ca" if client_ca is not None and cert is None else "one of --tls-cert and --tls-key"
+        raise Failed("tls-incomplete", f"only {options} is set", "set both --tls-cert FILE and --tls-key FILE")
     if cert is not None and key is not None:
         from orchestrator.access.tls import server_context
 
         server_context(cert, key, client_ca)
     open_to_all, now = not is_loopback(host), time.time()
     if open_to_all and not settings["insecure"] and not ring.usable(now, "inference"):
-        what = f"{origin.where} {host} would open the fleet to the network, and no key is there to demand"
-        raise Failed("host-without-keys", what, "corewright keys create NAME; or --host 127.0.0.1; or --insecure")
+        message = f"{origin.where} {host} would open the fleet to the network, and no API key exists"
+        hint = "run `corewright keys create NAME`; or use --host 127.0.0.1, or --insecure"
+        raise Failed("host-without-keys", message, hint)
     if settings["insecure"] and (open_to_all or ring.requires_key(now)):
         where = "on the network" if open_to_all else "here"
-        what = f"--insecure: whoever reaches {host} {where} is answered without a key"
-        complain([Problem("keys-not-demanded", "warning", "", what, "leave it out, and every client needs a key")])
+        message = f"--insecure: requests to {host} {where} are accepted without a key"
+        complain([Problem("keys-not-demanded", "warning", "", message, "remove --insecure to require keys")])
     elif ring.keys and not open_to_all and not ring.requires_key(now):
         from orchestrator.cli.keys import access
 
-        complain([Problem("keys-not-demanded", "warning", "", access(ring, now), "corewright keys close ends that")])
+        hint = "run `corewright keys close` to require keys"
+        complain([Problem("keys-not-demanded", "warning", "", access(ring, now), hint)])
     if open_to_all and cert is None:
-        what = f"{host} is not loopback, and there is no TLS: keys and prompts can be read on the way"
-        hint = "--tls-cert FILE --tls-key FILE; or a proxy with TLS in front"
-        complain([Problem("host-without-tls", "warning", "", what, hint)])
+        message = f"{host} is not loopback, and TLS is off: keys and prompts are sent unencrypted"
+        hint = "set --tls-cert FILE and --tls-key FILE, or put a proxy with TLS in front"
+        complain([Problem("host-without-tls", "warning", "", message, hint)])
 
 
 def run_up(file: SpecFile, settings: Settings) -> int:
-    """Gives the exit code. Raises Failed when the fleet cannot start."""
+    """Start the fleet and run it until it ends. Returns the exit code. Raises Failed if the fleet cannot start."""
     problems = (*file.problems, *start_problems(file))
     if not has_errors(problems):
         with WaitingNotice(say).waiting(lambda: "the interpreters of the engines"):
@@ -63,7 +65,7 @@ def run_up(file: SpecFile, settings: Settings) -> int:
         return 1
     if not file.spec.hosts and file.hosts[0].emulated:
         name = file.hosts[0].name
-        say(f"no Neuron devices here: emulating {name} (only the accelerator; the CPUs are real)")
+        say(f"no Neuron devices on this machine: emulating {name} (only the accelerator; the CPUs are real)")
     placed = plan(file.spec, file.hosts, file.checkpoints)
     if placed.unplaced:
         complain([problem for missing in placed.unplaced for problem in missing.problems])
@@ -129,10 +131,10 @@ def _addresses(record: FleetRecord, file: SpecFile, settings: Settings) -> str:
 
 
 def _curl_needs(settings: Settings) -> str:
-    """What `curl` must be told beside the address."""
+    """Returns the options that `curl` needs beside the address."""
     needs = ""
     if settings["tls_cert"] is not None:
-        needs += "--cacert CA.pem "  # -k would teach people to look away
+        needs += "--cacert CA.pem "  # not -k, which disables verification
     if settings["tls_client_ca"] is not None:
         needs += "--cert CLIENT.pem --key CLIENT-KEY.pem "
     if not settings["insecure"] and KeyFile(Home.from_environment().keys).read().requires_key(time.time()):

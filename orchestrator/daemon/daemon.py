@@ -166,10 +166,10 @@ class Daemon:
             ended = apart(functools.partial(self._live, written, on_ready), SIGNALS)
             if TOLD not in ended.marks:
                 self._tell_of_death(ended, None if READY in ended.marks else written)
-            left = None if GONE in ended.marks else self._end_everything()
-            if left is not None:
-                self._tell(f"stopped, but {left}")
-            return ended.code if TOLD in ended.marks and ended.code >= 0 and left is None else 1
+            leftovers = None if GONE in ended.marks else self._end_everything()
+            if leftovers is not None:
+                self._tell(f"stopped, but {leftovers}")
+            return ended.code if TOLD in ended.marks and ended.code >= 0 and leftovers is None else 1
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -201,12 +201,12 @@ class Daemon:
                 on_ready(record)
             if self._options.watch:
                 self._in_background(self._watch_spec)
-            asked = self._asked.get()
-            if isinstance(asked, Failed):
-                raise asked
-            outcome = asked
+            request = self._asked.get()
+            if isinstance(request, Failed):
+                raise request
+            outcome = request
             self._asking = True
-            self._tell(f"{asked}: draining for at most {self._options.drain_s:.0f} s (a signal more ends at once)")
+            self._tell(f"{request}: draining for at most {self._options.drain_s:.0f} s (a signal more ends at once)")
             code = 0
         except (_Interrupted, SystemExit) as reason:  # SystemExit: Ray's own handler, while Ray starts
             self._tell(f"{reason}: ended before the fleet was ready")
@@ -223,8 +223,8 @@ class Daemon:
                 with self._tell.waiting(lambda: "running requests, replicas and Ray to end"):
                     self._take_down()
             finally:
-                left = self._end_everything()
-                if left is None:
+                leftovers = self._end_everything()
+                if leftovers is None:
                     mark(GONE)
                     self._tell("stopped")
         return code
@@ -232,8 +232,8 @@ class Daemon:
     def _told_to_audit(self) -> dict[str, Any]:
         text, file, base_dir = self._spec
         gateway = self._options.gateway
-        told = {"text": text, "file": file, "base_dir": base_dir, "host": gateway.host, "port": gateway.port}
-        return {**told, "insecure": gateway.insecure, "tls": gateway.tls_cert is not None}
+        fields = {"text": text, "file": file, "base_dir": base_dir, "host": gateway.host, "port": gateway.port}
+        return {**fields, "insecure": gateway.insecure, "tls": gateway.tls_cert is not None}
 
     def _audit_end(self, line: AuditLine | None, outcome: str) -> None:
         """``line`` None: the end of a fleet that was ready."""
@@ -252,9 +252,9 @@ class Daemon:
             return
         if not daemon_alive(record):
             self._tell(f"the fleet of pid {record.pid} did not end cleanly: removing what it left")
-        left = end_leftovers(self._home, record.fleet, LEFTOVERS_DEADLINE_S)
-        if left:
-            pids = ", ".join(map(str, left))
+        pids_left = end_leftovers(self._home, record.fleet, LEFTOVERS_DEADLINE_S)
+        if pids_left:
+            pids = ", ".join(map(str, pids_left))
             raise Failed("leftover-processes", f"processes of an earlier fleet do not die: {pids}", "end them by hand")
         self._home.forget_fleet()
         self._home.prepare()
@@ -379,7 +379,7 @@ class Daemon:
 
         away_s, failed_at = 0.0, float("inf")
         while not self._ending:
-            asked = time.monotonic()
+            started = time.monotonic()
             try:
                 return answer(call)
             except CallFailed as error:
@@ -389,7 +389,7 @@ class Daemon:
                 now = time.monotonic()
                 # a longer gap is a pause of this process, in which the controller had no time either
                 away_s += min(max(0.0, now - failed_at), LATE_S)
-                if now - asked > CONTROLLER_THERE_S:
+                if now - started > CONTROLLER_THERE_S:
                     away_s = 0.0
                 failed_at = now
                 if away_s > CONTROLLER_AWAY_S:
@@ -501,8 +501,8 @@ class Daemon:
 
     def _raise_if_asked(self) -> None:
         with contextlib.suppress(queue.Empty):
-            asked = self._asked.get_nowait()
-            raise asked if isinstance(asked, Failed) else _Interrupted(asked)
+            request = self._asked.get_nowait()
+            raise request if isinstance(request, Failed) else _Interrupted(request)
 
     # End
 

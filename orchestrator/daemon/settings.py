@@ -1,4 +1,4 @@
-"""The settings of `up`, one table of them, each resolved flag > environment > file > default and keeping its origin."""
+"""The table of settings of `up`, each resolved from flag, environment, file or default, with its origin."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LONGEST_DRAIN_S = 3600.0
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that can be set. ``read`` takes what the command line or YAML gives, or a variable's text; it raises
-    ValueError with what the value should be."""
+    """One setting. ``read`` converts a value from the command line or YAML, or the text of a variable; it raises
+    ValueError with a description of valid values."""
 
     name: str  # also the key in the file, and the flag with - for _
     env: str
@@ -38,12 +38,12 @@ class Setting:
     read: Callable[[Any], Any]
     has_flag: bool = True
     in_file: bool = True
-    flag: str = ""  # where it is another than the name says
+    flag: str = ""  # if it is not derived from the name
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a setting is, and who said so."""
+    """The value of a setting, and its origin."""
 
     name: str
     value: Any
@@ -55,100 +55,100 @@ class Value:
         return {"name": self.name, "value": value, "origin": self.origin, "where": self.where}
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str):
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
         raise ValueError("text")
-    return given
+    return value
 
 
-def _port(given: Any) -> int:
-    what = "1 to 65535"
-    number = int(given) if isinstance(given, str) and given.isascii() and given.isdecimal() else given
+def _port(value: Any) -> int:
+    rule = "1 to 65535"
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 65535:
-        raise ValueError(what)
+        raise ValueError(rule)
     return number
 
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _switch(given: Any) -> bool:
-    if isinstance(given, bool):
-        return given
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
     try:
-        return _WORDS[given.lower()]
+        return _WORDS[value.lower()]
     except (AttributeError, KeyError):
         raise ValueError("true or false") from None
 
 
-def _number(given: Any, what: str) -> float:
+def _number(value: Any, rule: str) -> float:
     try:
-        number = float("" if isinstance(given, bool) else given)
+        number = float("" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(what) from None
+        raise ValueError(rule) from None
     if not math.isfinite(number):
-        raise ValueError(what)
+        raise ValueError(rule)
     return number
 
 
-def _seconds(given: Any) -> float:
-    what = f"a number of seconds, 0 to {LONGEST_DRAIN_S:.0f}"
-    number = _number(given, what)
+def _seconds(value: Any) -> float:
+    rule = f"a number of seconds, 0 to {LONGEST_DRAIN_S:.0f}"
+    number = _number(value, rule)
     if not 0 <= number <= LONGEST_DRAIN_S:
-        raise ValueError(what)
+        raise ValueError(rule)
     return number
 
 
-def _deadline(given: Any) -> float:
-    what = f"a number of seconds above 0, at most {LONGEST_DRAIN_S:.0f}"
-    number = _number(given, what)
+def _deadline(value: Any) -> float:
+    rule = f"a number of seconds above 0, at most {LONGEST_DRAIN_S:.0f}"
+    number = _number(value, rule)
     if not 0 < number <= LONGEST_DRAIN_S:
-        raise ValueError(what)
+        raise ValueError(rule)
     return number
 
 
 def _whole(least: int, most: int) -> Callable[[Any], int]:
-    what = f"a whole number, {least} to {most}"
+    rule = f"a whole number, {least} to {most}"
 
-    def read(given: Any) -> int:
-        number = int(given) if isinstance(given, str) and re.fullmatch("[0-9]{1,15}", given, re.ASCII) else given
+    def read(value: Any) -> int:
+        number = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value, re.ASCII) else value
         if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-            raise ValueError(what)
+            raise ValueError(rule)
         return number
 
     return read
 
 
-def _word(*known: str) -> Callable[[Any], str]:
-    def read(given: Any) -> str:
-        if given not in known:
-            raise ValueError(" or ".join(known))
-        return str(given)
+def _word(*allowed: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(" or ".join(allowed))
+        return str(value)
 
     return read
 
 
-def _file_path(given: Any) -> str:
+def _file_path(value: Any) -> str:
     """Relative to the current folder."""
-    if not _text(given).strip():
+    if not _text(value).strip():
         raise ValueError("a file")
-    return str(Path(given).expanduser().absolute())
+    return str(Path(value).expanduser().absolute())
 
 
-def _several(one: Callable[[str], str], what: str) -> Callable[[Any], tuple[str, ...]]:
-    """A list, or a text with commas, as a variable has it. ``one`` reads each, and raises ValueError."""
+def _several(read_item: Callable[[str], str], rule: str) -> Callable[[Any], tuple[str, ...]]:
+    """Returns a reader of lists, and of texts with commas. ``read_item`` reads each item, and raises ValueError."""
 
-    def read(given: Any) -> tuple[str, ...]:
-        items = given.split(",") if isinstance(given, str) else given
+    def read(value: Any) -> tuple[str, ...]:
+        items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-            raise ValueError(what)
-        return tuple(dict.fromkeys(one(item.strip()) for item in items if item.strip()))
+            raise ValueError(rule)
+        return tuple(dict.fromkeys(read_item(item.strip()) for item in items if item.strip()))
 
     return read
 
 
 _ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?", re.ASCII)
-_ORIGINS = "origins like https://chat.example, or *"
+_ORIGINS = "origins such as https://chat.example, or *"
 _MEMORY = "an absolute folder of a tmpfs"
 _PLACES = "absolute folders, s3://bucket/prefix and hub:ORG"
 
@@ -166,8 +166,8 @@ def _place(text: str) -> str:
     return path
 
 
-def _folder(given: Any) -> str:
-    path = str(Path(_text(given)).expanduser()) if given else ""
+def _folder(value: Any) -> str:
+    path = str(Path(_text(value)).expanduser()) if value else ""
     if not path.startswith("/"):
         raise ValueError(_MEMORY)
     return path
@@ -187,14 +187,21 @@ def _time(name: str, default: float, doc: str) -> Setting:
 
 
 SETTINGS = (
-    Setting("host", "COREWRIGHT_HOST", "127.0.0.1", "text", "Address to listen on; beyond loopback with keys.", _text),
-    Setting("port", "COREWRIGHT_PORT", 8080, "1 to 65535", "Port of the OpenAI-compatible address.", _port),
+    Setting(
+        "host",
+        "COREWRIGHT_HOST",
+        "127.0.0.1",
+        "text",
+        "Address that the gateway listens on. An address beyond loopback requires API keys.",
+        _text,
+    ),
+    Setting("port", "COREWRIGHT_PORT", 8080, "1 to 65535", "Port that the gateway listens on.", _port),
     Setting(
         "gateways",
         "COREWRIGHT_GATEWAYS",
         1,
         "1 to 64",
-        "Gateway processes that share the port.",
+        "Number of gateway processes that share the port.",
         _whole(1, 64),
     ),
     Setting(
@@ -202,7 +209,7 @@ SETTINGS = (
         "COREWRIGHT_GATEWAY_SPARE",
         True,
         "true or false",
-        "Keep one more gateway process, which takes over at once from one that dies.",
+        "Keep a spare gateway process, which takes over when another one dies.",
         _switch,
         has_flag=False,
     ),
@@ -219,16 +226,16 @@ SETTINGS = (
         "COREWRIGHT_TLS_CERT",
         None,
         "a file",
-        "PEM: the gateway's certificate, and its chain. Read again when it changes.",
+        "TLS certificate of the gateway with its chain (PEM). Reloaded when it changes.",
         _file_path,
     ),
-    Setting("tls_key", "COREWRIGHT_TLS_KEY", None, "a file", "PEM: the key of the certificate.", _file_path),
+    Setting("tls_key", "COREWRIGHT_TLS_KEY", None, "a file", "Private key of the TLS certificate (PEM).", _file_path),
     Setting(
         "tls_client_ca",
         "COREWRIGHT_TLS_CLIENT_CA",
         None,
         "a file",
-        "PEM: demand of each client a certificate that one of these authorities has signed.",
+        "Require client certificates signed by these authorities (PEM).",
         _file_path,
     ),
     Setting(
@@ -236,38 +243,36 @@ SETTINGS = (
         "COREWRIGHT_CORS_ORIGINS",
         (),
         "origins",
-        "Origins whose scripts in browsers may read answers.",
+        "Origins to allow cross-origin requests from (CORS).",
         _several(_cors_origin, _ORIGINS),
         flag="--cors-origin",
     ),
-    Setting("dashboard", "COREWRIGHT_DASHBOARD", True, "true or false", "Start Ray's dashboard.", _switch),
+    Setting("dashboard", "COREWRIGHT_DASHBOARD", True, "true or false", "Start the Ray dashboard.", _switch),
     Setting(
         "watch",
         "COREWRIGHT_WATCH",
         False,
         "true or false",
-        "Apply the spec when its file changes; bad ones are not.",
+        "Apply the spec whenever its file changes. Invalid specs are rejected.",
         _switch,
     ),
-    Setting(
-        "drain_s", "COREWRIGHT_DRAIN_S", DRAIN_S, "0 to 3600", "Seconds for running requests at the end.", _seconds
-    ),
-    _limit("max_body_bytes", 8 * MIB, 1024, GIB, "Bytes of a request's body."),
-    _limit("max_header_bytes", 32 * 2**10, 1024, MIB, "Bytes of a request's line and headers together."),
-    _limit("max_messages", 2048, 1, 1_000_000, "Messages of a chat."),
-    _limit("max_prompt_tokens", None, 1, 1 << 24, "Tokens of a prompt; unset: as many as the model takes."),
-    _limit("max_connections", 10_000, 1, 1_000_000, "Open connections of one gateway."),
-    _limit("max_connections_per_key", 4096, 1, 1_000_000, "Open connections of one key at one gateway."),
-    _time("read_s", 30.0, "Seconds for a request to arrive, from its first byte to its last."),
-    _time("idle_s", 75.0, "Seconds between two requests on one connection."),
-    _time("write_s", 30.0, "Seconds that a client may take nothing of its answer; then it is disconnected."),
-    _time("keep_alive_s", 10.0, "Seconds between two comments to a streaming client whose request waits for a slot."),
+    Setting("drain_s", "COREWRIGHT_DRAIN_S", DRAIN_S, "0 to 3600", "Drain timeout on shutdown, in seconds.", _seconds),
+    _limit("max_body_bytes", 8 * MIB, 1024, GIB, "Maximum size of a request body, in bytes."),
+    _limit("max_header_bytes", 32 * 2**10, 1024, MIB, "Maximum size of the request line and headers, in bytes."),
+    _limit("max_messages", 2048, 1, 1_000_000, "Maximum number of messages in a chat request."),
+    _limit("max_prompt_tokens", None, 1, 1 << 24, "Maximum number of prompt tokens; unset: the model's limit."),
+    _limit("max_connections", 10_000, 1, 1_000_000, "Maximum open connections per gateway process."),
+    _limit("max_connections_per_key", 4096, 1, 1_000_000, "Maximum open connections of a key per gateway process."),
+    _time("read_s", 30.0, "Timeout for receiving a request, from its first byte to its last, in seconds."),
+    _time("idle_s", 75.0, "Timeout between two requests on a connection, in seconds."),
+    _time("write_s", 30.0, "Timeout for a client that reads nothing of its response, in seconds."),
+    _time("keep_alive_s", 10.0, "Interval of keep-alive comments in streams that wait for a slot, in seconds."),
     Setting(
         "log_format",
         "COREWRIGHT_LOG_FORMAT",
         "text",
         "text or json",
-        "Form of the gateway's log.",
+        "Format of the gateway log.",
         _word("text", "json"),
         has_flag=False,
     ),
@@ -276,7 +281,7 @@ SETTINGS = (
         "COREWRIGHT_LOG_PROMPTS",
         False,
         "true or false",
-        "Write prompts and answers into the gateway's log.",
+        "Write prompts and answers to the gateway log.",
         _switch,
         has_flag=False,
     ),
@@ -285,27 +290,27 @@ SETTINGS = (
         "COREWRIGHT_ALLOWED_SOURCES",
         None,
         "folders, s3:// prefixes and hub:ORG",
-        "What a spec may read: models, drafts, compiler caches. Unset: see docs/security.md.",
+        "Sources that a spec may read: models, drafts, compiler caches. Unset: see docs/security.md.",
         _several(_place, _PLACES),
         has_flag=False,
     ),
-    _limit("store_bytes", None, MIB, PIB, "Bytes of a host's disk for fetched models; unset: as many as it has."),
+    _limit("store_bytes", None, MIB, PIB, "Maximum disk space per host for fetched models, in bytes; unset: no limit."),
     Setting(
         "store_memory",
         "COREWRIGHT_STORE_MEMORY",
         None,
         _MEMORY,
-        "Where fetched models are copied to, to be loaded from memory. Unset: from disk.",
+        "Folder in memory that fetched models are copied to before loading. Unset: models load from disk.",
         _folder,
         has_flag=False,
     ),
-    _limit("store_memory_bytes", None, MIB, PIB, "Bytes of it for them; unset: as many as it has."),
+    _limit("store_memory_bytes", None, MIB, PIB, "Maximum size of store_memory, in bytes; unset: no limit."),
     Setting(
         "data_plane",
         "COREWRIGHT_DATA_PLANE",
         "unix",
         "unix or tcp",
-        "Between gateways and replicas of one host; tcp, with TLS, is what other hosts are reached by.",
+        "Transport between gateways and replicas of one host. Other hosts always use tcp, with TLS.",
         _word("unix", "tcp"),
         has_flag=False,
     ),
@@ -314,7 +319,7 @@ SETTINGS = (
         "COREWRIGHT_HOME",
         "~/.corewright",
         "a folder",
-        "Where the fleet's record, logs and locks are.",
+        "Folder of the fleet's record, logs and locks.",
         lambda given: str(Path(_text(given)).absolute()),
         has_flag=False,
         in_file=False,
@@ -324,7 +329,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them, in the order of ``SETTINGS``. With problems of severity error the values are not to be used."""
+    """All values, in the order of ``SETTINGS``. They are invalid if one of the problems is an error."""
 
     values: tuple[Value, ...]
     problems: tuple[Problem, ...]
@@ -336,15 +341,17 @@ class Settings:
         return next(value for value in self.values if value.name == name)
 
     def as_dicts(self) -> tuple[dict[str, Any], ...]:
-        """As `config view -o json` prints them."""
+        """Returns the list that `config view -o json` prints."""
         return tuple(value.as_dict() for value in self.values)
 
 
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, only: Collection[str] | None = None
 ) -> Settings:
-    """``flags`` are those of the command line, None where not given. An empty variable counts as unset. ``only``: the
-    settings that are read, by name; None: all. Raises Failed for a home that others can write to."""
+    """Returns the settings from ``flags`` (None for those not given), the environment and the file.
+
+    An empty variable counts as unset. ``only``: the names of the settings to read; None: all. Raises Failed for a home
+    that others can write to."""
     from orchestrator.process.home import refuse_shared
 
     environ = os.environ if environ is None else environ
@@ -366,15 +373,14 @@ def resolve(
         except ValueError as error:
             where = given.where if given.origin == "file" else ""
             source = "" if given.origin == "file" else f"{given.where}: "
-            what = f"{source}{setting.name} must be {error}, not {given.value!r}"
-            problems.append(Problem("setting-wrong", "error", where, what, setting.doc))
+            message = f"{source}{setting.name} must be {error}, not {given.value!r}"
+            problems.append(Problem("setting-wrong", "error", where, message, setting.doc))
             read = setting.default
         if setting.name == "store_memory" and read is not None and is_on_disk(read):
             where = given.where if given.origin == "file" else ""
-            what = f"store_memory: {read} is on a disk: each model would lie there twice, and not in memory"
-            problems.append(
-                Problem("store-memory-on-disk", "warning", where, what, "a folder of a tmpfs: /dev/shm/models")
-            )
+            message = f"store_memory: {read} is on disk: models would be stored there twice, and not in memory"
+            hint = "use a folder of a tmpfs, such as /dev/shm/models"
+            problems.append(Problem("store-memory-on-disk", "warning", where, message, hint))
         values.append(Value(setting.name, read, given.origin, given.where))
     return Settings(tuple(values), in_order(problems))
 
@@ -390,52 +396,52 @@ def _given(
 
 
 def _file(path: Path, problems: list[Problem]) -> dict[str, Value]:
-    """What the file sets. No file, or an empty one, sets nothing."""
+    """Returns the values of the file; none for a missing or empty file."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
         return {}
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        problems.append(Problem("settings-unreadable", "error", "", what, "make it readable, or remove it"))
+        message = f"{path} cannot be read: {error.strerror}"
+        problems.append(Problem("settings-unreadable", "error", "", message, "make the file readable, or remove it"))
         return {}
     from placements.spec.yaml_tree import BROKEN, read
 
     tree = read(text, str(path))
-    found_empty = any(problem.id == "spec-empty" for problem in tree.problems)  # an error of a spec, and none here
-    problems += () if found_empty else tree.problems
-    if tree.value is BROKEN or found_empty:
+    is_empty = any(problem.id == "spec-empty" for problem in tree.problems)  # an error of specs, but valid here
+    problems += () if is_empty else tree.problems
+    if tree.value is BROKEN or is_empty:
         return {}
     if not isinstance(tree.value, dict):
-        what = "the settings are a mapping, such as port: 8080"
-        problems.append(Problem("settings-unreadable", "error", f"{path}:1:1", what, "one setting a line"))
+        message = "the file must be a mapping, such as port: 8080"
+        problems.append(Problem("settings-unreadable", "error", f"{path}:1:1", message, "write one setting per line"))
         return {}
-    known = [setting.name for setting in SETTINGS if setting.in_file]
-    found = {}
+    names = [setting.name for setting in SETTINGS if setting.in_file]
+    values = {}
     for key, value in tree.value.items():
         place = tree.places.get((key,))
         where = f"{path}:{place.line}:{place.column}" if place else str(path)
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f'did you mean "{near[0]}"?' if near else f"one of: {', '.join(known)}"
-            problems.append(Problem("setting-unknown", "error", where, f'"{key}" is no setting of this file', hint))
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, 1)
+            hint = f'did you mean "{near[0]}"?' if near else f"one of: {', '.join(names)}"
+            problems.append(Problem("setting-unknown", "error", where, f'"{key}" is not a setting of this file', hint))
         elif value is not BROKEN and value is not None:
-            found[key] = Value(key, value, "file", where)
-    return found
+            values[key] = Value(key, value, "file", where)
+    return values
 
 
 def is_on_disk(folder: str) -> bool:
-    """Whether what is put there would lie on a disk of this machine; False where nobody can tell."""
+    """Returns whether files in the folder would be on a disk of this machine; False if this is unknown."""
     import psutil
 
     path = Path(folder).resolve()
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
-    found = next((mounts[one] for one in (path, *path.parents) if one in mounts), IN_MEMORY[0])
-    return found not in IN_MEMORY
+    mounts = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    file_system = next((mounts[parent] for parent in (path, *path.parents) if parent in mounts), IN_MEMORY[0])
+    return file_system not in IN_MEMORY
 
 
 def gateway_settings(settings: Settings) -> GatewaySettings:
-    """What each gateway is told. Call it when there are no problems."""
+    """Returns the settings of each gateway. Requires settings without problems."""
     import msgspec.structs
 
     from orchestrator.gateway.settings import GatewaySettings
@@ -445,7 +451,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
 
 
 def store_settings(settings: Settings, root: Path) -> StoreSettings:
-    """What each host keeps of artifacts, in ``root``. Call it when there are no problems."""
+    """Returns the settings of each host's artifact store in ``root``. Requires settings without problems."""
     from workers.artifacts.store.store_settings import StoreSettings
 
     return StoreSettings(
@@ -457,8 +463,8 @@ def store_settings(settings: Settings, root: Path) -> StoreSettings:
 
 
 def store_here(root: Path) -> StoreSettings:
-    """The same for a command of this machine, from its environment and its file. Raises Failed where one of these
-    settings is wrong, or the file is."""
+    """As ``store_settings``, from the environment and the file of a command. Raises Failed if one of these settings,
+    or the file, is wrong."""
     settings = resolve({}, only=("store_bytes", "store_memory", "store_memory_bytes"))
     for problem in settings.problems:
         if problem.severity == "error":

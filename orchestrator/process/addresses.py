@@ -20,8 +20,8 @@ def free_port() -> int:
     Of the ephemeral ports, which a bind to port 0 gives, Ray's outgoing connections take some hundred while it starts,
     and nobody can listen on such a one.
     """
-    others = range(_LOWEST, max(_LOWEST, min(_first_ephemeral(), _HIGHEST + 1)))
-    for port in random.sample(others, min(_ATTEMPTS, len(others))):  # no secret hangs on it
+    ports = range(_LOWEST, max(_LOWEST, min(_first_ephemeral(), _HIGHEST + 1)))
+    for port in random.sample(ports, min(_ATTEMPTS, len(ports))):  # no secret hangs on it
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port

@@ -55,8 +55,8 @@ class AwakeClock:
         task = asyncio.ensure_future(work)
         until = self() + deadline_s
         try:
-            while not task.done() and (left := max(until, self.resumed_at() + AGAIN_S) - self()) > 0:
-                await asyncio.wait({task}, timeout=left)
+            while not task.done() and (remaining_s := max(until, self.resumed_at() + AGAIN_S) - self()) > 0:
+                await asyncio.wait({task}, timeout=remaining_s)
             if not task.done():
                 raise asyncio.TimeoutError
             return task.result()

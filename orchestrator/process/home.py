@@ -214,8 +214,8 @@ def refuse_shared(folder: Path) -> None:
     """Raises Failed for a folder, or a link to one, that is another user's or that others can write to. A folder that
     does not exist, or that this process cannot see, passes: its use fails then."""
     try:
-        there = folder.stat()
-        owners = {folder.lstat().st_uid, there.st_uid} - {os.getuid()}
+        status = folder.stat()
+        owners = {folder.lstat().st_uid, status.st_uid} - {os.getuid()}
     except OSError:
         return
     if owners:
@@ -224,8 +224,8 @@ def refuse_shared(folder: Path) -> None:
             f"{folder} belongs to user {owners.pop()}",
             "run the command as that user, or set COREWRIGHT_HOME",
         )
-    if stat.S_ISDIR(there.st_mode) and there.st_mode & 0o022:
-        what = f"{folder} can be written by other users (mode {stat.S_IMODE(there.st_mode):04o})"
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022:
+        what = f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o})"
         raise Failed("home-unusable", what, f"check what is in it; then chmod go-w {shlex.quote(str(folder))}")
 
 
@@ -258,14 +258,14 @@ def fleet_processes(home: Home, fleet: str) -> list[psutil.Process]:
     the home's Ray folder that it can write to. Not by a list of pids: Ray starts and replaces processes on its own, so
     that a list is never complete.
     """
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.uids().real != os.getuid():
                 continue
             if process.environ().get(FLEET_VARIABLE) == fleet or _writes_under(process.pid, home.temporary):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _writes_under(pid: int, folder: Path) -> bool:
@@ -283,12 +283,12 @@ def _writes_under(pid: int, folder: Path) -> bool:
 def end_leftovers(home: Home, fleet: str, deadline_s: float) -> list[int]:
     """Kill what is left of a fleet and wait until it is gone. Gives the pids that are still there at the deadline."""
     deadline = time.monotonic() + deadline_s
-    while (left := fleet_processes(home, fleet)) and time.monotonic() < deadline:
-        for process in left:  # a killed raylet can leave a worker that was just being forked: hence the loop
+    while (processes := fleet_processes(home, fleet)) and time.monotonic() < deadline:
+        for process in processes:  # a killed raylet can leave a worker that was just being forked: hence the loop
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
-    return [process.pid for process in left]
+        psutil.wait_procs(processes, timeout=max(0.0, deadline - time.monotonic()))
+    return [process.pid for process in processes]
 
 
 def left_behind(home: Home, record: FleetRecord) -> str | None:

@@ -216,22 +216,22 @@ class Logs:
         return self._json_record(record) if self._json else self._plain.format(record)
 
     def _json_record(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = _head(record.created, record.levelname, record.name, record.getMessage())
-        told.update((name, getattr(record, name)) for name in ABOUT if getattr(record, name, None) is not None)
+        fields: dict[str, Any] = _head(record.created, record.levelname, record.name, record.getMessage())
+        fields.update((name, getattr(record, name)) for name in ABOUT if getattr(record, name, None) is not None)
         if record.exc_info and record.exc_info[0] is not None:
-            told["error"] = brief("".join(traceback.format_exception(*record.exc_info)).rstrip(), MAX_MESSAGE)
+            fields["error"] = brief("".join(traceback.format_exception(*record.exc_info)).rstrip(), MAX_MESSAGE)
         if record.stack_info:
-            told["stack"] = record.stack_info
-        return _encoded(told)
+            fields["stack"] = record.stack_info
+        return _encoded(fields)
 
     def _access(self, at: float, access: Access) -> str:
-        told = msgspec.to_builtins(access)
+        fields = msgspec.to_builtins(access)
         if not self._prompts:
-            told.pop("prompt", None)
-            told.pop("answer", None)
+            fields.pop("prompt", None)
+            fields.pop("answer", None)
         if self._json:
-            return _encoded({**_head(at, "INFO", ACCESS, f"{access.method} {access.path} {access.status}"), **told})
-        record = logging.LogRecord(ACCESS, logging.INFO, "", 0, _as_text(told), (), None)
+            return _encoded({**_head(at, "INFO", ACCESS, f"{access.method} {access.path} {access.status}"), **fields})
+        record = logging.LogRecord(ACCESS, logging.INFO, "", 0, _as_text(fields), (), None)
         record.created, record.msecs = at, (at % 1) * 1000
         return self._plain.format(record)
 
@@ -354,11 +354,11 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
         _current.flush()
 
 
-def _log_uncaught_in_thread(what: threading.ExceptHookArgs) -> None:
-    if what.exc_value is None or issubclass(what.exc_type, SystemExit):
+def _log_uncaught_in_thread(uncaught: threading.ExceptHookArgs) -> None:
+    if uncaught.exc_value is None or issubclass(uncaught.exc_type, SystemExit):
         return
-    thread = what.thread.name if what.thread is not None else "a thread"
-    info = (what.exc_type, what.exc_value, what.exc_traceback)
+    thread = uncaught.thread.name if uncaught.thread is not None else "a thread"
+    info = (uncaught.exc_type, uncaught.exc_value, uncaught.exc_traceback)
     logging.getLogger("orchestrator").critical("nobody caught this in %s", thread, exc_info=info)
 
 
@@ -367,18 +367,18 @@ def _head(at: float, level: str, logger: str, message: str) -> dict[str, Any]:
     return {"time": f"{stamp}.{int(at % 1 * 1000):03d}Z", "level": level, "logger": logger, "message": message}
 
 
-def _encoded(told: Mapping[str, Any]) -> str:
+def _encoded(fields: Mapping[str, Any]) -> str:
     try:
-        return _encode(told).decode()
+        return _encode(fields).decode()
     except (UnicodeError, ValueError):  # half a surrogate pair
-        return json.dumps(told, default=str)
+        return json.dumps(fields, default=str)
 
 
-def _as_text(told: Mapping[str, Any]) -> str:
+def _as_text(fields: Mapping[str, Any]) -> str:
     """One line, whatever a client has sent: what is no printable character, and what would end a value, is escaped."""
-    head = f"{_safe(told['method'])} {_safe(told['path'])} {told['status']}"
-    rest = [f"{name}={_safe(value)}" for name, value in told.items() if name not in ("method", "path", "status")]
-    return " ".join([head, *rest])
+    head = f"{_safe(fields['method'])} {_safe(fields['path'])} {fields['status']}"
+    pairs = [f"{name}={_safe(value)}" for name, value in fields.items() if name not in ("method", "path", "status")]
+    return " ".join([head, *pairs])
 
 
 def _safe(value: object) -> str:

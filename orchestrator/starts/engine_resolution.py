@@ -36,8 +36,10 @@ async def resolve_engine(config: ReplicaConfig, generation: ResolvedRevision, ho
     if config.engine == "auto":  # 1
         return await _chosen(config, generation, hosts)
     if config.python is not None or any(engine == config.engine and needs_neuron(engine) for engine in AUTO_ENGINES):
-        found = await hosts.interpreter(config.python, config.host)
-        refused = _refusal(found, config.engine) or _misread(found, config.engine, config.model, generation)  # 2
+        interpreter = await hosts.interpreter(config.python, config.host)
+        refused = _refusal(interpreter, config.engine) or _misread(
+            interpreter, config.engine, config.model, generation
+        )  # 2
         if refused is not None:
             return refused
     return config
@@ -47,14 +49,14 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     spec = generation.spec
     model = spec.model(config.model)
     assert model is not None
-    found: dict[Engine, Interpreter] = {}
+    usable: dict[Engine, Interpreter] = {}
     refusals: list[Failure] = []
     for engine in AUTO_ENGINES:
         python = spec.python_for(engine)
-        asked = await hosts.interpreter(python, config.host)
-        refused = _refusal(asked, engine)
+        interpreter = await hosts.interpreter(python, config.host)
+        refused = _refusal(interpreter, engine)
         if refused is None:
-            found[engine] = asked
+            usable[engine] = interpreter
         elif python is not None:  # somebody meant it to be there
             refusals.append(refused)
     host = next(host for host in generation.hosts if host.name == config.host)
@@ -62,26 +64,26 @@ async def _chosen(config: ReplicaConfig, generation: ResolvedRevision, hosts: Ho
     chosen = choose_engine(
         None if checkpoint is None else checkpoint.model_type,
         None if host.topology is None else host.topology.instance,
-        {engine: asked.engines[engine] for engine, asked in found.items()},
+        {engine: interpreter.engines[engine] for engine, interpreter in usable.items()},
     )
     if isinstance(chosen, NoEngine):
         also = "".join(f"; {refused.id}: {refused.what}" for refused in refusals)
         return Failure(chosen.id, chosen.what + also, chosen.hint)
-    if chosen in found and (misread := _misread(found[chosen], chosen, config.model, generation)):
+    if chosen in usable and (misread := _misread(usable[chosen], chosen, config.model, generation)):
         return misread
     return msgspec.structs.replace(config, engine=chosen, dtype=model.dtype_on(chosen), python=spec.python_for(chosen))
 
 
-def _refusal(found: Interpreter, engine: str) -> Failure | None:
-    return refusal(found, engine, ray=_ray_version(), python_minor=_minor(), corewright=corewright_version())
+def _refusal(interpreter: Interpreter, engine: str) -> Failure | None:
+    return refusal(interpreter, engine, ray=_ray_version(), python_minor=_minor(), corewright=corewright_version())
 
 
-def _misread(found: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
+def _misread(interpreter: Interpreter, engine: str, model: str, generation: ResolvedRevision) -> Failure | None:
     checkpoint = generation.checkpoints.get(model)
     if engine != "transformers-neuronx" or checkpoint is None:
         return None
-    how = checkpoint.on_tnx.misread(found.packages.get("transformers"))
-    what = f"transformers-neuronx misreads the rotary positions of {model} in {found.python}: {how}"
+    how = checkpoint.on_tnx.misread(interpreter.packages.get("transformers"))
+    what = f"transformers-neuronx misreads the rotary positions of {model} in {interpreter.python}: {how}"
     return Failure("rotary-misread", what, MISREAD_HINT) if how else None
 
 

@@ -81,14 +81,14 @@ class OfflineConfigs:
         1. Of each target the first replica that the plan has there.
         2. Where the plan has none, as for a model of min 0 or beside others that fill the hosts: as if it were alone.
         """
-        found = self._by_target(model, self._plan.placements)  # 1
-        if found:
-            return found
+        placements = self._by_target(model, self._plan.placements)  # 1
+        if placements:
+            return placements
         one = model.model_copy(update={"replicas": Replicas(min=(count := max(1, len(model.cores))), max=count)})
         alone = plan(self._spec.model_copy(update={"models": (one,)}), self._file.hosts, self._file.checkpoints)  # 2
-        found = self._by_target(model, alone.placements)
-        if found:
-            return found
+        placements = self._by_target(model, alone.placements)
+        if placements:
+            return placements
         problems = [problem for missing in alone.unplaced for problem in missing.problems]
         if not problems:
             return Failure("no-room", f"{model.name} has no place on these hosts")
@@ -103,8 +103,8 @@ class OfflineConfigs:
     def config(self, placement: Placement) -> ReplicaConfig | Failure:
         """Its engine chosen, its interpreter looked at, and the compiler told for what it compiles."""
         config = replica_config(self.generation, placement, self._home)
-        found = asyncio.run(resolve_engine(config, self.generation, self._machine))
-        return found if isinstance(found, Failure) else for_the_target(found, self._host(placement.host))
+        resolved = asyncio.run(resolve_engine(config, self.generation, self._machine))
+        return resolved if isinstance(resolved, Failure) else for_the_target(resolved, self._host(placement.host))
 
     def with_heads(self, config: ReplicaConfig) -> ReplicaConfig | Failure:
         """A source elsewhere is the folder of its small files; or why these are not known."""
@@ -124,11 +124,11 @@ class OfflineConfigs:
 
     def _by_target(self, model: ModelSpec, placements: Sequence[Placement]) -> dict[str, Placement]:
         engine: Engine = self.generation.engines[model.name]
-        found: dict[str, Placement] = {}
+        by_target: dict[str, Placement] = {}
         for placement in placements:
             if placement.model == model.name:
-                found.setdefault(target_of(self._host(placement.host), engine), placement)
-        return found
+                by_target.setdefault(target_of(self._host(placement.host), engine), placement)
+        return by_target
 
     def _host(self, name: str) -> Host:
         return next(host for host in self._file.hosts if host.name == name)
@@ -150,10 +150,10 @@ def configs(file: SpecFile, home: Home, models: Sequence[str] = (), *, heads: bo
     """
     spec = file.spec
     assert spec is not None
-    known = [model.name for model in spec.models]
+    names = [model.name for model in spec.models]
     for name in models:
-        if name not in known:
-            raise Failed("model-unknown", f"{file.name} has no model {name}", f"it has {', '.join(known)}")
+        if name not in names:
+            raise Failed("model-unknown", f"{file.name} has no model {name}", f"it has {', '.join(names)}")
     offline = OfflineConfigs(file, home)
     for model in spec.models:
         if models and model.name not in models:

@@ -626,8 +626,8 @@ def test_the_status_tells_what_an_update_waits_for() -> None:
     status["hosts"][0]["fetches"] = [fetch(bytes=1, total=2)]
     told = status_text(status)
     assert "chat/1: fetching s3://models/one\n" in told
-    assert f"chat: what the new version loads is brought to {HOST}, the old replicas serve meanwhile\n" in told
-    assert "    2 failed: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in told
+    assert f"chat: preparing the new version on {HOST} (failed); the old replicas keep serving\n" in told
+    assert "    2 failed attempts: s3-denied: no\n    fetching s3://models/one: 1 bytes of 2 bytes" in told
 
 
 UNLOADABLE = Failure("weights-broken", "model.safetensors is cut off")

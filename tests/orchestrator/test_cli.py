@@ -179,7 +179,7 @@ def test_a_plan_names_the_models_that_may_be_without_a_replica(
         "  cold: {engine: echo, replicas: {min: 0, max: 1}}\n"
     )
     assert run(["plan", str(path)]) == 2
-    assert "no replica as long as nobody asks (min: 0): hot, cold\n" in capsys.readouterr().out
+    assert "no replicas until the first request (min: 0): hot, cold\n" in capsys.readouterr().out
 
 
 def test_a_plan_says_what_it_takes(good: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +249,7 @@ def test_an_explanation_fits_into_80_columns(capsys: pytest.CaptureFixture[str],
     (tmp_path / "key.yaml").write_text(text.replace("70", "7, colour: red"))
     assert run(["explain", "a", str(tmp_path / "key.yaml")]) == 1
     out = capsys.readouterr().out
-    assert "No change was tried: mend the errors above first." in out
+    assert "No change was tried: fix the errors above first." in out
     assert "No single change" not in out
 
 
@@ -649,7 +649,7 @@ def test_apply_says_that_nothing_changed(fleet: LiveAdmin, new: str, capsys: pyt
     """Exit code 0 all the same."""
     fleet.fleet.changed = False
     assert run(["apply", new]) == 0
-    assert capsys.readouterr().out == "nothing to do: revision 3 says the same\n"
+    assert capsys.readouterr().out == "nothing to do: revision 3 is the same spec\n"
 
 
 def test_a_dry_run_applies_nothing_and_compares_the_index(
@@ -666,9 +666,9 @@ def test_a_refusal_is_shown_with_its_id_and_hint(
     fleet: LiveAdmin, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As every other problem is."""
-    fleet.fleet.refusal = Refused("index-changed", "the fleet's index is 43, not 41", "look at the new plan")
+    fleet.fleet.refusal = Refused("index-changed", "the fleet's index is 43, not 41", "review the new plan")
     assert run(["apply", new, "--check-index", "41"]) == 1
-    told = "error: index-changed: the fleet's index is 43, not 41\n    hint: look at the new plan\n"
+    told = "error: index-changed: the fleet's index is 43, not 41\n    hint: review the new plan\n"
     assert capsys.readouterr().err == told
 
 
@@ -707,7 +707,7 @@ def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
     monkeypatch.setattr("builtins.input", lambda: "")
     assert run(command.split()) == 1
     shown = capsys.readouterr()
-    assert shown.err.splitlines()[-2:] == [says, "Go on? [y/N] "]
+    assert shown.err.splitlines()[-2:] == [says, "Continue? [y/N] "]
     assert f"{model['model']}: " in shown.out
     assert [call[0] for call in fleet.fleet.calls] == ["propose"]
 
@@ -719,7 +719,7 @@ def test_a_deletion_or_a_predicted_outage_is_confirmed_on_a_terminal(
 
     capsys.readouterr()
     assert run([*command.split(), "--yes"]) == 0
-    assert "Go on?" not in capsys.readouterr().err
+    assert "Continue?" not in capsys.readouterr().err
     assert fleet.fleet.calls[-1][0] == verb
 
 
@@ -733,7 +733,7 @@ def test_a_change_without_a_risk_is_not_confirmed(
     for name in ("orchestrator.cli.output.on_terminal", "orchestrator.cli.apply.on_terminal"):
         monkeypatch.setattr(name, lambda: True)
     assert run(["apply", new]) == 0
-    assert "Go on?" not in capsys.readouterr().err
+    assert "Continue?" not in capsys.readouterr().err
 
 
 def test_the_removal_of_an_idle_model_is_a_change(
@@ -803,7 +803,7 @@ def test_waiting_gives_up_at_its_time(fleet: LiveAdmin, new: str, capsys: pytest
     assert run(["apply", new, "--wait", "--timeout", "0.1"]) == 1
     told = capsys.readouterr().err
     assert "rollout-late" in told
-    assert "it goes on" in told
+    assert "the rollout continues" in told
 
 
 def test_waiting_ends_when_another_revision_takes_over(
@@ -814,7 +814,7 @@ def test_waiting_ends_when_another_revision_takes_over(
     fleet.tell(event(43, "Applied", "by bob@wright"))
     assert run(["apply", new, "--wait", "-o", "json"]) == 1
     printed = capsys.readouterr()
-    assert "rollout-replaced: revision 3: revision 4 took its place" in printed.err
+    assert "rollout-replaced: revision 3: replaced by revision 4" in printed.err
     assert printed.out == ""
 
 
@@ -824,7 +824,7 @@ def test_waiting_tells_of_a_rollback(fleet: LiveAdmin, new: str, capsys: pytest.
     fleet.fleet.history[0].update(state="rolled_back", reason="chat/2 failed 3 times")
     fleet.tell(event(43, "RolledBack", "to revision 2"))
     assert run(["apply", new, "--wait"]) == 1
-    assert "revision 3: rolled back: chat/2 failed 3 times; revision 4 took its place\n" in capsys.readouterr().out
+    assert "revision 3: rolled back: chat/2 failed 3 times; replaced by revision 4\n" in capsys.readouterr().out
 
 
 def test_a_rolled_back_revision_is_not_shown_with_the_models_of_the_one_after(
@@ -835,7 +835,7 @@ def test_a_rolled_back_revision_is_not_shown_with_the_models_of_the_one_after(
     fleet.fleet.history[0]["state"] = "rolled_back"
     fleet.tell(event(43, "RolledBack", "to revision 2"))
     assert run(["rollout", "status", "--wait"]) == 1
-    assert capsys.readouterr().out == "revision 3: rolled back: revision 4 took its place\n"
+    assert capsys.readouterr().out == "revision 3: rolled back: replaced by revision 4\n"
 
 
 def test_the_json_of_a_waiting_apply_has_the_rollouts_end(
@@ -880,7 +880,7 @@ def test_ctrl_c_leaves_the_rollout_going(fleet: LiveAdmin, new: str) -> None:
     """And says so; 130."""
     code, _, err = interrupted(fleet, ["apply", str(Path(new).absolute()), "--wait"], "revision 3")
     assert code == 130
-    assert err.endswith("the rollout goes on, see `corewright rollout status`\n")
+    assert err.endswith("the rollout continues: see `corewright rollout status`\n")
     assert "Traceback" not in err
 
 
@@ -915,7 +915,7 @@ def test_following_outlives_a_restart_of_the_controller(
     fleet.fleet.rollouts = [rollout_in("complete")]
     client = cli_client.AdminClient(fleet.url, TOKEN, None)
     monkeypatch.setattr(cli_client.AdminClient, "get", get)
-    assert client.patiently("rollout")["state"] == "complete"
+    assert client.get_with_retries("rollout")["state"] == "complete"
 
 
 def test_all_events_are_shown_however_many(fleet: LiveAdmin, capsys: pytest.CaptureFixture[str]) -> None:

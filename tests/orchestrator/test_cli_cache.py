@@ -118,7 +118,7 @@ def test_ls_of_a_spec_that_is_none_fails(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_cache_that_is_not_there_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is not an empty one."""
     assert cli.run(["cache", command, "--cache", "nonsense"]) == 1
-    assert "neff-cache-unreadable: nonsense is no folder" in capsys.readouterr().err
+    assert "neff-cache-unreadable: nonsense is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
@@ -304,7 +304,7 @@ def test_the_compiler_is_told_its_target_in_every_command(tmp_path: Path, monkey
     async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
         return config
 
-    monkeypatch.setattr(offline_configs, "prepared", as_told)
+    monkeypatch.setattr(offline_configs, "resolve_engine", as_told)
     monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
     make_checkpoint(tmp_path / "llama", "llama")
     spec = tmp_path / "spec.yaml"

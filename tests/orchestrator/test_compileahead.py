@@ -244,8 +244,8 @@ def test_who_waits_says_for_what(
     """For memory, or for its turn where no more are to be compiled at once."""
     path = spec({"x": "source: ./a", "z": "source: ./b"})
     said = compiled(capsys, path, "--memory-gb", "100", "--jobs", "1")[2]
-    assert ("z: waits for its turn" in said, "waits for memory" in said) == (True, False)
-    assert "z: waits for memory" in compiled(capsys, path, "--memory-gb", "5")[2]
+    assert ("z: waiting for its turn" in said, "waiting for memory" in said) == (True, False)
+    assert "z: waiting for memory" in compiled(capsys, path, "--memory-gb", "5")[2]
 
 
 def test_what_is_complete_takes_no_memory_of_others(played: Played, spec: Callable[[dict[str, str]], str]) -> None:
@@ -336,7 +336,7 @@ def several(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
     async def as_told(config: ReplicaConfig, *_: Any) -> ReplicaConfig:
         return config
 
-    monkeypatch.setattr(offline_configs, "prepared", as_told)
+    monkeypatch.setattr(offline_configs, "resolve_engine", as_told)
     monkeypatch.delenv(neuron_target.OVERRIDE, raising=False)
     (tmp_path / "several.yaml").write_text(SEVERAL.format(a=models / "a"))
     return str(tmp_path / "several.yaml")
@@ -387,7 +387,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
 ) -> None:
     """Each step once, and nothing of it on stdout."""
     _, _, said = compiled(capsys, spec({"x": "source: ./a"}))
-    assert said.splitlines() == ["x: looking what is compiled", "x: compiling graph 2 of 2", "x: done"]
+    assert said.splitlines() == ["x: checking what is compiled", "x: compiling graph 2 of 2", "x: done"]
 
 
 def test_what_is_pushed_needs_a_place(
@@ -399,7 +399,7 @@ def test_what_is_pushed_needs_a_place(
     path = spec({"x": f"source: ./a, neff_cache: {tmp_path / 'neffs'}", "z": "source: ./b"})
     code, _, said = compiled(capsys, path, "--push")
     assert (code, played.pushed) == (0, [True, True])
-    assert "not pushed, for want of a neff_cache: z" in said
+    assert "not pushed, because neff_cache is not set: z" in said
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "s3://nowhere/neffs"])
@@ -428,7 +428,7 @@ def test_what_is_not_pushed_is_compiled_none_the_less(
     code, told, said = compiled(capsys, path, "--push")
     assert (code, told["models"][0]["result"], told["models"][0]["unsent"]["id"]) == (1, "compiled", "s3-denied")
     assert told["models"][0]["folders"]
-    assert "s3-denied: x is compiled, and not pushed: s3:PutObject is not allowed" in said
+    assert "s3-denied: x is compiled but not pushed: s3:PutObject is not allowed" in said
 
 
 def test_the_hub_is_asked_first_and_the_table_outlives_it(

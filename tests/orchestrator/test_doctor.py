@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.cli import doctor as doctor_command
 from orchestrator.cli import main as cli
-from orchestrator.cli.diagnosis import FleetSeen, InterpreterSeen, Readings, ReplicaSeen, Report, report
+from orchestrator.cli.diagnosis import FleetReading, InterpreterReading, Readings, ReplicaReading, Report, report
 from orchestrator.cli.doctor import text
 from tests.doubles import Neuron
 from tests.doubles.machine import Machine, build_machine, make_interpreter
@@ -64,11 +64,16 @@ WELL = Readings(
     package_folder=FOLDER,
     dev=tuple(range(6)),
     facts=FACTS,
-    interpreters=(InterpreterSeen(OWN), InterpreterSeen(NXD, ("nxd-inference",), "fleet.yaml:4:27", (NXD_DRIFT,))),
+    interpreters=(
+        InterpreterReading(OWN),
+        InterpreterReading(NXD, ("nxd-inference",), "fleet.yaml:4:27", (NXD_DRIFT,)),
+    ),
     spec="fleet.yaml",
 )
 HOLDER = NeuronProcess(pid=71, devices=(2, 3), cores=(4, 5, 6, 7), command="python serve.py", runtime_version="2.22")
-FLEET = FleetSeen("chat", "http://127.0.0.1:8080", False, (ReplicaSeen("chat/0", 71, "4-7", "ready", "nxd-inference"),))
+FLEET = FleetReading(
+    "chat", "http://127.0.0.1:8080", False, (ReplicaReading("chat/0", 71, "4-7", "ready", "nxd-inference"),)
+)
 
 
 def found(**changes: Any) -> list[tuple[str, str, str]]:
@@ -81,7 +86,7 @@ def facts(**changes: Any) -> HostFacts:
     return msgspec.structs.replace(FACTS, **changes)
 
 
-def with_second(**changes: Any) -> tuple[InterpreterSeen, ...]:
+def with_second(**changes: Any) -> tuple[InterpreterReading, ...]:
     """The interpreters, the second one changed."""
     return (WELL.interpreters[0], dataclasses.replace(WELL.interpreters[1], **changes))
 
@@ -99,7 +104,7 @@ def test_a_laptop_is_well() -> None:
 def test_a_package_of_the_same_name_elsewhere_is_found() -> None:
     """`workers` is a common word; the replicas would import the other one."""
     folders = {**OWN.folders, "workers": "/home/ada/project/workers"}
-    own = InterpreterSeen(msgspec.structs.replace(OWN, folders=folders))
+    own = InterpreterReading(msgspec.structs.replace(OWN, folders=folders))
     assert found(interpreters=(own,)) == [("package-elsewhere", "error", "")]
 
 
@@ -107,7 +112,7 @@ def test_a_package_of_the_same_name_elsewhere_is_found() -> None:
 def test_a_transformers_that_hides_rope_theta_is_a_warning(beside: str, told: list[str]) -> None:
     """Beside transformers-neuronx, where a model needs that engine."""
     tnx = msgspec.structs.replace(OWN, packages={"transformers-neuronx": "0.13.380", "transformers": beside})
-    seen = (WELL.interpreters[0], InterpreterSeen(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
+    seen = (WELL.interpreters[0], InterpreterReading(tnx, ("transformers-neuronx",), "fleet.yaml:4:27"))
     assert found(interpreters=seen) == [(id, "warning", "fleet.yaml:4:27") for id in told]
 
 
@@ -169,7 +174,7 @@ def test_emulated_cores_are_not_looked_for_on_the_machine() -> None:
 def test_an_interpreter_that_will_not_do_is_found(changes: dict[str, Any], id: str) -> None:
     """At its place in the spec, before a core is claimed."""
     changed = msgspec.structs.replace(NXD, **changes)
-    assert found(interpreters=with_second(found=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
+    assert found(interpreters=with_second(interpreter=changed, drifts=())) == [(id, "error", "fleet.yaml:4:27")]
 
 
 def test_engine_auto_without_any_engine_is_found() -> None:

@@ -314,7 +314,7 @@ def test_a_process_that_ends_without_a_word_is_told(
 
     assert cli.run(["generate", spec, "parrot", "--prompt", "x"]) == 1
 
-    assert "error: replica-died: the process of parrot was ended by SIGKILL" in capfd.readouterr().err
+    assert "error: replica-died: the process of parrot was killed by SIGKILL" in capfd.readouterr().err
 
 
 # The process's own side

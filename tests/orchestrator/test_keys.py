@@ -561,7 +561,7 @@ def test_the_first_key_of_a_running_fleet_needs_a_yes(
     Terminal(monkeypatch, answer)
     assert run(["keys", "create", "ci", *options]) == code
     told = capsys.readouterr().err
-    assert "every request without a key is refused" in told
+    assert "requests without a key are rejected" in told
     assert "--activate-at" in told
     assert KeyFile(running.keys).read().requires_key(time.time()) is demands
 
@@ -580,7 +580,7 @@ def test_a_key_that_shuts_nobody_out_needs_no_yes(
     assert run(["keys", "create", "ci", *(["--activate-at", "1h"] if situation == "a grace period" else [])]) == 0
     told = capsys.readouterr()
     assert KEY.fullmatch(told.out.strip())
-    assert ("are answered on loopback until" in told.err) is (situation == "a grace period")
+    assert ("are accepted on loopback until" in told.err) is (situation == "a grace period")
 
 
 def test_keys_open_and_close_are_audited_and_shown(running: Home, capsys: pytest.CaptureFixture[str]) -> None:

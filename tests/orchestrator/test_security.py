@@ -220,7 +220,7 @@ def test_up_opens_itself_to_the_network_only_with_a_key_that_can_be_used(
 def test_insecure_is_said_aloud(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     """It starts, and says who can use it."""
     assert checked(host="0.0.0.0", insecure=True) == ""
-    assert "warning: keys-not-demanded: --insecure: whoever reaches 0.0.0.0 on the network" in capsys.readouterr().err
+    assert "warning: keys-not-demanded: --insecure: requests to 0.0.0.0 on the network" in capsys.readouterr().err
     assert checked(insecure=True) == ""
     assert capsys.readouterr().err == ""
     KeyFile(home.keys).create("ci")

@@ -223,9 +223,9 @@ def test_measured_speeds_are_used(spec: str, tmp_path: Path, capsys: pytest.Capt
     ("arguments", "told"),
     [
         ([], "--trace"),
-        (["--generate", "poisson", "--trace", "x"], "does not go with --generate"),
-        (["--generate", "tides"], "none of poisson"),
-        (["--generate", "poisson", "--policy", "best"], "none of auto"),
+        (["--generate", "poisson", "--trace", "x"], "cannot be combined with --generate"),
+        (["--generate", "tides"], "not one of poisson"),
+        (["--generate", "poisson", "--policy", "best"], "not one of auto"),
         (["--generate", "poisson", "--lengths", "long"], "--lengths"),
         (["--generate", "poisson", "--share", "chat"], "MODEL="),
         (["--generate", "poisson", "--share", "gone=2"], "no model"),
