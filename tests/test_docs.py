@@ -403,7 +403,7 @@ def source_trees() -> dict[Path, ast.Module]:
 
 @cache
 def makers() -> dict[str, int]:
-    """What makes a problem, with the position of its id: the classes, and every function that hands its own on."""
+    """Returns what makes a problem, with the position of its id: the classes, and functions that pass on their ``id``."""
     found = {"Problem": 0, "Refusal": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
     found |= {"SourceError": 0, "StoreError": 0}
     size = 0
@@ -417,7 +417,7 @@ def makers() -> dict[str, int]:
             names = [argument.arg for argument in function.args.args if argument.arg != "self"]
             for call in made:
                 given = id_of(call, found)
-                if isinstance(given, ast.Name) and given.id in names:
+                if isinstance(given, ast.Name) and given.id in names and "id" in given.id.split("_"):
                     name = owner if function.name == "__init__" else function.name
                     found.setdefault(name, names.index(given.id))
     return found
