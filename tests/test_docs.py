@@ -403,7 +403,7 @@ def source_trees() -> dict[Path, ast.Module]:
 
 @cache
 def makers() -> dict[str, int]:
-    """Returns what makes a problem, with the position of its id: the classes, and functions that pass on their ``id``."""
+    """Returns what makes a problem, with the position of its id: classes, and functions that pass on their ``id``."""
     found = {"Problem": 0, "Refusal": 0, "Refused": 0, "Failure": 0, "EngineLoadError": 0, "CheckpointError": 0}
     found |= {"SourceError": 0, "StoreError": 0}
     size = 0
