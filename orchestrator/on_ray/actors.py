@@ -1,4 +1,4 @@
-"""The controller and the gateway as Ray runs them: an actor and a Serve deployment."""
+"""Runs the controller as a Ray actor and the gateways as a Serve deployment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import ray
 from ray import serve
 from ray.util.metrics import Gauge
 
+from orchestrator.api.admin import AdminApi, serve_admin
 from orchestrator.api.operations import Refused
 from orchestrator.api.operator import Operator
-from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.controller_settings import ControllerSettings
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class ControllerActor:
-    """Named `controller`; Ray starts it again when it dies, and it adopts the replicas that live."""
+    """The controller as a named actor, which Ray restarts if it dies; it then adopts live replicas."""
 
     def __init__(self, settings: ControllerSettings) -> None:
         logs.set_up(Path(settings.home) / "logs" / "controller.log", settings.log_format)
@@ -62,14 +62,14 @@ class ControllerActor:
         self._beating = loop.create_task(clock.beat())
         self._running = loop.create_task(self._controller.run())
         self._admin = loop.create_task(self._serve_admin())
-        self._metrics = loop.create_task(self._tell_cores())
+        self._metrics = loop.create_task(self._export_cores())
 
     async def _serve_admin(self) -> None:
-        await self._controller.settled()  # before that a verb would meet a fleet without replicas
+        await self._controller.settled()  # before that, operations would find no replicas
         await serve_admin(AdminApi(self._operator, self._request_shutdown), self._controller.settings.admin_port)
 
-    async def _tell_cores(self) -> None:
-        """The cores of each host by state, for Ray's metrics: together they are all of its cores, at all times."""
+    async def _export_cores(self) -> None:
+        """Export the cores of each host by state to Ray's metrics; their sum is always the number of its cores."""
         gauge = Gauge("corewright_cores", "NeuronCores by host and state.", ("host", "state"))
         await self._controller.settled()
         while True:
@@ -84,7 +84,7 @@ class ControllerActor:
     async def status(self, seen: int, timeout_s: float) -> tuple[int, dict[str, Any]]:
         for task in (self._running, self._admin, self._metrics, self._beating):
             if task.done():
-                task.result()  # raises what ended it: a fleet without its loop must not look alive
+                task.result()  # raises its error: a fleet without its loop must not look alive
         return await self._controller.change(seen, timeout_s), self._controller.status()
 
     async def wake(self, model: str) -> None:
@@ -97,7 +97,7 @@ class ControllerActor:
         return await self._controller.metrics()
 
     async def apply(self, text: str, file: str, base_dir: str, by: str, cause: str) -> dict[str, Any]:
-        """As the admin API's; what is refused comes back under `error`, with its `problems`."""
+        """Apply a spec like the admin API; a rejection is returned as `error` with its `problems`."""
         try:
             return await self._operator.apply(text, file, base_dir, by=by, cause=cause)
         except Refused as refused:
@@ -108,63 +108,63 @@ class ControllerActor:
             return {"error": problem, "problems": (), "status": 500}
 
     async def wait_down(self) -> None:
-        """Returns when someone asked by the admin API that the fleet ends."""
+        """Wait until the admin API requests a shutdown, or the fleet has shut down."""
         await self._down.wait()
 
     async def shutdown(self, drain_s: float) -> None:
         try:
             await self._controller.shutdown(drain_s)
         finally:
-            self._down.set()  # nobody need wait any longer
+            self._down.set()
 
     async def _request_shutdown(self) -> None:
         self._down.set()
 
 
 def start_controller(settings: ControllerSettings) -> Any:
-    """The controller actor's handle."""
+    """Start the controller actor and return its handle."""
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000)(ControllerActor)
     return actor.options(
         name=CONTROLLER,
         namespace=NAMESPACE,
         lifetime="detached",
-        scheduling_strategy=here(),  # Ray puts what needs no CPU anywhere, on a host that may be lost too
+        scheduling_strategy=here(),  # Ray places actors without CPUs on any host, which could be lost
     ).remote(settings)
 
 
 class RemoteController:
-    """The gateway's view of the controller actor, found by name since it may be started again."""
+    """A gateway's client of the controller actor, which is looked up by name since it may be restarted."""
 
     def __init__(self) -> None:
         self._actor: Any = None
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]:
         try:
-            answer: tuple[int, RouteTable] = await (await self._found()).routes.remote(seen, timeout_s)
+            answer: tuple[int, RouteTable] = await (await self._handle()).routes.remote(seen, timeout_s)
         except Exception:
             self._actor = None
             raise
         return answer
 
     async def wake(self, model: str) -> None:
-        await (await self._found()).wake.remote(model)
+        await (await self._handle()).wake.remote(model)
 
     async def demand(self, report: DemandReport) -> None:
-        """What that gateway has seen since its last report; one that comes twice counts once."""
-        await (await self._found()).demand.remote(report)
+        """Send the demand since the gateway's last report; duplicates are counted once."""
+        await (await self._handle()).demand.remote(report)
 
     async def metrics(self) -> list[MetricFamily]:
-        told: list[MetricFamily] = await (await self._found()).metrics.remote()
+        told: list[MetricFamily] = await (await self._handle()).metrics.remote()
         return told
 
-    async def _found(self) -> Any:
+    async def _handle(self) -> Any:
         if self._actor is None:
             self._actor = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
         return self._actor
 
 
 class GatewayDeployment:
-    """Serve keeps it alive and shows it in the dashboard; requests come over its own port, not through Serve."""
+    """A gateway that Serve keeps alive and shows in the dashboard; requests use its own port instead of Serve's."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         path = Home(Path(settings.home)).logs / "gateway.log"
@@ -194,7 +194,7 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed): ")  # the last l
 
 
 def start_gateway(settings: GatewaySettings) -> None:
-    """Deploy the gateways and wait until they listen. Raises RuntimeError when that does not come about."""
+    """Deploy the gateways and wait until they listen. Raises RuntimeError if they do not start."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled")
     deployment = _gateway.options(num_replicas=settings.gateways + settings.gateway_spare)
@@ -205,11 +205,11 @@ def start_gateway(settings: GatewaySettings) -> None:
 
 
 def _cause() -> str:
-    """What the last gateway that did not start has raised, as Serve hands on its traceback; empty: nobody knows."""
+    """Returns the error of the last gateway that failed to start, from Serve's status; empty: unknown."""
     try:
         application = serve.status().applications.get(GATEWAY)
-    except Exception:  # then Serve's own words must do
-        log.exception("Serve does not tell why the gateway does not start")
+    except Exception:  # fall back to Serve's message
+        log.exception("Serve does not report why the gateway failed to start")
         return ""
     told = [] if application is None else [one.message for one in application.deployments.values()]
     lines = [line for message in told for line in message.splitlines()]

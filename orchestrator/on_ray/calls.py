@@ -1,4 +1,4 @@
-"""Waits for the answers of actors; Ray's many errors become the two that a caller can act on."""
+"""Waits for replies of actors, and maps Ray's errors to the two that a caller can handle."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import ray
 
 
 class CallFailed(Exception):
-    """The actor's method raised; the text is its error."""
+    """The actor's method raised an error, which is the text."""
 
 
 class ActorUnavailable(Exception):
-    """The actor gives no answer now: it restarts, its node is lost, or the time is up."""
+    """The actor does not reply: it restarts, its node is lost, or the call timed out."""
 
 
 def answer(call: Callable[[], Any], timeout_s: float | None = None) -> Any:
-    """Returns what the remote call that ``call`` makes returns. Blocks; raises CallFailed or ActorUnavailable."""
+    """Returns the result of the remote call that ``call`` makes. Blocks. Raises CallFailed or ActorUnavailable."""
     try:
         return ray.get(call(), timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:

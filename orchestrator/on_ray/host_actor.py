@@ -1,5 +1,4 @@
-"""The actor that answers for one host: its processes, their logs, its interpreters, who holds its cores, what it keeps
-of artifacts; it fetches and compiles for its replicas."""
+"""The actor of one host: reports processes, logs, interpreters, core owners and artifacts; fetches and compiles."""
 
 from __future__ import annotations
 
@@ -39,33 +38,33 @@ M = TypeVar("M", bound=Callable[..., object])
 
 
 def held_among(sources: Collection[str], artifacts: Iterable[Artifact]) -> frozenset[str]:
-    """Those of ``sources`` that are among ``artifacts``. A slash at the end means nothing, as in the store."""
+    """Returns the ``sources`` that are among ``artifacts``. Trailing slashes are ignored, as in the store."""
     here = {one.source.rstrip("/") for one in artifacts}
     return frozenset(source for source in sources if source.rstrip("/") in here)
 
 
 def _long(method: M) -> M:
-    """Run the method on a thread of its own group: what is waited for must not keep the others waiting."""
+    """Run the method in a separate concurrency group, so that long waits do not block other calls."""
     return cast(M, ray.method(concurrency_group="long")(method))
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=16, concurrency_groups={"long": 8})
 class HostActor:
-    """What the controller asks of one host (one for each Ray node).
+    """The controller's agent on one host; each Ray node has one.
 
-    It outlives the controller, so that a fetch goes on while that is started again.
+    It survives the controller, so that fetches continue while the controller restarts.
     """
 
     def __init__(self, store: StoreSettings) -> None:
         self._store = store.open()
-        self._bringing = ArtifactFetcher(self._store)
-        self._copies = store.memory is not None  # what has been fetched is loaded from elsewhere
+        self._fetcher = ArtifactFetcher(self._store)
+        self._copies = store.memory is not None  # fetched artifacts are loaded from a copy in memory
         self._fetches: SingleFlight[FetchedArtifact] = SingleFlight()
-        self._workshop = CompileService()
-        self._counted: tuple[str, ...] = ()  # flights whose bytes were told
-        self._told: dict[int, tuple[int | None, str | None]] = {}  # by the Neuron tools
+        self._compiler = CompileService()
+        self._counted: tuple[str, ...] = ()  # flights whose bytes were reported
+        self._owners: dict[int, tuple[int | None, str | None]] = {}  # pid and command by core, from the Neuron tools
         self._reads = False
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._interpreters = Interpreters()
         self._devices = DeviceMonitor()
         self._endings = this_host.Endings()
@@ -74,43 +73,43 @@ class HostActor:
     def fetch(
         self, waiter: str, wanted: WantedArtifact, wait_s: float
     ) -> FetchedArtifact | ArrivingArtifact | Failure | None:
-        """See `Flights.ask`; Arriving, None: it goes on, and can or cannot be loaded from meanwhile. What has moved is
-        told to one of those that waited."""
-        ended = self._fetches.ask(waiter, wanted, wanted.source, partial(self._bringing, wanted), wait_s)
+        """See `SingleFlight.ask`. ArrivingArtifact: in progress and loadable meanwhile; None: in progress. The moved
+        bytes are reported to only one waiter."""
+        ended = self._fetches.ask(waiter, wanted, wanted.source, partial(self._fetcher, wanted), wait_s)
         if isinstance(ended, FetchedArtifact):
-            with self._asking:
+            with self._lock:
                 counted = ended.flight in self._counted
                 self._counted = (*self._counted[-RECENT:], ended.flight)
             return msgspec.structs.replace(ended, moved=0) if counted else ended
         if ended is None and not self._copies and (progress := self._fetches.of(wanted)) is not None:
-            return self._bringing.arriving(wanted, progress)
+            return self._fetcher.arriving(wanted, progress)
         return ended
 
     @_long
     def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | None:
-        """As ``fetch``. As many at once as this host's memory allows."""
-        return self._workshop.compile(waiter, config, wait_s)
+        """Compile ahead, with the parameters of ``fetch``. The host's memory limits the concurrency."""
+        return self._compiler.compile(waiter, config, wait_s)
 
     @_long
     def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Foreseen | Failure | None:
-        """As ``fetch``."""
-        return self._workshop.foresee(waiter, config, wait_s)
+        """Predict what a start compiles, with the parameters of ``fetch``."""
+        return self._compiler.foresee(waiter, config, wait_s)
 
     @_long
     def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | None:
-        """As ``fetch``."""
-        return self._workshop.check(waiter, config, wait_s)
+        """Check what a start needs without cores, with the parameters of ``fetch``."""
+        return self._compiler.check(waiter, config, wait_s)
 
     def leave(self, waiter: str) -> None:
-        """It waits for no fetch and no compiler any more."""
+        """Stop the waiter's waits for fetches and compiles."""
         self._fetches.leave(waiter)
-        self._workshop.leave(waiter)
+        self._compiler.leave(waiter)
 
     def progress(self) -> list[FetchStatus]:
         return self._fetches.progress()
 
     def held(self, sources: Collection[str]) -> frozenset[str]:
-        """Which of the sources, as they are written, are in the store as a whole."""
+        """Returns the sources that are completely stored."""
         return held_among(sources, self._store.artifacts())
 
     def confirm_death(self, pid: int, started: float, deadline_s: float) -> bool:
@@ -123,7 +122,7 @@ class HostActor:
         self._endings.attend(pid, started)
 
     def ending(self, pid: int, started: float, log: str) -> str | None:
-        """How that process ended; see `Endings.of`."""
+        """Returns how the process ended; see `Endings.of`."""
         return self._endings.of(pid, started, Path(log))
 
     def log_tail(self, path: str, lines: int) -> list[str]:
@@ -139,19 +138,19 @@ class HostActor:
         return self._interpreters.ask(python)
 
     def device_metrics(self) -> list[MetricFamily]:
-        """What the Neuron devices measure: not asked of an emulated host."""
+        """Returns the Neuron device metrics; not called on emulated hosts."""
         return self._devices.families()
 
     def held_cores(self, claims: str | None) -> dict[int, tuple[int | None, str | None]]:
-        """The owner's pid and command of each held core; ``claims`` None: of the real ones."""
+        """Returns the owner's pid and command of each held core; ``claims`` None: of real cores."""
         if claims is not None:
             return {core: (pid, this_host.command_of(pid)) for core, pid in held_cores(Path(claims)).items()}
-        with self._asking:
-            if not self._reads:  # the first answer is waited for, later ones are at most a period old
+        with self._lock:
+            if not self._reads:  # the first call waits for the tools, later results are at most a period old
                 self._read_tools()
                 threading.Thread(target=self._keep_reading, name="neuron tools", daemon=True).start()
                 self._reads = True
-        return self._told
+        return self._owners
 
     def _keep_reading(self) -> None:
         while True:
@@ -159,4 +158,4 @@ class HostActor:
             self._read_tools()
 
     def _read_tools(self) -> None:
-        self._told = {core: (owner.pid, owner.command) for core, owner in owners(read_host_facts()).items()}
+        self._owners = {core: (owner.pid, owner.command) for core, owner in owners(read_host_facts()).items()}

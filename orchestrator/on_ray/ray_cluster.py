@@ -1,4 +1,4 @@
-"""What the controller does to replicas and hosts, by Ray: named actors, each on the node of its host."""
+"""Implements the controller's effects with Ray: named actors, each on the node of its host."""
 
 from __future__ import annotations
 
@@ -47,40 +47,40 @@ from workers.serving.replica import Replica
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 5.0  # a watch answers at least this often
-CALL_DEADLINE_S = 10.0  # silence for longer is a hung process: a call takes a millisecond
-ADOPT_S = 3.0  # for a living replica to say what it is, while nobody is served anew
+WATCH_S = 5.0  # a watch returns at least this often
+CALL_DEADLINE_S = 10.0  # a call takes a millisecond: no reply within this time means a hung process
+ADOPT_S = 3.0  # deadline of a live replica's description, while no requests are accepted
 CONFIRM_DEATH_S = 10.0
-LONG_S = 2.0  # one question about what goes on for long
+LONG_S = 2.0  # one poll of a long operation
 UNKNOWN_ENDS = (
-    "its process ended without a word: killed by a signal (for want of memory?), or crashed",
-    "the connection to its process has ended",
+    "its process ended without an error: killed by a signal (out of memory?), or crashed",
+    "the connection to its process was closed",
 )
 BY_SIGKILL = "was killed by SIGKILL"
-SOON_S = 0.5  # the same, where what goes on is told meanwhile
+SOON_S = 0.5  # the same, if its progress is reported meanwhile
 
 
 class RayCluster:
-    """``effects.Cluster`` on Ray nodes of this machine. Used from one event loop."""
+    """An ``effects.ClusterClient`` on Ray nodes. Used from one event loop."""
 
     def __init__(self, store: StoreSettings, labels: Mapping[str, str] | None = None, *, clock: AwakeClock) -> None:
-        """``store`` is what each host keeps of artifacts; ``clock`` is kept by its maker.
+        """``store`` has the settings of each host's artifact store; the caller runs ``clock``.
 
-        ``labels``: for each of the planner's hosts the label of its Ray node. A host that is not among them has the
-        label of its number (`inf2.48xlarge/1`: `emu-1`), and ``lost_hosts`` tells of it once it has been named."""
+        ``labels``: Ray node labels by the planner's host names. A host without one has the label of its number
+        (`inf2.48xlarge/1`: `emu-1`), and ``lost_hosts`` reports it once it has been used."""
         self._store = store
         self._clock = clock
         self._labels = dict(labels or {})
         self._here: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[RayNode] = ray_nodes()
         self._host_actors: dict[str, Any] = {}  # by node id
-        self._answered: set[str] = set()  # replicas that have answered: from then on silence is a hang
+        self._answered: set[str] = set()  # replicas that have replied: a later timeout means a hang
         self._actors: dict[str, Any] = {}
         self._configs: dict[str, ReplicaConfig] = {}
-        self._processes: dict[str, tuple[int, float]] = {}  # pid and start of those that their hosts attend to
+        self._processes: dict[str, tuple[int, float]] = {}  # pid and start of replicas that their hosts watch
         for node in self._nodes:
             if node.alive:
-                self._host_actor(node)  # before the first question comes
+                self._host_actor(node)  # before the first call
 
     async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
         began = time.monotonic()
@@ -108,19 +108,19 @@ class RayCluster:
         )
 
     async def progress(self, host: str) -> Sequence[FetchStatus]:
-        found: list[FetchStatus] = await self._ask(host, "progress")
+        found: list[FetchStatus] = await self._call(host, "progress")
         return found
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
-        async def of(host: str) -> frozenset[str]:
+        async def held_by(host: str) -> frozenset[str]:
             try:
-                return frozenset(await self._ask(host, "held", list(sources)))
+                return frozenset(await self._call(host, "held", list(sources)))
             except (HostLost, RayTaskError) as error:
-                log.warning("%s does not tell what it holds: %s", host, error)
+                log.warning("%s does not report which sources it stores: %s", host, error)
                 return frozenset()
 
         hosts = list(self._labels)
-        return dict(zip(hosts, await asyncio.gather(*map(of, hosts)), strict=True))
+        return dict(zip(hosts, await asyncio.gather(*map(held_by, hosts)), strict=True))
 
     async def check(self, config: ReplicaConfig) -> Failure | None:
         ended = await self._wait_for(config.host, "check", config)
@@ -130,7 +130,7 @@ class RayCluster:
         told = await self._wait_for(config.host, "foresee", config)
         trouble = told.what if isinstance(told, Failure) else told.trouble
         if trouble:
-            return Failure("foresee-failed", f"what {config.model} would compile cannot be told: {trouble}")
+            return Failure("foresee-failed", f"cannot predict what {config.model} would compile: {trouble}")
         missing: list[str] = told.missing
         return missing
 
@@ -141,14 +141,14 @@ class RayCluster:
     async def _wait_for(
         self,
         host: str,
-        question: str,
+        operation: str,
         about: WantedArtifact | ReplicaConfig,
         goes_on: Callable[[ArrivingArtifact], None] | None = None,
     ) -> Any:
-        """Ask, again and again, until it has ended: a host actor that is started again goes on where it was."""
+        """Poll a host until the operation ends: a restarted host actor resumes it."""
         waiter, each_s = secrets.token_hex(8), LONG_S if goes_on is None else SOON_S
         try:
-            while (ended := await self._ask(host, question, waiter, about, each_s)) is None or isinstance(
+            while (ended := await self._call(host, operation, waiter, about, each_s)) is None or isinstance(
                 ended, ArrivingArtifact
             ):
                 if ended is not None and goes_on is not None:
@@ -163,19 +163,19 @@ class RayCluster:
     async def start(self, config: ReplicaConfig) -> None:
         node = self._node_of(config.host)
         if node is None or not node.alive:
-            await self._look()
+            await self._refresh_nodes()
             node = self._node_of(config.host)
         if node is None or not node.alive:
             raise HostLost(f"the Ray node of {config.host} is gone")
         config = self._reachable(config, node)
         name = actor_name(config.model, config.replica, config.epoch)
         self._configs[name] = config
-        named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class's name
+        named = type(f"Replica[{config.model}]", (Replica,), {})  # the dashboard shows the class name
         shown = ray.remote(concurrency_groups={"ctl": 8})(named)
         self._actors[name] = shown.options(
             name=name,
             namespace=NAMESPACE,
-            lifetime="detached",  # a controller that is started again finds it alive
+            lifetime="detached",  # it survives a restart of the controller
             num_cpus=0,
             resources={f"nc{core}": 1.0 for core in config.cores},
             max_restarts=0,
@@ -188,8 +188,8 @@ class RayCluster:
         ).remote(config)
 
     def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
-        """Where the gateways, which are on this host, can reach the replica: on its unix socket, or from another host
-        on TCP."""
+        """Returns the configuration with an address that the gateways on this host can reach: the unix socket, or TCP
+        for another host."""
         here = next((known.address for known in self._nodes if known.id == self._here), node.address)
         if not config.listen and node.address == here:
             return config
@@ -197,18 +197,18 @@ class RayCluster:
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
 
     def add_hosts(self, names: Iterable[str]) -> None:
-        """All of the planner's hosts, in its order: ``lost_hosts`` tells of those that are not there."""
+        """Add all of the planner's hosts, in its order, so that ``lost_hosts`` reports missing ones."""
         self._labels.update(host_labels(names))
 
     async def watch(self, name: str, seen: int) -> ReplicaStatus:
-        # A process that is still being started cannot answer; the controller's start deadline is for that.
+        # A starting process cannot reply yet; the controller's start deadline covers it.
         deadline = WATCH_S + CALL_DEADLINE_S if name in self._answered else None
         try:
-            answer = _of(self._actors[name].watch.remote(seen, WATCH_S))
+            answer = _result(self._actors[name].watch.remote(seen, WATCH_S))
             status: ReplicaStatus = await (answer if deadline is None else self._clock.within(answer, deadline))
             self._answered.add(name)
         except asyncio.TimeoutError:
-            what = f"it has not answered for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
+            what = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
             raise ReplicaDied(what) from None
         except RayTaskError as error:
             raise ReplicaDied(f"the actor failed: {error.cause}") from None
@@ -223,15 +223,15 @@ class RayCluster:
         return status
 
     async def _ending(self, name: str) -> str | None:
-        """How the process of that replica ended, as its host tells it."""
+        """Returns how the replica's process ended, as reported by its host."""
         if name not in self._processes:
             return None
         config, process = self._configs[name], self._processes[name]
         try:
-            ending: str | None = await self._ask(config.host, "ending", *process, config.log)
+            ending: str | None = await self._call(config.host, "ending", *process, config.log)
         except (HostLost, RayError):
             return None
-        return f"{ending}: by hand, or by the kernel for want of memory" if ending == BY_SIGKILL else ending
+        return f"{ending}: manually, or by the kernel when out of memory" if ending == BY_SIGKILL else ending
 
     async def drain(self, name: str, timeout_s: float) -> bool:
         try:
@@ -255,16 +255,16 @@ class RayCluster:
         return dead
 
     async def _confirm_death(self, pid: int, started: float, host: str | None) -> bool:
-        """Whether the process is gone. On a lost machine it is: Ray has declared the node dead, and all on it."""
+        """Returns whether the process is gone. On a lost machine it is: Ray has declared its node dead."""
         try:
-            return bool(await self._ask(host, "confirm_death", pid, started, CONFIRM_DEATH_S))
+            return bool(await self._call(host, "confirm_death", pid, started, CONFIRM_DEATH_S))
         except HostLost:
             node = self._node_of(host)
             return node is None or not node.alive
 
     async def log_tail(self, path: str, lines: int, host: str | None = None) -> list[str]:
         try:
-            tail: list[str] = await self._ask(host, "log_tail", path, lines)
+            tail: list[str] = await self._call(host, "log_tail", path, lines)
         except HostLost:
             return []
         return tail
@@ -273,55 +273,55 @@ class RayCluster:
         self, path: str, offset: int | None, most: int, lines: int, host: str | None = None
     ) -> tuple[str, int]:
         try:
-            text, end = await self._ask(host, "log_part", path, offset, most, lines)
+            text, end = await self._call(host, "log_part", path, offset, most, lines)
         except HostLost:
             return "", offset or 0
         return str(text), int(end)
 
     async def fault_in_log(self, path: str, host: str | None = None) -> Failure | None:
         try:
-            fault: Failure | None = await self._ask(host, "fault_in_log", path)
+            fault: Failure | None = await self._call(host, "fault_in_log", path)
         except HostLost:
             return None
         return fault
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
-        found: Interpreter = await self._ask(host, "interpreter", python)
+        found: Interpreter = await self._call(host, "interpreter", python)
         return found
 
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
         try:
-            held = await self._ask(host, "held_cores", claims)
+            held = await self._call(host, "held_cores", claims)
         except HostLost:
             if (node := self._node_of(host)) is not None and node.alive:
-                raise  # not knowing is not the same as knowing of none
+                raise  # unknown owners must not be reported as none
             return {}
         return {core: CoreOwner(pid, command) for core, (pid, command) in held.items()}
 
     async def device_metrics(self, host: str) -> list[MetricFamily]:
         node = self._node_of(host)
         if node is None or not node.alive:
-            return []  # nobody else measures them
-        measured: list[MetricFamily] = await _of(self._host_actor(node).device_metrics.remote())
+            return []  # no other host has these metrics
+        measured: list[MetricFamily] = await _result(self._host_actor(node).device_metrics.remote())
         return measured
 
     async def lost_hosts(self) -> frozenset[str]:
-        await self._look()
+        await self._refresh_nodes()
         living = {node.label for node in self._nodes if node.alive}
         return frozenset(name for name, label in self._labels.items() if label not in living)
 
-    async def _look(self) -> None:
+    async def _refresh_nodes(self) -> None:
         self._nodes = await asyncio.to_thread(ray_nodes)
 
     def _node_of(self, host: str | None) -> RayNode | None:
-        """The Ray node of that host, a living one if there is any; without ``host`` the one that this process is on."""
+        """Returns the Ray node of a host, preferably a live one; without ``host``, the node of this process."""
         label = None if host is None else self._labels.setdefault(host, f"emu-{host.rpartition('/')[2]}")
         found = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
         return max(found, key=lambda node: node.alive, default=None)
 
-    async def _ask(self, host: str | None, question: str, *arguments: Any) -> Any:
-        """The answer of that host's actor. When its Ray node is dead, of another one on the same machine: they share
-        one kernel. Raises HostLost when none answers."""
+    async def _call(self, host: str | None, method: str, *arguments: Any) -> Any:
+        """Returns the reply of the host's actor, or of another one on the same machine if its Ray node is dead: they
+        share one kernel. Raises HostLost if none replies."""
         silent: set[str] = set()
         while True:
             node = self._node_of(host)
@@ -330,17 +330,17 @@ class RayCluster:
             order = near if node is None else [node, *near]
             asked = next((one for one in order if one.alive and one.id not in silent), None)
             if asked is None:
-                raise HostLost(f"nobody answers for {host or 'this host'}")
+                raise HostLost(f"no host actor replies for {host or 'this host'}")
             try:
-                call = getattr(self._host_actor(asked), question).remote(*arguments)
-                return await self._clock.within(_of(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
+                call = getattr(self._host_actor(asked), method).remote(*arguments)
+                return await self._clock.within(_result(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
             except RayTaskError:
-                raise  # it answers, that it failed
+                raise  # it has replied with a failure
             except (RayError, asyncio.TimeoutError) as error:
-                log.warning("the host actor of %s does not answer: %s", asked.label, str(error).partition("\n")[0])
+                log.warning("the host actor of %s does not reply: %s", asked.label, str(error).partition("\n")[0])
                 self._host_actors.pop(asked.id, None)
                 silent.add(asked.id)
-                await self._look()
+                await self._refresh_nodes()
 
     def _host_actor(self, node: RayNode) -> Any:
         if node.id not in self._host_actors:
@@ -368,15 +368,15 @@ class RayCluster:
         return [survivor for survivor in found if survivor is not None], lost
 
     async def _survivor(self, name: str) -> Survivor | None:
-        """What the replica says of itself; None, and its end, when it says nothing."""
+        """Returns the replica's description; None if it does not reply, which kills it."""
         try:
             actor = ray.get_actor(name, NAMESPACE)
         except ValueError:
             return None
         try:
-            config, status = await self._clock.within(_of(actor.describe.remote()), ADOPT_S)
+            config, status = await self._clock.within(_result(actor.describe.remote()), ADOPT_S)
         except (RayError, asyncio.TimeoutError) as error:
-            log.warning("%s does not answer and is ended: %s", name, error)
+            log.warning("%s does not reply and is killed: %s", name, error)
             ray.kill(actor, no_restart=True)
             return None
         self._actors[name], self._configs[name] = actor, config
@@ -385,7 +385,7 @@ class RayCluster:
 
     async def _is_dead(self, actor: Any) -> bool:
         try:
-            await self._clock.within(_of(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
+            await self._clock.within(_result(actor.watch.remote(0, 0.0)), CALL_DEADLINE_S)
         except RayActorError:
             return True
         except (RayError, asyncio.TimeoutError):
@@ -393,20 +393,20 @@ class RayCluster:
         return False
 
 
-async def _of(reference: Any) -> Any:
+async def _result(reference: Any) -> Any:
     return await reference
 
 
 def _death(error: RayError) -> str:
-    """Ray's account of an actor's death, without its advice and frames."""
+    """Returns Ray's cause of an actor's death, without its advice and frames."""
     text = str(error)
     if "killed by `ray.kill`" in text:
-        return "it was ended"
-    if "SYSTEM_ERROR" in text:  # Ray saw only the end of its connection
+        return "it was killed"
+    if "SYSTEM_ERROR" in text:  # Ray noticed only the closed connection
         return UNKNOWN_ENDS[0]
     if "is not schedulable" in text:
         return "its host is lost"
-    if "temporarily unavailable" in text:  # the connection has ended before Ray knows why
+    if "temporarily unavailable" in text:  # the connection was closed before Ray knows the cause
         return UNKNOWN_ENDS[1]
     if "creation task" in text:
         return text.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Ray's nodes on one machine: starting and ending them, and what Ray tells of them."""
+"""Starts, stops and lists Ray's nodes on one machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 NAMESPACE = "corewright"
-NODES_STOP_S = 2.5  # for all further nodes together: a second to end in order, then they are killed
-OBJECT_STORE_BYTES = 100 * 2**20  # tokens go over sockets: Ray's store stays all but empty
-HOST_LABEL = "corewright-host"  # of a Ray node: which of our hosts it stands for
+NODES_STOP_S = 2.5  # for all further nodes together: a second to stop cleanly, then they are killed
+OBJECT_STORE_BYTES = 100 * 2**20  # tokens use sockets: Ray's store is almost empty
+HOST_LABEL = "corewright-host"  # of a Ray node: the host that it represents
 
-# All nodes are on one machine. A raylet that is dead refuses the connection: its host is lost after three of these, in
-# 3 s. One that does not answer, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: the
-# fleet would end with it.
+# All nodes are on one machine. A dead raylet refuses the connection: its host is lost after three attempts, in 3 s. An
+# unresponsive one, on a busy machine or because it was stopped, has 3 timeouts and 2 periods, 32 s: its loss would end
+# the fleet.
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
@@ -32,25 +32,24 @@ HEALTH_CHECKS = {
 
 
 def host_label(index: int) -> str:
-    """The label of the Ray node of the planner's host ``index``."""
+    """Returns the Ray node label of the planner's host ``index``."""
     return f"emu-{index}"
 
 
 def host_labels(names: Iterable[str]) -> dict[str, str]:
-    """The label of each of the planner's hosts, given their names in the planner's order."""
+    """Returns the label of each host, given the names in the planner's order."""
     return {name: host_label(index) for index, name in enumerate(names)}
 
 
 def core_resources(cores: int) -> dict[str, float]:
-    """The custom resources that a node with that many NeuronCores declares: one a core, so that Ray itself refuses a
-    second actor on the same core."""
+    """Returns a node's custom resources: one per NeuronCore, so that Ray itself rejects a second actor on a core."""
     return {f"nc{core}": 1.0 for core in range(cores)}
 
 
 def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[str, Any]:
-    """Start a Ray of our own, whose processes die with this thread's process. Gives Ray's addresses.
+    """Start a private Ray whose processes die with this thread's process. Returns Ray's addresses.
 
-    Raises RuntimeError when Ray does not come up.
+    Raises RuntimeError if Ray does not start.
     """
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the monitor kills replicas while they load
@@ -78,10 +77,10 @@ def start_ray(folder: Path, *, cores: int, cpus: int, dashboard: bool) -> dict[s
 
 @contextlib.contextmanager
 def _agent_on_a_free_port() -> Iterator[None]:
-    """Have ``ray.init``, which has no argument for it, start the node's dashboard agent on a port that is free.
+    """Make ``ray.init``, which has no argument for it, start the node's dashboard agent on a free port.
 
-    At the fixed default, 52365, the agent of a machine's second Ray goes without its port and is never made known: the
-    dashboard then shows no log, "Agent for node id ... doesn't exist" (Ray 2.60).
+    At the fixed default, 52365, the agent of a machine's second Ray has no port and is never registered: the dashboard
+    then shows no logs, "Agent for node id ... doesn't exist" (Ray 2.60).
     """
     parameters = ray._private.parameter
     plain = parameters.RayParams
@@ -93,16 +92,16 @@ def _agent_on_a_free_port() -> Iterator[None]:
 
 
 def add_node(index: int, *, cores: int, cpus: int) -> Any:
-    """Start the Ray node of a further emulated host, and wait until Ray knows it. Give it to ``stop_ray``.
+    """Start the Ray node of a further emulated host, and wait until it is registered. Pass it to ``stop_ray``.
 
     Must run on the main thread: the raylet dies with the thread that made it. It inherits the environment (token,
-    fleet's mark) and uses the first node's session folder. Raises RuntimeError or another of Ray's when it does not
-    come up.
+    fleet's mark) and uses the first node's session folder. Raises RuntimeError or another error of Ray if it does not
+    start.
 
-    Ray's own class, in this process, and not `ray start --address --block`. Measured with Ray 2.60 on 2 shared cores:
-    1.1 to 2.1 s and 139 MB (proportional; raylet 15, dashboard agent 76, runtime env agent 48) for each node, against
-    3.9 s and 282 MB with `ray start`, which keeps two Python processes more and of which two at once took one socket
-    name and killed each other.
+    This uses Ray's own class in this process instead of `ray start --address --block`. Measured with Ray 2.60 on 2
+    shared cores: 1.1 to 2.1 s and 139 MB (proportional; raylet 15, dashboard agent 76, runtime env agent 48) for each
+    node, against 3.9 s and 282 MB with `ray start`, which keeps two more Python processes and of which two concurrent
+    ones took one socket name and killed each other.
     """
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -115,17 +114,17 @@ def add_node(index: int, *, cores: int, cpus: int) -> Any:
         resources=core_resources(cores),
         labels={HOST_LABEL: host_label(index)},
         object_store_memory=OBJECT_STORE_BYTES,
-        include_log_monitor=False,  # one for each machine
+        include_log_monitor=False,  # one per machine
         dashboard_agent_listen_port=0,  # at its default the agent tries the first node's port for 4 s
         min_worker_port=0,
         max_worker_port=0,
     )
-    # no exit hook: it would take our signal handlers. The "reaper" is the kernel's parent-death signal.
+    # no exit hook: it would replace our signal handlers. The "reaper" is the kernel's parent-death signal.
     return Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
 
 def stop_ray(further: Sequence[Any] = ()) -> None:
-    """End the Ray that ``start_ray`` started, and before it the ``further`` nodes, all at once."""
+    """Stop the ``further`` nodes concurrently, then the Ray that ``start_ray`` started."""
     stopping = [
         threading.Thread(
             target=node.kill_all_processes, kwargs={"check_alive": False, "allow_graceful": True}, daemon=True
@@ -141,13 +140,13 @@ def stop_ray(further: Sequence[Any] = ()) -> None:
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """On the Ray node of this process, and on no other."""
+    """Returns the strategy that schedules only on the Ray node of this process."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A Ray node as Ray last told it."""
+    """A Ray node as Ray last reported it."""
 
     id: str
     alive: bool
@@ -156,7 +155,7 @@ class RayNode:
 
 
 def ray_nodes() -> list[RayNode]:
-    """Every node that Ray knows, the dead ones too. 2 ms."""
+    """Returns every node that Ray knows, including dead ones. Takes 2 ms."""
     return [
         RayNode(node["NodeID"], node["Alive"], node["NodeManagerAddress"], node["Labels"].get(HOST_LABEL))
         for node in ray.nodes()

@@ -1,1 +1,1 @@
-"""Files that outlive the controller's process: the journal and request traces."""
+"""Files that persist beyond the controller's process: the journal and request traces."""

@@ -1,12 +1,12 @@
-"""What the controller must not forget: one append-only file, one record a line, `<crc32, 8 hex digits> <json>`.
+"""The controller's journal: an append-only file with one record per line, `<crc32, 8 hex digits> <json>`.
 
-A record is in the file whole or not at all: its line ends with a newline and its checksum fits. So the file may be cut
-at any byte, and only the record that the cut goes through is lost. That record was not answered for: what is decided is
-on the disk before it is done. Any other damage may hide a decision: it stays in the file, and a ``Damage`` record after
-it holds the fleet's actions until somebody applies a spec.
+A record is valid if its line ends with a newline and its checksum matches. If the file is truncated at any byte, only
+the record at that byte is lost, and it was not acknowledged: decisions are on disk before they are executed. Any other
+damage may hide a decision: it stays in the file, and a ``Damage`` record after it holds the fleet's actions until an
+operator applies a spec.
 
-What the records amount to is ``JournalState``, a pure fold; when the file grows too long it is replaced by that state
-and the newest events. Until then it also keeps records of kinds that this version does not know.
+``JournalState`` is a pure fold of the records. A file that grows too long is replaced by that state and the newest
+events; until then it also keeps records of kinds unknown to this version.
 """
 
 from __future__ import annotations
@@ -30,74 +30,74 @@ from workers.messages.replica_config import Origin
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 16 << 20  # of the file, before it is written anew from the state
+MOST_BYTES = 16 << 20  # size of the file before compaction
 KEEP_REVISIONS = 50
 KEEP_EVENTS = 5000
-KEEP_PINS = 256  # of versions: the latest
-KEEP_REPLICAS = 4096  # whose epochs are known: those of the latest decisions
-LOCK_WAIT_S = 3.0  # for the former holder; a process that was killed lets go within milliseconds
+KEEP_PINS = 256  # of the latest versions
+KEEP_REPLICAS = 4096  # with known epochs: those of the latest decisions
+LOCK_WAIT_S = 3.0  # for the previous holder; a killed process releases it within milliseconds
 LOCK_POLL_S = 0.02
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
-    """What every record has. ``Journal.append`` fills both in."""
+    """Fields of every record, set by ``Journal.append``."""
 
     seq: int = 0  # 1, 2, ... without gaps
     at: float = 0.0  # seconds since the epoch, by the wall clock
 
 
 class Revision(Record, frozen=True, kw_only=True):
-    """The fleet's spec is another one. An apply is exactly one such record, so a crash leaves the old or the new."""
+    """A new revision of the spec. An apply writes exactly one, so a crash leaves either the old or the new one."""
 
     number: int
-    fleet: str = ""  # the `up` that it was applied to
+    fleet: str = ""  # the id of its `up`
     cause: Literal["up", "apply", "undo", "rollback", "watch"]
     by: str
-    text: str  # of the spec
-    file: str  # that it was read from
-    base_dir: str  # that its relative paths begin at
-    of: int | None  # the revision that it repeats
+    text: str  # the spec
+    file: str  # the spec's file
+    base_dir: str  # of its relative paths
+    of: int | None  # the revision that it restores
     plan: dict[str, Any]  # the summary that `rollout history` shows
-    canary: float | None = None  # the share of the requests that goes to the new version, 0 to 1
+    canary: float | None = None  # share of the requests for the new version, 0 to 1
 
 
 class RolloutState(Record, frozen=True, kw_only=True, tag="rollout"):
-    """How far the fleet is on its way to a revision."""
+    """The state of a revision's rollout."""
 
     revision: int
     state: Literal["progressing", "paused", "complete", "failed", "rolled_back"]
     reason: str
-    promoted: bool = False  # someone ended its canary
+    promoted: bool = False  # an operator promoted its canary
 
 
 class Scale(Record, frozen=True, kw_only=True):
-    """Someone set how many replicas a model has."""
+    """A manual scale of a model."""
 
     model: str
-    count: int | None  # None: as the spec says
+    count: int | None  # None: the spec's
     by: str
-    sleep: bool = False  # unloaded by hand: no request wakes it
+    sleep: bool = False  # unloaded manually: requests do not start it
 
 
 class Target(Record, frozen=True, kw_only=True):
-    """The autoscaler has decided how many replicas a model shall have."""
+    """The autoscaler's target for a model."""
 
     model: str
-    count: int | None  # None: as the spec and the requests say
+    count: int | None  # None: the spec and the requests decide
 
 
 class Cordon(Record, frozen=True, kw_only=True):
-    """Someone took cores out of planning, or gave them back. What runs there goes on."""
+    """A cordon or uncordon of cores. Running replicas continue."""
 
     host: str
     cores: list[int] | None  # None: the whole host
     on: bool
     by: str
-    drain: bool = False  # what runs there moves elsewhere
+    drain: bool = False  # replicas there are moved
 
 
 class Replace(Record, frozen=True, kw_only=True):
-    """Someone wants a new process for a replica: what runs with this epoch, or an earlier one, is replaced."""
+    """A request for a new process of a replica: processes up to this epoch are replaced."""
 
     model: str
     replica: int
@@ -106,11 +106,11 @@ class Replace(Record, frozen=True, kw_only=True):
 
 
 class Pin(Record, frozen=True, kw_only=True):
-    """What all replicas of a version load: the content that the first of them found at the source."""
+    """The content that all replicas of a version load: that of the first one's fetch."""
 
     model: str
     version: str
-    origin: Origin | None  # both None: what the source has
+    origin: Origin | None  # both None: the pin is removed
     draft_origin: Origin | None = None
 
     @property
@@ -119,18 +119,18 @@ class Pin(Record, frozen=True, kw_only=True):
 
 
 class Quarantine(Record, frozen=True, kw_only=True):
-    """A core that is held by a process which is none of ours, or that has failed; or that is free again."""
+    """The start or end of a core's quarantine: a foreign process holds it, or it has failed."""
 
     host: str
     core: int
     on: bool
-    pid: int | None  # of its owner, where known
+    pid: int | None  # of its owner, if known
     command: str | None
-    cause: str = ""  # of a core that has failed: it stays in quarantine until an operator takes it out
+    cause: str = ""  # of a failed core, which stays in quarantine until an operator clears it
 
 
 class Decision(Record, frozen=True, kw_only=True):
-    """What the controller is about to do to one start of one replica."""
+    """An action on one start of a replica, recorded before it is executed."""
 
     action: Literal["start", "drain", "stop", "fail", "forget"]
     model: str
@@ -143,17 +143,17 @@ class Decision(Record, frozen=True, kw_only=True):
 
 
 class Damage(Record, frozen=True, kw_only=True):
-    """The file before this record is damaged: what is missing may be a newer revision than the last one that can be
-    read, so nothing is done on that one until somebody applies a spec."""
+    """The file before this record is damaged and may have lost a newer revision, so the fleet is held until an operator
+    applies a spec."""
 
     what: str
 
 
 class Event(Record, frozen=True, kw_only=True):
-    """What happened, for people: `corewright events` tells it. Nothing is decided from it."""
+    """An event for operators, shown by `corewright events`. No decision depends on it."""
 
     level: Literal["info", "warning", "error"]
-    reason: str  # CamelCase, one word for each kind of happening
+    reason: str  # CamelCase, one word for each kind of event
     message: str
     model: str | None = None
     replica: str | None = None  # `model/n`
@@ -164,35 +164,35 @@ Cordoned = frozenset[int] | Literal["whole"]
 
 
 class JournalState(msgspec.Struct, frozen=True, kw_only=True):
-    """What all records up to ``seq`` amount to. A value: no later append changes it."""
+    """The fold of all records up to ``seq``. Immutable."""
 
     seq: int = 0
-    index: int = 0  # the seq of the last record but events and rollout states: `--check-index` compares it
+    index: int = 0  # seq of the last record that is neither event nor rollout state, for `--check-index`
     revision: int | None = None  # the current one's number; None before the first
     rollout: RolloutState | None = None
     revisions: Mapping[int, Revision] = msgspec.field(default_factory=dict)  # by number, the newest KEEP_REVISIONS
-    scales: Mapping[str, Scale] = msgspec.field(default_factory=dict)  # by model; none where the spec decides
-    targets: Mapping[str, int] = msgspec.field(default_factory=dict)  # by model; none where the spec decides
-    outcomes: Mapping[int, RolloutState] = msgspec.field(default_factory=dict)  # the latest by revision, as many
-    completed: int | None = None  # the latest revision that was complete once
-    promoted: int | None = None  # the latest revision whose canary was ended
-    cordons: Mapping[str, Cordoned] = msgspec.field(default_factory=dict)  # by host; none where nothing is cordoned
-    drains: frozenset[str] = frozenset()  # of the hosts that are cordoned as a whole, those that shall be empty
-    replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch that shall go, by `model/n`
+    scales: Mapping[str, Scale] = msgspec.field(default_factory=dict)  # by model; missing if the spec decides
+    targets: Mapping[str, int] = msgspec.field(default_factory=dict)  # by model; missing if the spec decides
+    outcomes: Mapping[int, RolloutState] = msgspec.field(default_factory=dict)  # the latest by revision, equally many
+    completed: int | None = None  # the latest revision whose rollout completed
+    promoted: int | None = None  # the latest revision whose canary was promoted
+    cordons: Mapping[str, Cordoned] = msgspec.field(default_factory=dict)  # by host; missing if nothing is cordoned
+    drains: frozenset[str] = frozenset()  # completely cordoned hosts that are to be emptied
+    replaces: Mapping[str, int] = msgspec.field(default_factory=dict)  # the epoch to replace, by `model/n`
     quarantines: Mapping[str, Mapping[int, Quarantine]] = msgspec.field(default_factory=dict)  # by host and core
-    epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest of each replica, by `model/n`
+    epochs: Mapping[str, int] = msgspec.field(default_factory=dict)  # the highest one, by `model/n`
     pins: Mapping[str, Pin] = msgspec.field(default_factory=dict)  # by `Pin.key`, since this `up`
-    starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # of each since this `up`, or it was forgotten
-    held: str | None = None  # the damage for which actions are withheld; None: nobody need confirm anything
+    starts: Mapping[str, int] = msgspec.field(default_factory=dict)  # by `model/n`, since this `up` or Forget
+    held: str | None = None  # the damage that holds the fleet; None: it is not held
 
     @property
     def next_revision(self) -> int:
-        """A number that no revision has had: of one that was lost an outcome may be left."""
+        """The next unused revision number. A lost revision may have left its outcome."""
         return max(self.revision or 0, self.completed or 0, self.promoted or 0, *self.outcomes) + 1
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="snapshot"):
-    """Stands for all records up to ``seq``, its own number being that of the last one. Only compaction writes it."""
+    """Replaces all records up to and including ``seq``. Only compaction writes it."""
 
     seq: int
     at: float
@@ -217,7 +217,7 @@ R = TypeVar("R", bound=Record)
 
 
 class _Head(msgspec.Struct):
-    """What is read of a record that this version does not know."""
+    """The known fields of a record of an unknown kind."""
 
     seq: int
     kind: str = "?"
@@ -229,18 +229,18 @@ _head_decoder = msgspec.json.Decoder(_Head)
 
 
 class JournalBusy(Exception):
-    """Another process holds the journal, and has not let go in time."""
+    """Another process holds the journal's lock and did not release it in time."""
 
 
 class JournalUnwritable(OSError):
-    """A full disk, or a broken one. The record is not in the journal, and nothing half-written is."""
+    """The disk is full or broken. The record was not written, not even partially."""
 
 
 def fold(state: JournalState, record: AnyRecord) -> JournalState:
-    """The state after ``record``. Pure; a record whose seq is in ``state`` already changes nothing.
+    """Returns the state after ``record``. Pure; a record whose seq is already in ``state`` is ignored.
 
-    Uncordoning a host frees all of its cores, also those that were cordoned one by one; uncordoning cores of a host
-    that is cordoned as a whole changes nothing.
+    Uncordoning a host frees all of its cores, including those that were cordoned individually; uncordoning single cores
+    of a completely cordoned host has no effect.
     """
     if isinstance(record, Snapshot):
         return record.state if record.seq > state.seq else state
@@ -257,7 +257,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return replace(state, seq=seq, rollout=record, outcomes=outcomes, promoted=promoted, completed=completed)
     if isinstance(record, Decision):
         id = f"{record.model}/{record.replica}"
-        epoch = max(record.epoch, state.epochs.get(id, 0))  # it may be an adopted one that an older journal started
+        epoch = max(record.epoch, state.epochs.get(id, 0))  # an adopted one may have a higher epoch
         starts = 0 if record.action == "forget" else state.starts.get(id, 0) + (record.action == "start")
         epochs = _latest(state.epochs, id, epoch, KEEP_REPLICAS)
         counts = _latest(state.starts, id, starts, KEEP_REPLICAS)
@@ -267,7 +267,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
     if isinstance(record, Revision):
         revisions = _latest(state.revisions, record.number, record, KEEP_REVISIONS)
         begins = record.cause == "up"
-        held = state.held if record.cause == "rollback" else None  # all others are somebody's word
+        held = state.held if record.cause == "rollback" else None  # all others are an operator's decision
         state = replace(state, seq=seq, index=index, revision=record.number, revisions=revisions, held=held)
         return replace(state, starts={}, pins={}) if begins else state
     if isinstance(record, Damage):
@@ -277,7 +277,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         return replace(state, seq=seq, index=index, scales=_set(state.scales, record.model, record, as_the_spec_says))
     if isinstance(record, Target):
         targets = _set(state.targets, record.model, record.count or 0, record.count is None)
-        return replace(state, seq=seq, targets=targets)  # not the index: what somebody has planned stands
+        return replace(state, seq=seq, targets=targets)  # not the index: an operator's plan stays valid
     if isinstance(record, Cordon):
         cordoned = _cordoned(state.cordons.get(record.host, frozenset()), record)
         drained = state.drains - {record.host}
@@ -290,7 +290,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         pins = (
             _set(state.pins, record.key, record, gone) if gone else _latest(state.pins, record.key, record, KEEP_PINS)
         )
-        return replace(state, seq=seq, pins=pins)  # not the index: what somebody has planned stands
+        return replace(state, seq=seq, pins=pins)  # not the index: an operator's plan stays valid
     if isinstance(record, Replace):
         replaces = _set(state.replaces, f"{record.model}/{record.replica}", record.epoch, absent=False)
         return replace(state, seq=seq, index=index, replaces=replaces)
@@ -299,7 +299,7 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
 
 
 def failed_cores(state: JournalState) -> list[Quarantine]:
-    """Of the cores in quarantine those that have failed; whom the others are held by is looked at anew."""
+    """Returns the failed cores in quarantine; the owners of the others are observed again."""
     return [record for cores in state.quarantines.values() for record in cores.values() if record.cause]
 
 
@@ -308,7 +308,7 @@ V = TypeVar("V")
 
 
 def _set(mapping: Mapping[K, V], key: K, value: V, absent: bool) -> dict[K, V]:
-    """A copy with ``key`` set, or without it when ``absent``."""
+    """Returns a copy with ``key`` set, or without it if ``absent``."""
     copy = dict(mapping)
     if absent:
         copy.pop(key, None)
@@ -318,7 +318,7 @@ def _set(mapping: Mapping[K, V], key: K, value: V, absent: bool) -> dict[K, V]:
 
 
 def _latest(mapping: Mapping[K, V], key: K, value: V, keep: int) -> dict[K, V]:
-    """A copy with ``key`` at the end, and without those at the front that are more than ``keep``."""
+    """Returns a copy with ``key`` at the end, limited to the last ``keep`` keys."""
     copy = dict(mapping)
     copy.pop(key, None)
     copy[key] = value
@@ -338,24 +338,24 @@ def _cordoned(before: Cordoned, record: Cordon) -> Cordoned:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the bytes of a journal hold."""
+    """The parsed contents of a journal file."""
 
     state: JournalState
     events: deque[Event]  # the newest KEEP_EVENTS
-    whole: int  # the bytes up to the end of the last whole record; what follows is torn or damaged
-    kept: int  # the bytes that stay in the file: a torn end is cut off, a damaged one stays
+    whole: int  # bytes up to the end of the last valid record; the rest is torn or damaged
+    kept: int  # bytes that stay in the file: a torn end is cut off, a damaged one stays
     damage: list[str] = field(default_factory=list)  # since the last `Damage` record
 
 
 def read(data: bytes) -> Contents:
-    """Read a journal's bytes, whatever is in them. Pure.
+    """Parse a journal's bytes. Never raises. Pure.
 
-    1. A line whose checksum fits, of a kind known here -> folded
-    2. A line whose checksum fits, of another kind      -> skipped and reported: a newer version wrote it
-    3. Bytes that are no such line, a whole one follows -> skipped and reported
-    4. The same at the end of the file                  -> torn, and not reported, when it is the beginning of a line
-    5. A seq that leaves some out, nothing skipped there -> reported
-    6. A `Damage` record                                -> what was reported so far is known
+    1. A line with a matching checksum, known kind       -> folded
+    2. A line with a matching checksum, unknown kind     -> skipped and reported: a newer version wrote it
+    3. Other bytes, followed by a valid line             -> skipped and reported
+    4. Other bytes at the end of the file                -> torn, and not reported, if they begin a line
+    5. A gap in seq where nothing was skipped            -> reported
+    6. A `Damage` record                                 -> clears the damage reported so far
     """
     state = JournalState()
     events: deque[Event] = deque(maxlen=KEEP_EVENTS)
@@ -363,7 +363,7 @@ def read(data: bytes) -> Contents:
     whole = begin = 0
     while (newline := data.find(b"\n", begin)) != -1:
         line, place, begin = data[begin:newline], begin, newline + 1
-        if not _sound(line):
+        if not _is_valid(line):
             continue
         skipped = place > whole
         if skipped:  # 3
@@ -383,7 +383,7 @@ def read(data: bytes) -> Contents:
         elif isinstance(record, Damage):  # 6
             damage.clear()
     lines = data.count(b"\n", whole)  # 4
-    if lines or _sound(data[whole:-1]):  # a whole record with another byte for its newline was on the disk once, too
+    if lines or _is_valid(data[whole:-1]):  # a record with only its newline damaged was valid once
         what = f"at least {_records(max(lines, 1))} lost"
         damage.append(f"bytes {whole} to {len(data) - 1}, the last ones, are damaged: {what}")
         return Contents(state, events, whole, len(data), damage)
@@ -394,12 +394,12 @@ def _line(payload: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(payload), payload)
 
 
-def _sound(line: bytes) -> bool:
+def _is_valid(line: bytes) -> bool:
     return line[:9] == b"%08x " % zlib.crc32(line[9:])
 
 
 def _parse(payload: bytes) -> tuple[AnyRecord | None, int, str]:
-    """The record, None when it is of no kind or shape known here; its seq, 0 when it has none; its kind."""
+    """Returns the record, or None for an unknown kind or shape; its seq, 0 without one; its kind."""
     try:
         record = _decoder.decode(payload)
     except msgspec.MsgspecError:
@@ -416,10 +416,10 @@ def _records(count: int) -> str:
 
 
 class Journal:
-    """The journal of one controller: the one who writes it. Not for several threads.
+    """The journal of one controller, which is its only writer. Not thread-safe.
 
-    ``damage`` tells what of the file could not be read, one sentence each, until a `Damage` record is appended. Without
-    a path nothing is kept but in memory, for controllers on a fake clock.
+    ``damage`` describes the unreadable parts of the file, one sentence each, until a `Damage` record is appended.
+    Without a path the journal is in memory only, for controllers on a fake clock.
     """
 
     def __init__(
@@ -430,10 +430,10 @@ class Journal:
         most_bytes: int = MOST_BYTES,
         lock_wait_s: float = LOCK_WAIT_S,
     ) -> None:
-        """Open or make the file, and read it. A torn tail is cut off and kept beside it, as `<path>.torn`.
+        """Open or create the file, and read it. A torn tail is cut off and saved as `<path>.torn`.
 
-        Raises JournalBusy when another process holds `<path>.lock` for ``lock_wait_s`` seconds; JournalUnwritable when
-        the file cannot be opened.
+        Raises JournalBusy if another process holds `<path>.lock` for ``lock_wait_s`` seconds; JournalUnwritable if the
+        file cannot be opened.
         """
         self.damage: list[str] = []
         self._clock = clock
@@ -443,8 +443,8 @@ class Journal:
         self._state = JournalState()
         self._events: deque[Event] = deque(maxlen=KEEP_EVENTS)
         self._size = 0
-        self._joint = b""  # what the next line begins with: a newline after a damaged end that has none
-        self._suspect = False  # the disk may hold other bytes than we wrote: write all anew before the next record
+        self._joint = b""  # prefix of the next line: a newline after a damaged end without one
+        self._suspect = False  # the file may differ from what was written: rewrite it before the next record
         self._closed = False
         self._lock: int | None = None
         self._file: int | None = None
@@ -460,13 +460,13 @@ class Journal:
                 raise
 
     def append(self, record: R) -> R:
-        """Add ``record``; gives it back with ``seq`` and ``at``, as it will be read again.
+        """Append ``record`` and return it with ``seq`` and ``at``, as it would be read back.
 
-        On return it is on the disk (fsync); an Event is only handed to the kernel, and goes to the disk with the next
-        record of another kind.
+        On return it is on disk (fsync); an Event is only written to the page cache, and synced with the next record of
+        another kind.
 
-        Raises JournalUnwritable: then the journal is as it was before, and a later append may succeed. Raises TypeError
-        or ValueError for a record that could not be read back, with nothing written.
+        Raises JournalUnwritable: the journal is then unchanged, and a later append may succeed. Raises TypeError or
+        ValueError for a record that could not be read back; nothing is written then.
         """
         if self._closed:
             raise ValueError("the journal is closed")
@@ -478,7 +478,7 @@ class Journal:
             payload = _encoder.encode(numbered)
         kept = _decoder.decode(
             payload
-        )  # Structs do not check their types when made; and the caller keeps no part of it
+        )  # Structs do not validate on creation, and the copy shares nothing with the caller
         if self._path is not None:
             self._write(self._path, _line(payload), sync=not isinstance(kept, Event))
         self._state = fold(self._state, kept)
@@ -491,17 +491,17 @@ class Journal:
         return cast(R, kept)
 
     def state(self) -> JournalState:
-        """The fold of all records."""
+        """Returns the fold of all records."""
         return self._state
 
     def events(self, after: int = 0, limit: int = 1000, model: str | None = None) -> list[Event]:
-        """Of the newest KEEP_EVENTS those with a seq above ``after``, the oldest first, at most ``limit``: a reader
-        goes on after the last seq that it got. ``model``: only those about it."""
+        """Returns at most ``limit`` of the newest KEEP_EVENTS with a seq above ``after``, oldest first: a reader passes
+        the last seq that it received. ``model``: only events of that model."""
         newer = takewhile(lambda event: event.seq > after, reversed(self._events))
         return [event for event in newer if model is None or event.model == model][::-1][:limit]
 
     def close(self) -> None:
-        """Bring the last events to the disk and let another process have the journal. May be called twice."""
+        """Sync the last events to disk and release the lock. May be called twice."""
         self._closed = True
         if self._file is not None:
             with contextlib.suppress(OSError):  # only events can be lost here
@@ -526,9 +526,9 @@ class Journal:
             self.damage = contents.damage
             self._joint = b"" if data[contents.kept - 1 : contents.kept] in (b"", b"\n") else b"\n"
             if torn := data[contents.kept :]:
-                log.warning("%s: %d bytes after the last whole record are cut off", path, len(torn))
-                _keep(path.with_name(path.name + ".torn"), torn)
-                os.ftruncate(file, contents.kept)  # not synced: should it come back, it is cut off again
+                log.warning("%s: cut off %d bytes of an incomplete record at the end", path, len(torn))
+                _save_torn(path.with_name(path.name + ".torn"), torn)
+                os.ftruncate(file, contents.kept)  # not synced: if it reappears, it is cut off again
         except BaseException:
             os.close(file)
             raise
@@ -537,7 +537,7 @@ class Journal:
         return file
 
     def _write(self, path: Path, line: bytes, sync: bool) -> None:
-        """Add one line, whole or not at all. Raises JournalUnwritable."""
+        """Append one line, completely or not at all. Raises JournalUnwritable."""
         try:
             if self._suspect:
                 self._rewrite(path)
@@ -571,17 +571,17 @@ class Journal:
         try:
             self._rewrite(path)
         except OSError as error:
-            # The record itself is safe. Not again at the next one: a full disk would make each of them slow.
+            # The record itself is safe. Do not retry at the next one: on a full disk each append would be slow.
             self._compact_at = self._size + self._most_bytes // 4
-            log.warning("%s could not be made shorter: %s", path, error)
+            log.warning("%s could not be compacted: %s", path, error)
 
     def _rewrite(self, path: Path) -> None:
-        """Replace the file by one that holds the state and the newest events. Raises OSError; until the new file has
-        taken the old one's name, that one stays in use."""
+        """Replace the file by one with the state and the newest events. Raises OSError; the old file stays in use until
+        the rename."""
         _draft(path).unlink(missing_ok=True)
         new = os.open(_draft(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            # The state comes first: a cut through the events must not cost it.
+            # The state comes first: a truncated file must not lose it.
             snapshot = Snapshot(seq=self._state.seq, at=self._clock(), state=self._state)
             lines = [_line(_encoder.encode(record)) for record in (snapshot, *self._events)]
             _write_all(new, lines)
@@ -597,28 +597,28 @@ class Journal:
         self._size = sum(map(len, lines))
         self._joint = b""
         self._compact_at = max(self._most_bytes, 2 * self._size)
-        self._suspect = True  # until its name is on the disk, a power failure could bring the old file back
+        self._suspect = True  # until the rename is synced, a power failure could restore the old file
         _sync_folder(path)
         self._suspect = False
 
 
-def _keep(path: Path, torn: bytes) -> None:
-    """Keep what is cut off, for people."""
+def _save_torn(path: Path, torn: bytes) -> None:
+    """Save the bytes that are cut off, for inspection."""
     try:
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(torn)
-    except OSError as error:  # on a full disk the controller must start nevertheless
-        log.error("the %d bytes cut off at the end could not be kept: %s", len(torn), error.strerror)
+    except OSError as error:  # the controller must also start on a full disk
+        log.error("the %d bytes cut off at the end could not be saved: %s", len(torn), error.strerror)
 
 
 def _draft(path: Path) -> Path:
-    """Where the file's successor is written before it takes its name."""
+    """Returns the path of the new file before the rename."""
     return path.with_name(path.name + ".new")
 
 
 def _lock(path: Path, wait_s: float) -> int:
-    """A descriptor that holds the lock until it is closed. Raises JournalBusy, OSError."""
+    """Returns a descriptor that holds the lock until it is closed. Raises JournalBusy, OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
     deadline = time.monotonic() + wait_s
@@ -642,11 +642,11 @@ def _lock(path: Path, wait_s: float) -> int:
 
 
 def _write_all(file: int, lines: Iterable[bytes]) -> None:
-    """One write for each line. Where the kernel took only a part, the next write tells why."""
+    """Write each line with one call. After a partial write, the next call raises its cause."""
     for line in lines:
-        rest = memoryview(line)
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        remainder = memoryview(line)
+        while remainder:
+            remainder = remainder[os.write(file, remainder) :]
 
 
 def _sync_folder(path: Path) -> None:

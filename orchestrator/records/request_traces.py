@@ -1,4 +1,4 @@
-"""What gateways have recorded of their requests, as files: read in pages."""
+"""Reads the request traces that gateways record to files, in pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Page:
-    """Requests in the order in which they were recorded, ``next`` to go on behind them, and whether there are more."""
+    """Requests in recording order, the cursor ``next`` of the following page, and whether there are ``more``."""
 
     requests: list[dict[str, Any]] = field(default_factory=list)
     next: str = ""
@@ -17,10 +17,10 @@ class Page:
 
 
 def read_page(folder: Path, after: str, limit: int) -> Page:
-    """Up to ``limit`` requests behind ``after``: "" is the oldest that is still there, else the ``next`` of a page.
+    """Returns up to ``limit`` requests after the cursor ``after``: "" for the oldest stored one, or a page's ``next``.
 
-    What was deleted meanwhile is passed over. Lines that cannot be read, as the last one after a crash, are too. Raises
-    ValueError for a place that no page has told.
+    Deleted requests and unreadable lines, such as the last one after a crash, are skipped. Raises ValueError for an
+    invalid cursor.
     """
     places = _places(after)
     found: list[dict[str, Any]] = []
@@ -38,13 +38,13 @@ def read_page(folder: Path, after: str, limit: int) -> Page:
 
 
 def _read_part(path: Path, start: int, place: int, limit: int) -> tuple[list[dict[str, Any]], int, bool]:
-    """The lines from ``place`` on, where the next one begins, and whether there are more."""
+    """Returns the requests from byte ``place`` on, where the next one begins, and whether there are more."""
     found: list[dict[str, Any]] = []
     try:
         with path.open("rb") as stream:
             stream.seek(place - start)
             for line in stream:
-                if not line.endswith(b"\n"):  # it is being written
+                if not line.endswith(b"\n"):  # it is still being written
                     break
                 if len(found) >= limit:
                     return found, place, True
@@ -77,13 +77,13 @@ def _places(after: str) -> dict[str, int]:
     for part in after.split(",") if after else ():
         gateway, _, place = part.rpartition(":")
         if not (gateway and place.isascii() and place.isdecimal()):
-            raise ValueError(f"{part!r} is no place in a trace")
+            raise ValueError(f"{part!r} is not a position in a trace")
         places[gateway] = int(place)
     return places
 
 
 def parts(folder: Path) -> dict[str, list[tuple[int, Path]]]:
-    """The files of each gateway, with the number of the byte that each begins with, in order."""
+    """Returns the files of each gateway in order, with the position of their first byte."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("*.*.csv"):
         gateway, _, start = path.name.removesuffix(".csv").rpartition(".")

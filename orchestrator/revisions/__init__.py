@@ -1,1 +1,1 @@
-"""A revision of the spec: read from its file, resolved against hosts and checkpoints, and rolled back."""
+"""Revisions of the spec: read from a file, resolved against hosts and checkpoints, and rolled back."""

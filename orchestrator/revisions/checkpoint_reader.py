@@ -1,4 +1,4 @@
-"""Reading what the planner and the controller must know of a checkpoint: small files, never its weights."""
+"""Reads the small files of checkpoints that the planner and the controller need, never the weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from workers.artifacts.sources.listing import SourceError
     from workers.artifacts.sources.source_metadata import Asked, Metadata, Seen, SourceMetadata
 
-AT_ONCE = 8  # sources that are asked together
+AT_ONCE = 8  # concurrent queries to sources
 _SKIPPED = "rules about heads, memory and lengths are skipped for it"
 
 
 class CheckpointPart(NamedTuple):
-    """One of the two checkpoints that a model may have."""
+    """A checkpoint of a model: its own or its draft's."""
 
     model: ModelSpec
     is_draft: bool
@@ -40,7 +40,7 @@ class CheckpointPart(NamedTuple):
 
     @property
     def folder(self) -> str | None:
-        """Where it is on this machine; None: elsewhere."""
+        """The local folder; None for a remote source."""
         return self.model.draft_path if self.is_draft else self.model.source_path
 
     @property
@@ -53,17 +53,17 @@ class CheckpointPart(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What was read of a spec's checkpoints, by model, and of its drafts; and what could not be read."""
+    """Facts read from a spec's checkpoints and drafts, by model, and the problems found."""
 
     checkpoints: Mapping[str, Checkpoint]
     drafts: Mapping[str, Checkpoint]
     problems: tuple[Problem, ...]
     heads: Mapping[tuple[str, bool], Metadata] = field(default_factory=lambda: MappingProxyType({}))
-    """The small files of sources elsewhere, by model, and whether they are its draft's."""
+    """Metadata of remote sources, by model name and whether it is the draft's."""
 
 
 def parts(spec: Spec) -> Iterator[CheckpointPart]:
-    """Every checkpoint that a replica of the spec would read."""
+    """Yields every checkpoint that replicas of the spec would read."""
     for model in spec.models:
         if model.engine != "echo" and "source" not in model.broken:
             yield CheckpointPart(model, False)
@@ -78,13 +78,12 @@ def read_facts(
     pinned: Mapping[tuple[str, bool], Metadata] | None = None,
     here: bool | None = None,
 ) -> CheckpointFacts:
-    """The config.json of each model and draft. Blocks.
+    """Reads the config.json of each model and draft. Blocks.
 
-    A source elsewhere (the hub, S3) is asked for it; not ``fresh``: only where nothing is known of it; never where it
-    is ``pinned``. What cannot be read gives a warning, and the rules that need it are skipped; a checkpoint that no
-    engine here can serve gives an error. ``here``: this machine will load the folders, so that one that cannot be
-    loaded is an error; False: another machine will, and it is a warning; None: their weights and tokenizers are not
-    looked at.
+    Remote sources (the hub, S3) are queried; if not ``fresh``, only those without stored metadata; never ``pinned``
+    ones. An unreadable checkpoint is a warning, and the rules that need it are skipped; a checkpoint that no engine of
+    this version can serve is an error. ``here``: this machine will load the folders, so an unloadable one is an error;
+    False: another machine will, and it is a warning; None: weights and tokenizers are not checked.
     """
     checkpoints: dict[str, Checkpoint] = {}
     drafts: dict[str, Checkpoint] = {}
@@ -95,7 +94,7 @@ def read_facts(
         head = heads.get(part.key)
         folder = part.folder if head is None else head.folder
         if folder is None:
-            continue  # told already
+            continue  # reported already
         read = _read(part, folder, head, part.where(spec))
         if isinstance(read, Checkpoint):
             (drafts if part.is_draft else checkpoints)[part.model.name] = read
@@ -115,9 +114,8 @@ def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) 
         config = foreign_files.read_json(file)
         code = remote_code(config)
         if code is not None and not is_known(config):
-            what = (
-                f"{model}: the family {config.get('model_type')!r} of {shown} is known to {code} of the checkpoint only"
-            )
+            family = config.get("model_type")
+            what = f"{model}: the family {family!r} of {shown} is implemented only by the checkpoint's code, {code}"
             if part.model.trust_remote_code:
                 return Problem("checkpoint-unreadable", "warning", where, what, _SKIPPED)
             hint = "serve a checkpoint of a known family; its own code runs only with `trust_remote_code: true`"
@@ -138,7 +136,7 @@ def _read(part: CheckpointPart, folder: str, head: Metadata | None, where: str) 
 
 
 def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, known: bool) -> Problem | None:
-    """Why a start would not load that folder; None: nothing is found. ``known``: its config.json was read."""
+    """Returns why a start would fail to load the folder, or None. ``known``: its config.json was read."""
     from workers.engines.checkpoint_files import check_checkpoint
     from workers.messages.engine_protocol import EngineLoadError
     from workers.text.tokenizer import check_tokenizer_files
@@ -158,14 +156,14 @@ def _unloadable(part: CheckpointPart, folder: str, where: str, here: bool, known
     return None
 
 
-_BEGINS = "a relative path begins at the spec file"
-_ENOUGH = "config.json alone is enough to plan with; until it is there"
-_CONVERT = "take the model's original checkpoint: corewright compiles it, and keeps what was compiled"
+_BEGINS = "relative paths start at the folder of the spec file"
+_ENOUGH = "config.json alone is enough for planning; without it,"
+_CONVERT = "use the model's original checkpoint: corewright compiles it and caches the result"
 _LAID_OUT = ("checkpoint", "compiled", "weights", "pytorch_model.bin", "neuron_config.json", "model.pt")
 
 
 def _unsupported(part: CheckpointPart, folder: str, head: Metadata | None, config: Any) -> str | None:
-    """Why the model's engine does not load its files as they are laid out; None: it does, or nobody knows yet."""
+    """Returns why the model's engine does not support the layout of its files; None: it does, or it is unknown."""
     marked = isinstance(config, dict) and ("neuron" in config or "neuron_sharded_weights" in config)
     if head is None and not marked and not any((Path(folder) / name).exists() for name in _LAID_OUT):
         return None
@@ -181,23 +179,23 @@ def _unsupported(part: CheckpointPart, folder: str, head: Metadata | None, confi
 
 
 def is_known(config: object) -> bool:
-    """Whether the family has a class that is no part of the checkpoint."""
+    """Returns whether the model's family is supported without code from the checkpoint."""
     return isinstance(config, dict) and config.get("model_type") in FAMILIES
 
 
 def remote_code(config: object) -> str | None:
-    """The Python code that a decoded config.json names as its model's, as "file.Class"; None: none."""
+    """Returns the model's Python code that a decoded config.json names, as "file.Class", or None."""
     named = config.get("auto_map") if isinstance(config, dict) else None
     if not isinstance(named, dict):
         return None
     return next((str(value) for value in named.values() if value), None)
 
 
-# Sources elsewhere
+# Remote sources
 
 
 def source_metadata_store() -> SourceMetadata:
-    """The heads of this machine's home."""
+    """Returns the store of remote sources' metadata in this machine's home."""
     from orchestrator.process.home import Home
     from workers.artifacts.sources.source_metadata import SourceMetadata
 
@@ -205,7 +203,7 @@ def source_metadata_store() -> SourceMetadata:
 
 
 def source_query(part: CheckpointPart) -> Asked:
-    """The question to the source of a part that lies elsewhere."""
+    """Returns the metadata query for a remote source."""
     from workers.artifacts.sources.source_metadata import Asked
 
     model = part.model
@@ -218,7 +216,7 @@ def source_query(part: CheckpointPart) -> Asked:
 
 
 def is_hub_source(part: CheckpointPart) -> bool:
-    """Whether its source is a hub id."""
+    """Returns whether the source is a hub id."""
     return (part.model.draft_kind if part.is_draft else part.model.source_kind) == "hub"
 
 
@@ -229,7 +227,7 @@ def _heads_of(
     pinned: Mapping[tuple[str, bool], Metadata],
     problems: list[Problem],
 ) -> dict[tuple[str, bool], Metadata]:
-    """By part; what is equal is asked once. Nothing is imported where there is nothing to ask."""
+    """Returns the metadata of remote sources by part. Equal queries are sent once; imports only if there are any."""
     if not away:
         return {}
     from workers.artifacts.sources.listing import SourceError
@@ -257,26 +255,27 @@ def _heads_of(
                 problems.append(_problem(part, told, part.where(spec)))
                 continue
             if told.away is not None:
-                what = f"{part.model.name}: {told.away.what}; what was seen of it before counts"
+                what = f"{part.model.name}: {told.away.what}; its stored metadata is used"
                 problems.append(Problem("source-away", "warning", part.where(spec), what, told.away.hint))
             found[part.key] = told.head
     return found
 
 
 def _misplaced(part: CheckpointPart) -> bool:
-    """A revision of what has none: told by a rule."""
+    """Returns whether a revision is set for a source without revisions, which a rule reports."""
     return part.revision is not None and part.source.startswith("s3://")
 
 
 def _problem(part: CheckpointPart, error: SourceError, where: str) -> Problem:
-    """What a source says of itself is an error; that it is not reached from here is none: the host may reach it."""
-    if error.id in _SAID:
+    """Returns an error for a rejected source, a warning for an unreachable one, which the host may still reach."""
+    if error.id in _REJECTIONS:
         return Problem(error.id, "error", where, f"{part.model.name}: {error.what}", error.hint)
     what = f"{part.model.name}: its config.json cannot be read: {error.what}"
-    return Problem("checkpoint-unreadable", "warning", where, what, f"{error.hint or 'later'}; until then {_SKIPPED}")
+    hint = f"{error.hint or 'retry later'}; until then {_SKIPPED}"
+    return Problem("checkpoint-unreadable", "warning", where, what, hint)
 
 
-_SAID = ("pickle-refused", "name-unsafe", "layout-unknown")
+_REJECTIONS = ("pickle-refused", "name-unsafe", "layout-unknown")
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -290,7 +289,7 @@ _TOKENIZER_FILES = (
 
 
 def tokenizer_key(engine: str, folder: str | None) -> str:
-    """Equal for two sources whose tokenizers and chat templates are made of the same files. Blocks."""
+    """Returns a key that is equal for sources with identical tokenizer and chat template files. Blocks."""
     if engine == "echo" or folder is None:
         return engine if engine == "echo" else f"{engine}:{folder}"
     digest = blake2s(digest_size=8)

@@ -1,4 +1,4 @@
-"""What a replica is told at its start, from the spec and the place that the plan gives it."""
+"""Builds a replica's start configuration from the spec and its placement."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def replica_config(
     home: Home,
     fleet: ControllerSettings | None = None,
 ) -> ReplicaConfig:
-    """Of a replica that has no epoch and no socket yet; ``fleet`` None: nobody will reach it.
+    """Returns the configuration of a replica without an epoch and a socket; ``fleet`` None: it gets no requests.
 
-    Sources elsewhere are still to be fetched: see bringing.py.
+    Remote sources are still to be fetched (`artifact_fetcher.py`).
     """
     model = generation.spec.model(placement.model)
     assert model is not None
@@ -60,7 +60,7 @@ def replica_config(
 def unplaced_config(
     model: ModelSpec, engine: Engine, *, source: str | None, draft_source: str | None, length: int
 ) -> ReplicaConfig:
-    """What concerns the engine, for a replica that has no place. ``length``: tokens of a slot."""
+    """Returns the engine's configuration of a replica without a placement. ``length``: tokens of a slot."""
     return ReplicaConfig(
         model=model.name,
         replica=0,

@@ -1,4 +1,4 @@
-"""Sources that bring compiled or divided weights along, compared with what the spec asks for: by their small files."""
+"""Checks sources with precompiled or sharded weights against the spec, by their small files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placements.facts.engines import Engine
 from placements.spec.problems import Problem
 from placements.spec.schema import ModelSpec, Spec
 
-_ENGINE: Engine = "nxd-inference"  # what ``auto`` is on Neuron is known on the host
+_ENGINE: Engine = "nxd-inference"  # ``auto`` on Neuron is resolved on the host
 _NEEDED = frozenset(
     {"allow_pickle", "buckets", "draft", "dtype", "engine", "engine_options", "fuse_qkv", "max_batch", "max_len"}
     | {"quantize", "quantize_kv", "sampling", "source", "tp_degree"}
@@ -18,7 +18,7 @@ _NEEDED = frozenset(
 
 
 def precompiled_problems(spec: Spec, facts: CheckpointFacts) -> Iterator[Problem]:
-    """What starts of these models would fail with, as an error each; nothing where config.json is not known. Blocks."""
+    """Yields an error for each model whose start would fail; models without a known config.json are skipped. Blocks."""
     for model in spec.models:
         if model.engine == _ENGINE and model.name in facts.checkpoints and not _NEEDED & model.broken:
             problem = _problem(spec, model, facts)
@@ -33,7 +33,7 @@ def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | 
     source = _folder(own, facts)
     draft = None if model.draft is None else _folder(CheckpointPart(model, True), facts)
     if model.draft is not None and draft is None:
-        return None  # what depends on it cannot be compared
+        return None  # the options that depend on it cannot be compared
     config = unplaced_config(
         model, _ENGINE, source=source, draft_source=draft, length=model.length(facts.checkpoints[model.name])
     )
@@ -45,6 +45,6 @@ def _problem(spec: Spec, model: ModelSpec, facts: CheckpointFacts) -> Problem | 
 
 
 def _folder(part: CheckpointPart, facts: CheckpointFacts) -> str | None:
-    """Where its small files are on this machine."""
+    """Returns the local folder of its small files."""
     head = facts.heads.get(part.key)
     return part.folder if head is None else head.folder

@@ -1,4 +1,4 @@
-"""A revision as it is acted upon: its spec, the hosts that it means, and what was read of its checkpoints."""
+"""A revision with its parsed spec, its hosts, and the facts of its checkpoints."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResolvedRevision:
-    """``revision.text`` and what follows from it on this machine."""
+    """A revision, and what was derived from its text on this machine."""
 
     revision: Revision
     spec: Spec
     hosts: tuple[Host, ...]
     checkpoints: Mapping[str, Checkpoint]
-    tokenizers: Mapping[str, str]  # by model: equal where the same text gives the same tokens
+    tokenizers: Mapping[str, str]  # keys by model: equal if the same text gives the same tokens
     heads: Mapping[tuple[str, bool], Metadata] = field(default_factory=lambda: MappingProxyType({}))
     """The small files of sources elsewhere, by model, and whether they are its draft's."""
 
@@ -50,12 +50,12 @@ class ResolvedRevision:
 
     @cached_property
     def engines(self) -> Mapping[str, Engine]:
-        """Resolved, by model."""
+        """The resolved engines by model."""
         return {model.name: resolve(model.engine, self.hosts[0]) for model in self.spec.models}
 
     @cached_property
     def versions(self) -> Mapping[str, str]:
-        """Of each model: what its replicas are told, as a short name."""
+        """The version by model: a hash of its replicas' configuration."""
         return {model.name: self.version(model) for model in self.spec.models}
 
     def version(self, model: ModelSpec) -> str:
@@ -63,25 +63,25 @@ class ResolvedRevision:
         return version_of(model, engine, self.length(model), interpreters(self.spec, engine))
 
     def length(self, model: ModelSpec) -> int:
-        """Tokens of a slot."""
+        """Returns the tokens of a slot."""
         return model.length(self.checkpoints.get(model.name))
 
     def source(self, model: ModelSpec) -> str | None:
-        """What its replicas are told: the folder of its checkpoint, or a hub id or s3://... that their host fetches.
-        None for the echo engine."""
+        """Returns the source for replicas: the checkpoint's folder, or a hub id or s3:// prefix that their host
+        fetches. None for the echo engine."""
         return None if self.engines[model.name] == "echo" else model.source_path or model.source
 
     def draft_source(self, model: ModelSpec) -> str | None:
-        """As ``source``, of its draft; None without one."""
+        """Returns the draft's source; None without a draft."""
         return None if model.draft is None else model.draft_path or model.draft.source
 
     def commit(self, model: ModelSpec) -> str | None:
-        """The commit of a hub id that every replica of this fleet gets; None for other sources. Where the hub was never
-        reached, the revision as the spec names it."""
+        """Returns the commit of a hub id that all replicas of this fleet load; the spec's revision if the hub was never
+        reached; None for other sources."""
         return self._commit(CheckpointPart(model, False))
 
     def draft_commit(self, model: ModelSpec) -> str | None:
-        """As ``commit``, of its draft."""
+        """Returns the draft's commit, like ``commit``."""
         return None if model.draft is None else self._commit(CheckpointPart(model, True))
 
     def _commit(self, part: CheckpointPart) -> str | None:
@@ -89,8 +89,8 @@ class ResolvedRevision:
         return part.revision if head is None else head.commit
 
     def folder(self, model: ModelSpec) -> str | None:
-        """Where its config and its tokenizer are on this machine: its checkpoint, or the small files of it. None for
-        the echo engine, and where the source is away and was never seen."""
+        """Returns the local folder with config and tokenizer: the checkpoint, or its small files. None for the echo
+        engine and for remote sources that were never reached."""
         if self.engines[model.name] == "echo":
             return None
         head = self.heads.get((model.name, False))
@@ -98,10 +98,10 @@ class ResolvedRevision:
 
 
 def read_generation(revision: Revision, machine: Machine) -> ResolvedRevision:
-    """Read what the revision names. Blocks. Raises ValueError when its text has errors: an apply has checked it.
+    """Resolve a revision. Blocks. Raises ValueError if its text has errors; an apply has checked it.
 
-    A source elsewhere is asked only if nothing is known of it: an apply has asked. The commit of a hub's branch stays
-    what it was when the fleet first saw it.
+    Remote sources are queried only without stored metadata: an apply has queried them. The commit of a hub's branch
+    stays what it was when the fleet first resolved it.
     """
     parsed = parse(revision.text, revision.file, revision.base_dir)
     if parsed.spec is None:
@@ -126,6 +126,6 @@ def _pinned_facts(spec: Spec, fleet: str) -> CheckpointFacts:
     facts = read_facts(spec, fresh=False, pinned={key: pins[digest] for key, digest in hub.items() if digest in pins})
     more = {digest: facts.heads[key] for key, digest in hub.items() if digest not in pins and key in facts.heads}
     if more:
-        with contextlib.suppress(OSError):  # then they are looked up again
+        with contextlib.suppress(OSError):  # they are then resolved again
             heads.pin(fleet, more)
     return facts

@@ -1,4 +1,4 @@
-"""A rollback takes back what a failed update has changed, and nothing that other revisions have changed since."""
+"""Builds a rollback that reverts only the changes of a failed update, not those of later revisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 def without(now: Any, after: Any, before: Any) -> Any:
-    """``now`` without the change from ``before`` to ``after``, key by key; what has changed again since stays."""
+    """Returns ``now`` without the change from ``before`` to ``after``, key by key; later changes of a key stay."""
     if now == after:
         return before
     if not (isinstance(now, dict) and isinstance(after, dict) and isinstance(before, dict)):
@@ -36,9 +36,9 @@ def without(now: Any, after: Any, before: Any) -> Any:
 
 
 def culprits(specs: Sequence[Spec], model: str) -> list[int]:
-    """The places, the last first, of the specs that have changed what replicas of the model are started with.
+    """Returns the indexes, last first, of the specs that changed the configuration of the model's replicas.
 
-    Only since that was last as in the first spec.
+    Considers only those after its last return to the first spec's configuration.
     """
     kinds = [_process(spec, model) for spec in specs]
     found = []
@@ -56,10 +56,10 @@ def _process(spec: Spec, name: str) -> object:
 
 
 def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tuple[ResolvedRevision, list[int]] | None:
-    """The last revision without those that have changed the failed model, and their numbers. Blocks.
+    """Returns the last revision without those that changed the failed model, and their numbers. Blocks.
 
-    ``revisions`` begins with the last complete one. None where all later ones have to go, or where what is left is no
-    spec that the fleet could run: then only the first one is known to work.
+    ``revisions`` begins with the last complete one. Returns None if all later ones must be reverted, or if the result
+    is not a spec that the fleet can run: then only the first one is known to work.
     """
     first, last = revisions[0], revisions[-1]
     specs = [parse(one.text, one.file, one.base_dir).spec for one in revisions]

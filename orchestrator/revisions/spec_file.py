@@ -1,4 +1,4 @@
-"""A spec file as the commands and the daemon see it: read, parsed, checked against the machine and the checkpoints."""
+"""Reads and parses a spec file, and checks it against the machine and the checkpoints."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from workers.host import host_facts as this_host
 ANYTHING = SourcePolicy()
 STANDARD_INPUT = "-"
 MAX_BYTES = 4 * 2**20
-MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes some 150 MB
+MAX_EMULATED = 256  # hosts of one fleet; a Ray node takes about 150 MB
 Folders = Literal["load", "plan", "ignore"]
-"""How sources that are folders are judged: as what will be loaded, so that one that cannot be is an error if this
-machine is to do it, else a warning; as what is planned with, so that it is a warning; or by config.json alone."""
+"""How local folders are checked. load: an unloadable one is an error if this machine loads it, else a warning; plan: it
+is a warning; ignore: only config.json is read."""
 
 SERVED_ENGINES: tuple[Engine, ...] = ("cpu", "echo", "transformers-neuronx", "nxd-inference")
-"""What `up` of this version can start."""
+"""The engines that `up` of this version can start."""
 
 
 @dataclass(frozen=True)
 class SpecFile:
-    """One file and all that is known of it before anything is started."""
+    """A spec file and everything derived from it before a fleet starts."""
 
     text: str
     name: str
@@ -50,14 +50,14 @@ class SpecFile:
 
 
 def this_machine() -> Machine:
-    """The CPUs that we may use, and the instance type where there are Neuron devices."""
+    """Returns the usable CPUs, and the instance type if there are Neuron devices."""
     return Machine(this_host.usable_cpus(), this_host.instance_type())
 
 
 def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "load") -> SpecFile:
-    """Read a spec (`-` is standard input) and find all its problems; that it cannot be read at all is one of them.
+    """Returns a spec file (`-`: standard input) with all its problems, also if it cannot be read.
 
-    ``folders``: as for ``examine``."""
+    ``folders``: see `Folders`."""
     if path == STANDARD_INPUT:
         data, name, base_dir = sys.stdin.buffer.read(MAX_BYTES + 1), "<stdin>", str(Path.cwd())
     else:
@@ -66,9 +66,9 @@ def load(path: str, allowed: SourcePolicy = ANYTHING, *, folders: Folders = "loa
             with Path(path).open("rb") as stream:
                 data = stream.read(MAX_BYTES + 1)
         except OSError as error:
-            return _unreadable(name, base_dir, f"{path} cannot be read: {error.strerror}", "is the path right?")
+            return _unreadable(name, base_dir, f"{path} cannot be read: {error.strerror}", "check the path")
     if len(data) > MAX_BYTES:
-        return _unreadable(name, base_dir, f"{name} is larger than {MAX_BYTES} bytes", "that is no spec")
+        return _unreadable(name, base_dir, f"{name} is larger than {MAX_BYTES} bytes", "check that the file is a spec")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -91,8 +91,8 @@ def examine(
     *,
     folders: Folders = "load",
 ) -> SpecFile:
-    """All that `validate` says of a text: what the parser finds, then every rule. Of a spec that names what is not
-    ``allowed``, nothing is read. ``folders`` says how sources that are folders are judged."""
+    """Returns a spec text with all problems of the parser and the rules. If it names a source that is not ``allowed``,
+    no source is read. ``folders``: see `Folders`."""
     parsed = parse(text, name, base_dir)
     if parsed.spec is None:
         return SpecFile(text, name, base_dir, None, machine, (), {}, parsed.problems)
@@ -101,7 +101,7 @@ def examine(
         problems = in_order((*parsed.problems, *refused))
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     folders_meant = tuple(_folders_meant(parsed.spec, allowed))
-    if folders_meant:  # the hub is not asked
+    if folders_meant:  # do not query the hub
         problems = in_order((*parsed.problems, *folders_meant))
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     hosts = hosts_for(parsed.spec, machine)
@@ -113,21 +113,21 @@ def examine(
 
 
 def start_problems(file: SpecFile) -> tuple[Problem, ...]:
-    """What a valid spec asks for that `up` of this version, or this machine, cannot start."""
+    """Returns the problems of a valid spec that prevent `up` of this version from starting it on this machine."""
     spec = file.spec
     if spec is None:
         return ()
     problems = []
     many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places else ("hosts", "count")))
     if len(file.hosts) > 1 and not file.hosts[0].emulated:
-        what = f"{len(file.hosts)} machines are asked for, and `up` of this version starts one"
-        hint = "one entry with count: 1" if len(spec.hosts) > 1 else "count: 1"
+        what = f"the spec has {len(file.hosts)} machines, and `up` of this version starts one"
+        hint = "use one entry with count: 1" if len(spec.hosts) > 1 else "set count: 1"
         problems.append(Problem("hosts-not-served", "error", many, what, hint))
     elif len(file.hosts) > MAX_EMULATED:
-        what = f"{len(file.hosts)} emulated hosts are asked for, and `up` starts at most {MAX_EMULATED} Ray nodes"
-        problems.append(Problem("hosts-not-served", "error", many, what, f"count: {MAX_EMULATED} or less"))
+        what = f"the spec has {len(file.hosts)} emulated hosts, and `up` starts at most {MAX_EMULATED} Ray nodes"
+        problems.append(Problem("hosts-not-served", "error", many, what, f"set count: {MAX_EMULATED} or less"))
     if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
-        what = f"this machine is no {_instance(file.hosts[0])}: it has " + (
+        what = f"this machine is not an {_instance(file.hosts[0])}: it has " + (
             f"the devices of an {file.machine.instance}" if file.machine.instance else "no Neuron devices"
         )
         hint = f"hosts: {{emulate: {_instance(file.hosts[0])}}} runs the same spec on emulated cores"
@@ -138,7 +138,7 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
 
 
 def _folders_meant(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
-    """An error for each hub id that is also the relative path of a checkpoint's folder beside the spec. Blocks."""
+    """Yields an error for each hub id that is also the relative path of a checkpoint beside the spec. Blocks."""
     for part in parts(spec):
         folder = (Path(spec.base_dir) / part.source).resolve()
         if is_hub_source(part) and allowed.allows(str(folder)) and (folder / "config.json").is_file():
@@ -149,17 +149,17 @@ def _folders_meant(spec: Spec, allowed: SourcePolicy) -> Iterator[Problem]:
 
 
 def _unserved_engines(spec: Spec, hosts: tuple[Host, ...]) -> Iterator[Problem]:
-    """An error for each model whose engine `up` cannot start on any host."""
+    """Yields an error for each model whose engine `up` cannot start on any host."""
     for model in spec.models:
         engine = resolve(model.engine, hosts[0]) if hosts else model.engine
-        if engine not in (*SERVED_ENGINES, "auto"):  # what auto is on Neuron is known on the host, at the start
+        if engine not in (*SERVED_ENGINES, "auto"):  # auto on Neuron is resolved on the host at the start
             where = spec.where("models", model.name, "engine")
             what = f"{model.name}: `up` of this version cannot start the engine {engine}"
             yield Problem("engine-not-served", "error", where, what, f"use one of: {', '.join(SERVED_ENGINES)}")
 
 
 def _loads(machine: Machine, hosts: tuple[Host, ...]) -> bool:
-    """Whether the replicas of these hosts run on that machine: emulated ones do."""
+    """Returns whether replicas of these hosts run on that machine, as those of emulated hosts do."""
     return all(host.emulated for host in hosts) or [_instance(host) for host in hosts] == [machine.instance]
 
 

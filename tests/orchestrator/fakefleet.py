@@ -334,7 +334,7 @@ LOG = (
 )
 EVENTS = [
     event(5, "Ready", "after 4.2 s", model="chat", replica="chat/0"),
-    event(8, "Failed", "replica-died: it was ended", level="error", model="chat", replica="chat/1"),
+    event(8, "Failed", "replica-died: it was killed", level="error", model="chat", replica="chat/1"),
     event(9, "Cordoned", "cores 20-22 by ada@wright", host="inf2.48xlarge/0"),
     event(12, "Unloaded", "by ada@wright: nothing starts it until `corewright load`", model="small"),
 ]

@@ -29,7 +29,7 @@ def refused(hosts: str) -> list[tuple[str, str, str]]:
     ("hosts", "found"),
     [
         ("{instance: inf2.xlarge, count: 2}", [("f.yaml:1:32", "count: 1")]),
-        ("[{instance: inf2.xlarge}, {instance: trn1.2xlarge}]", [("f.yaml:1:34", "one entry with count: 1")]),
+        ("[{instance: inf2.xlarge}, {instance: trn1.2xlarge}]", [("f.yaml:1:34", "use one entry with count: 1")]),
         ("[{instance: inf2.xlarge}]", []),
         ("{emulate: inf2.xlarge, count: 256}", []),
         ("{emulate: inf2.xlarge, count: 257}", [("f.yaml:1:31", "count: 256 or less")]),
@@ -109,7 +109,7 @@ def test_where_a_path_begins_is_told_for_relative_ones_only(source: str, begins:
     """And of each, that its config.json alone would do."""
     problem = unread(source, tmp_path)
     assert problem.id == "checkpoint-unreadable"
-    assert ("a relative path begins at the spec file" in problem.hint) == begins
+    assert ("relative paths start at the folder of the spec file" in problem.hint) == begins
     assert "config.json alone is enough" in problem.hint
 
 
