@@ -143,9 +143,9 @@ class Controller:
                 log.exception("the control loop failed; it is retried in the next round")
                 self._counters.failed_rounds += 1
             self._counters.rounds.observe(self._clock() - began)
-            soon = self.scaler.due_in() if self.state.hold is None else None
-            rest = self._tick_s if soon is None else max(SOONEST_S, min(soon, self._tick_s))
-            tick = asyncio.get_running_loop().call_later(rest, self._wake.set)
+            due_s = self.scaler.due_in() if self.state.hold is None else None
+            interval_s = self._tick_s if due_s is None else max(SOONEST_S, min(due_s, self._tick_s))
+            tick = asyncio.get_running_loop().call_later(interval_s, self._wake.set)
             await self._wake.wait()  # not by wait_for, which before Python 3.12 can swallow a cancellation
             tick.cancel()
 
@@ -260,10 +260,10 @@ class Controller:
         for id, epoch in lost.items():
             state.epochs[id] = max(epoch, state.epochs.get(id, 0))
         for survivor in survivors:
-            config, seen = survivor.config, survivor.status
+            config, status = survivor.config, survivor.status
             id = f"{config.model}/{config.replica}"
             cores = CoreRange(config.cores[0], config.cores[-1]) if config.cores else None
-            phase = {Phase.READY: State.READY, Phase.DRAINING: State.DRAINING}.get(seen.phase, State.LOADING)
+            phase = {Phase.READY: State.READY, Phase.DRAINING: State.DRAINING}.get(status.phase, State.LOADING)
             state.views[id] = ReplicaView(
                 model=config.model,
                 replica=config.replica,
@@ -272,15 +272,15 @@ class Controller:
                 cores=cores,
                 state=phase,
                 since=self._clock(),
-                begun=self._clock() - max(0.0, since_boot() - seen.started),
+                begun=self._clock() - max(0.0, since_boot() - status.started),
                 asked=True,
-                pid=seen.pid,
-                started=seen.started,
-                socket=seen.address or config.socket,
+                pid=status.pid,
+                started=status.started,
+                socket=status.address or config.socket,
                 version=config.version,
                 served=phase is not State.LOADING,
-                load_s=seen.load_s,
-                compile_s=seen.compile_s,
+                load_s=status.load_s,
+                compile_s=status.compile_s,
                 heard=self._clock(),
                 restarts=max(0, state.journal.state().starts.get(id, 1) - 1),
                 deadlines=self._deadlines(config.model),
@@ -294,7 +294,7 @@ class Controller:
             asleep = model is not None and state.desired_count(model) == 0 and phase is not State.DRAINING
             if asleep and not state.is_unloaded(config.model):
                 state.woken.add(config.model)
-            state.record_event("info", "Adopted", f"epoch {config.epoch}, pid {seen.pid}", view=state.views[id])
+            state.record_event("info", "Adopted", f"epoch {config.epoch}, pid {status.pid}", view=state.views[id])
             if phase is State.DRAINING and state.hold is None:
                 self._spawn(self._drain(state.views[id]))
             if phase is State.LOADING and self._readying.lead_s(config) is not None and any(wanted_by(config)):
@@ -379,7 +379,9 @@ class Controller:
 
     def reset_failures(self) -> None:
         """Forget failed starts and preparations, so that they are tried again at once."""
-        self.state.preparations = {key: one for key, one in self.state.preparations.items() if one.done}
+        self.state.preparations = {
+            key: preparation for key, preparation in self.state.preparations.items() if preparation.done
+        }
         for view in list(self.state.views.values()):
             self._store_view(dataclasses.replace(view, failures=0, stopped=False))
         self._wake.set()
@@ -410,9 +412,9 @@ class Controller:
             fetch = view.fetch if arriving else None
             if view.state in AHEAD:
                 view = self._signal(view, Signal.FETCHED if view.state is State.FETCHING else Signal.COMPILED)
-            taken = self.state.quarantined.get(config.host, {}).keys() & set(config.cores)
-            if taken:  # meanwhile; the next round places it elsewhere
-                self._signal(view, Signal.STOP, f"core {min(taken)} was taken by another process before its start")
+            foreign = self.state.quarantined.get(config.host, {}).keys() & set(config.cores)
+            if foreign:  # meanwhile; the next round places it elsewhere
+                self._signal(view, Signal.STOP, f"core {min(foreign)} was taken by another process before its start")
                 return
             # the time so far does not count as start: waiting for fetches and compiles, and asking the engine
             now = self._clock()
@@ -431,12 +433,12 @@ class Controller:
         else:
             await self._follow(id, config.epoch)
 
-    def _fetched(self, model: str, found: Fetched | None) -> None:
+    def _fetched(self, model: str, fetch: Fetched | None) -> None:
         """Count a fetch; None: it failed."""
-        if found is None:
+        if fetch is None:
             self._counters.not_fetched(model)
             return
-        self._counters.fetched(model, found.moved, found.seconds)
+        self._counters.fetched(model, fetch.moved, fetch.seconds)
         self._hosts.fetched()
 
     def _listen(self, id: str, epoch: int, work: Coroutine[Any, Any, None]) -> None:
@@ -458,10 +460,10 @@ class Controller:
 
     async def _follow(self, id: str, epoch: int) -> None:
         """Turn a replica's status reports into signals until it stops."""
-        seen = 0
+        version = 0
         while (view := self._view(id, epoch)) is not None and view.state is not State.STOPPING:
             try:
-                status = await self._cluster.watch(actor_name(view.model, view.replica, epoch), seen)
+                status = await self._cluster.watch(actor_name(view.model, view.replica, epoch), version)
             except ReplicaDied as death:
                 await self._handle_death(id, epoch, str(death))
                 return
@@ -473,8 +475,8 @@ class Controller:
                 view = self._store_view(_with(view, status, self._clock()))
             if view.step_s > view.deadlines.step_s:
                 self._wake.set()
-            if status.version > seen:
-                seen = status.version
+            if status.version > version:
+                version = status.version
                 self._apply_status(view, status)
             if status.phase is Phase.FAILED:
                 return
@@ -507,9 +509,9 @@ class Controller:
         return view if view is not None and view.epoch == epoch else None
 
     def _apply_last_status(self, id: str, epoch: int) -> None:
-        heard = self._statuses.get(id)
-        if heard is not None and heard[0] == epoch:
-            self._apply_status(self.state.views[id], heard[1])
+        last = self._statuses.get(id)
+        if last is not None and last[0] == epoch:
+            self._apply_status(self.state.views[id], last[1])
 
     def _apply_status(self, view: ReplicaView, status: ReplicaStatus) -> None:
         view = self._store_view(dataclasses.replace(view, pid=status.pid, started=status.started))
@@ -585,16 +587,16 @@ class Controller:
     async def _drained(self, name: str, drain_s: float) -> None:
         """Wait up to ``drain_s`` for the replica's live requests to end. The replica's timer includes pauses and this
         one does not, so an interrupted drain is continued."""
-        until = self._clock() + drain_s
-        left = drain_s
-        while not await self._cluster.drain(name, left) and (left := until - self._clock()) > 0:
+        deadline = self._clock() + drain_s
+        remaining_s = drain_s
+        while not await self._cluster.drain(name, remaining_s) and (remaining_s := deadline - self._clock()) > 0:
             pass
 
     async def _release(self, view: ReplicaView) -> None:
         try:
             name = actor_name(view.model, view.replica, view.epoch)
-            gone = await self._cluster.end(name, view.pid, view.started, view.host)
-            if not gone:
+            dead = await self._cluster.end(name, view.pid, view.started, view.host)
+            if not dead:
                 return
             if view.pid is not None:
                 self._hosts.note_death(view.pid)
@@ -623,8 +625,8 @@ class Controller:
                 self._signal(view, Signal.DRAIN)
             await self._drained(name, drain_s)
         view = self._signal(self.state.views[id], Signal.STOP, "the fleet shuts down")
-        gone = await self._cluster.end(name, view.pid, view.started, view.host)
-        log.info("%s: %s", view.id, "gone" if gone else "still alive")
+        dead = await self._cluster.end(name, view.pid, view.started, view.host)
+        log.info("%s: %s", view.id, "gone" if dead else "still alive")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -648,7 +650,7 @@ class Controller:
             for model in state.current.spec.models
         )
         # The inputs of routes and status: building both each time would cost more than the decisions.
-        told = (
+        inputs = (
             list(state.views.values()),
             state.goal,
             dict(state.strategies),
@@ -660,9 +662,9 @@ class Controller:
             self._was_ready,
             self._closing,
         )
-        if told != self._published:
+        if inputs != self._published:
             self.status()  # its conditions record since when they hold
-            self._published = told
+            self._published = inputs
             self._version += 1
             async with self._changed:
                 self._changed.notify_all()
@@ -703,10 +705,10 @@ class Controller:
         """
         state = self.state
         replicas = {
-            (view.model, str(view.replica)): told
+            (view.model, str(view.replica)): status
             for id, view in state.views.items()
             if not view.gone and (heard := self._statuses.get(id)) is not None
-            for epoch, told in [heard]
+            for epoch, status in [heard]
             if epoch == view.epoch
         }
         families = [

@@ -87,7 +87,7 @@ class ControllerCounters:
 
     def families(self) -> Iterable[MetricFamily]:
         """Returns all counters. Those whose labels have few values start at zero."""
-        decisions = {(one,): 0 for one in DECISIONS} | self._decisions
+        decisions = {(key,): 0 for key in DECISIONS} | self._decisions
         yield by_label("corewright_decisions", "counter", "Actions of the controller.", ("action",), decisions)
         restarts = "Starts of a replica after an earlier process of it had ended."
         yield by_label("corewright_replica_restarts", "counter", restarts, ("model",), self._restarts)
@@ -114,7 +114,7 @@ class ControllerCounters:
         yield by_label("corewright_fetched_bytes", "counter", moved, ("model",), self._fetched_bytes)
         failed = "Fetches that failed."
         yield by_label("corewright_failed_fetches", "counter", failed, ("model",), self._failed_fetches)
-        rollouts = {(one,): 0 for one in ENDED} | self._rollouts
+        rollouts = {(key,): 0 for key in ENDED} | self._rollouts
         yield by_label("corewright_rollouts", "counter", "Finished rollouts.", ("state",), rollouts)
         quarantines = "Cores put into quarantine, by cause."
         yield by_label("corewright_quarantines", "counter", quarantines, ("host", "cause"), self._quarantines)
@@ -137,11 +137,11 @@ def fleet_families(status: Mapping[str, Any], views: Mapping[str, ReplicaView], 
     yield from _models(status["models"])
     yield from _replicas(views, now)
     rollout = status["rollout"]
-    states = {(one,): float(one == rollout["state"]) for one in ROLLOUT_STATES}
+    states = {(condition,): float(condition == rollout["state"]) for condition in ROLLOUT_STATES}
     yield by_label("corewright_rollout_state", "gauge", "1 for the state of the current rollout.", ("state",), states)
     since = "When the current rollout entered its state, in seconds since the epoch."
     yield gauge("corewright_rollout_since_timestamp_seconds", since, rollout["since"])
-    conditions = {(one["type"],): float(one["status"]) for one in status["conditions"]}
+    conditions = {(condition["type"],): float(condition["status"]) for condition in status["conditions"]}
     holds = "Whether a condition of the fleet holds."
     yield by_label("corewright_condition", "gauge", holds, ("type",), conditions)
 
@@ -164,8 +164,8 @@ def _hosts(hosts: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
 
 def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     models = list(models)
-    wanted = {(model["name"],): model["wanted"] for model in models}
-    yield by_label("corewright_replicas_wanted", "gauge", "Replicas that the model should have.", ("model",), wanted)
+    desired = {(model["name"],): model["wanted"] for model in models}
+    yield by_label("corewright_replicas_wanted", "gauge", "Replicas that the model should have.", ("model",), desired)
     yield from _scaling(models)
     counted = {
         (model["name"], state.value): sum(replica["state"] == state.value for replica in model["replicas"])
@@ -173,7 +173,7 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
         for state in State
     }
     yield by_label("corewright_replicas", "gauge", "Replicas by state.", ("model", "state"), counted)
-    for kind, told in (
+    for kind, text in (
         ("Available", "Whether the model has its min replicas, or as many as are desired."),
         ("Placed", "Whether every desired replica is placed."),
         ("Reachable", "Whether every gateway is connected to every ready replica of the model."),
@@ -184,7 +184,7 @@ def _models(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
             for condition in model["conditions"]
             if condition["type"] == kind
         }
-        yield by_label(f"corewright_model_{kind.lower()}", "gauge", told, ("model",), holds)
+        yield by_label(f"corewright_model_{kind.lower()}", "gauge", text, ("model",), holds)
 
 
 def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
@@ -202,14 +202,14 @@ def _scaling(models: Iterable[Mapping[str, Any]]) -> Iterable[MetricFamily]:
     rates = {name: one["arrivals_per_s"] for name, one in demand.items()}
     yield by_label("corewright_demand_arrivals_per_second", "gauge", told, ("model",), rates)
     told = "Requests at all gateways now: waiting for a slot, or live in one."
-    there = {(*name, state): one[state] for name, one in demand.items() for state in ("waiting", "live")}
-    yield by_label("corewright_demand_requests", "gauge", told, ("model", "state"), there)
+    requests = {(*name, state): one[state] for name, one in demand.items() for state in ("waiting", "live")}
+    yield by_label("corewright_demand_requests", "gauge", told, ("model", "state"), requests)
 
 
 def scaling_changes(counts: Mapping[tuple[str, ...], int]) -> MetricFamily:
     """Returns how often the number of replicas was changed by demand or schedule, or held back; by model and event."""
-    told = "Decisions about the number of replicas, by the event that reports them."
-    return by_label("corewright_scaling_decisions", "counter", told, ("model", "kind"), counts)
+    text = "Decisions about the number of replicas, by the event that reports them."
+    return by_label("corewright_scaling_decisions", "counter", text, ("model", "kind"), counts)
 
 
 def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFamily]:
@@ -219,14 +219,14 @@ def _replicas(views: Mapping[str, ReplicaView], now: float) -> Iterable[MetricFa
         for view in living
         if view.state in STARTING
     }
-    told = "How long a replica that is not ready has been starting, without fetching and compiling ahead."
-    yield by_label("corewright_replica_starting_seconds", "gauge", told, OF_A_REPLICA, starting)
+    text = "How long a replica that is not ready has been starting, without fetching and compiling ahead."
+    yield by_label("corewright_replica_starting_seconds", "gauge", text, OF_A_REPLICA, starting)
     compiling = {(view.model, str(view.replica)): view.compile_s for view in living}
-    told = "How long the replica's process has compiled, or waited for a process that compiles the same."
-    yield by_label("corewright_replica_compile_seconds", "gauge", told, OF_A_REPLICA, compiling)
+    text = "How long the replica's process has compiled, or waited for a process that compiles the same."
+    yield by_label("corewright_replica_compile_seconds", "gauge", text, OF_A_REPLICA, compiling)
     stopped = {(view.model, str(view.replica)): float(view.stopped or view.breaker_open) for view in views.values()}
-    told = "Whether the replica is retried rarely or never, after repeated or permanent failures."
-    yield by_label("corewright_replica_given_up", "gauge", told, OF_A_REPLICA, stopped)
+    text = "Whether the replica is retried rarely or never, after repeated or permanent failures."
+    yield by_label("corewright_replica_given_up", "gauge", text, OF_A_REPLICA, stopped)
 
 
 def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[MetricFamily]:
@@ -234,7 +234,7 @@ def engine_families(heard: Mapping[tuple[str, str], ReplicaStatus]) -> Iterable[
     stats = {key: _stats(status) for key, status in heard.items()}
     for metric in METRICS:
         counter = metric.kind is Kind.COUNTER
-        points = tuple(Point(key, float(metric.of(one))) for key, one in stats.items())
+        points = tuple(Point(key, float(metric.of(values))) for key, values in stats.items())
         yield MetricFamily(
             name=metric.name.removesuffix("_total") if counter else metric.name,
             kind="counter" if counter else "gauge",

@@ -74,8 +74,8 @@ class HostWatch:
             if host.name not in self._unresponsive:
                 self._unresponsive.add(host.name)
                 log.warning("%s does not report the owners of its cores", host.name, exc_info=True)
-                what = f"it does not report the owners of its cores: {error}"
-                self._state.record_event("error", "HostSilent", what, host=host.name)
+                message = f"it does not report the owners of its cores: {error}"
+                self._state.record_event("error", "HostSilent", message, host=host.name)
             return
         self._unresponsive.discard(host.name)
         self._quarantine(host, {core: owner for core, owner in held.items() if owner.pid not in before})
@@ -89,9 +89,9 @@ class HostWatch:
             core for view in mine if view.asked and view.pid is None and not view.gone for core in view.cores or ()
         }
         foreign = {core: owner for core, owner in held.items() if owner.pid not in ours and core not in starting}
-        known = state.quarantined.setdefault(host.name, {})
-        for core in sorted(foreign.keys() | known.keys()):
-            before, after = known.get(core), foreign.get(core)
+        previous = state.quarantined.setdefault(host.name, {})
+        for core in sorted(foreign.keys() | previous.keys()):
+            before, after = previous.get(core), foreign.get(core)
             if (before is None) == (after is None):
                 continue
             owner = after or CoreOwner(None, None)
@@ -101,8 +101,8 @@ class HostWatch:
                 )
             if after is not None:
                 self._counters.quarantined(host.name, "held")
-                what = f"core {core} is held by pid {owner.pid or 'unknown'} ({owner.command or 'unknown command'})"
-                state.record_event("warning", "CoreQuarantined", what, host=host.name)
+                message = f"core {core} is held by pid {owner.pid or 'unknown'} ({owner.command or 'unknown command'})"
+                state.record_event("warning", "CoreQuarantined", message, host=host.name)
             else:
                 state.record_event("info", "CoreFree", f"core {core} is free again", host=host.name)
         state.quarantined[host.name] = foreign
@@ -124,14 +124,14 @@ class HostWatch:
         state = self._state
         fetching = [view for view in state.views.values() if view.state is State.FETCHING]
         hosts = sorted({view.host for view in fetching} | set(also))
-        told = await asyncio.gather(*(self._fetches_on(host) for host in hosts))
-        state.fetches = dict(zip(hosts, told, strict=True))
+        statuses = await asyncio.gather(*(self._fetches_on(host) for host in hosts))
+        state.fetches = dict(zip(hosts, statuses, strict=True))
         for view in fetching:
             sources = {origin.source for origin in wanted_by(state.configs[view.id]) if origin is not None}
-            here = [one for one in state.fetches[view.host] if one.source in sources]
+            own = [status for status in state.fetches[view.host] if status.source in sources]
             current = state.views.get(view.id)
-            if here and current is not None and (current.epoch, current.state) == (view.epoch, State.FETCHING):
-                state.views[view.id] = dataclasses.replace(current, fetch=here[0])
+            if own and current is not None and (current.epoch, current.state) == (view.epoch, State.FETCHING):
+                state.views[view.id] = dataclasses.replace(current, fetch=own[0])
 
     async def _fetches_on(self, host: str) -> tuple[FetchStatus, ...]:
         try:

@@ -80,10 +80,10 @@ def reconcile(
     5 and 6 wait while another replica may still hold one of the cores. After a pause of the controller, 2, 2b and 4
     wait until each replica has had time to report again (``Observed.settled``).
     """
-    wanted = {target.id: target for target in targets}
+    by_id = {target.id: target for target in targets}
     actions: list[Action] = []
     for id, replica in observed.replicas.items():
-        target = wanted.get(id)
+        target = by_id.get(id)
         ending = replica.state in (State.STOPPING, State.FAILED)
         serving = replica.state in (State.READY, State.DRAINING)
         starting = replica.state in STARTING
@@ -93,8 +93,8 @@ def reconcile(
         if ending and not replica.gone:  # 1
             actions.append(Release(replica))
         elif serving and observed.settled and replica.step_s > replica.deadlines.step_s:  # 2
-            what = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
-            actions.append(Fail(replica, f"{what}, the deadline is {replica.deadlines.step_s:.0f} s"))
+            fault = f"step-stuck: one engine step has run for {replica.step_s:.0f} s"
+            actions.append(Fail(replica, f"{fault}, the deadline is {replica.deadlines.step_s:.0f} s"))
         elif overdrawn:  # 2b
             actions.append(Stop(replica, "its drain deadline has passed"))
         elif target is None or not _meets(replica, target, replaced):  # 3
@@ -109,7 +109,7 @@ def reconcile(
                 actions.append(Start(target, replica))
         elif starting and observed.settled and (late := replica.overdue(observed.now)) is not None:  # 4
             actions.append(Fail(replica, late))
-    for id, target in wanted.items():
+    for id, target in by_id.items():
         if id not in observed.replicas and not _held(target, observed):  # 6
             actions.append(Start(target, None))
     return actions

@@ -58,10 +58,10 @@ class _Memory:
     held_on: float = float("-inf")  # when it was last held back, with or without an event
     changes: dict[str, int] = field(default_factory=dict)  # number of events by kind
 
-    def measure_prefill(self, told: Counts) -> None:
+    def measure_prefill(self, counts: Counts) -> None:
         """Update the average prefill time."""
-        if told.first_tokens:
-            mean = told.prefill_s / told.first_tokens
+        if counts.first_tokens:
+            mean = counts.prefill_s / counts.first_tokens
             before = mean if self.prefill_s is None else self.prefill_s
             self.prefill_s = before + PREFILL_SHARE * (mean - before)
 
@@ -92,15 +92,17 @@ class Scaler:
         """Receive a report; duplicates are ignored. Returns whether requests wait for a model without replicas."""
         now = self._state.clock()
         self._forget_silent(now)
-        known = self._gateways.get(report.gateway)
-        if known is not None and (report.number == known.number or 1 < report.number < known.number):
-            known.heard = now
+        gateway = self._gateways.get(report.gateway)
+        if gateway is not None and (report.number == gateway.number or 1 < report.number < gateway.number):
+            gateway.heard = now
             return False
         if not self._gateways:
             self._since = now - report.seconds
-        told = {one.model: one for one in report.models if self._state.current.spec.model(one.model) is not None}
-        self._gateways[report.gateway] = _Gateway(report.number, now, told)
-        for name, demand in told.items():
+        windows = {
+            window.model: window for window in report.models if self._state.current.spec.model(window.model) is not None
+        }
+        self._gateways[report.gateway] = _Gateway(report.number, now, windows)
+        for name, demand in windows.items():
             self._sums.setdefault(name, Counts()).add(demand)
             if demand.waiting and name not in self._urged and self._is_asleep(name):
                 self._urged.add(name)
@@ -122,21 +124,21 @@ class Scaler:
         return model is not None and model.scaling.auto and self._state.desired_count(model) == 0
 
     def _forget_silent(self, now: float) -> None:
-        for name in [name for name, one in self._gateways.items() if now - one.heard > SILENT_S]:
+        for name in [name for name, gateway in self._gateways.items() if now - gateway.heard > SILENT_S]:
             log.info("gateway %s has stopped reporting", name)
             del self._gateways[name]
         if not self._gateways:  # their interval is unknown
             self._sums.clear()
 
     def _record_samples(self, decisions: Iterable[RoutingDecision], now: float) -> None:
-        for one in decisions:
-            if self._state.current.spec.model(one.model) is None:
+        for decision in decisions:
+            if self._state.current.spec.model(decision.model) is None:
                 continue
-            memory = self._memory(one.model)
+            memory = self._memory(decision.model)
             if now - memory.routed_at >= ROUTED_S:
                 memory.routed_at = now
-                view = self._state.views.get(one.replica)
-                self._state.record_event("info", "Routed", _sample(one), view=view, model=one.model)
+                view = self._state.views.get(decision.replica)
+                self._state.record_event("info", "Routed", _sample(decision), view=view, model=decision.model)
 
     # Decisions
 
@@ -170,10 +172,10 @@ class Scaler:
 
     def _views(self) -> dict[str, list[ReplicaView]]:
         """Returns the replicas by model, in the order of their numbers."""
-        found: dict[str, list[ReplicaView]] = {}
+        by_model: dict[str, list[ReplicaView]] = {}
         for view in sorted(self._state.views.values(), key=lambda view: view.replica):
-            found.setdefault(view.model, []).append(view)
-        return found
+            by_model.setdefault(view.model, []).append(view)
+        return by_model
 
     def _watch(self) -> None:
         """Update start times and first readiness, which decisions need."""
@@ -194,14 +196,14 @@ class Scaler:
         stay until the autoscaler removes them."""
         for model in self._state.current.spec.models:
             memory, held = self._memory(model.name), self._state.bounds(model)
-            known, memory.bounds = memory.bounds, (model, held)
-            if known is None or known[1] == held:
+            previous, memory.bounds = memory.bounds, (model, held)
+            if previous is None or previous[1] == held:
                 continue
-            before = known[1]
+            before = previous[1]
             had = min(max(before.min, self._state.targets.get(model.name, 0)), before.max)
             if self.active and model.scaling.auto and held.min < had:
                 self._state.set_target(model, min(had, held.max))
-            if known[0] is model:  # otherwise an apply has changed it, which has its own event
+            if previous[0] is model:  # otherwise an apply has changed it, which has its own event
                 why = f"by schedule at least {held.min} and at most {held.max}; it was {before.min} and {before.max}"
                 self._record_change(model, had, self._state.desired_count(model), why)
 
@@ -217,17 +219,17 @@ class Scaler:
             state.held_back.pop(name, None)
         self._history = history
         self._since, self._urgent = now, False
-        for name, told in self._sums.items():
-            self._memory(name).measure_prefill(told)
+        for name, counts in self._sums.items():
+            self._memory(name).measure_prefill(counts)
         self._sums.clear()
         self._woken.clear()
-        found = autoscale(history, self.fleet_now(), now)
+        decision = autoscale(history, self.fleet_now(), now)
         for model in models:
-            self._act(model, found, loads[model.name], now)
+            self._act(model, decision, loads[model.name], now)
 
-    def _act(self, model: ModelSpec, found: Targets, load: Load, now: float) -> None:
+    def _act(self, model: ModelSpec, decision: Targets, load: Load, now: float) -> None:
         state = self._state
-        count, why = found.counts.get(model.name), found.reasons.get(model.name)
+        count, why = decision.counts.get(model.name), decision.reasons.get(model.name)
         if count is None or not self._decides(model):
             return
         before = state.desired_count(model)
@@ -273,17 +275,17 @@ class Scaler:
     # Input of decisions
 
     def _load(self, name: str, now: float) -> Load:
-        told = self._sums.get(name) or Counts()
+        counts = self._sums.get(name) or Counts()
         latest = self._latest(name)
-        return told.load(
+        return counts.load(
             now - self._since,
-            waiting=max(sum(one.waiting for one in latest), 1 if name in self._woken else 0),
-            live=sum(one.live for one in latest),
-            longest_wait_s=max((one.longest_wait_s for one in latest), default=0.0),
+            waiting=max(sum(window.waiting for window in latest), 1 if name in self._woken else 0),
+            live=sum(window.live for window in latest),
+            longest_wait_s=max((window.longest_wait_s for window in latest), default=0.0),
         )
 
     def _latest(self, name: str) -> list[DemandWindow]:
-        return [one.latest[name] for one in self._gateways.values() if name in one.latest]
+        return [gateway.latest[name] for gateway in self._gateways.values() if name in gateway.latest]
 
     def fleet_now(self) -> FleetNow:
         """Returns the autoscaler's input: live hosts, usable cores, and replicas that are not stopping."""
@@ -312,7 +314,7 @@ class Scaler:
         views = [view for view in every if _counts(view) and view.host in hosts]
         given_up = sum(view.state is State.FAILED and not _counts(view) for view in every)
         ready = sum(view.state is State.READY for view in views)
-        held, wanted = state.bounds(model), state.desired_count(model)
+        held, desired = state.bounds(model), state.desired_count(model)
         in_cores = any(takes_cores(state.current.engines[model.name], host) for host in state.living_hosts)
         objectives = model.objectives
         return ModelNow(
@@ -327,8 +329,8 @@ class Scaler:
                 _seconds(objectives.ttft_ms), _seconds(objectives.tpot_ms), _seconds(objectives.queue_ms)
             ),
             idle_s=model.scaling.idle_s,
-            override=None if self._decides(model) else wanted,
-            target=wanted,
+            override=None if self._decides(model) else desired,
+            target=desired,
             ready=ready,
             starting=len(views) - ready,
             since=max((_since(view) for view in views), default=None),
@@ -364,8 +366,8 @@ class Scaler:
         latest = self._latest(name)
         return {
             "arrivals_per_s": round(self._history.forecast(name).rates[0], 3),
-            "waiting": sum(one.waiting for one in latest),
-            "live": sum(one.live for one in latest),
+            "waiting": sum(window.waiting for window in latest),
+            "live": sum(window.live for window in latest),
         }
 
     def load_times(self) -> dict[str, float]:
@@ -394,17 +396,17 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _sample(one: RoutingDecision) -> str:
+def _sample(decision: RoutingDecision) -> str:
     parts = [
-        f"{one.request} waited {one.queue_ms:.0f} ms",
-        f"{one.candidates} had a free slot, {one.replica} took it as {one.slot} of {one.slots}",
+        f"{decision.request} waited {decision.queue_ms:.0f} ms",
+        f"{decision.candidates} had a free slot, {decision.replica} took it as {decision.slot} of {decision.slots}",
     ]
-    if one.affinity:
-        parts.append(f"for its {one.affinity}")
-    if one.cold:
+    if decision.affinity:
+        parts.append(f"for its {decision.affinity}")
+    if decision.cold:
         parts.append("no replica was ready when it came")
-    if one.retries:
-        parts.append(f"{one.retries} tried before")
+    if decision.retries:
+        parts.append(f"{decision.retries} tried before")
     return ", ".join(parts)
 
 

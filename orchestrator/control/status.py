@@ -42,22 +42,22 @@ class Conditions:
 
     def report(self, about: str, findings: Iterable[Finding]) -> list[dict[str, Any]]:
         """Returns the conditions in the status's form, which is that of Kubernetes."""
-        told = []
+        conditions = []
         for finding in findings:
             key = about, finding.type
-            known = self._since.get(key)
-            if known is None or known[0] is not finding.holds:
-                known = self._since[key] = finding.holds, round(self._wall(), 3)
-            told.append(
+            previous = self._since.get(key)
+            if previous is None or previous[0] is not finding.holds:
+                previous = self._since[key] = finding.holds, round(self._wall(), 3)
+            conditions.append(
                 {
                     "type": finding.type,
                     "status": finding.holds,
                     "reason": finding.reason,
                     "message": finding.message,
-                    "since": known[1],
+                    "since": previous[1],
                 }
             )
-        return told
+        return conditions
 
 
 def route_table(state: FleetState, *, ready: bool, closing: bool) -> RouteTable:
@@ -122,11 +122,11 @@ def _model_routes(state: FleetState, model: ModelSpec, closing: bool) -> ModelRo
         max_len = min([max_len, *(config.max_len for config in configs if config.tokenizer == own)])
     if source is None and engine != "echo":  # its metadata is unknown here: use the folder that a host has fetched
         source = next((state.configs[view.id].source for view in views), None)
-    told, reason = _state_of(state, model)
+    model_state, reason = _state_of(state, model)
     canary = current.revision.canary if state.in_canary else None
     return ModelRoutes(
         name=model.name,
-        state=told,
+        state=model_state,
         reason=reason_for_clients(state, model, reason),
         engine=engine,
         source=source,
@@ -178,41 +178,47 @@ def status(
 
 def rollout(state: FleetState) -> dict[str, Any]:
     """Returns the progress of the current revision's rollout."""
-    told, reason = state.rollout_state()
+    progress, reason = state.rollout_state()
     outcome = state.outcome
     return {
         "revision": state.current.number,
-        "state": told,
+        "state": progress,
         "reason": reason,
         "since": round(outcome.at if outcome is not None else state.current.revision.at, 3),
         "canary": state.current.revision.canary if state.in_canary else None,
-        "models": [_model_rollout(state, model, told) for model in state.current.spec.models]
-        + [_model_row(name, told, old=old) for name, old in state.leaving().items()],
+        "models": [_model_rollout(state, model, progress) for model in state.current.spec.models]
+        + [_model_row(name, progress, old=old) for name, old in state.leaving().items()],
     }
 
 
-def _model_rollout(state: FleetState, model: ModelSpec, told: str) -> dict[str, Any]:
+def _model_rollout(state: FleetState, model: ModelSpec, progress: str) -> dict[str, Any]:
     step = state.goal.steps.get(model.name, Step())
     way = state.strategies.get(model.name)
-    if told == "complete" or state.settled(model):
-        told = "complete"
-    elif told == "canary" and not step.old and not step.lost:
-        told = "progressing"  # it is not part of the canary, and is repaired
+    if progress == "complete" or state.settled(model):
+        progress = "complete"
+    elif progress == "canary" and not step.old and not step.lost:
+        progress = "progressing"  # it is not part of the canary, and is repaired
     strategy = None if way is None else way.strategy
-    return _model_row(model.name, told, strategy, state.desired_count(model), step.alive, step.ready, step.old)
+    return _model_row(model.name, progress, strategy, state.desired_count(model), step.alive, step.ready, step.old)
 
 
 def _model_row(
-    name: str, told: str, strategy: str | None = None, wanted: int = 0, updated: int = 0, ready: int = 0, old: int = 0
+    name: str,
+    progress: str,
+    strategy: str | None = None,
+    desired: int = 0,
+    updated: int = 0,
+    ready: int = 0,
+    old: int = 0,
 ) -> dict[str, Any]:
     return {
         "model": name,
         "strategy": strategy,
-        "wanted": wanted,
+        "wanted": desired,
         "updated": updated,
         "ready": ready,
         "old": old,
-        "state": told,
+        "state": progress,
     }
 
 
@@ -237,19 +243,19 @@ def _fleet_findings(state: FleetState, ready: bool, hosts: list[dict[str, Any]])
 
 
 def _model_findings(state: FleetState, model: ModelSpec) -> Iterable[Finding]:
-    ready, wanted = state.ready(model.name), state.desired_count(model)
-    enough = ready >= min(model.replicas.min, wanted)
-    yield Finding("Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {wanted} replicas are ready")
+    ready, desired = state.ready(model.name), state.desired_count(model)
+    enough = ready >= min(model.replicas.min, desired)
+    yield Finding("Available", enough, "Serving" if ready else "NoReplica", f"{ready} of {desired} replicas are ready")
     step = state.goal.steps.get(model.name)
     moving = step is not None and not step.settled(state.desired_model(model))
     yield Finding(
         "Progressing", moving, "Updating" if moving and step and step.old else "Starting" if moving else "Settled", ""
     )
-    missing = [one for one in state.goal.plan.unplaced if one.model == model.name]
+    missing = [unplaced for unplaced in state.goal.plan.unplaced if unplaced.model == model.name]
     if sum(target.model == model.name for target in state.goal.targets) >= _due(state, model):
         missing = []  # only replicas that the autoscaler adds are missing
-    what = "; ".join(problem.what for one in missing for problem in one.problems)
-    yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", what)
+    problems = "; ".join(problem.what for unplaced in missing for problem in unplaced.problems)
+    yield Finding("Placed", not missing, "NoRoom" if missing else "Placed", problems)
     cut_off = [view.id for view in state.replicas_of(model.name) if view.id in state.unreachable]
     yield Finding("Reachable", not cut_off, "Unreachable" if cut_off else "Connected", ", ".join(cut_off))
     failed = [view for view in state.replicas_of(model.name) if view.state is State.FAILED]
@@ -269,17 +275,17 @@ def _model_status(
     log_of: Callable[[str, int], Path],
     scaling: dict[str, Any],
 ) -> dict[str, Any]:
-    told, reason = _state_of(state, model)
+    current, reason = _state_of(state, model)
     scale = state.journal.state().scales.get(model.name)
     return {
         "name": model.name,
-        "state": told.value,
+        "state": current.value,
         "reason": reason,
         "wanted": state.desired_count(model),
         "scaled": None if scale is None else {"count": 0 if scale.sleep else scale.count, "by": scale.by},
         "scaling": scaling,
         "version": state.current.versions[model.name],
-        "preparing": [_preparing(state, one) for one in _preparations(state, model)],
+        "preparing": [_preparing(state, preparation) for preparation in _preparations(state, model)],
         "conditions": conditions.report(model.name, _model_findings(state, model)),
         "replicas": [
             {
@@ -317,16 +323,16 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         if view.host == host.name and view.cores is not None and not view.gone
     }
     leased = sum(len(cores) for cores in leases.values())
-    taken = {core for cores in leases.values() for core in cores}
+    occupied = {core for cores in leases.values() for core in cores}
     withheld = state.quarantine(host.name)
-    quarantined = set(withheld) - taken
-    reserved = set(host.reserved_cores) - taken - quarantined
-    free = set(range(host.cores)) - taken - quarantined - reserved
+    quarantined = set(withheld) - occupied
+    reserved = set(host.reserved_cores) - occupied - quarantined
+    free = set(range(host.cores)) - occupied - quarantined - reserved
     balanced = leased + len(free) + len(quarantined) + len(reserved) == host.cores
     if not balanced:
         log.error("%s: cores do not add up: %s leased, %s free", host.name, leases, sorted(free))
     cordoned = state.journal.state().cordons.get(host.name, frozenset())
-    kept = free if cordoned == "whole" else free & cordoned
+    free_cordoned = free if cordoned == "whole" else free & cordoned
     return {
         "name": host.name,
         "instance": None if host.topology is None else host.topology.instance,
@@ -334,15 +340,15 @@ def _host_status(state: FleetState, host: Host) -> dict[str, Any]:
         "lost": host.name in state.lost,
         "cores": host.cores,
         "leased": leased,
-        "free": len(free - kept),
-        "free_cordoned": len(kept),
+        "free": len(free - free_cordoned),
+        "free_cordoned": len(free_cordoned),
         "quarantined": len(quarantined),
         "reserved": len(reserved),
         "balanced": balanced,
         "cordoned": "all" if cordoned == "whole" else ranges(cordoned),
         "draining": host.name in state.journal.state().drains,
         "quarantine": [{"core": core, **_quarantine_cause(why)} for core, why in sorted(withheld.items())],
-        "fetches": [_fetch(one) for one in state.fetches.get(host.name, ())],
+        "fetches": [_fetch(fetch) for fetch in state.fetches.get(host.name, ())],
         "leases": [{"replica": id, "cores": str(cores)} for id, cores in sorted(leases.items())],
     }
 
@@ -362,17 +368,21 @@ def _fetch(status: FetchStatus) -> dict[str, Any]:
 
 def _preparations(state: FleetState, model: ModelSpec) -> list[Preparation]:
     """Returns the preparations that the model's update waits for."""
-    found = {(one := state.preparation(target)).key: one for target in state.upcoming if target.model == model.name}
-    return list(found.values())
+    preparations = {
+        (preparation := state.preparation(target)).key: preparation
+        for target in state.upcoming
+        if target.model == model.name
+    }
+    return list(preparations.values())
 
 
-def _preparing(state: FleetState, one: Preparation) -> dict[str, Any]:
+def _preparing(state: FleetState, preparation: Preparation) -> dict[str, Any]:
     return {
-        "host": one.host,
-        "version": one.version,
-        "state": state.preparing.get(one.key) or ("failed" if one.failures else "waiting"),
-        "failures": one.failures,
-        "reason": one.reason,
+        "host": preparation.host,
+        "version": preparation.version,
+        "state": state.preparing.get(preparation.key) or ("failed" if preparation.failures else "waiting"),
+        "failures": preparation.failures,
+        "reason": preparation.reason,
     }
 
 
@@ -386,7 +396,7 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
     views = state.replicas_of(model.name)
     failed = any(view.state is State.FAILED for view in views)
     due = state.desired_count(model) if failed else _due(state, model)
-    told = model_state(due, (view.outlook for view in views))
+    result = model_state(due, (view.outlook for view in views))
     reasons = [view.reason for view in views if view.state is not State.READY and view.reason is not None]
     reasons += [
         problem.what
@@ -395,10 +405,10 @@ def _state_of(state: FleetState, model: ModelSpec) -> tuple[ModelState, str | No
         for problem in missing.problems
     ]
     if reasons and not views:
-        told = ModelState.FAILED  # it cannot be placed
-    if told is ModelState.UNLOADED:
+        result = ModelState.FAILED  # it cannot be placed
+    if result is ModelState.UNLOADED:
         reasons = why_unloaded(state, model) or reasons
-    return told, reasons[0] if reasons and told is not ModelState.READY else None
+    return result, reasons[0] if reasons and result is not ModelState.READY else None
 
 
 def _due(state: FleetState, model: ModelSpec) -> int:

@@ -82,7 +82,7 @@ class CoreAllocation:
                 continue
             row = self._owners[host]
             for first in range(0, len(row) - cores + 1, cores):
-                if row[first] is None and all(one is None for one in row[first : first + cores]):
+                if row[first] is None and all(owner is None for owner in row[first : first + cores]):
                     best, rank = (host, first), (price, free)
                     break
         return best
@@ -90,17 +90,17 @@ class CoreAllocation:
     def windows(self, cores: int) -> Iterator[tuple[Place, tuple[Owner, ...]]]:
         """Yields windows of contiguous cores without blocked ones, with their owners. Skips windows that are free."""
         for host in range(len(self._owners)):
-            known = self._windows.get((host, cores))
-            if known is None:
-                known = self._windows[host, cores] = list(self._windows_of(host, cores))
-            yield from known
+            windows = self._windows.get((host, cores))
+            if windows is None:
+                windows = self._windows[host, cores] = list(self._windows_of(host, cores))
+            yield from windows
 
     def _windows_of(self, host: int, cores: int) -> Iterator[tuple[Place, tuple[Owner, ...]]]:
         row = self._owners[host]
         for first in range(0, len(row) - cores + 1, cores):
-            owners = dict.fromkeys(one for one in row[first : first + cores] if one is not None)
+            owners = dict.fromkeys(owner for owner in row[first : first + cores] if owner is not None)
             if owners and True not in owners:
-                yield (host, first), tuple(one for one in owners if not isinstance(one, bool))
+                yield (host, first), tuple(owner for owner in owners if not isinstance(owner, bool))
 
     def _changed(self, host: int) -> None:
         for key in [key for key in self._windows if key[0] == host]:

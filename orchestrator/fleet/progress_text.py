@@ -17,7 +17,14 @@ def problem_text(problem: Problem) -> str:
 def hold_text(status: Mapping[str, Any]) -> str:
     """Returns why the fleet is held until an operator confirms its revision; empty: it is not held."""
     conditions = status.get("conditions") or ()
-    return next((one["message"] for one in conditions if one["type"] == "JournalIntact" and not one["status"]), "")
+    return next(
+        (
+            condition["message"]
+            for condition in conditions
+            if condition["type"] == "JournalIntact" and not condition["status"]
+        ),
+        "",
+    )
 
 
 def fetch_text(fetch: Mapping[str, Any]) -> str:
@@ -42,8 +49,8 @@ def tenths(fetch: Mapping[str, Any] | None) -> int | None:
 def fetched_text(total: int, moved: int, seconds: float, warning: str = "") -> str:
     """Returns the result of a fetch, such as "13.5 GB in 12.3 s, 1100 MB/s"; ``moved`` bytes came over the network."""
     if moved:
-        told = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
-        told += f"; {size_text(total - moved)} were here" if total > moved else ""
+        text = f"{size_text(moved)} in {seconds:.1f} s, {moved / max(seconds, 1e-3) / 1e6:.0f} MB/s"
+        text += f"; {size_text(total - moved)} were here" if total > moved else ""
     else:
-        told = f"0 bytes: {size_text(total)} were here"
-    return f"{told}; {warning}" if warning else told
+        text = f"0 bytes: {size_text(total)} were here"
+    return f"{text}; {warning}" if warning else text

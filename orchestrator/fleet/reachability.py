@@ -19,5 +19,7 @@ class Reachability:
 
     def unreachable(self, now: float) -> frozenset[str]:
         """Returns the replicas to which at least one live gateway cannot connect."""
-        self._reports = {name: one for name, one in self._reports.items() if one[1] and now - one[0] <= FORGET_S}
+        self._reports = {
+            name: report for name, report in self._reports.items() if report[1] and now - report[0] <= FORGET_S
+        }
         return frozenset().union(*(ids for _, ids in self._reports.values()))

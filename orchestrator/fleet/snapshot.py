@@ -76,8 +76,8 @@ class ReplicaView:
             return f"fetch-deadline: the fetch did not end within {self.deadlines.fetch_s:.0f} s" if late else None
         if self.state is State.COMPILING:
             late = here_s > self.deadlines.compile_s
-            told = f"compile-deadline: it has compiled ahead for more than {self.deadlines.compile_s:.0f} s"
-            return told if late else None
+            text = f"compile-deadline: it has compiled ahead for more than {self.deadlines.compile_s:.0f} s"
+            return text if late else None
         if self.state is State.PENDING and not self.asked:
             late = here_s > max(LOOKING_S, self.deadlines.start_s)
             return f"start-deadline: its needs were not determined within {here_s:.0f} s" if late else None

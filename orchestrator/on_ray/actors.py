@@ -154,8 +154,8 @@ class RemoteController:
         await (await self._handle()).demand.remote(report)
 
     async def metrics(self) -> list[MetricFamily]:
-        told: list[MetricFamily] = await (await self._handle()).metrics.remote()
-        return told
+        families: list[MetricFamily] = await (await self._handle()).metrics.remote()
+        return families
 
     async def _handle(self) -> Any:
         if self._actor is None:
@@ -211,8 +211,8 @@ def _cause() -> str:
     except Exception:  # fall back to Serve's message
         log.exception("Serve does not report why the gateway failed to start")
         return ""
-    told = [] if application is None else [one.message for one in application.deployments.values()]
-    lines = [line for message in told for line in message.splitlines()]
+    messages = [] if application is None else [deployment.message for deployment in application.deployments.values()]
+    lines = [line for message in messages for line in message.splitlines()]
     return next((line.strip() for line in reversed(lines) if _RAISED.match(line)), "")
 
 

@@ -39,8 +39,8 @@ M = TypeVar("M", bound=Callable[..., object])
 
 def held_among(sources: Collection[str], artifacts: Iterable[Artifact]) -> frozenset[str]:
     """Returns the ``sources`` that are among ``artifacts``. Trailing slashes are ignored, as in the store."""
-    here = {one.source.rstrip("/") for one in artifacts}
-    return frozenset(source for source in sources if source.rstrip("/") in here)
+    stored = {artifact.source.rstrip("/") for artifact in artifacts}
+    return frozenset(source for source in sources if source.rstrip("/") in stored)
 
 
 def _long(method: M) -> M:

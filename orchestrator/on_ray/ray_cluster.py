@@ -84,32 +84,32 @@ class RayCluster:
 
     async def fetch(self, config: ReplicaConfig, arrives: Arrives | None = None) -> Fetched | Failure:
         began = time.monotonic()
-        both = wanted_by(config)
+        artifacts = wanted_by(config)
         landed: list[FetchedArtifact | None] = []
 
         def goes_on(going: ArrivingArtifact) -> None:
-            now = meanwhile(config, both, landed, going)
+            now = meanwhile(config, artifacts, landed, going)
             if arrives is not None and now is not None:
                 arrives(FetchedFiles(now, going.left, going.moved))
 
-        for wanted in both:
+        for wanted in artifacts:
             heard = None if arrives is None else goes_on
             ended = None if wanted is None else await self._wait_for(config.host, "fetch", wanted, heard)
             if isinstance(ended, Failure):
                 return ended
             landed.append(ended)
-        here = [one for one in landed if one is not None]
+        results = [result for result in landed if result is not None]
         return Fetched(
-            with_folders(config, both, (landed[0], landed[1])),
-            bytes=sum(one.bytes for one in here),
-            moved=sum(one.moved for one in here),
+            with_folders(config, artifacts, (landed[0], landed[1])),
+            bytes=sum(result.bytes for result in results),
+            moved=sum(result.moved for result in results),
             seconds=time.monotonic() - began,
-            warning="; ".join(one.warning for one in here if one.warning),
+            warning="; ".join(result.warning for result in results if result.warning),
         )
 
     async def progress(self, host: str) -> Sequence[FetchStatus]:
-        found: list[FetchStatus] = await self._call(host, "progress")
-        return found
+        statuses: list[FetchStatus] = await self._call(host, "progress")
+        return statuses
 
     async def held_sources(self, sources: Collection[str]) -> Mapping[str, frozenset[str]]:
         async def held_by(host: str) -> frozenset[str]:
@@ -127,11 +127,11 @@ class RayCluster:
         return ended if isinstance(ended, Failure) else None
 
     async def foresee(self, config: ReplicaConfig) -> Sequence[str] | Failure:
-        told = await self._wait_for(config.host, "foresee", config)
-        trouble = told.what if isinstance(told, Failure) else told.trouble
+        prediction = await self._wait_for(config.host, "foresee", config)
+        trouble = prediction.what if isinstance(prediction, Failure) else prediction.trouble
         if trouble:
             return Failure("foresee-failed", f"cannot predict what {config.model} would compile: {trouble}")
-        missing: list[str] = told.missing
+        missing: list[str] = prediction.missing
         return missing
 
     async def compile(self, config: ReplicaConfig) -> Failure | None:
@@ -190,8 +190,8 @@ class RayCluster:
     def _reachable(self, config: ReplicaConfig, node: RayNode) -> ReplicaConfig:
         """Returns the configuration with an address that the gateways on this host can reach: the unix socket, or TCP
         for another host."""
-        here = next((known.address for known in self._nodes if known.id == self._here), node.address)
-        if not config.listen and node.address == here:
+        own_address = next((other.address for other in self._nodes if other.id == self._here), node.address)
+        if not config.listen and node.address == own_address:
             return config
         address = f"[{node.address}]" if ":" in node.address else node.address
         return msgspec.structs.replace(config, listen=f"{TLS_SCHEME}://{address}:0")
@@ -208,8 +208,8 @@ class RayCluster:
             status: ReplicaStatus = await (answer if deadline is None else self._clock.within(answer, deadline))
             self._answered.add(name)
         except asyncio.TimeoutError:
-            what = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
-            raise ReplicaDied(what) from None
+            message = f"it has not replied for {WATCH_S + CALL_DEADLINE_S:.0f} s: its process hangs"
+            raise ReplicaDied(message) from None
         except RayTaskError as error:
             raise ReplicaDied(f"the actor failed: {error.cause}") from None
         except RayError as error:
@@ -249,8 +249,8 @@ class RayCluster:
         else:
             dead = await self._confirm_death(pid, started, host)
         if dead:
-            for known in (self._actors, self._configs, self._processes):
-                known.pop(name, None)
+            for mapping in (self._actors, self._configs, self._processes):
+                mapping.pop(name, None)
             self._answered.discard(name)
         return dead
 
@@ -286,8 +286,8 @@ class RayCluster:
         return fault
 
     async def interpreter(self, python: str | None, host: str | None = None) -> Interpreter:
-        found: Interpreter = await self._call(host, "interpreter", python)
-        return found
+        interpreter: Interpreter = await self._call(host, "interpreter", python)
+        return interpreter
 
     async def held_cores(self, claims: str | None, host: str | None = None) -> dict[int, CoreOwner]:
         try:
@@ -316,8 +316,8 @@ class RayCluster:
     def _node_of(self, host: str | None) -> RayNode | None:
         """Returns the Ray node of a host, preferably a live one; without ``host``, the node of this process."""
         label = None if host is None else self._labels.setdefault(host, f"emu-{host.rpartition('/')[2]}")
-        found = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
-        return max(found, key=lambda node: node.alive, default=None)
+        nodes = [node for node in self._nodes if (node.id == self._here if host is None else node.label == label)]
+        return max(nodes, key=lambda node: node.alive, default=None)
 
     async def _call(self, host: str | None, method: str, *arguments: Any) -> Any:
         """Returns the reply of the host's actor, or of another one on the same machine if its Ray node is dead: they
@@ -328,18 +328,18 @@ class RayCluster:
             machine = node or self._node_of(None)
             near = [other for other in self._nodes if machine is not None and other.address == machine.address]
             order = near if node is None else [node, *near]
-            asked = next((one for one in order if one.alive and one.id not in silent), None)
-            if asked is None:
+            target = next((candidate for candidate in order if candidate.alive and candidate.id not in silent), None)
+            if target is None:
                 raise HostLost(f"no host actor replies for {host or 'this host'}")
             try:
-                call = getattr(self._host_actor(asked), method).remote(*arguments)
+                call = getattr(self._host_actor(target), method).remote(*arguments)
                 return await self._clock.within(_result(call), CONFIRM_DEATH_S + CALL_DEADLINE_S)
             except RayTaskError:
                 raise  # it has replied with a failure
             except (RayError, asyncio.TimeoutError) as error:
-                log.warning("the host actor of %s does not reply: %s", asked.label, str(error).partition("\n")[0])
-                self._host_actors.pop(asked.id, None)
-                silent.add(asked.id)
+                log.warning("the host actor of %s does not reply: %s", target.label, str(error).partition("\n")[0])
+                self._host_actors.pop(target.id, None)
+                silent.add(target.id)
                 await self._refresh_nodes()
 
     def _host_actor(self, node: RayNode) -> Any:
@@ -359,13 +359,13 @@ class RayCluster:
             for entry in ray.util.list_named_actors(all_namespaces=True)
             if entry["namespace"] == NAMESPACE and "/" in entry["name"] and not entry["name"].startswith("host/")
         ]
-        found = await asyncio.gather(*(self._survivor(name) for name in names))
+        survivors = await asyncio.gather(*(self._survivor(name) for name in names))
         lost: dict[str, int] = {}
-        for name, survivor in zip(names, found, strict=True):
+        for name, survivor in zip(names, survivors, strict=True):
             if survivor is None:
                 id, _, epoch = name.rpartition(".")
                 lost[id] = max(int(epoch), lost.get(id, 0))
-        return [survivor for survivor in found if survivor is not None], lost
+        return [survivor for survivor in survivors if survivor is not None], lost
 
     async def _survivor(self, name: str) -> Survivor | None:
         """Returns the replica's description; None if it does not reply, which kills it."""

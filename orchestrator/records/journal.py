@@ -286,9 +286,11 @@ def fold(state: JournalState, record: AnyRecord) -> JournalState:
         cordons = _set(state.cordons, record.host, cordoned, not cordoned)
         return replace(state, seq=seq, index=index, cordons=cordons, drains=drained)
     if isinstance(record, Pin):
-        gone = record.origin is None and record.draft_origin is None
+        removed = record.origin is None and record.draft_origin is None
         pins = (
-            _set(state.pins, record.key, record, gone) if gone else _latest(state.pins, record.key, record, KEEP_PINS)
+            _set(state.pins, record.key, record, removed)
+            if removed
+            else _latest(state.pins, record.key, record, KEEP_PINS)
         )
         return replace(state, seq=seq, pins=pins)  # not the index: an operator's plan stays valid
     if isinstance(record, Replace):
@@ -476,19 +478,19 @@ class Journal:
         except UnicodeEncodeError:  # the command line of a foreign process need not be UTF-8
             numbered = _without_surrogates(numbered)
             payload = _encoder.encode(numbered)
-        kept = _decoder.decode(
+        stored = _decoder.decode(
             payload
         )  # Structs do not validate on creation, and the copy shares nothing with the caller
         if self._path is not None:
-            self._write(self._path, _line(payload), sync=not isinstance(kept, Event))
-        self._state = fold(self._state, kept)
-        if isinstance(kept, Event):
-            self._events.append(kept)
-        elif isinstance(kept, Damage):
+            self._write(self._path, _line(payload), sync=not isinstance(stored, Event))
+        self._state = fold(self._state, stored)
+        if isinstance(stored, Event):
+            self._events.append(stored)
+        elif isinstance(stored, Damage):
             self.damage = []
         if self._path is not None and self._size > self._compact_at:
             self._compact(self._path)
-        return cast(R, kept)
+        return cast(R, stored)
 
     def state(self) -> JournalState:
         """Returns the fold of all records."""

@@ -23,37 +23,37 @@ def read_page(folder: Path, after: str, limit: int) -> Page:
     invalid cursor.
     """
     places = _places(after)
-    found: list[dict[str, Any]] = []
+    requests_read: list[dict[str, Any]] = []
     more = False
     for gateway, files in parts(folder).items():
         for start, path in files:
             place = max(places.get(gateway, 0), start)
-            requests, places[gateway], left = _read_part(path, start, place, limit - len(found))
-            found += requests
-            if left:
+            requests, places[gateway], incomplete = _read_part(path, start, place, limit - len(requests_read))
+            requests_read += requests
+            if incomplete:
                 more = True
                 break
-    told = ",".join(f"{gateway}:{place}" for gateway, place in sorted(places.items()))
-    return Page(found, told, more)
+    cursor = ",".join(f"{gateway}:{place}" for gateway, place in sorted(places.items()))
+    return Page(requests_read, cursor, more)
 
 
 def _read_part(path: Path, start: int, place: int, limit: int) -> tuple[list[dict[str, Any]], int, bool]:
     """Returns the requests from byte ``place`` on, where the next one begins, and whether there are more."""
-    found: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     try:
         with path.open("rb") as stream:
             stream.seek(place - start)
             for line in stream:
                 if not line.endswith(b"\n"):  # it is still being written
                     break
-                if len(found) >= limit:
-                    return found, place, True
+                if len(requests) >= limit:
+                    return requests, place, True
                 place += len(line)
                 if (request := _request(line)) is not None:
-                    found.append(request)
+                    requests.append(request)
     except FileNotFoundError:
         pass
-    return found, place, False
+    return requests, place, False
 
 
 def _request(line: bytes) -> dict[str, Any] | None:

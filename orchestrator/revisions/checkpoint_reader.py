@@ -232,11 +232,11 @@ def _heads_of(
         return {}
     from workers.artifacts.sources.listing import SourceError
 
-    heads, found = source_metadata_store(), {}
-    asked = {
+    heads, result = source_metadata_store(), {}
+    queries = {
         part.key: source_query(part) for part in away if "revision" not in part.model.broken and not _misplaced(part)
     }
-    unknown = {question for key, question in asked.items() if key not in pinned}
+    unknown = {question for key, question in queries.items() if key not in pinned}
 
     def answer(question: Asked) -> Seen | SourceError:
         try:
@@ -248,17 +248,17 @@ def _heads_of(
         answers = dict(zip(unknown, pool.map(answer, unknown), strict=True))
     for part in away:
         if part.key in pinned:
-            found[part.key] = pinned[part.key]
-        elif part.key in asked:
-            told = answers[asked[part.key]]
-            if isinstance(told, SourceError):
-                problems.append(_problem(part, told, part.where(spec)))
+            result[part.key] = pinned[part.key]
+        elif part.key in queries:
+            reply = answers[queries[part.key]]
+            if isinstance(reply, SourceError):
+                problems.append(_problem(part, reply, part.where(spec)))
                 continue
-            if told.away is not None:
-                what = f"{part.model.name}: {told.away.what}; its stored metadata is used"
-                problems.append(Problem("source-away", "warning", part.where(spec), what, told.away.hint))
-            found[part.key] = told.head
-    return found
+            if reply.away is not None:
+                what = f"{part.model.name}: {reply.away.what}; its stored metadata is used"
+                problems.append(Problem("source-away", "warning", part.where(spec), what, reply.away.hint))
+            result[part.key] = reply.head
+    return result
 
 
 def _misplaced(part: CheckpointPart) -> bool:

@@ -41,13 +41,13 @@ def culprits(specs: Sequence[Spec], model: str) -> list[int]:
     Considers only those after its last return to the first spec's configuration.
     """
     kinds = [_process(spec, model) for spec in specs]
-    found = []
+    indexes = []
     for place in range(len(specs) - 1, 0, -1):
         if kinds[place] == kinds[0]:
             break
         if kinds[place] != kinds[place - 1]:
-            found.append(place)
-    return found
+            indexes.append(place)
+    return indexes
 
 
 def _process(spec: Spec, name: str) -> object:
@@ -62,22 +62,22 @@ def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tup
     is not a spec that the fleet can run: then only the first one is known to work.
     """
     first, last = revisions[0], revisions[-1]
-    specs = [parse(one.text, one.file, one.base_dir).spec for one in revisions]
-    known = [spec for spec in specs if spec is not None]
-    if len(known) < len(specs) or any(one.base_dir != first.base_dir for one in revisions):
+    specs = [parse(revision.text, revision.file, revision.base_dir).spec for revision in revisions]
+    parsed = [spec for spec in specs if spec is not None]
+    if len(parsed) < len(specs) or any(revision.base_dir != first.base_dir for revision in revisions):
         return None
-    places = culprits(known, model)
+    places = culprits(parsed, model)
     if not places or len(places) == len(revisions) - 1:
         return None
-    data = [read(one.text, one.file).value for one in revisions]
-    left = data[-1]
+    data = [read(revision.text, revision.file).value for revision in revisions]
+    merged = data[-1]
     for place in places:
-        left = without(left, data[place], data[place - 1])
+        merged = without(merged, data[place], data[place - 1])
     numbers = sorted(revisions[place].number for place in places)
     title = f"# revision {last.number} without the changes of {', '.join(map(str, numbers))}\n"
-    text = title + yaml.safe_dump(left, sort_keys=False, allow_unicode=True, width=120)
+    text = title + yaml.safe_dump(merged, sort_keys=False, allow_unicode=True, width=120)
     spec = parse(text, last.file, last.base_dir).spec
-    if spec is None or _process(spec, model) != _process(known[0], model):
+    if spec is None or _process(spec, model) != _process(parsed[0], model):
         return None
     try:
         generation = read_generation(msgspec.structs.replace(last, text=text), machine)
@@ -85,6 +85,6 @@ def reverted(revisions: Sequence[Revision], model: str, machine: Machine) -> tup
         return None
     problems = check(generation.spec, generation.hosts, generation.checkpoints, {})
     ever = plan(generation.spec, generation.hosts, generation.checkpoints)
-    if has_errors(problems) or any(one.required for one in ever.unplaced):
+    if has_errors(problems) or any(revision.required for revision in ever.unplaced):
         return None
     return generation, numbers

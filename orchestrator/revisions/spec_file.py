@@ -106,9 +106,11 @@ def examine(
         return SpecFile(text, name, base_dir, parsed.spec, machine, hosts_for(parsed.spec, machine), {}, problems)
     hosts = hosts_for(parsed.spec, machine)
     facts = read_facts(parsed.spec, here=None if folders == "ignore" else folders == "load" and _loads(machine, hosts))
-    found = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
-    given = precompiled_problems(parsed.spec, facts)
-    problems = in_order((*parsed.problems, *facts.problems, *found, *given, *_unserved_engines(parsed.spec, hosts)))
+    rule_problems = check(parsed.spec, hosts, facts.checkpoints, facts.drafts)
+    precompiled = precompiled_problems(parsed.spec, facts)
+    problems = in_order(
+        (*parsed.problems, *facts.problems, *rule_problems, *precompiled, *_unserved_engines(parsed.spec, hosts))
+    )
     return SpecFile(text, name, base_dir, parsed.spec, machine, hosts, facts.checkpoints, problems, facts.drafts)
 
 
@@ -120,20 +122,20 @@ def start_problems(file: SpecFile) -> tuple[Problem, ...]:
     problems = []
     many = spec.where(*(("hosts", 1) if ("hosts", 1) in spec.places else ("hosts", "count")))
     if len(file.hosts) > 1 and not file.hosts[0].emulated:
-        what = f"the spec has {len(file.hosts)} machines, and `up` of this version starts one"
+        text = f"the spec has {len(file.hosts)} machines, and `up` of this version starts one"
         hint = "use one entry with count: 1" if len(spec.hosts) > 1 else "set count: 1"
-        problems.append(Problem("hosts-not-served", "error", many, what, hint))
+        problems.append(Problem("hosts-not-served", "error", many, text, hint))
     elif len(file.hosts) > MAX_EMULATED:
-        what = f"the spec has {len(file.hosts)} emulated hosts, and `up` starts at most {MAX_EMULATED} Ray nodes"
-        problems.append(Problem("hosts-not-served", "error", many, what, f"set count: {MAX_EMULATED} or less"))
+        text = f"the spec has {len(file.hosts)} emulated hosts, and `up` starts at most {MAX_EMULATED} Ray nodes"
+        problems.append(Problem("hosts-not-served", "error", many, text, f"set count: {MAX_EMULATED} or less"))
     if file.hosts and not file.hosts[0].emulated and _instance(file.hosts[0]) != file.machine.instance:
-        what = f"this machine is not an {_instance(file.hosts[0])}: it has " + (
+        text = f"this machine is not an {_instance(file.hosts[0])}: it has " + (
             f"the devices of an {file.machine.instance}" if file.machine.instance else "no Neuron devices"
         )
         hint = f"hosts: {{emulate: {_instance(file.hosts[0])}}} runs the same spec on emulated cores"
         if len(spec.hosts) > 1:
             hint = "emulate in place of instance, in each entry of hosts, runs the same spec on emulated cores"
-        problems.append(Problem("host-differs", "error", spec.where("hosts"), what, hint))
+        problems.append(Problem("host-differs", "error", spec.where("hosts"), text, hint))
     return tuple(problems)
 
 

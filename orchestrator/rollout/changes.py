@@ -74,10 +74,10 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
         tag = Tag.RECOMPILE if after and engine not in HOST_ENGINES else Tag.RESTART
         return ModelChange(one.name, tag, action=Action.CREATE if after else Action.DELETE)
     old, new = before.model_dump(mode="json"), after.model_dump(mode="json")
-    for told, model in ((old, before), (new, after)):  # the same folder may be spelled in two ways
-        told["source"] = model.source_path or model.source
+    for dump, model in ((old, before), (new, after)):  # the same folder may be spelled in two ways
+        dump["source"] = model.source_path or model.source
         if model.draft is not None:
-            told["draft"] = {**told["draft"], "source": model.draft_path or model.draft.source}
+            dump["draft"] = {**dump["draft"], "source": model.draft_path or model.draft.source}
     fields = tuple(FieldChange(name, old[name], new[name]) for name in new if name != "name" and old[name] != new[name])
     tags = [tag_of(change.field, engine) for change in fields]
     tag = max(tags, key=_ORDER.index, default=Tag.NONE)
@@ -86,8 +86,8 @@ def model_change(before: ModelSpec | None, after: ModelSpec | None, engine: Engi
 
 def interpreters(spec: Spec, engine: Engine) -> dict[str, str]:
     """Returns the Python that the spec sets for a resolved engine, by engine; ``auto`` may resolve to either of two."""
-    meant = AUTO_ENGINES if engine == "auto" else (engine,)
-    return {one: python for one in meant if (python := spec.python_for(one)) is not None}
+    candidates = AUTO_ENGINES if engine == "auto" else (engine,)
+    return {candidate: python for candidate in candidates if (python := spec.python_for(candidate)) is not None}
 
 
 def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[str, str] | None = None) -> str:
@@ -95,9 +95,9 @@ def version_of(model: ModelSpec, engine: Engine, max_len: int, pythons: Mapping[
 
     ``pythons`` are the spec's `interpreters` for the engine.
     """
-    told = (engine, model.dtype_on(engine), max_len, *model.started_with)
-    told += tuple(sorted((pythons or {}).items()))
-    return blake2s(repr(told).encode(), digest_size=4).hexdigest()
+    inputs = (engine, model.dtype_on(engine), max_len, *model.started_with)
+    inputs += tuple(sorted((pythons or {}).items()))
+    return blake2s(repr(inputs).encode(), digest_size=4).hexdigest()
 
 
 def difference(before: Spec | None, after: Spec, engines: Mapping[str, Engine]) -> list[ModelChange]:
@@ -131,7 +131,7 @@ def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> 
 
     ``goal`` is the first step of the update, ``settled`` the one at its end.
     """
-    kept = {target.id for target in goal.targets if target.placement is None}
+    kept_ids = {target.id for target in goal.targets if target.placement is None}
     now = {view.id: view for view in views if view.state not in (State.DRAINING, State.STOPPING)}
     changes: list[dict[str, str]] = []
     for target in settled.targets:
@@ -140,7 +140,7 @@ def replica_changes(goal: Goal, views: Sequence[ReplicaView], settled: Goal) -> 
             change = "start"
         elif (view.host, view.cores) != (target.host, target.cores):
             change = "move"
-        elif view.version != target.version or view.id in kept:
+        elif view.version != target.version or view.id in kept_ids:
             change = "restart"
         else:
             continue

@@ -32,8 +32,8 @@ def defragmentation(
 
     ``load_s`` and ``traffic`` are those of `relocation.move_costs`.
     """
-    known = load_s or {}
-    costs = move_costs(spec, known, traffic or {})
+    times = load_s or {}
+    costs = move_costs(spec, times, traffic or {})
     blocked = {
         host.name: (quarantined or {}).get(host.name, frozenset()) | (cordoned or {}).get(host.name, frozenset())
         for host in hosts
@@ -42,11 +42,11 @@ def defragmentation(
     moves = window.moves if window is not None else ()
     placements = _after(spec, hosts, running, moves)
     book = ledger(spec, hosts, Plan(placements), checkpoints, {}, quarantined, cordoned)
-    measured = [known[move.after.model] for move in moves if move.after.model in known]
+    measured = [times[move.after.model] for move in moves if move.after.model in times]
     return {
         "cores": cores,
         "window": None if window is None else {"host": window.host, "cores": str(window.cores)},
-        "moves": [{**move.as_dict(), "load_s": known.get(move.after.model)} for move in moves],
+        "moves": [{**move.as_dict(), "load_s": times.get(move.after.model)} for move in moves],
         "load_s": round(float(sum(measured)), 3) if len(measured) == len(moves) else None,
         "placements": [placement.as_dict() for placement in placements],
         "hosts": [host.as_dict() for host in book.hosts],
@@ -61,15 +61,17 @@ def _after(
     machines = {host.name: host for host in hosts}
     models = {model.name: model for model in spec.models}
     moved = {move.before: move.after for move in moves}
-    found = []
-    for one in running:
-        host, model = machines.get(one.host), models.get(one.model)
-        if one in moved:
-            found.append(moved[one])
+    placements = []
+    for replica in running:
+        host, model = machines.get(replica.host), models.get(replica.model)
+        if replica in moved:
+            placements.append(moved[replica])
         elif host is not None and model is not None:
             count = threads(model.threads, model.tp_degree, host)
-            found.append(Placement(one.model, one.replica, one.host, one.cores, count, host, model))
-    return tuple(found)
+            placements.append(
+                Placement(replica.model, replica.replica, replica.host, replica.cores, count, host, model)
+            )
+    return tuple(placements)
 
 
 def _problems(
@@ -81,9 +83,12 @@ def _problems(
 ) -> list[Problem]:
     if window is not None:
         return []
-    taken = {host.name: {core for one in placed if one.host == host.name for core in one.cores or ()} for host in hosts}
+    occupied = {
+        host.name: {core for placement in placed if placement.host == host.name for core in placement.cores or ()}
+        for host in hosts
+    }
     usable = {host.name: set(range(host.cores)) - host.reserved_cores - blocked[host.name] for host in hosts}
-    free = {name: len(cores - taken[name]) for name, cores in usable.items()}
+    free = {name: len(cores - occupied[name]) for name, cores in usable.items()}
     name = max(free, key=lambda name: free[name], default=None)
     if name is None:
         return [Problem("no-window", "error", "", "there is no host", "")]

@@ -73,15 +73,15 @@ async def prepare(
     engine's package would compile, which takes seconds. ``lead_s``: call ``observer.arrives`` when a fetch ends within
     that time (see `lead_of`); None: never. Cancelling it stops waiting for fetch and compilation. Raises HostLost.
     """
-    wanted = [one.source for one in wanted_by(config) if one is not None]
-    if wanted:
-        observer.fetching(wanted)
-        found = await cluster.fetch(config, None if lead_s is None else _ArrivalAnnouncer(observer, lead_s, clock))
-        if isinstance(found, Failure):
-            observer.not_fetched(found)
-            return found
-        config = found.config
-        observer.fetched(found)
+    sources = [artifact.source for artifact in wanted_by(config) if artifact is not None]
+    if sources:
+        observer.fetching(sources)
+        fetch = await cluster.fetch(config, None if lead_s is None else _ArrivalAnnouncer(observer, lead_s, clock))
+        if isinstance(fetch, Failure):
+            observer.not_fetched(fetch)
+            return fetch
+        config = fetch.config
+        observer.fetched(fetch)
     if checks:
         observer.checking()
         failure = await cluster.check(config)
@@ -145,9 +145,9 @@ NEEDS_DEVICE = "compile-needs-device"  # the start compiles it on its cores
 
 def takes_long(model: ModelSpec, engine: Engine) -> bool:
     """Returns whether a start of the model may have to fetch or compile something first."""
-    elsewhere = model.source_kind != "path" or model.draft_kind not in (None, "path")
-    kept = engine == "auto" or needs_neuron(engine) or bool(model.engine_options.get("compile"))
-    return engine != "echo" and (elsewhere or kept)
+    remote = model.source_kind != "path" or model.draft_kind not in (None, "path")
+    may_compile = engine == "auto" or needs_neuron(engine) or bool(model.engine_options.get("compile"))
+    return engine != "echo" and (remote or may_compile)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def upcoming_targets(situation: Situation, name: str) -> tuple[ReplicaTarget, ..
     """Returns the replicas that the next step of a model's update would start in place of old ones."""
     goal = compute_goal(situation.with_desired(replace(situation.desired_models[name], awaited=False)))
     ends = (State.DRAINING, State.STOPPING)
-    there = {
+    existing = {
         (view.id, view.host, view.cores, view.version)
         for view in situation.views
         if view.state not in ends and (view.id, view.epoch) not in situation.replaced
@@ -193,5 +193,5 @@ def upcoming_targets(situation: Situation, name: str) -> tuple[ReplicaTarget, ..
         for target in goal.targets
         if target.model == name
         and target.placement is not None
-        and (target.id, target.host, target.cores, target.version) not in there
+        and (target.id, target.host, target.cores, target.version) not in existing
     )

@@ -34,7 +34,7 @@ def find_relocation(situation: Situation, goal: Goal) -> Relocation | None:
 
     Every moved replica is ready and its new cores are free: its replacement serves before it stops, without an outage.
     """
-    if not any(one.problems[0].id == "no-room" for one in goal.plan.unplaced):
+    if not any(newcomer.problems[0].id == "no-room" for newcomer in goal.plan.unplaced):
         return None
     if any(step.old for step in goal.steps.values()):
         return None  # an update in progress frees cores by itself
@@ -48,19 +48,19 @@ def find_relocation(situation: Situation, goal: Goal) -> Relocation | None:
     moves = [move for move in trial.moves if move not in goal.plan.moves]
     moving = []
     for move in moves:
-        goes = ready.get(f"{move.before.model}/{move.before.replica}")
-        if goes is None or held.get(move.after.host, frozenset()) & frozenset(move.after.cores or ()):
+        replica = ready.get(f"{move.before.model}/{move.before.replica}")
+        if replica is None or held.get(move.after.host, frozenset()) & frozenset(move.after.cores or ()):
             return None
-        moving.append(goes)
-    known = {placement.running for placement in goal.plan.placements} | {move.after.running for move in moves}
-    newcomers = [placement for placement in trial.placements if placement.running not in known]
+        moving.append(replica)
+    running = {placement.running for placement in goal.plan.placements} | {move.after.running for move in moves}
+    newcomers = [placement for placement in trial.placements if placement.running not in running]
     cores: dict[str, frozenset[int]] = {}
-    for one in newcomers:
-        if any(one.host == view.host and view.touches(frozenset(one.cores or ())) for view in moving):
-            cores[one.host] = cores.get(one.host, frozenset()) | frozenset(one.cores or ())
+    for newcomer in newcomers:
+        if any(newcomer.host == view.host and view.touches(frozenset(newcomer.cores or ())) for view in moving):
+            cores[newcomer.host] = cores.get(newcomer.host, frozenset()) | frozenset(newcomer.cores or ())
     if not cores:
         return None
-    return Relocation(tuple(dict.fromkeys(one.model for one in newcomers)), cores, tuple(moving))
+    return Relocation(tuple(dict.fromkeys(newcomer.model for newcomer in newcomers)), cores, tuple(moving))
 
 
 def move_costs(spec: Spec, load_s: Mapping[str, float], traffic: Mapping[str, float]) -> dict[str, float]:
@@ -84,11 +84,11 @@ def load_times(situation: Situation) -> dict[str, float]:
 
 def traffic(situation: Situation) -> dict[str, float]:
     """Returns the mean number of requests per replica, by model."""
-    found = {}
+    requests = {}
     for model in situation.spec.models:
         views = [view for view in situation.views if view.model == model.name]
-        found[model.name] = sum(view.live + view.waiting for view in views) / max(1, len(views))
-    return found
+        requests[model.name] = sum(view.live + view.waiting for view in views) / max(1, len(views))
+    return requests
 
 
 def _costs(situation: Situation) -> dict[str, float]:

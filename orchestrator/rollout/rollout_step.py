@@ -153,21 +153,21 @@ def defer_displacements(
     continue. Returns the goal and the targets that have to wait. Cores that at least one new replica takes at once are
     released for all.
     """
-    there = {(view.id, view.host, view.cores, view.version) for view in views if view.state not in _ENDING}
+    existing = {(view.id, view.host, view.cores, view.version) for view in views if view.state not in _ENDING}
     late = {
         target.id: target
         for target in goal.targets
         if target.placement is not None
-        and (target.id, target.host, target.cores, target.version) not in there
+        and (target.id, target.host, target.cores, target.version) not in existing
         and lacking(target)
     }
     if not late:
         return goal, ()
-    wanted = {target.id for target in goal.targets}
+    target_ids = {target.id for target in goal.targets}
     staying: list[ReplicaTarget] = []
     waiting: dict[str, ReplicaTarget] = {}
     for view in views:
-        if view.state is State.READY and view.id not in wanted and stays(view):
+        if view.state is State.READY and view.id not in target_ids and stays(view):
             takers = [target for target in goal.targets if _lies_on(target, view)]
             if takers and all(target.id in late for target in takers):
                 staying.append(ReplicaTarget(view.model, view.replica, view.host, view.cores, view.version))
@@ -207,8 +207,8 @@ class Situation:
 
     def load_s(self, model: str) -> float | None:
         """Returns how long the last start of a replica of the model took, in seconds; None if none was ready yet."""
-        known = [view.load_s for view in self.views if view.model == model and view.load_s is not None]
-        return max(known, default=None)
+        times = [view.load_s for view in self.views if view.model == model and view.load_s is not None]
+        return max(times, default=None)
 
 
 @dataclass(frozen=True)
@@ -231,41 +231,44 @@ def compute_goal(situation: Situation, moves: int = 0, costs: Mapping[str, float
     ``moves`` and ``costs`` are passed to `placements.planner.plan.plan`.
     """
     desired_models = situation.desired_models
-    found = _sort(situation)
-    steps = {name: found.step(desired) for name, desired in desired_models.items()}
-    made = _plan(situation, found, steps, moves, costs)
-    waiting = {one.model for one in made.unplaced}
+    replicas = _sort(situation)
+    steps = {name: replicas.step(desired) for name, desired in desired_models.items()}
+    new_plan = _plan(situation, replicas, steps, moves, costs)
+    waiting = {one.model for one in new_plan.unplaced}
     stuck = [name for name in waiting if desired_models[name].reachable and steps[name].keep]
     if stuck:  # the count that fits once all old replicas are gone; if that is 0, only the old ones can serve
         ends = {name: Step(count=desired.count) for name, desired in desired_models.items()}
-        most = Counter(one.model for one in _plan(situation, found, ends, moves, costs).placements)
-        steps |= {name: found.step(replace(desired_models[name], count=most[name])) for name in stuck if most[name]}
-        made = _plan(situation, found, steps, moves, costs)
-    back = [one for one in made.placements if one.model not in desired_models]
-    made = replace(made, placements=tuple(one for one in made.placements if one.model in desired_models))
+        most = Counter(one.model for one in _plan(situation, replicas, ends, moves, costs).placements)
+        steps |= {name: replicas.step(replace(desired_models[name], count=most[name])) for name in stuck if most[name]}
+        new_plan = _plan(situation, replicas, steps, moves, costs)
+    restored = [one for one in new_plan.placements if one.model not in desired_models]
+    new_plan = replace(new_plan, placements=tuple(one for one in new_plan.placements if one.model in desired_models))
     targets = [
-        ReplicaTarget(p.model, p.replica, p.host, p.cores, desired_models[p.model].version, p) for p in made.placements
+        ReplicaTarget(p.model, p.replica, p.host, p.cores, desired_models[p.model].version, p)
+        for p in new_plan.placements
     ]
     for one in steps.values():
         targets += [ReplicaTarget(v.model, v.replica, v.host, v.cores, v.version) for v in one.keep]
-    targets += _returning(situation, back, targets)
-    return Goal(tuple(targets), made, MappingProxyType(steps))
+    targets += _returning(situation, restored, targets)
+    return Goal(tuple(targets), new_plan, MappingProxyType(steps))
 
 
-def _returning(situation: Situation, back: Sequence[Placement], others: Iterable[ReplicaTarget]) -> list[ReplicaTarget]:
+def _returning(
+    situation: Situation, restored: Sequence[Placement], others: Iterable[ReplicaTarget]
+) -> list[ReplicaTarget]:
     """Returns targets of the former version, with unused replica numbers."""
     formers = {
         desired.former.apart.name: desired.former
         for desired in situation.desired_models.values()
         if desired.former is not None
     }
-    taken = {view.id for view in situation.views} | {target.id for target in others}
+    used = {view.id for view in situation.views} | {target.id for target in others}
     targets = []
-    for placement in back:
+    for placement in restored:
         former = formers[placement.model]
         name = former.model.name
-        number = next(n for n in itertools.count() if f"{name}/{n}" not in taken)
-        taken.add(f"{name}/{number}")
+        number = next(n for n in itertools.count() if f"{name}/{n}" not in used)
+        used.add(f"{name}/{number}")
         placement = replace(placement, model=name, replica=number)
         targets.append(ReplicaTarget(name, number, placement.host, placement.cores, former.version, placement))
     return targets
@@ -301,7 +304,7 @@ def _sort(situation: Situation) -> _Sorted:
 
 
 def _plan(
-    situation: Situation, found: _Sorted, steps: Mapping[str, Step], moves: int, costs: Mapping[str, float] | None
+    situation: Situation, replicas: _Sorted, steps: Mapping[str, Step], moves: int, costs: Mapping[str, float] | None
 ) -> Plan:
     """Returns a plan of the current replicas of the steps, beside the old replicas that they keep."""
     desired_models, blocked = situation.desired_models, situation.blocked
@@ -315,7 +318,7 @@ def _plan(
     taken = _cores_of(view for kept in steps.values() for view in kept.keep)
     running = [
         Running(view.model, view.replica, view.host, view.cores)
-        for views_of_one in found.current.values()
+        for views_of_one in replicas.current.values()
         for view in views_of_one
         if view.id not in lent
     ]
@@ -332,7 +335,7 @@ def _plan(
         counts[former.apart.name] = lost
         if former.checkpoint is not None:
             checkpoints[former.apart.name] = former.checkpoint
-    made = plan(
+    new_plan = plan(
         spec,
         situation.hosts,
         checkpoints,
@@ -345,8 +348,8 @@ def _plan(
         held=situation.held,
     )
     names = {former.apart.name: former.model.name for former, _ in formers}
-    unplaced = tuple(replace(one, model=names.get(one.model, one.model)) for one in made.unplaced)
-    return replace(made, unplaced=unplaced)
+    unplaced = tuple(replace(one, model=names.get(one.model, one.model)) for one in new_plan.unplaced)
+    return replace(new_plan, unplaced=unplaced)
 
 
 def _misplaced(desired: DesiredModel, current: Sequence[ReplicaView]) -> list[ReplicaView]:
@@ -362,7 +365,7 @@ def _misplaced(desired: DesiredModel, current: Sequence[ReplicaView]) -> list[Re
 
 
 def _cores_of(views: Iterable[ReplicaView]) -> dict[str, frozenset[int]]:
-    found: dict[str, frozenset[int]] = {}
+    cores: dict[str, frozenset[int]] = {}
     for view in views:
-        found[view.host] = found.get(view.host, frozenset()) | frozenset(view.cores or ())
-    return found
+        cores[view.host] = cores.get(view.host, frozenset()) | frozenset(view.cores or ())
+    return cores

@@ -32,30 +32,32 @@ def choose(situation: Situation, name: str) -> UpdateStrategy:
     5. in_place                                                                                 requests are rejected
     """
     desired = situation.desired_models[name]
-    asked = desired.model.update.strategy
+    requested = desired.model.update.strategy
     ready = sum(view.model == name and view.state is State.READY for view in situation.views)
     load_s = situation.load_s(name)
     swap_s = None if load_s is None else load_s + END_S
-    cause: str | None = f"update.strategy is {asked}"
-    if asked in ("auto", "surge", "borrow"):
+    cause: str | None = f"update.strategy is {requested}"
+    if requested in ("auto", "surge", "borrow"):
         cause = _obstacle(situation, replace(desired, strategy="surge", lender=None))
-    if asked in ("auto", "surge"):
+    if requested in ("auto", "surge"):
         if cause is None:
             return UpdateStrategy("surge", 0.0, "free cores hold the new replica while the old one serves")
-        if asked == "surge":
+        if requested == "surge":
             return UpdateStrategy("surge", None, cause, possible=False)
-    if asked in ("auto", "in_place") and ready > 1 and desired.mixes:
+    if requested in ("auto", "in_place") and ready > 1 and desired.mixes:
         return UpdateStrategy("in_place", 0.0, f"one of {ready} replicas at a time, the others serve")
-    if asked in ("auto", "borrow"):
+    if requested in ("auto", "borrow"):
         lender = _lender(situation, desired)
         if lender is not None:
             return UpdateStrategy("borrow", 0.0, f"{lender} is idle and lends its cores meanwhile", lender)
-        if asked == "borrow":
+        if requested == "borrow":
             none = f"no idle replica of priority {desired.model.priority} or lower can lend its cores"
             return UpdateStrategy("borrow", None, none + (f", and {cause}" if cause else ""), possible=False)
     if ready == 0:
         return UpdateStrategy("in_place", 0.0, "no replica serves now")
-    if asked == "hold" or (asked == "auto" and swap_s is not None and swap_s <= desired.model.update.max_swap_s):
+    if requested == "hold" or (
+        requested == "auto" and swap_s is not None and swap_s <= desired.model.update.max_swap_s
+    ):
         return UpdateStrategy("hold", swap_s, f"{cause}; requests wait while the replica is swapped")
     return UpdateStrategy("in_place", swap_s, f"{cause}; the replica stops before the new one starts")
 
@@ -72,18 +74,18 @@ def _obstacle(situation: Situation, desired: DesiredModel) -> str | None:
     if problem.id != "pin-taken":
         return problem.what
     plural, are = ("s", "are") if len(pins) > 1 else ("", "is")
-    taken = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
+    conflict = f"its pin{plural} {', '.join(map(str, pins))} {are} taken"
     model = desired.model.model_copy(update={"cores": ()})
     models = tuple(model if one.name == name else one for one in situation.spec.models)
     free = replace(situation, spec=situation.spec.model_copy(update={"models": models}))
     without = _obstacle(free, replace(desired, model=model))
     if without is not None:
-        return f"{taken}, and without the pin{plural} {without}"
+        return f"{conflict}, and without the pin{plural} {without}"
     places = compute_goal(free.with_desired(replace(desired, model=model))).plan.placements
     host, cores = next((one.host, one.cores) for one in places if one.model == name and one.cores is not None)
     range = Pin(cores, host if len(situation.hosts) > 1 else None)
     return (
-        f"{taken} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "
+        f"{conflict} and {_free_cores(situation)} cores are free: with a further range in `cores`, such as {range}, or "
         f"without the pin{plural}, the new replica would start beside the old one"
     )
 

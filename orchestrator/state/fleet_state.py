@@ -103,24 +103,24 @@ class FleetState:
         self.machine = Machine(settings.cpus, settings.instance)
         self._unwritten: list[Record] = []
         self.suspects: dict[str, dict[int, Suspect]] = {}  # by host and core, after failures
-        known = journal.state()
-        last = known.revisions.get(known.revision or 0)
+        past = journal.state()
+        last = past.revisions.get(past.revision or 0)
         begins = last is None or last.fleet != settings.fleet
         if last is None or begins:
-            last = self._first_revision(known)
+            last = self._first_revision(past)
         self.current = read_generation(last, self.machine)
         confirmed = begins and not restarted
         if confirmed:
             self._report_damage()  # before the revision, which ends the hold
         if begins and not (restarted and journal.damage):
-            for model in known.scales:  # of an earlier fleet; cordons concern the machine and stay
+            for model in past.scales:  # of an earlier fleet; cordons concern the machine and stay
                 self.note(Scale(model=model, count=None, by="up"))
-            for model in known.targets:
+            for model in past.targets:
                 self.note(Target(model=model, count=None))
-            for record in failed_cores(known):  # they may have been repaired, and are tried again
+            for record in failed_cores(past):  # they may have been repaired, and are tried again
                 self.note(msgspec.structs.replace(record, on=False))
         else:
-            for record in failed_cores(known):
+            for record in failed_cores(past):
                 self.suspects.setdefault(record.host, {})[record.core] = Suspect(record.cause)
         if begins:
             self.note(self.current.revision)
@@ -133,7 +133,7 @@ class FleetState:
         self._find_stable()
         self.views: dict[str, ReplicaView] = {}
         self.configs: dict[str, ReplicaConfig] = {}  # of each replica
-        self.epochs: dict[str, int] = dict(known.epochs)  # the last epoch of every replica that ever existed
+        self.epochs: dict[str, int] = dict(past.epochs)  # the last epoch of every replica that ever existed
         self.quarantined: dict[str, dict[int, CoreOwner]] = {host.name: {} for host in self.current.hosts}
         self.lost: frozenset[str] = frozenset()
         self.reach = Reachability()
@@ -163,10 +163,10 @@ class FleetState:
         self._progress: tuple[Any, float] = ((), clock())
         self._late: set[str] = set()  # models past their progress deadline that cannot be rolled back
 
-    def _first_revision(self, known: JournalState) -> Revision:
+    def _first_revision(self, past: JournalState) -> Revision:
         settings = self.settings
         return Revision(
-            number=known.next_revision,
+            number=past.next_revision,
             fleet=settings.fleet,
             cause="up",
             by=f"up, pid {settings.daemon_pid}" if settings.daemon_pid else "up",
@@ -179,8 +179,8 @@ class FleetState:
 
     def _find_stable(self) -> None:
         """Set ``stable`` to the latest completed revision of this fleet, unless that is the current one."""
-        known = self.journal.state()
-        last = known.revisions.get(known.completed or 0)
+        past = self.journal.state()
+        last = past.revisions.get(past.completed or 0)
         if last is not None and last.fleet == self.settings.fleet and last.number != self.current.number:
             self.stable = read_generation(last, self.machine)
 
@@ -191,8 +191,8 @@ class FleetState:
             return
         more = len(damage) - MOST_DAMAGE
         self.note(Damage(what="; ".join(damage[:MOST_DAMAGE]) + (f"; and {more} more" if more > 0 else "")))
-        for what in damage:
-            self.record_event("error", "JournalDamaged", f"journal-damaged: {what}")
+        for description in damage:
+            self.record_event("error", "JournalDamaged", f"journal-damaged: {description}")
 
     # The journal
 
@@ -205,9 +205,9 @@ class FleetState:
         if damage is None:
             return None
         number = self.current.number
-        what = f"{damage}: a revision newer than {number} may be lost, so no replica is started, stopped or moved"
+        text = f"{damage}: a revision newer than {number} may be lost, so no replica is started, stopped or moved"
         hint = f"corewright apply SPEC; or corewright rollout undo --to {number}, to accept revision {number}"
-        return Problem("journal-damaged", "error", "", what, hint)
+        return Problem("journal-damaged", "error", "", text, hint)
 
     @property
     def next_number(self) -> int:
@@ -322,11 +322,11 @@ class FleetState:
         if not model.scaling.schedules:
             return Bounds(min(model.replicas.min, model.replicas.max), model.replicas.max)
         minute = self.wall() // 60.0
-        known = self._bounds.get(model.name)
-        if known is None or known[0] is not model or known[1] != minute:
+        cached = self._bounds.get(model.name)
+        if cached is None or cached[0] is not model or cached[1] != minute:
             held = bounds(model.replicas, model.scaling.schedules, self.wall())
-            known = self._bounds[model.name] = model, minute, held
-        return known[2]
+            cached = self._bounds[model.name] = model, minute, held
+        return cached[2]
 
     def set_target(self, model: ModelSpec, count: int | None) -> None:
         """Set the autoscaler's target; None clears it, so that the spec and the requests decide."""
@@ -335,18 +335,18 @@ class FleetState:
             self.woken.discard(model.name)
         if count is not None:
             count = min(max(count, held.min), held.max)
-        told = None if count == self._least(model) else count
-        if told != self.targets.get(model.name):
+        target = None if count == self._least(model) else count
+        if target != self.targets.get(model.name):
             self.targets.pop(model.name, None)
-            if told is not None:
-                self.targets[model.name] = told
-            self.note(Target(model=model.name, count=told))
+            if target is not None:
+                self.targets[model.name] = target
+            self.note(Target(model=model.name, count=target))
 
     def required(self, model: ModelSpec) -> int:
         """Returns how many replicas a rollout waits for: those that the autoscaler adds start as cores allow."""
         scaled = self.journal.state().scales.get(model.name)
-        wanted = self.desired_count(model)
-        return wanted if scaled is not None else min(wanted, self._least(model))
+        desired = self.desired_count(model)
+        return desired if scaled is not None else min(desired, self._least(model))
 
     def settled(self, model: ModelSpec) -> bool:
         """Returns whether the rollout of the model is finished."""
@@ -378,17 +378,17 @@ class FleetState:
 
     def desired_model(self, model: ModelSpec) -> DesiredModel:
         """Returns the desired state of the model."""
-        way = self.strategies.get(model.name)
+        strategy = self.strategies.get(model.name)
         version = self.current.versions[model.name]
         return DesiredModel(
             model,
             self.desired_count(model),
             version,
-            strategy="surge" if way is None else way.strategy,
+            strategy="surge" if strategy is None else strategy.strategy,
             mixes=self.mixes(self.current, model),
             canary=self.in_canary,
             frozen=self.frozen,
-            lender=None if way is None else way.lender,
+            lender=None if strategy is None else strategy.lender,
             former=self._former(model),
             reachable=model.name in self._late
             or self.journal.state().completed == self.current.number
@@ -424,14 +424,14 @@ class FleetState:
     def blocked(self) -> dict[str, frozenset[int]]:
         """Returns the cores by host where no replica may be placed."""
         cordons = self.journal.state().cordons
-        found = {}
+        blocked = {}
         for host in self.hosts:
             cordoned = cordons.get(host.name, frozenset())
             cores = frozenset(range(host.cores)) if cordoned == "whole" else frozenset(cordoned)
             cores |= self.quarantine(host.name).keys()
             if cores:
-                found[host.name] = cores
-        return found
+                blocked[host.name] = cores
+        return blocked
 
     def quarantine(self, host: str) -> dict[int, CoreOwner | Suspect]:
         """Returns the quarantined cores of a host, each with its foreign owner or the failure that caused it."""
@@ -474,12 +474,12 @@ class FleetState:
 
     def _models_held(self) -> dict[str, frozenset[str]]:
         """Returns the models by host that have nothing to fetch there."""
-        wanted = {model.name: sources for model in self.current.spec.models if (sources := self.sources(model))}
-        if not wanted:
+        sources_of = {model.name: sources for model in self.current.spec.models if (sources := self.sources(model))}
+        if not sources_of:
             return {}
         return {
-            host: frozenset(name for name, sources in wanted.items() if sources <= here)
-            for host, here in self.held.items()
+            host: frozenset(name for name, sources in sources_of.items() if sources <= stored)
+            for host, stored in self.held.items()
         }
 
     def preparation(self, target: ReplicaTarget) -> Preparation:
@@ -501,8 +501,10 @@ class FleetState:
             return
         before = self.pins.get(key)
         if before is not None and before != now:
-            what = "its source has changed, and its previous content is not stored: new replicas load the new content"
-            self.record_event("warning", "SourceChanged", what, model=config.model)
+            message = (
+                "its source has changed, and its previous content is not stored: new replicas load the new content"
+            )
+            self.record_event("warning", "SourceChanged", message, model=config.model)
         if before != now:
             self.pins[key] = now
             self.note(Pin(model=config.model, version=config.version, origin=now[0], draft_origin=now[1]))
@@ -517,7 +519,7 @@ class FleetState:
         self.source_refreshes[model] += 1
         self._unpin([key for key in self.pins if key[0] == model])
         self.compiled_on = {key for key in self.compiled_on if key[0] != model}
-        self.preparations = {key: one for key, one in self.preparations.items() if key[0] != model}
+        self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[0] != model}
 
     def _blocked_or_held(self) -> dict[str, frozenset[int]]:
         """Returns the blocked cores and those that a relocation is emptying."""
@@ -535,12 +537,18 @@ class FleetState:
             return goal
         undecided = [name for name, step in goal.steps.items() if step.old and self._needs_way(name, step, goal)]
         for name in undecided:
-            way = choose(situation, name)
-            if way != self.strategies.get(name):
-                outage = "an outage of unknown length" if way.outage_s is None else f"{way.outage_s:.0f} s of outage"
-                self.record_event("info", "UpdateStrategy", f"{way.strategy}, {outage}: {way.why}", model=name)
-            self.strategies[name] = way
-            if way.strategy == "hold":
+            strategy = choose(situation, name)
+            if strategy != self.strategies.get(name):
+                outage = (
+                    "an outage of unknown length"
+                    if strategy.outage_s is None
+                    else f"{strategy.outage_s:.0f} s of outage"
+                )
+                self.record_event(
+                    "info", "UpdateStrategy", f"{strategy.strategy}, {outage}: {strategy.why}", model=name
+                )
+            self.strategies[name] = strategy
+            if strategy.strategy == "hold":
                 self._holding.add(name)
         for name, step in goal.steps.items():
             if step.settled(situation.desired_models[name]):
@@ -562,8 +570,8 @@ class FleetState:
         self.upcoming = ()
         awaited = situation
         for name, step in goal.steps.items():
-            way = self.strategies.get(name)
-            if not step.old or way is None or way.strategy == "surge" or self.frozen:
+            strategy = self.strategies.get(name)
+            if not step.old or strategy is None or strategy.strategy == "surge" or self.frozen:
                 continue
             missing = tuple(one for one in upcoming_targets(situation, name) if not self.preparation(one).done)
             if missing:
@@ -592,19 +600,21 @@ class FleetState:
 
         ``short`` has the models with fewer targets than desired.
         """
-        told = self.current.spec.model(view.model) is None
-        told = told or (view.model in self.journal.state().scales and view.model not in short)
+        stopped = self.current.spec.model(view.model) is None
+        stopped = stopped or (view.model in self.journal.state().scales and view.model not in short)
         drained = view.host in self.journal.state().drains or view.host in self.lost
-        return not told and not drained and (view.id, view.epoch) not in self.replaced()
+        return not stopped and not drained and (view.id, view.epoch) not in self.replaced()
 
     def _tell_lost(self) -> None:
         """Record an event when replicas of a former version are lost."""
         lost = {name: step.lost for name, step in self.goal.steps.items() if step.lost}
         for name in lost.keys() - self._lost_former:
-            missing = [p.what for one in self.goal.plan.unplaced if one.model == name for p in one.problems]
-            what = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
+            missing = [
+                p.what for unplaced in self.goal.plan.unplaced if unplaced.model == name for p in unplaced.problems
+            ]
+            detail = f"no place is free, only the new version serves: {missing[0]}" if missing else "starting elsewhere"
             count = f"{lost[name]} replica{'' if lost[name] == 1 else 's'} of the former version"
-            self.record_event("warning", "FormerVersionLost", f"{count} lost: {what}", model=name)
+            self.record_event("warning", "FormerVersionLost", f"{count} lost: {detail}", model=name)
         self._lost_former = set(lost)
 
     def _make_room(self) -> bool:
@@ -618,13 +628,13 @@ class FleetState:
             return True
         if self.frozen or self.in_canary or now - self._room_since < ROOM_S:
             return False
-        lying = frozenset((view.id, view.epoch, view.host, view.cores, view.state) for view in self.views.values())
-        missing = tuple((one.model, one.replica) for one in self.goal.plan.unplaced)
-        if not missing or (lying, missing) == self._no_room:
+        placements = frozenset((view.id, view.epoch, view.host, view.cores, view.state) for view in self.views.values())
+        missing = tuple((unplaced.model, unplaced.replica) for unplaced in self.goal.plan.unplaced)
+        if not missing or (placements, missing) == self._no_room:
             return False
         room = find_relocation(self.situation(), self.goal)
         if room is None:
-            self._no_room = (lying, missing)
+            self._no_room = (placements, missing)
             return False
         self.room, self._room_since = room, now
         for view in room.moving:
@@ -636,11 +646,11 @@ class FleetState:
 
     def _needs_way(self, name: str, step: Step, goal: Goal) -> bool:
         """Returns whether the model has no strategy, or one that cannot place the next replica."""
-        way = self.strategies.get(name)
-        if way is None:
+        strategy = self.strategies.get(name)
+        if strategy is None:
             return True
         stuck = any(missing.model == name for missing in goal.plan.unplaced)
-        return stuck and way.strategy in ("surge", "borrow") and not self.frozen
+        return stuck and strategy.strategy in ("surge", "borrow") and not self.frozen
 
     def holds(self, model: ModelSpec) -> bool:
         """Returns whether requests wait while the model has no ready replica: it is being updated or rolled back with
@@ -739,9 +749,9 @@ class FleetState:
             late = quiet > model.update.progress_deadline_s and self.goal.steps[model.name].keep
             if late and not self.in_canary and model.name not in self._late:
                 self._late.add(model.name)
-                what = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to restore"
-                kept = "old replicas stay only for as many new ones as can be placed"
-                self.record_event("warning", "UpdateStuck", f"{what}: {kept}", model=model.name)
+                cause = f"no progress for {quiet:.0f} s (progress_deadline_s), and no revision to restore"
+                effect = "old replicas stay only for as many new ones as can be placed"
+                self.record_event("warning", "UpdateStuck", f"{cause}: {effect}", model=model.name)
 
     def _changes(self, model: ModelSpec) -> bool:
         before = self.stable.versions.get(model.name) if self.stable is not None else None
@@ -757,10 +767,10 @@ class FleetState:
                 if view.model == model.name and view.version == version and fails:
                     times = "once" if view.failures == 1 else f"{view.failures} times"
                     return model, f"{view.id} failed {times}: {view.reason}"
-            for one in self.preparations.values():
-                fails = one.stopped or one.failures >= model.update.max_failures
-                if (one.model, one.version) == (model.name, version) and fails:
-                    return model, f"{model.name} cannot be prepared on {one.host}: {one.reason}"
+            for preparation in self.preparations.values():
+                fails = preparation.stopped or preparation.failures >= model.update.max_failures
+                if (preparation.model, preparation.version) == (model.name, version) and fails:
+                    return model, f"{model.name} cannot be prepared on {preparation.host}: {preparation.reason}"
             quiet = self.clock() - self._progress[1]
             if quiet > model.update.progress_deadline_s:
                 return model, f"{model.name}: no progress for {quiet:.0f} s (progress_deadline_s)"
@@ -777,12 +787,14 @@ class FleetState:
 
         Blocks, and changes nothing.
         """
-        known = self.journal.state().revisions
+        revisions = self.journal.state().revisions
         numbers = range(rollback.to.number, self.current.number + 1)
-        if len(numbers) < 3 or any(number not in known for number in numbers):
+        if len(numbers) < 3 or any(number not in revisions for number in numbers):
             return rollback
-        found = reverted([known[number] for number in numbers], rollback.model, self.machine)
-        return rollback if found is None else dataclasses.replace(rollback, to=found[0], undone=tuple(found[1]))
+        narrower = reverted([revisions[number] for number in numbers], rollback.model, self.machine)
+        return (
+            rollback if narrower is None else dataclasses.replace(rollback, to=narrower[0], undone=tuple(narrower[1]))
+        )
 
     def roll_back(self, rollback: Rollback) -> None:
         """Make the earlier revision current again. Its record is written first: it alone suffices after a crash."""
@@ -803,8 +815,10 @@ class FleetState:
         self.note(revision)
         self._end("rolled_back", rollback.cause)
         undone = " and ".join(map(str, rollback.undone))
-        what = f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
-        self.record_event("warning", "RolledBack", f"revision {revision.number} is {what}")
+        description = (
+            f"revision {failed} without the changes of {undone}" if undone else f"revision {before.number} again"
+        )
+        self.record_event("warning", "RolledBack", f"revision {revision.number} is {description}")
         self.install(dataclasses.replace(rollback.to, revision=revision))
 
     def install(self, generation: ResolvedRevision) -> None:
@@ -818,7 +832,7 @@ class FleetState:
         self._late.clear()
         versions = set(generation.versions.items())
         used = {(view.model, view.version) for view in self.views.values()} | versions
-        self.preparations = {key: one for key, one in self.preparations.items() if key[:2] in versions}
+        self.preparations = {key: preparation for key, preparation in self.preparations.items() if key[:2] in versions}
         self._unpin([key for key in self.pins if key not in used])
         self.compiled_on = {key for key in self.compiled_on if key[:2] in used}
         self.goal = compute_goal(self.situation())  # the previous goal describes the previous revision

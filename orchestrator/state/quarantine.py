@@ -28,16 +28,16 @@ def on_failure(state: FleetState, view: ReplicaView, failure: Failure) -> None:
         until = state.clock() + SET_ASIDE_S
         temporary = [core for core in view.cores if not _is_permanent(suspects.get(core))]
         suspects.update(dict.fromkeys(temporary, Suspect(str(failure), until)))
-        what = f"cores {view.cores} are set aside for {SET_ASIDE_S:.0f} s: {failure}"
-        state.record_event("warning", "CoresSetAside", what, view=view)
+        message = f"cores {view.cores} are set aside for {SET_ASIDE_S:.0f} s: {failure}"
+        state.record_event("warning", "CoresSetAside", message, view=view)
         return
     host = next(host for host in state.hosts if host.name == view.host)
     cores = cores_of_devices(host, view.cores, failure.devices)
     suspects.update({core: Suspect(str(failure)) for core in cores})
     for core in sorted(cores):
         state.note(Quarantine(host=view.host, core=core, on=True, pid=None, command=None, cause=str(failure)))
-    what = f"cores {','.join(ranges(cores))} get no replica until `corewright uncordon {view.host}`: {failure}"
-    state.record_event("error", "CoreQuarantined", what, view=view)
+    message = f"cores {','.join(ranges(cores))} get no replica until `corewright uncordon {view.host}`: {failure}"
+    state.record_event("error", "CoreQuarantined", message, view=view)
 
 
 def clear(state: FleetState, host: str, cores: Iterable[int] | None) -> None:

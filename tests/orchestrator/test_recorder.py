@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path, caplog: pytest
 
 def test_a_place_that_no_page_has_told_is_refused(tmp_path: Path) -> None:
     """It comes from a client."""
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="not a position"):
         read_page(tmp_path, "../x", 10)
 
 

@@ -28,14 +28,14 @@ def refused(hosts: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("hosts", "found"),
     [
-        ("{instance: inf2.xlarge, count: 2}", [("f.yaml:1:32", "count: 1")]),
+        ("{instance: inf2.xlarge, count: 2}", [("f.yaml:1:32", "set count: 1")]),
         ("[{instance: inf2.xlarge}, {instance: trn1.2xlarge}]", [("f.yaml:1:34", "use one entry with count: 1")]),
         ("[{instance: inf2.xlarge}]", []),
         ("{emulate: inf2.xlarge, count: 256}", []),
-        ("{emulate: inf2.xlarge, count: 257}", [("f.yaml:1:31", "count: 256 or less")]),
+        ("{emulate: inf2.xlarge, count: 257}", [("f.yaml:1:31", "set count: 256 or less")]),
         (
             "[{emulate: inf2.xlarge, count: 200}, {emulate: trn1.2xlarge, count: 57}]",
-            [("f.yaml:1:45", "count: 256 or less")],
+            [("f.yaml:1:45", "set count: 256 or less")],
         ),
     ],
 )
