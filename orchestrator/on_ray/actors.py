@@ -12,9 +12,9 @@ import ray
 from ray import serve
 from ray.util.metrics import Gauge
 
-from orchestrator.api.admin import AdminApi, serve_admin
 from orchestrator.api.operations import Refused
 from orchestrator.api.operator import Operator
+from orchestrator.api.server import AdminApi, serve_admin
 from orchestrator.control.controller import Controller
 from orchestrator.control.controller_metrics import CORE_STATES
 from orchestrator.fleet.controller_settings import ControllerSettings
