@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from placements.facts.engines import Engine
-from placements.rules.options.judge import Scope, known
+from placements.rules.options.judge import Scope, known_options
 from placements.rules.options.owned import FIELDS, UNSERVED
 from placements.spec.schema import ModelSpec, Spec
 
@@ -85,5 +85,5 @@ def test_every_option_that_a_row_names_may_be_given(guide: str) -> None:
     tables = (f"{scope.package}.NeuronConfig", scope.package)
     taken = {name for of in (FIELDS, UNSERVED) for table in tables for name in of.get(table, ())}
     options = {name for row in rows(guide) for name in OPTION.findall(row.here)}
-    assert options <= known(scope).keys()
+    assert options <= known_options(scope).keys()
     assert not options & taken

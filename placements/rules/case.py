@@ -1,4 +1,4 @@
-"""Case: one model to be judged, with the hosts that a rule looks at; and Rule, what judges it."""
+"""The input of a rule: one model with its hosts and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from placements.spec.source_positions import Path
 
 @dataclass(frozen=True)
 class Fleet:
-    """The hosts that a rule looks at."""
+    """The hosts that a rule considers."""
 
     hosts: Sequence[Host]
     names: Mapping[str, Host]
-    kinds: Sequence[tuple[Host, int]]  # one host for each type, reserve and memory, and how many are like it
+    kinds: Sequence[tuple[Host, int]]  # one host of each type, reserve and memory, with their number
 
     @classmethod
     def of(cls, hosts: Sequence[Host]) -> Fleet:
@@ -34,14 +34,13 @@ class Fleet:
 
     @property
     def types(self) -> list[Topology]:
-        """The instance types, each once."""
+        """The distinct instance types."""
         return list(dict.fromkeys(host.topology for host, _ in self.kinds if host.topology is not None))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model to be judged. ``fleet`` holds the hosts where it takes cores; a model is legal if one type can take
-    it."""
+    """One model to check. ``fleet`` holds the hosts where it uses cores; a model is legal if one type suits it."""
 
     spec: Spec
     model: ModelSpec
@@ -56,52 +55,52 @@ class Case:
 
     @property
     def engine(self) -> Engine:
-        """Resolved where the hosts are known; real and emulated ones never stand together."""
+        """The engine, resolved if hosts are known: a fleet has only real or only emulated hosts."""
         hosts = self.all_hosts.hosts
         return resolve(self.model.engine, hosts[0]) if hosts else self.model.engine
 
     @property
     def family(self) -> str | None:
-        """The model_type of the checkpoint, where it is known."""
+        """The checkpoint's model_type, or None if it is unknown."""
         return self.checkpoint.model_type if self.checkpoint else None
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """The families of the machines where the model takes cores, each once."""
+        """The distinct families of the machines where the model uses cores."""
         return tuple(dict.fromkeys(topology.family for topology in self.fleet.types))
 
     @property
     def candidates(self) -> tuple[Engine, ...]:
-        """What the engine can turn out to be: itself; for ``auto`` on Neuron what runs on one of the machines and
-        serves the family."""
+        """The possible engines: the engine itself; for ``auto`` on Neuron, those that run on one of the machines and
+        serve the family."""
         if self.engine != "auto":
             return (self.engine,)
         places = self.machines or ("",)
         family = self.family
         return tuple(
-            one
-            for one in AUTO_ENGINES
-            if any(runs_on(one, place) and (family is None or serves(one, family, place)) for place in places)
+            engine
+            for engine in AUTO_ENGINES
+            if any(runs_on(engine, place) and (family is None or serves(engine, family, place)) for place in places)
         )
 
     def has_degree(self, topology: Topology) -> bool:
-        """Whether the model's degree may lie on hosts of the type."""
+        """Whether hosts of the type support the model's degree."""
         return has_degree(self.model, topology)
 
     def memory(self, tp_degree: int | None = None) -> MemoryEstimate | None:
-        """What a core needs, at the model's degree or another; None without a checkpoint."""
+        """Returns the memory of a core, at the model's degree or another; None without a checkpoint."""
         if self.checkpoint is None:
             return None
         model = self.model.model_copy(update={"tp_degree": tp_degree or self.model.tp_degree})
         return estimate(model, self.checkpoint, self.engine, self.draft)
 
     def has_room(self, tp_degree: int, topology: Topology) -> bool:
-        """Whether a replica of another degree would have the HBM there, as far as that is known."""
+        """Whether a replica of another degree would fit the HBM, as far as known."""
         need = self.memory(tp_degree)
         return has_tp(topology, tp_degree) and (need is None or fits(need, topology))
 
     def suits(self, host: Host) -> bool:
-        """Whether a replica could lie on the host if it were empty, as far as engine, degree and HBM decide it."""
+        """Whether engine, degree and HBM allow a replica on the host if it were empty."""
         if host.topology is None or not takes_cores(self.model.engine, host):
             return True
         need = self.memory()
@@ -110,26 +109,26 @@ class Case:
         return self.has_degree(host.topology) and (need is None or fits(need, host.topology))
 
     def problem(self, id: str, path: Path, what: str, hint: str = "", severity: Severity = "error") -> Problem:
-        """At the place of a field of the model, or of what it holds."""
+        """Returns a problem at the position of a field of the model."""
         return Problem(id, severity, self.spec.where("models", self.model.name, *path), what, hint)
 
 
 Rule = Callable[[Case], Iterator[Problem]]
 
 
-class Judged(NamedTuple):
-    """A rule, and the fields it reads: it is skipped when one of them could not be read."""
+class FieldRule(NamedTuple):
+    """A rule, and the fields that it reads: it is skipped if one of them could not be read."""
 
     rule: Rule
     needs: frozenset[str]
 
 
 def has_degree(model: ModelSpec, topology: Topology) -> bool:
-    """Whether hosts of the type have the model's degree, by the table or by ``allow_degrees``, and enough cores."""
-    known = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
-    return known and model.tp_degree <= topology.cores
+    """Whether hosts of the type support the model's degree, by the table or ``allow_degrees``, and have the cores."""
+    supported = model.tp_degree in model.allow_degrees or degree(topology.family, model.tp_degree) is not None
+    return supported and model.tp_degree <= topology.cores
 
 
 def has_tp(topology: Topology, tp: int) -> bool:
-    """Whether hosts of the type have the degree by the table."""
+    """Whether hosts of the type support the degree by the table."""
     return tp <= topology.cores and degree(topology.family, tp) is not None

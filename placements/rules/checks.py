@@ -1,4 +1,4 @@
-"""One function for each rule that judges a spec. Range notation and types are judged by `parse`, room by `plan`."""
+"""Checks a spec with one function for each rule. `parse` checks notation and types, `plan` checks room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placements.planner.pins import assign
 from placements.planner.plan import plan
 from placements.resources.memory import USABLE_HBM, MemoryEstimate, estimate, fits, host_memory, usable_hbm
 from placements.resources.threads import threads
-from placements.rules.case import Case, Fleet, Judged, has_degree, has_tp
+from placements.rules.case import Case, FieldRule, Fleet, has_degree, has_tp
 from placements.rules.engine_rules import ENGINE_RULES
 from placements.spec.problems import Problem, in_order
 from placements.spec.schema import ModelSpec, Pin, SourceKind, Spec
@@ -29,11 +29,11 @@ def check(
     *,
     room: bool = True,
 ) -> tuple[Problem, ...]:
-    """Every finding about a spec, in the order of the file.
+    """Returns all problems of a spec, in the order of the file.
 
-    ``checkpoints``, and those of ``drafts``, by model name; rules that need one are skipped for a model without.
-    ``hosts`` may be empty when the spec's hosts could not be read; then only rules about the spec alone are judged.
-    Without ``room`` it is not tried whether every ``max`` can fit, which takes several plans and gives warnings only.
+    ``checkpoints`` and ``drafts`` are keyed by model name; rules that need one are skipped for models without it.
+    ``hosts`` is empty if the spec's hosts could not be read; then only rules about the spec alone apply. Without
+    ``room``, the check that every ``max`` can fit is skipped; it needs several plans and gives only warnings.
     """
     problems: list[Problem] = []
     everywhere = Fleet.of(hosts)
@@ -43,9 +43,9 @@ def check(
             fleets[model.engine] = Fleet.of([host for host in hosts if takes_cores(model.engine, host)])
         checkpoint, draft = (checkpoints or {}).get(model.name), (drafts or {}).get(model.name)
         case = Case(spec, model, fleets[model.engine], everywhere, checkpoint, draft)
-        for judged in _RULES:
-            if not judged.needs & model.broken:
-                problems.extend(judged.rule(case))
+        for field_rule in _RULES:
+            if not field_rule.needs & model.broken:
+                problems.extend(field_rule.rule(case))
     problems.extend(reserve_within_host(spec, hosts))
     problems.extend(pins_do_not_overlap(spec, hosts))
     problems.extend(names_are_of_one_model(spec))
@@ -68,7 +68,7 @@ def min_within_max(case: Case) -> Iterator[Problem]:
 
 
 def schedules_within_bounds(case: Case) -> Iterator[Problem]:
-    """What a schedule asks for is within replicas.max, and its own min within its max."""
+    """A schedule's bounds are within replicas.max, and its min is at most its max."""
     replicas = case.model.replicas
     for i, schedule in enumerate(case.model.scaling.schedules):
         path = ("scaling", "schedules", i)
@@ -79,55 +79,55 @@ def schedules_within_bounds(case: Case) -> Iterator[Problem]:
                 yield case.problem("schedule-exceeds-max", (*path, key), what, hint)
         least = replicas.min if schedule.min is None else schedule.min
         if schedule.max is not None and least > schedule.max:
-            what = f"a schedule's max {schedule.max} is less than min {least}, which holds at that time"
+            what = f"a schedule's max {schedule.max} is less than min {least}, which applies at that time"
             hint = f"raise it to {least}, or set the schedule's min to {schedule.max}"
             yield case.problem("min-exceeds-max", (*path, "max"), what, hint)
         if schedule.min is None and schedule.max is None:
-            what = "a schedule without min and max changes nothing"
-            yield case.problem("schedule-without-effect", path, what, "give it a min or a max", "warning")
+            what = "a schedule without min and max has no effect"
+            yield case.problem("schedule-without-effect", path, what, "set its min or max", "warning")
 
 
 def revisions_are_of_the_hub(case: Case) -> Iterator[Problem]:
-    """Only the hub has branches, tags and commits."""
+    """A revision is set only for sources on the Hugging Face Hub."""
     model = case.model
-    asked: list[tuple[Path, str | None, SourceKind]] = [(("revision",), model.revision, model.source_kind)]
+    revisions: list[tuple[Path, str | None, SourceKind]] = [(("revision",), model.revision, model.source_kind)]
     if model.draft is not None and model.draft_kind is not None:
-        asked.append((("draft", "revision"), model.draft.revision, model.draft_kind))
-    for keys, revision, kind in asked:
+        revisions.append((("draft", "revision"), model.draft.revision, model.draft_kind))
+    for keys, revision, kind in revisions:
         if revision is not None and kind != "hub":
-            what = f"{'.'.join(map(str, keys))} is {revision!r}, and the source is {_NOT_OF_THE_HUB[kind]}"
-            hint = "remove it; name a folder for each version instead"
+            what = f"{'.'.join(map(str, keys))} is {revision!r}, but the source is {_NOT_ON_THE_HUB[kind]}"
+            hint = "remove it; use a folder for each version instead"
             yield case.problem("revision-without-hub", keys, what, hint)
 
 
-_NOT_OF_THE_HUB = {"path": "a folder", "s3": "in S3"}
+_NOT_ON_THE_HUB = {"path": "a folder", "s3": "in S3"}
 
 
 def pins_within_max(case: Case) -> Iterator[Problem]:
-    """There are no more pins than replicas could use, each with another one for its next version."""
+    """There are at most two pins for each replica: one to run on, one for its next revision."""
     pins, most = case.model.cores, 2 * case.model.replicas.max
     if len(pins) > most:
         replicas = _count(case.model.replicas.max, "replica")
-        what = f"{len(pins)} pins for at most {replicas}; {_quoted(pins[most])} and later ones are never used"
+        what = f"{len(pins)} pins for at most {replicas}: {_quoted(pins[most])} and later pins are never used"
         hint = f"raise replicas.max to {len(pins)}, or remove pins: an update uses at most one more for each replica"
         yield case.problem("too-many-pins", ("cores", most), what, hint)
 
 
 def pins_have_effect(case: Case) -> Iterator[Problem]:
-    """A model that takes no cores has no use for pins."""
+    """Only a model that uses cores has pins."""
     if case.model.cores and case.all_hosts.hosts and not case.hosts:
         what = (
-            f"pin {_quoted(case.model.cores[0])} has no effect: the {case.engine} engine takes no cores of a real host"
+            f"pin {_quoted(case.model.cores[0])} has no effect: the {case.engine} engine uses no cores of a real host"
         )
         yield case.problem("pin-without-effect", ("cores",), what, "remove the pins", "warning")
 
 
 def pins_on_known_hosts(case: Case) -> Iterator[Problem]:
-    """A pin names a host that is there."""
+    """A pin's host exists."""
     names = case.all_hosts.names
     for i, pin in enumerate(case.model.cores):
         if names and pin.host is not None and pin.host not in names:
-            what = f'pin {_quoted(pin)} names the host "{pin.host}"; hosts are {_some([*names])}'
+            what = f'pin {_quoted(pin)} names the unknown host "{pin.host}"; the hosts are {_some([*names])}'
             yield case.problem("pin-unknown-host", ("cores", i), what, f'write "{next(iter(names))}:{pin.cores}"')
 
 
@@ -141,57 +141,56 @@ def pins_inside_host(case: Case) -> Iterator[Problem]:
 
 
 def pins_off_reserved(case: Case) -> Iterator[Problem]:
-    """A pin takes no core that the spec reserves."""
+    """A pin contains no reserved core."""
     for i, pin, hosts in _pinned(case):
-        taken = [sorted(set(pin.cores) & host.reserved_cores) for host in hosts if pin.cores.last < host.cores]
-        if taken and all(taken):
-            what = f"pin {_quoted(pin)} takes reserved {_cores(taken[0])}"
-            yield case.problem(
-                "pin-reserved", ("cores", i), what, "move the pin, or take the core out of reserve.cores"
-            )
+        shared = [sorted(set(pin.cores) & host.reserved_cores) for host in hosts if pin.cores.last < host.cores]
+        if shared and all(shared):
+            what = f"pin {_quoted(pin)} contains reserved {_cores(shared[0])}"
+            hint = "move the pin, or remove the core from reserve.cores"
+            yield case.problem("pin-reserved", ("cores", i), what, hint)
 
 
 def pins_as_long_as_tp(case: Case) -> Iterator[Problem]:
-    """A pin has one core for each shard."""
+    """A pin has tp_degree cores."""
     tp = case.model.tp_degree
     for i, pin in enumerate(case.model.cores):
         if len(pin.cores) != tp and case.hosts:
-            what = f"pin {_quoted(pin)} has {_count(len(pin.cores), 'core')}, and tp_degree is {tp}"
+            what = f"pin {_quoted(pin)} has {_count(len(pin.cores), 'core')}, but tp_degree is {tp}"
             fitting = Pin(CoreRange.of_length(pin.cores.first, tp), pin.host)
             hint = f"pin to {_quoted(fitting)}, or set tp_degree to {len(pin.cores)}"
             yield case.problem("pin-length", ("cores", i), what, hint)
 
 
 def degree_is_legal(case: Case) -> Iterator[Problem]:
-    """The tensor-parallel degree is one that a host's family has, and no more than that host's cores."""
+    """A host's family supports the tensor-parallel degree, and the host has the cores."""
     tp, path, types = case.model.tp_degree, ("tp_degree",), case.fleet.types
     if not types:
         return
     legal = [topology for topology in types if case.has_degree(topology)]
-    known = {topology: [one for one in DEGREES[topology.family] if one <= topology.cores] for topology in types}
+    supported = {topology: [tp for tp in DEGREES[topology.family] if tp <= topology.cores] for topology in types}
     if all(tp > topology.cores for topology in types):
         what = f"tp_degree {tp} exceeds the {_count(types[0].cores, 'core')} of {case.hosts[0].name}"
         if len(types) > 1:
             sizes = _each(types, lambda topology: _count(topology.cores, "core"))
             what = f"tp_degree {tp} exceeds the cores of every host: {sizes}"
-        fitting = sorted({one for degrees in known.values() for one in degrees})
-        hint = f"take one of {_listed(fitting)}, or a larger instance type"
+        fitting = sorted({tp for degrees in supported.values() for tp in degrees})
+        hint = f"use one of {_listed(fitting)}, or a larger instance type"
         yield case.problem("degree-exceeds-host", path, what, hint)
     elif not legal:
-        what = f"tp_degree {tp} is not a degree of {types[0].family}, which has {_listed(known[types[0]])}"
+        what = f"tp_degree {tp} is not supported on {types[0].family} ({_listed(supported[types[0]])})"
         if len(types) > 1:
-            what = f"tp_degree {tp} is a degree of none of the hosts: {_each(types, lambda t: _listed(known[t]))}"
-        hint = f"take one of these, or add allow_degrees: [{tp}] if you know that it works"
+            what = f"tp_degree {tp} is not supported on any host: {_each(types, lambda t: _listed(supported[t]))}"
+        hint = f"use one of these, or add allow_degrees: [{tp}] if you know that it works"
         yield case.problem("illegal-degree", path, what, hint)
     elif tp not in case.model.allow_degrees and not any(_is_documented(topology, tp) for topology in legal):
-        what = f"tp_degree {tp} is named on one page of AWS's only, not in the guides of the engines"
+        what = f"tp_degree {tp} is documented on one AWS page only, not in the guides of the engines"
         if legal[0].lnc == 1:
-            what = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, and lnc is 1"
+            what = f"tp_degree {tp} is documented for {legal[0].family} with lnc 2 only, but lnc is 1"
         yield case.problem("undocumented-degree", path, what, f"allow_degrees: [{tp}] silences this", "warning")
 
 
 def pins_have_their_degree(case: Case) -> Iterator[Problem]:
-    """A pin lies on a host whose type can take the model, where only some types can."""
+    """A pin is on a host whose type suits the model, if some types do not."""
     able = [topology for topology in case.fleet.types if case.has_degree(topology)]
     fitting = [host for host, _ in case.fleet.kinds if case.suits(host)]
     for i, pin, hosts in _pinned(case):
@@ -199,62 +198,62 @@ def pins_have_their_degree(case: Case) -> Iterator[Problem]:
         if not able or any(case.suits(host) for host in hosts):
             continue
         if not any(host.topology and case.has_degree(host.topology) for host in hosts):
-            what = f"pin {_quoted(pin)} lies on {own}, which has no tp_degree {case.model.tp_degree}"
+            what = f"pin {_quoted(pin)} is on {own}, which does not support tp_degree {case.model.tp_degree}"
             hint = f"pin to a host of type {_types(able)}"
             yield case.problem("illegal-degree", ("cores", i), what, hint)
         elif fitting:
-            what = f"pin {_quoted(pin)} lies on {own}, whose cores have too little HBM for {case.model.name}"
+            what = f"pin {_quoted(pin)} is on {own}, whose cores have too little HBM for {case.model.name}"
             hint = f"pin to a host of type {_types(Fleet.of(fitting).types)}"
             yield case.problem("hbm-exceeded", ("cores", i), what, hint)
 
 
 def pins_are_aligned(case: Case) -> Iterator[Problem]:
-    """A pin begins where the hardware of one of its hosts lets its degree begin."""
+    """A pin begins at a core that the hardware of one of its hosts allows for its degree."""
     tp = case.model.tp_degree
     for i, pin, hosts in _pinned(case):
         inside = [host for host in hosts if pin.cores.last < host.cores] or hosts
         types = [topology for topology in Fleet.of(inside).types if tp <= topology.cores]
         types = [topology for topology in types if case.has_degree(topology)] or types
         if len(pin.cores) != tp or not types:
-            continue  # told already
+            continue  # reported by another rule
         steps = {topology: alignment(topology.family, tp).legal for topology in types}
         if any(pin.cores.aligned(step) for step in steps.values()):
             continue
-        told = f"a multiple of {steps[types[0]]}"
+        aligned = f"a multiple of {steps[types[0]]}"
         if len(set(steps.values())) > 1:
-            told = _each(types, lambda topology: f"multiples of {steps[topology]}")  # noqa: B023
-        what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} begins at {told}"
+            aligned = _each(types, lambda topology: f"multiples of {steps[topology]}")  # noqa: B023
+        what = f"pin {_quoted(pin)} begins at core {pin.cores.first}; tp_degree {tp} must begin at {aligned}"
         least = min(steps.values())
         lower = Pin(CoreRange.of_length(pin.cores.first // least * least, tp), pin.host)
         yield case.problem("pin-misaligned", ("cores", i), what, f"pin to {_quoted(lower)}")
 
 
 def heads_divisible(case: Case) -> Iterator[Problem]:
-    """tp_degree divides the attention heads, unless the spec allows padding them."""
+    """tp_degree divides the attention heads, unless the spec allows padding."""
     tp, checkpoint = case.model.tp_degree, case.checkpoint
     if checkpoint is None or not case.hosts or case.model.allow_head_padding or checkpoint.heads % tp == 0:
         return
-    dividing = [known for known in _degrees(case.fleet.types) if checkpoint.heads % known == 0]
+    dividing = [degree for degree in _degrees(case.fleet.types) if checkpoint.heads % degree == 0]
     what = f"tp_degree {tp} does not divide the {checkpoint.heads} attention heads of {case.model.name}"
-    roomy = [known for known in dividing if any(case.has_room(known, topology) for topology in case.fleet.types)]
+    roomy = [degree for degree in dividing if any(case.has_room(degree, topology) for topology in case.fleet.types)]
     hint = "add allow_head_padding: true for an engine that pads with zeros"
     if roomy:
-        hint = f"take {_listed(roomy, 'or')}, or {hint}"
+        hint = f"use {_listed(roomy, 'or')}, or {hint}"
     yield case.problem("heads-not-divisible", ("tp_degree",), what, hint)
 
 
 def experts_divisible(case: Case) -> Iterator[Problem]:
-    """transformers-neuronx deals whole experts out to cores, or whole groups of cores to experts."""
+    """transformers-neuronx assigns whole experts to cores, or groups of cores to experts."""
     tp, experts = case.model.tp_degree, case.checkpoint.experts if case.checkpoint else None
     if case.engine != "transformers-neuronx" or not experts or experts % tp == 0 or tp % experts == 0:
         return
-    dividing = [known for known in _degrees(case.fleet.types) if experts % known == 0 or known % experts == 0]
+    dividing = [degree for degree in _degrees(case.fleet.types) if experts % degree == 0 or degree % experts == 0]
     what = f"tp_degree {tp} and the {experts} experts of {case.model.name} do not divide each other"
-    yield case.problem("experts-not-divisible", ("tp_degree",), what, f"take {_listed(dividing, 'or')}")
+    yield case.problem("experts-not-divisible", ("tp_degree",), what, f"use {_listed(dividing, 'or')}")
 
 
 def fits_memory(case: Case) -> Iterator[Problem]:
-    """Weights, KV cache and overhead fit into a core's HBM of one type at least."""
+    """Weights, KV cache and overhead fit into a core's HBM on at least one type."""
     model, checkpoint, need = case.model, case.checkpoint, case.memory()
     types = [topology for topology in case.fleet.types if case.has_degree(topology)] or case.fleet.types
     if checkpoint is None or need is None or not types or any(fits(need, topology) for topology in types):
@@ -266,12 +265,12 @@ def fits_memory(case: Case) -> Iterator[Problem]:
     setting = f"tp_degree {model.tp_degree}, max_batch {model.max_batch}, max_len {model.length(checkpoint)}"
     what = f"{model.name} does not fit into memory with {setting}, {model.dtype_on(case.engine)}: {terms}"
     ways = list(_ways_to_fit(case, types))
-    hint = "; or ".join(ways) or "take a larger instance type, and a greater tp_degree"
+    hint = "; or ".join(ways) or "use a larger instance type and a greater tp_degree"
     yield case.problem("hbm-exceeded", ("tp_degree",), what, hint)
 
 
 def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
-    """What would bring a model that exceeds the HBM of these types below it, as far as it is known to."""
+    """Yields changes that would make the model fit the HBM of these types."""
     model, checkpoint = case.model, case.checkpoint
     assert checkpoint is not None
 
@@ -281,7 +280,7 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     for tp in _degrees(case.fleet.types):
         larger = needs(tp_degree=tp)
         divides = tp > model.tp_degree and checkpoint.heads % tp == 0
-        if divides and any(fits(larger, one) for one in case.fleet.types if has_tp(one, tp)):
+        if divides and any(fits(larger, topology) for topology in case.fleet.types if has_tp(topology, tp)):
             yield f"tp_degree {tp} needs {larger.total:.2f} GiB {larger.on_cores(tp)}"
             break
     if any(fits(needs(max_batch=1, max_len=1), topology) for topology in types):
@@ -297,12 +296,12 @@ def _ways_to_fit(case: Case, types: Sequence[Topology]) -> Iterator[str]:
     for topology in TOPOLOGIES.values():
         served = not topology.note and runs_on(case.engine, topology.family)
         if served and topology not in types and case.has_degree(topology) and fits(need, topology):
-            yield f"a core of {topology.instance} has {usable_hbm(topology):.2f} GiB for it"
+            yield f"use {topology.instance}, whose cores have {usable_hbm(topology):.2f} GiB usable"
             break
 
 
 def fits_host_memory(case: Case) -> Iterator[Problem]:
-    """The load of one replica fits into the memory of one host at least."""
+    """One replica fits into the memory of at least one host while it loads."""
     model, checkpoint = case.model, case.checkpoint
     hosts = [host for host, _ in (case.fleet if case.hosts else case.all_hosts).kinds]
     hosts = [host for host in hosts if case.suits(host)]
@@ -318,13 +317,13 @@ def fits_host_memory(case: Case) -> Iterator[Problem]:
     largest = max(hosts, key=lambda host: host.memory_gib or 0.0)
     if need > max(memory):
         what = f"a replica of {model.name} needs {need:.2f} GiB of host memory to load"
-        what += f", and replicas of {largest.name} may take {max(memory):g} GiB"
-        hint = "take a larger instance type, or set host_memory_gib if you measured less"
+        what += f", but {largest.name} has {max(memory):g} GiB for replicas"
+        hint = "use a larger instance type, or set host_memory_gib if you measured less"
         yield case.problem("host-memory-exceeded", (path,), what, hint)
 
 
 def spread_leaves_room(case: Case) -> Iterator[Problem]:
-    """As many replicas as ``min`` asks for have a host each, or as few on one as ``spread`` allows; pins too."""
+    """``spread`` allows ``min`` replicas on the hosts, and the pins on each host."""
     model, spread = case.model, case.model.spread
     if spread is None or not case.all_hosts.hosts:
         return
@@ -332,7 +331,7 @@ def spread_leaves_room(case: Case) -> Iterator[Problem]:
     hosts = sum(count for host, count in kinds if case.suits(host))
     least = model.replicas.min
     if hosts and least > spread.host * hosts:
-        places = f"{_count(hosts, 'host')} that can take it"
+        places = _count(hosts, "suitable host")
         what = f"min {least} of {model.name} exceeds {spread.host} on each of {places}"
         hint = f"add hosts, raise spread.host to {-(-least // hosts)}, or lower replicas.min to {spread.host * hosts}"
         yield case.problem("spread-too-narrow", ("spread",), what, hint)
@@ -343,13 +342,13 @@ def spread_leaves_room(case: Case) -> Iterator[Problem]:
         if name is not None and case.hosts:
             pins[name] = pins.get(name, 0) + 1
             if pins[name] == spread.host + 1:
-                what = f"pin {_quoted(pin)} is number {pins[name]} on {name}, and spread allows {spread.host} on a host"
+                what = f"pin {_quoted(pin)} is number {pins[name]} on {name}, but spread allows {spread.host} on a host"
                 hint = "pin to another host, or raise spread.host"
                 yield case.problem("spread-too-narrow", ("cores", i), what, hint)
 
 
 def length_within_positions(case: Case) -> Iterator[Problem]:
-    """max_len is within the positions that the checkpoint was made for."""
+    """max_len is within the checkpoint's positions."""
     checkpoint, length = case.checkpoint, case.model.max_len
     if checkpoint and checkpoint.max_positions and length and length > checkpoint.max_positions:
         what = f"max_len {length} exceeds the {checkpoint.max_positions} positions of {case.model.name}"
@@ -357,7 +356,7 @@ def length_within_positions(case: Case) -> Iterator[Problem]:
         yield case.problem("max-len-exceeds-positions", ("max_len",), what, hint)
 
 
-_SIZES = frozenset(  # what decides how much memory a replica needs
+_SIZES = frozenset(  # fields that determine the memory of a replica
     {
         "engine",
         "dtype",
@@ -371,25 +370,25 @@ _SIZES = frozenset(  # what decides how much memory a replica needs
     }
 )
 
-_RULES: tuple[Judged, ...] = (
-    Judged(min_within_max, frozenset({"replicas"})),
-    Judged(schedules_within_bounds, frozenset({"replicas", "scaling"})),
-    Judged(revisions_are_of_the_hub, frozenset({"source"})),
-    Judged(pins_within_max, frozenset({"replicas", "cores"})),
-    Judged(pins_have_effect, frozenset({"engine"})),
-    Judged(pins_on_known_hosts, frozenset()),
-    Judged(pins_inside_host, frozenset({"engine"})),
-    Judged(pins_off_reserved, frozenset({"engine"})),
-    Judged(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
-    Judged(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
-    Judged(pins_have_their_degree, _SIZES | {"allow_degrees"}),
-    Judged(pins_are_aligned, frozenset({"engine", "tp_degree"})),
-    Judged(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
-    Judged(experts_divisible, frozenset({"engine", "tp_degree"})),
-    Judged(fits_memory, _SIZES),
-    Judged(fits_host_memory, _SIZES | {"host_memory_gib"}),
-    Judged(spread_leaves_room, _SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
-    Judged(length_within_positions, frozenset({"max_len"})),
+_RULES: tuple[FieldRule, ...] = (
+    FieldRule(min_within_max, frozenset({"replicas"})),
+    FieldRule(schedules_within_bounds, frozenset({"replicas", "scaling"})),
+    FieldRule(revisions_are_of_the_hub, frozenset({"source"})),
+    FieldRule(pins_within_max, frozenset({"replicas", "cores"})),
+    FieldRule(pins_have_effect, frozenset({"engine"})),
+    FieldRule(pins_on_known_hosts, frozenset()),
+    FieldRule(pins_inside_host, frozenset({"engine"})),
+    FieldRule(pins_off_reserved, frozenset({"engine"})),
+    FieldRule(pins_as_long_as_tp, frozenset({"engine", "tp_degree"})),
+    FieldRule(degree_is_legal, frozenset({"engine", "tp_degree", "allow_degrees"})),
+    FieldRule(pins_have_their_degree, _SIZES | {"allow_degrees"}),
+    FieldRule(pins_are_aligned, frozenset({"engine", "tp_degree"})),
+    FieldRule(heads_divisible, frozenset({"engine", "tp_degree", "allow_head_padding"})),
+    FieldRule(experts_divisible, frozenset({"engine", "tp_degree"})),
+    FieldRule(fits_memory, _SIZES),
+    FieldRule(fits_host_memory, _SIZES | {"host_memory_gib"}),
+    FieldRule(spread_leaves_room, _SIZES | {"spread", "replicas", "cores", "allow_degrees"}),
+    FieldRule(length_within_positions, frozenset({"max_len"})),
     *ENGINE_RULES,
 )
 
@@ -398,7 +397,7 @@ _RULES: tuple[Judged, ...] = (
 
 
 def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
-    """Reserved cores exist, and reserved vCPUs and memory leave some; of each entry of ``hosts``."""
+    """For each entry of ``hosts``: reserved cores exist, and some vCPUs and memory are not reserved."""
     first = 0
     for i, wish in enumerate(spec.hosts):
         if first >= len(hosts):
@@ -412,18 +411,18 @@ def reserve_within_host(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
             yield Problem("reserve-outside-host", "error", where, what, "reserve cores that exist")
         if host.reserve_vcpus >= len(host.cpus):
             cpus = _count(len(host.cpus), "CPU")
-            what = f"reserve.vcpus {host.reserve_vcpus} leaves nothing of the {cpus} of {host.name}"
+            what = f"reserve.vcpus {host.reserve_vcpus} leaves none of the {cpus} of {host.name}"
             hint = f"reserve at most {len(host.cpus) - 1}"
             yield Problem("reserve-exceeds-host", "error", spec.where(*path, "vcpus"), what, hint)
         if host.topology and host.memory_gib is not None and wish.reserve.memory_gib >= host.topology.memory_gib:
             memory = host.topology.memory_gib
-            what = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves nothing of the {memory} GiB of {host.name}"
+            what = f"reserve.memory_gib {wish.reserve.memory_gib:g} leaves none of the {memory} GiB of {host.name}"
             where = spec.where(*path, "memory_gib")
             yield Problem("reserve-exceeds-host", "error", where, what, f"reserve less than {memory}")
 
 
 def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
-    """An alias is no model's name, and no other model's alias. Told at the later one."""
+    """An alias is not the name of a model or another alias. Reported at the later one."""
     names = {model.name for model in spec.models}
     owners: dict[str, str] = {}
     for model in spec.models:
@@ -431,17 +430,17 @@ def names_are_of_one_model(spec: Spec) -> Iterator[Problem]:
             where = spec.where("models", model.name, "aliases", i)
             if alias in names:
                 what = f'the alias "{alias}" of "{model.name}" is the name of a model'
-                yield Problem("alias-taken", "error", where, what, "take another one, or rename the model")
+                yield Problem("alias-taken", "error", where, what, "use another alias, or rename the model")
             elif alias in owners:
                 other = owners[alias]
-                whose = "twice among its own" if other == model.name else f'an alias of "{other}" too'
+                whose = "a duplicate" if other == model.name else f'also an alias of "{other}"'
                 what = f'the alias "{alias}" of "{model.name}" is {whose}'
-                yield Problem("alias-taken", "error", where, what, "a name stands for one model: keep one of the two")
+                yield Problem("alias-taken", "error", where, what, "remove one of the two")
             owners.setdefault(alias, model.name)
 
 
 class _Claim(NamedTuple):
-    """A pin with the model it belongs to."""
+    """A pin with its model."""
 
     model: str
     number: int  # index into the model's pins
@@ -449,31 +448,31 @@ class _Claim(NamedTuple):
 
 
 def pins_do_not_overlap(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
-    """No two pins share a core of one host. Told at the later one.
+    """No two pins share a core of one host. Reported at the later one.
 
-    With several hosts, pins that name none may part: they overlap only when no way of spreading them avoids it.
+    With several hosts, pins without a host overlap only if no assignment to hosts avoids it.
     """
     cored = {host.name: FreeCores.of(host) for host in hosts if host.cores}
     claims = sorted(_claims(spec, hosts, cored), key=lambda claim: _place(spec, claim))
-    parting: list[_Claim] = []
+    movable: list[_Claim] = []
     for later, claim in enumerate(claims):
         clashes = [other for other in claims[:later] if _clash(other, claim, surely=len(cored) <= 1)]
         for other in clashes:
             yield _overlap(spec, claim, other)
         if not clashes and any(free.holds(claim.pin.cores) for free in cored.values()):
-            parting.append(claim)
-    for later, host in enumerate(assign([claim.pin for claim in parting], cored)):
-        rival = next((other for other in parting[:later] if _clash(other, parting[later], surely=True)), None)
+            movable.append(claim)
+    for later, host in enumerate(assign([claim.pin for claim in movable], cored)):
+        rival = next((other for other in movable[:later] if _clash(other, movable[later], surely=True)), None)
         if host is None and rival is not None:
             yield _overlap(
-                spec, parting[later], rival, f", and no other of {_count(len(cored), 'host')} is left for it"
+                spec, movable[later], rival, f", and none of {_count(len(cored), 'host')} has the cores free"
             )
 
 
 def _claims(spec: Spec, hosts: Sequence[Host], cored: Mapping[str, FreeCores]) -> Iterator[_Claim]:
     for model in spec.models:
         if any(host.topology and not takes_cores(model.engine, host) for host in hosts):
-            continue  # its pins have no effect
+            continue  # pins without effect
         for number, pin in enumerate(model.cores):
             if pin.host is None or pin.host in cored:
                 yield _Claim(model.name, number, pin)
@@ -484,13 +483,13 @@ def _place(spec: Spec, claim: _Claim) -> tuple[int, int]:
     return (place.line, place.column) if place else (0, 0)
 
 
-def _clash(one: _Claim, other: _Claim, *, surely: bool) -> bool:
-    """Whether two pins share a core on one host. ``surely``: pins that name no host are taken to lie on the same."""
-    if one.pin.cores.overlap(other.pin.cores) is None:
+def _clash(claim: _Claim, other: _Claim, *, surely: bool) -> bool:
+    """Whether two pins share a core on one host. ``surely``: pins without a host count as on the same host."""
+    if claim.pin.cores.overlap(other.pin.cores) is None:
         return False
-    if one.pin.host is None or other.pin.host is None:
+    if claim.pin.host is None or other.pin.host is None:
         return surely
-    return one.pin.host == other.pin.host
+    return claim.pin.host == other.pin.host
 
 
 def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> Problem:
@@ -499,13 +498,13 @@ def _overlap(spec: Spec, later: _Claim, earlier: _Claim, further: str = "") -> P
     other = f'another pin of "{earlier.model}"' if later.model == earlier.model else f'"{earlier.model}"'
     what = f'pin {_quoted(later.pin)} of "{later.model}" shares {cores} with {other}, {_quoted(earlier.pin)}{further}'
     place = spec.where("models", later.model, "cores", later.number)
-    return Problem("pin-overlap", "error", place, what, "move one of the two; a core belongs to one replica")
+    return Problem("pin-overlap", "error", place, what, "move one of the two")
 
 
 def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem]:
-    """The replicas that a host can hold do not run more threads than it has CPUs for them; the worst host is named.
+    """The replicas that a host can hold do not run more threads than it has CPUs. Reports the worst host.
 
-    On an emulated host only threads that the spec asks for count: its CPUs are a laptop's, and a share is at least 1.
+    On an emulated host only a fixed number of threads counts: a share is at least 1, and its CPUs may be few.
     """
     models = [model for model in spec.models if not model.broken & {"threads", "tp_degree", "replicas", "engine"}]
     over: dict[tuple[object, ...], tuple[int, int, Host]] = {}
@@ -513,7 +512,9 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
         kind = (host.topology, len(host.cpus), host.reserve_vcpus, host.emulated, len(host.reserved_cores))
         budget = len(host.usable_cpus)
         if kind not in over and budget >= 1:
-            able = [one for one in models if _can_lie(one, host) and not (host.emulated and one.threads == "share")]
+            able = [
+                model for model in models if _suits(model, host) and not (host.emulated and model.threads == "share")
+            ]
             over[kind] = (_most_threads(able, host), budget, host)
     worst = max(over.values(), key=lambda one: one[0] - one[1], default=None)
     if worst is not None and worst[0] > worst[1]:
@@ -525,9 +526,9 @@ def threads_within_budget(spec: Spec, hosts: Sequence[Host]) -> Iterator[Problem
         yield Problem("threads-oversubscribed", "warning", spec.where("hosts"), what)
 
 
-def _can_lie(model: ModelSpec, host: Host) -> bool:
-    """Whether the host has the model's degree and, where it is real, the CPUs for a fixed number of threads: a plan
-    grants these only where they are there, pins aside. Always where the model takes no cores."""
+def _suits(model: ModelSpec, host: Host) -> bool:
+    """Whether the host supports the model's degree and, if it is real, has the CPUs for a fixed number of threads,
+    without which a plan places no replica, except on pins. True if the model uses no cores."""
     if host.topology is None or not takes_cores(model.engine, host):
         return True
     if _insists(model, host) and threads(model.threads, model.tp_degree, host) > len(host.usable_cpus):
@@ -536,15 +537,15 @@ def _can_lie(model: ModelSpec, host: Host) -> bool:
 
 
 def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
-    """The most threads that replicas of these models, each up to its max, can run on the host's cores at once.
+    """Returns the most threads that replicas of these models, each up to its max, can run on the host at once.
 
-    Fixed numbers of a real host count as far as it has the CPUs for them: a plan refuses the rest.
+    Fixed numbers on a real host count up to its CPUs: a plan refuses the rest.
     """
     cores = host.cores - len(host.reserved_cores)
     best = [0] * (cores + 1)  # by cores used
     within = (1 << len(host.usable_cpus) + 1) - 1
-    granted = [1] * (cores + 1)  # sums, as bits, that fixed numbers can make; by cores used
-    floating = 0  # threads of replicas that take no cores
+    granted = [1] * (cores + 1)  # possible sums of fixed numbers, as bits; by cores used
+    floating = 0  # threads of replicas that use no cores
     for model in models:
         count = threads(model.threads, model.tp_degree, host)
         if not takes_cores(model.engine, host):
@@ -561,25 +562,25 @@ def _most_threads(models: Sequence[ModelSpec], host: Host) -> int:
 
 
 def _insists(model: ModelSpec, host: Host) -> bool:
-    """Whether a plan places replicas only where the CPUs for their threads are left."""
+    """Whether a plan places replicas only where CPUs for their threads are free."""
     return isinstance(model.threads, int) and not model.cores and not host.emulated
 
 
 MOST_TRIED = 5_000
-"""Replicas that `max_can_fit` may plan for, all its plans together, beside the first; the rest of its findings is left
-out. It is a warning, and a fleet of thousands of replicas had better be judged in time."""
+"""The most replicas in all plans of `max_can_fit` after the first, which bounds its time. Further warnings are
+omitted."""
 
 
 def max_can_fit(
     spec: Spec, hosts: Sequence[Host], checkpoints: Mapping[str, Checkpoint] | None = None
 ) -> Iterator[Problem]:
-    """Each model's ``max``, its ``min`` first, fits beside the ``min`` of all models that do not rank below it."""
-    asked = sum(model.replicas.max for model in spec.models)
-    if not hosts or not spec.models or asked > MOST_TRIED:
+    """Each model's ``min`` and ``max`` fit beside the ``min`` of all models of the same or a higher priority."""
+    total = sum(model.replicas.max for model in spec.models)
+    if not hosts or not spec.models or total > MOST_TRIED:
         return
     drawn = plan(spec, hosts, checkpoints, wanted={model.name: model.replicas.max for model in spec.models})
     lacking = {unplaced.model for unplaced in drawn.unplaced}  # the others fit even beside every max
-    for model in [model for model in spec.models if model.name in lacking][: max(1, MOST_TRIED // asked)]:
+    for model in [model for model in spec.models if model.name in lacking][: max(1, MOST_TRIED // total)]:
         most = model.replicas.max
         rivals = {other.name: other.replicas.min if other.priority >= model.priority else 0 for other in spec.models}
         drawn = plan(spec, hosts, checkpoints, wanted={**rivals, model.name: most})
@@ -597,11 +598,11 @@ def max_can_fit(
             yield Problem("max-never-fits", "warning", spec.where("models", model.name, "replicas", "max"), what, hint)
 
 
-# Words
+# Formatting
 
 
 def _pinned(case: Case) -> Iterator[tuple[int, Pin, list[Host]]]:
-    """Each pin with the hosts that it may lie on, where there are any; of hosts that are alike one."""
+    """Yields each pin with its possible hosts, if there are any, one of each kind."""
     every = [host for host, _ in case.fleet.kinds]
     for i, pin in enumerate(case.model.cores):
         named = case.fleet.names.get(pin.host) if pin.host is not None else None
@@ -611,18 +612,18 @@ def _pinned(case: Case) -> Iterator[tuple[int, Pin, list[Host]]]:
 
 
 def _is_documented(topology: Topology, tp: int) -> bool:
-    known = degree(topology.family, tp)
-    return known is not None and documented(topology, known)
+    row = degree(topology.family, tp)
+    return row is not None and documented(topology, row)
 
 
 def _degrees(types: Sequence[Topology]) -> list[int]:
-    """The degrees that some of the types have, ascending."""
+    """Returns the degrees that any of the types supports, ascending."""
     return sorted({tp for topology in types for tp in DEGREES[topology.family] if tp <= topology.cores})
 
 
-def _each(types: Sequence[Topology], told: Callable[[Topology], str]) -> str:
-    """ "32 cores of trn1.32xlarge, 24 cores of inf2.48xlarge"."""
-    return "; ".join(f"{told(topology)} on {topology.instance}" for topology in types)
+def _each(types: Sequence[Topology], describe: Callable[[Topology], str]) -> str:
+    """Returns, for example, "32 cores on trn1.32xlarge; 24 cores on inf2.48xlarge"."""
+    return "; ".join(f"{describe(topology)} on {topology.instance}" for topology in types)
 
 
 def _types(types: Sequence[Topology]) -> str:

@@ -91,7 +91,7 @@ def test_a_pin_outside_is_told_with_the_cores_that_exist() -> None:
 def test_a_pin_on_reserved_cores_names_them() -> None:
     """Reserved cores are nobody's."""
     hosts = "hosts: {instance: inf2.48xlarge, reserve: {cores: [5, '22-23']}}\n"
-    assert whats(one("cores: ['16-23']\n    tp_degree: 8", hosts)) == ['pin "16-23" takes reserved cores 22, 23']
+    assert whats(one("cores: ['16-23']\n    tp_degree: 8", hosts)) == ['pin "16-23" contains reserved cores 22, 23']
 
 
 def test_an_overlap_is_told_at_the_later_pin() -> None:
@@ -158,7 +158,7 @@ def test_pins_on_different_hosts_do_not_overlap() -> None:
 def test_pins_overlap_when_no_host_is_left_for_them() -> None:
     """Three times the same range on two hosts."""
     text = TWO + "models:\n" + "".join(f"  {m}: {{source: ./a, tp_degree: 8, cores: ['0-7']}}\n" for m in "abc")
-    assert whats(text) == ['pin "0-7" of "c" shares cores 0-7 with "a", "0-7", and no other of 2 hosts is left for it']
+    assert whats(text) == ['pin "0-7" of "c" shares cores 0-7 with "a", "0-7", and none of 2 hosts has the cores free']
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_heads_that_do_not_divide_name_the_degrees_that_do() -> None:
     (problem,) = problems_of(one("tp_degree: 8\n    max_len: 512"), {"a": GPT2_XL})
     assert (problem.what, problem.hint.split(",")[0]) == (
         "tp_degree 8 does not divide the 25 attention heads of a",
-        "take 1",
+        "use 1",
     )
 
 
@@ -465,7 +465,7 @@ def test_what_no_type_can_take_is_told_with_all_types() -> None:
     six, wide = (whats(f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: {tp}}}}}\n") for tp in (6, 64))
     assert (six, wide) == (
         [
-            "tp_degree 6 is a degree of none of the hosts: 1, 2, 4, 8, 12 and 24 on inf2.48xlarge; "
+            "tp_degree 6 is not supported on any host: 1, 2, 4, 8, 12 and 24 on inf2.48xlarge; "
             "1, 2, 8, 16 and 32 on trn1.32xlarge"
         ],
         ["tp_degree 64 exceeds the cores of every host: 24 cores on inf2.48xlarge; 32 cores on trn1.32xlarge"],
@@ -478,7 +478,7 @@ def test_a_pin_on_a_type_without_the_degree_names_the_types_that_have_it() -> No
     (problem,) = problems_of(text)
     assert (problem.id, problem.what, problem.hint) == (
         "illegal-degree",
-        'pin "inf2.48xlarge/0:0-15" lies on inf2.48xlarge, which has no tp_degree 16',
+        'pin "inf2.48xlarge/0:0-15" is on inf2.48xlarge, which does not support tp_degree 16',
         "pin to a host of type trn1.32xlarge",
     )
 
@@ -487,7 +487,7 @@ def test_a_pin_that_no_type_lets_begin_there_is_told_with_each_step() -> None:
     """Two on inf2, eight on trn1."""
     text = f"{SEVERAL}models: {{a: {{source: ./a, tp_degree: 8, cores: ['1-8']}}}}\n"
     assert whats(text) == [
-        'pin "1-8" begins at core 1; tp_degree 8 begins at multiples of 2 on inf2.48xlarge; multiples of 8 on '
+        'pin "1-8" begins at core 1; tp_degree 8 must begin at multiples of 2 on inf2.48xlarge; multiples of 8 on '
         "trn1.32xlarge"
     ]
 
@@ -652,14 +652,14 @@ def grouped(heads: int, kv_heads: int, head_dim: int = 64) -> Checkpoint:
         ("shard-over-batch", None, 8, 4, "tp_degree 8 does not divide max_batch 4"),
         ("replicated-heads", grouped(32, 5), 8, 3, ""),
         ("all-gather-heads", grouped(32, 8), 8, 4, ""),
-        ("all-gather-heads", grouped(24, 4, 3), 8, 4, "tp_degree 8 does not divide the 12 numbers of all KV heads"),
+        ("all-gather-heads", grouped(24, 4, 3), 8, 4, "tp_degree 8 does not divide the total KV width, 12"),
         ("all-gather-heads", grouped(20, 4), 8, 4, ""),  # 4 heads of padding, one for each KV head
         (
             "all-gather-heads",
             grouped(22, 4),
             8,
             4,
-            "the 2 heads of padding cannot be dealt to 4 KV heads",
+            "2 heads of padding cannot be divided among 4 KV heads",
         ),
         ("shard-over-heads", None, 8, 4, ""),  # not known
     ],
@@ -673,7 +673,7 @@ def test_how_kv_heads_are_dealt_out_must_be_possible(
         (problem.id, problem.where, problem.what)
         for problem in problems_of(one(fields), {"a": checkpoint} if checkpoint else {})
     ]
-    assert found == ([("gqa-not-divisible", "f.yaml:4:5", f"{way} of a cannot be: {why}")] if why else [])
+    assert found == ([("gqa-not-divisible", "f.yaml:4:5", f"{way} is not possible for a: {why}")] if why else [])
 
 
 @pytest.mark.parametrize(
@@ -720,7 +720,7 @@ def test_fixed_threads_of_a_real_host_count_as_far_as_they_fit() -> None:
     ("fields", "hint"),
     [
         ("tp_degree: 8, max_len: 8192", "quantize: int8 needs "),  # 16 GiB of weights on each core
-        ("tp_degree: 1", "take a larger instance type"),
+        ("tp_degree: 1", "use a larger instance type"),
         ("tp_degree: 24, allow_head_padding: true, max_batch: 512", "lower max_batch or max_len"),
     ],
 )

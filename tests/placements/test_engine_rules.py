@@ -151,8 +151,8 @@ def test_a_run_of_a_draft_fits_into_the_longest_prompt() -> None:
 def test_who_serves_a_family_there_is_named() -> None:
     """Where another engine does."""
     (problem,) = found(f"engine: {NXD}", shaped("opt"))
-    assert problem.what == "the engine nxd-inference serves no opt, which a is"
-    assert problem.hint == "take transformers-neuronx"
+    assert problem.what == "the engine nxd-inference does not serve opt, the family of a"
+    assert problem.hint == "use transformers-neuronx"
 
 
 @pytest.mark.parametrize(

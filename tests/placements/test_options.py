@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from placements.facts.engines import PACKAGES, Engine
-from placements.rules.options.judge import Finding, Scope, judged, known
+from placements.rules.options.judge import Finding, Scope, check_options, known_options
 from placements.rules.options.option import Option
 from placements.rules.options.owned import FIELDS, UNSERVED
 from placements.rules.options.tables import TABLES
@@ -21,7 +21,7 @@ NO = "unknown-engine-option"
 def found(given: dict[str, Any], engine: Engine = "nxd-inference", family: str | None = "llama") -> list[Finding]:
     """On inf2, where 0.8 is the last NxD Inference."""
     newest = "0.8" if engine == "nxd-inference" else ""
-    return list(judged(Scope(engine, family, newest, "inf2"), given, ModelSpec.model_fields))
+    return list(check_options(Scope(engine, family, newest, "inf2"), given, ModelSpec.model_fields))
 
 
 def test_the_tables_are_those_of_the_recorded_contracts() -> None:
@@ -55,7 +55,7 @@ def test_every_default_is_of_its_options_kind(table: str) -> None:
             value = eval(option.default, {"__builtins__": {}}, {"float": float, "dict": dict})
         except (NameError, SyntaxError, TypeError):
             continue  # an expression of the package's own
-        if not option.takes(value):
+        if not option.accepts(value):
             wrong.append(name)
     assert wrong == []
 
@@ -77,7 +77,7 @@ def test_every_family_has_the_keywords_of_its_constructor() -> None:
     having = [
         f
         for f in ("gpt2", "llama", "gpt_neox", None)
-        if "prompt_batch_size" in known(Scope("transformers-neuronx", f, "", ""))
+        if "prompt_batch_size" in known_options(Scope("transformers-neuronx", f, "", ""))
     ]
     assert having == ["gpt2", None]
 
@@ -105,20 +105,34 @@ def test_options_of_the_package_are_taken(engine: Engine, family: str | None, gi
     ("engine", "family", "given", "id", "path", "part"),
     [
         (NXDE, "llama", {"qkv_kernel_enable": True}, NO, "", '"qkv_kernel_enabled"?'),
-        (NXDE, "llama", {"tp_degree": 8}, NO, "", "say tp_degree"),
-        (NXDE, "llama", {"tp_degre": 8}, NO, "", "say tp_degree"),
-        (NXDE, "llama", {"seq_len": 8}, NO, "", "say max_len"),
-        (NXDE, "llama", {"logical_nc_config": 1}, NO, "", "say hosts.lnc"),
-        (NXDE, "llama", {"max_batch": 8}, NO, "", "a field of the model itself"),
+        (NXDE, "llama", {"tp_degree": 8}, NO, "", "set tp_degree"),
+        (NXDE, "llama", {"tp_degre": 8}, NO, "", "set tp_degree"),
+        (NXDE, "llama", {"seq_len": 8}, NO, "", "set max_len"),
+        (NXDE, "llama", {"logical_nc_config": 1}, NO, "", "set hosts.lnc"),
+        (NXDE, "llama", {"max_batch": 8}, NO, "", "set the model's field"),
         (NXDE, "llama", {"async_mode": True}, NO, "", "cannot be set: each step"),
-        (NXDE, "llama", {"kv_quant_config": {}}, NO, "", "follows from a field"),
-        (NXDE, "llama", {"cp_max_num_seqs": 1}, NO, "", "nxd-inference 0.2 to 0.3, and 0.8 is"),
-        (NXDE, "llama", {"enable_ve_data_parallel": True}, NO, "", "0.9 and later, and 0.8"),
-        (NXDE, "llama", {"glu_type": "glu"}, NO, "", "only for models of experts"),
-        (TNXE, "llama", {"fused_qkv": True}, NO, "", "say fuse_qkv"),
-        (TNXE, "llama", {"seq_len": 128}, NO, "", "say max_len"),
-        (NXDE, "llama", {"fuse_mlp": True}, NO, "", "one of the engine transformers-neuronx"),
-        (NXDE, "llama", {"zzz": 1}, NO, "", "docs/spec.md says"),
+        (NXDE, "llama", {"kv_quant_config": {}}, NO, "", "is set by a field"),
+        (
+            NXDE,
+            "llama",
+            {"cp_max_num_seqs": 1},
+            NO,
+            "",
+            "nxd-inference 0.2 to 0.3, but the last version for inf2 is 0.8",
+        ),
+        (
+            NXDE,
+            "llama",
+            {"enable_ve_data_parallel": True},
+            NO,
+            "",
+            "0.9 and later, but the last version for inf2 is 0.8",
+        ),
+        (NXDE, "llama", {"glu_type": "glu"}, NO, "", "only for mixture-of-experts"),
+        (TNXE, "llama", {"fused_qkv": True}, NO, "", "set fuse_qkv"),
+        (TNXE, "llama", {"seq_len": 128}, NO, "", "set max_len"),
+        (NXDE, "llama", {"fuse_mlp": True}, NO, "", "it is an option of the engine transformers-neuronx"),
+        (NXDE, "llama", {"zzz": 1}, NO, "", "docs/spec.md lists"),
         (NXDE, "llama", {"skip_warmup": "yes"}, "wrong-type", "", 'is "yes"; it must be true or false'),
         (NXDE, "llama", {"skip_warmup": 1}, "wrong-type", "", "is 1; it must be true or false"),
         (NXDE, "llama", {"cp_degree": True}, "wrong-type", "", "is true; it must be a whole number"),
@@ -127,15 +141,15 @@ def test_options_of_the_package_are_taken(engine: Engine, family: str | None, gi
         (NXDE, "llama", {"modules_to_not_convert": "lm_head"}, "wrong-type", "", "it must be a list"),
         (NXDE, "llama", {"on_device_sampling_config": 3}, "wrong-type", "", "is 3; it must be a mapping"),
         (NXDE, "llama", {"on_device_sampling_config": {"topk": 5}}, NO, "topk", '"top_k"?'),
-        (NXDE, "llama", {"on_device_sampling_config": {"top_k": 5}}, NO, "top_k", "each request says it"),
+        (NXDE, "llama", {"on_device_sampling_config": {"top_k": 5}}, NO, "top_k", "each request sets it"),
         (NXDE, "llama", {"on_device_sampling_config": {"global_topk": "5"}}, "wrong-type", "global_topk", 'is "5"'),
         (TNXE, "llama", {"prompt_batch_size": 4}, NO, "", "for llama, only for gpt2"),
-        (TNXE, "llama", {"continuous_batching": {}}, NO, "", "say max_batch"),
-        (TNXE, "llama", {"n_positions": 128}, NO, "", "say max_len"),
-        (TNXE, "llama", {"neuron_config": {}}, NO, "", "stand in engine_options"),
+        (TNXE, "llama", {"continuous_batching": {}}, NO, "", "set max_batch"),
+        (TNXE, "llama", {"n_positions": 128}, NO, "", "set max_len"),
+        (TNXE, "llama", {"neuron_config": {}}, NO, "", "engine_options holds"),
         (TNXE, "llama", {"cache_layout": "bsh"}, "unknown-value", "", 'did you mean "BSH"?'),
         (TNXE, "llama", {"cache_layout": 3}, "wrong-type", "", "it must be one of BSH, HSB, SBH"),
-        (TNXE, "llama", {"all_reduce_dtype": "float8"}, "unknown-value", "", "known: float32"),
+        (TNXE, "llama", {"all_reduce_dtype": "float8"}, "unknown-value", "", "must be one of float32"),
         (TNXE, "gpt2", {"sparse_attn": {"causal": "no"}}, "wrong-type", "causal", "sparse_attn.causal"),
     ],
 )
@@ -152,7 +166,7 @@ def test_what_is_wrong_with_an_option_is_told(
 def test_on_trn2_the_newest_version_has_its_options() -> None:
     """Those that came with 0.9."""
     scope = Scope("nxd-inference", "llama", "0.9", "trn2")
-    assert list(judged(scope, {"enable_ve_data_parallel": True}, {})) == []
+    assert list(check_options(scope, {"enable_ve_data_parallel": True}, {})) == []
 
 
 def test_the_engines_of_the_options_are_those_of_the_contracts() -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with the ``engine_options`` of a model on a Neuron engine, judged by the tables of its package."""
+"""Checks the ``engine_options`` of a model on a Neuron engine against the tables of its package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from placements.rules.options.owned import FIELDS, UNSERVED
 from placements.rules.options.tables import TABLES
 
 EXPERT_FAMILIES = ("mixtral", "qwen3_moe")
-"""Those whose NxD Inference class takes a MoENeuronConfig, of the families that `checkpoints` may know."""
+"""The families in `checkpoints` whose NxD Inference class uses a MoENeuronConfig."""
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong with an option; ``path`` is its name, and below it that of an option inside."""
+    """A problem of one option. ``path`` is the option's name, then the names of nested options."""
 
     id: str
     path: tuple[str, ...]
@@ -26,36 +26,36 @@ class Finding(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What decides which options a model has."""
+    """What determines the options of a model."""
 
     engine: Engine
-    family: str | None  # None: not known, so that the options of all are taken
-    newest: str  # the last series of the engine that runs on the machines; "" where it has one
-    machines: str  # their family, for the words
+    family: str | None  # None: unknown, so that the options of all families are allowed
+    newest: str  # the last series of the engine that runs on the machines; "" for an engine with one series
+    machines: str  # the machines' family, for messages
 
     @property
     def package(self) -> str:
         return PACKAGES[self.engine]
 
 
-def known(scope: Scope) -> dict[str, Option]:
-    """Every option that a model may give, those of other versions and those that a field stands for included."""
-    found = dict(TABLES[f"{scope.package}.NeuronConfig"])
+def known_options(scope: Scope) -> dict[str, Option]:
+    """Returns all options of a model, with those of other versions and those that a field replaces."""
+    options = dict(TABLES[f"{scope.package}.NeuronConfig"])
     if scope.engine == "nxd-inference":
         if scope.family is None or scope.family in EXPERT_FAMILIES:
-            found |= TABLES[f"{scope.package}.MoENeuronConfig"]
-        return found
-    for name, options in TABLES.items():
+            options |= TABLES[f"{scope.package}.MoENeuronConfig"]
+        return options
+    for name, table in TABLES.items():
         package, colon, family = name.partition(":")
         if colon and package == scope.package and scope.family in (None, family):
-            found = {**options, **found}
-    return found
+            options = {**table, **options}
+    return options
 
 
-def judged(scope: Scope, given: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[Finding]:
-    """Every finding. ``fields`` are those of a model, by name."""
-    options = known(scope)
-    for name, value in given.items():
+def check_options(scope: Scope, values: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields the problems of ``values``. ``fields`` holds the fields of a model, by name."""
+    options = known_options(scope)
+    for name, value in values.items():
         option = options.get(name)
         reason = _owned(scope, (f"{scope.package}.NeuronConfig", scope.package), name, value)
         if reason is not None:
@@ -63,18 +63,18 @@ def judged(scope: Scope, given: Mapping[str, Any], fields: Mapping[str, Any]) ->
         elif option is None:
             yield Finding("unknown-engine-option", (name,), *_unknown(scope, name, options, fields))
         elif not _has(scope.newest, option):
-            yield Finding("unknown-engine-option", (name,), *_elsewhere(scope, name, option))
+            yield Finding("unknown-engine-option", (name,), *_other_version(scope, name, option))
         else:
-            yield from _value(scope, (name,), option, value)
+            yield from _check_value(scope, (name,), option, value)
 
 
-def _value(scope: Scope, path: tuple[str, ...], option: Option, value: Any) -> Iterator[Finding]:
-    if not option.takes(value):
+def _check_value(scope: Scope, path: tuple[str, ...], option: Option, value: Any) -> Iterator[Finding]:
+    if not option.accepts(value):
         label, shown = _label(path), _shown(value)
         if option.choices and isinstance(value, str):
             near = difflib.get_close_matches(value.upper(), option.choices, 1)
             near = near or difflib.get_close_matches(value.lower(), option.choices, 1)
-            what = f"{label} is {shown}; known: {', '.join(option.choices)}"
+            what = f"{label} is {shown}; it must be {option.wanted}"
             yield Finding("unknown-value", path, what, f'did you mean "{near[0]}"?' if near else "")
         else:
             yield Finding("wrong-type", path, f"{label} is {shown}; it must be {option.wanted}", "")
@@ -87,68 +87,68 @@ def _value(scope: Scope, path: tuple[str, ...], option: Option, value: Any) -> I
                 yield Finding("unknown-engine-option", (*path, name), *reason)
             elif name not in inner:
                 near = difflib.get_close_matches(name, inner, 1)
-                what = f'{_label(path)}: "{name}" is no option of {option.table}'
-                hint = f'did you mean "{near[0]}"?' if near else f"it has {', '.join(inner)}"
+                what = f'{_label(path)}: "{name}" is not an option of {option.table}'
+                hint = f'did you mean "{near[0]}"?' if near else f"its options: {', '.join(inner)}"
                 yield Finding("unknown-engine-option", (*path, name), what, hint)
             elif not _has(scope.newest, inner[name]):
-                yield Finding("unknown-engine-option", (*path, name), *_elsewhere(scope, name, inner[name]))
+                yield Finding("unknown-engine-option", (*path, name), *_other_version(scope, name, inner[name]))
             else:
-                yield from _value(scope, (*path, name), inner[name], held)
+                yield from _check_value(scope, (*path, name), inner[name], held)
 
 
 def _owned(
     scope: Scope, tables: tuple[str, ...], name: str, value: Any, above: tuple[str, ...] = ()
 ) -> tuple[str, str] | None:
-    """Why the option is not given by its name, and what is said instead."""
+    """Returns why the option cannot be set by its name, and the hint; None if it can."""
     label = _label(above) if above else "engine_options"
     for table in tables:
         field = FIELDS.get(table, {}).get(name)
         if field is not None:
-            what = f'{label}: "{name}" of {scope.engine} follows from a field of the spec'
-            return what, f"say {field}"
+            what = f'{label}: "{name}" of {scope.engine} is set by a field of the spec'
+            return what, f"set {field}"
         why = UNSERVED.get(table, {}).get(name)
         if why is not None and value not in (None, False):
-            return f'{label}: "{name}" of {scope.engine} cannot be set: {why}', "leave it out"
+            return f'{label}: "{name}" of {scope.engine} cannot be set: {why}', "remove it"
     return None
 
 
 def _has(newest: str, option: Option) -> bool:
-    """Whether a version that runs here has the option; one between the recorded ones has those of the earlier."""
+    """Whether a version that runs here has the option. Versions between recorded ones have those of the earlier one."""
     return not newest or not option.first or (reaches(newest, option.first) and reaches(option.last, newest))
 
 
-def _elsewhere(scope: Scope, name: str, option: Option) -> tuple[str, str]:
+def _other_version(scope: Scope, name: str, option: Option) -> tuple[str, str]:
     first, last = option.first, option.last
     if last == NXD_VERSIONS[-1]:
-        which = f"{first} and later"
+        versions = f"{first} and later"
     elif first == last:
-        which = first
+        versions = first
     else:
-        which = f"{first} to {last}"
-    what = f'engine_options: "{name}" is an option of {scope.engine} {which}'
-    return f"{what}, and {scope.newest} is the last one for {scope.machines}", "leave it out"
+        versions = f"{first} to {last}"
+    what = f'engine_options: "{name}" is an option of {scope.engine} {versions}'
+    return f"{what}, but the last version for {scope.machines} is {scope.newest}", "remove it"
 
 
 def _unknown(scope: Scope, name: str, options: Mapping[str, Option], fields: Mapping[str, Any]) -> tuple[str, str]:
-    what = f'engine_options: "{name}" is no option of the engine {scope.engine}'
+    what = f'engine_options: "{name}" is not an option of the engine {scope.engine}'
     if name in fields:
-        return what, f"{name} is a field of the model itself"
+        return what, f"set the model's field {name} instead"
     families = [table.partition(":")[2] for table in TABLES if f"{scope.package}:" in table and name in TABLES[table]]
     if families and scope.family is not None:
-        return f"{what} for {scope.family}, only for {', '.join(families)}", "leave it out"
+        return f"{what} for {scope.family}, only for {', '.join(families)}", "remove it"
     if name in TABLES[f"{PACKAGES['nxd-inference']}.MoENeuronConfig"] and scope.engine == "nxd-inference":
-        return f"{what} for {scope.family}, only for models of experts", "leave it out"
+        return f"{what} for {scope.family}, only for mixture-of-experts models", "remove it"
     for table, held in FIELDS.items():
         if table.partition(".")[0] != scope.package and name in held:
-            return what, f"say {held[name]}"
+            return what, f"set {held[name]}"
     for other in PACKAGES:
-        if other != scope.engine and name in known(Scope(other, None, "", "")):
-            return what, f"it is one of the engine {other}"
+        if other != scope.engine and name in known_options(Scope(other, None, "", "")):
+            return what, f"it is an option of the engine {other}"
     near = difflib.get_close_matches(name, [*options], 1) or difflib.get_close_matches(name.lower(), [*options], 1)
     if near:
         field = next((held[near[0]] for held in FIELDS.values() if near[0] in held), "")
-        return what, f'did you mean "{near[0]}"?' + (f" say {field}" if field else "")
-    return what, f"docs/spec.md says which options {scope.engine} has"
+        return what, f'did you mean "{near[0]}"?' + (f" set {field}" if field else "")
+    return what, f"docs/spec.md lists the options of {scope.engine}"
 
 
 def _label(path: tuple[str, ...]) -> str:
@@ -156,6 +156,6 @@ def _label(path: tuple[str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As YAML would have it, on one line and not too long."""
+    """Returns the value as YAML on one line, shortened to 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Option: one setting of a foreign package, with what it may be."""
+"""An option of a Neuron package, and the values that it accepts."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ _WORDS = {
 
 
 class Option(NamedTuple):
-    """``kind`` is bool, int, float, str, list, mapping, or any; several with a bar between; enum:A,B for one of these
-    texts; mapping:Table for a mapping with the options of another table."""
+    """An option and its kind.
+
+    ``kind`` is bool, int, float, str, list, mapping or any; several, separated by bars; enum:A,B for one of these
+    texts; or mapping:Table for a mapping with the options of another table.
+    """
 
     kind: str
-    default: str  # as the source has it, in the newest version that has the option
-    first: str = ""  # the first and the last recorded version that have it; "" where all have
+    default: str  # source text in the newest version with the option
+    first: str = ""  # the first and the last recorded version with the option; "" if all have it
     last: str = ""
 
     @property
     def table(self) -> str:
-        """The class whose options a mapping holds; "" where nothing is known of what it holds."""
+        """The class whose options a mapping holds; "" if its options are unknown."""
         return self.kind.removeprefix("mapping:") if self.kind.startswith("mapping:") else ""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts that it may be; () where it is no choice."""
+        """The allowed texts; () if the option is not an enum."""
         return tuple(self.kind.removeprefix("enum:").split(",")) if self.kind.startswith("enum:") else ()
 
     @property
     def wanted(self) -> str:
-        """In words, after "it must be"."""
+        """The allowed values in words, to follow "it must be"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         return " or ".join(_WORDS.get(word.partition(":")[0], "anything") for word in self.kind.split("|"))
 
-    def takes(self, value: Any) -> bool:
-        """Whether the value is of the kind. Nothing (null) is taken where the default is None."""
+    def accepts(self, value: Any) -> bool:
+        """Whether the value is of the kind. null is accepted if the default is None."""
         if value is None:
             return self.default == "None" or self.kind == "any"
         if self.choices:
@@ -55,5 +58,5 @@ def _is(kind: str, value: Any) -> bool:
         return kind in ("bool", "any") and isinstance(value, bool)
     if kind == "float":
         return isinstance(value, int | float) and not math.isnan(value)
-    known = {"int": int, "str": str, "list": list, "mapping": dict}
-    return kind == "any" or isinstance(value, known[kind])
+    types = {"int": int, "str": str, "list": list, "mapping": dict}
+    return kind == "any" or isinstance(value, types[kind])

@@ -1,4 +1,4 @@
-"""Options of the Neuron packages that a spec does not give by their names, and what says the same, or why not."""
+"""Options of the Neuron packages that ``engine_options`` cannot set: the field that replaces them, or the reason."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _BATCH, _LENGTH = "max_batch", "max_len"
-_ROW = "a slot is one line of the KV cache"
-_TREE = "a token tree is verified only by the package's own generate loop"
-_EAGLE = "its draft reads the model's hidden states, and no test here could show that it works"
+_ROW = "a slot is one row of the KV cache"
+_TREE = "only the package's own generate loop verifies token trees"
+_EAGLE = "EAGLE drafts read the model's hidden states, which is not tested"
 _ONE = "one process drives all cores of a replica"
-_STEPS = "each step is chosen by the tokens of the one before it"
+_STEPS = "each step depends on the tokens of the previous step"
 _CHUNKS = "forward raises NotImplementedError for it"
-_REQUEST = "each request says it"
+_REQUEST = "each request sets it"
 
 FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -30,7 +30,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "transformers_neuronx": MappingProxyType(  # the keywords of every constructor
             {
                 "batch_size": _BATCH,
-                "n_positions": "max_len, and buckets.decode for more lengths than one",
+                "n_positions": "max_len, and buckets.decode for several lengths",
                 "context_length_estimate": "buckets.prefill",
                 "tp_degree": "tp_degree",
                 "amp": "dtype",
@@ -59,44 +59,44 @@ FIELDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Class, or package -> option -> the field of the spec that stands for it."""
+"""Class, or package -> option -> the field of the spec that replaces it."""
 
 UNSERVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "transformers_neuronx.NeuronConfig": MappingProxyType(
             {
-                "padding_side": "the engine pads on the side that the way of batching needs",
-                "output_all_logits": "the engine needs those of the last token",
-                "log_softmax_scores": "GPT-2 then returns a pair, and the other classes fail to build their graphs",
-                "cast_logits_dtype": "tokens are chosen from float32",
-                "lhs_aligned": "the engine sets it with the way of batching",
-                "use_2d_cache_ids": "the engine sets it with the way of batching",
-                "is_eagle_target": "the engine has no EAGLE",
-                "is_eagle_draft": "the engine has no EAGLE",
+                "padding_side": "the batching mode determines the padding side",
+                "output_all_logits": "the engine needs the logits of the last token only",
+                "log_softmax_scores": "GPT-2 returns a pair then, and the other classes fail to build their graphs",
+                "cast_logits_dtype": "the engine samples from float32 logits",
+                "lhs_aligned": "the batching mode determines it",
+                "use_2d_cache_ids": "the batching mode determines it",
+                "is_eagle_target": "the engine does not support EAGLE",
+                "is_eagle_draft": "the engine does not support EAGLE",
             }
         ),
         "transformers_neuronx": MappingProxyType(
             {
-                "neuron_config": "its options stand in engine_options themselves",
-                "prefixed_length": "prompts have no common beginning that is kept",
+                "neuron_config": "engine_options holds its options directly",
+                "prefixed_length": "prompts do not share a cached prefix",
             }
         ),
         "neuronx_distributed_inference.NeuronConfig": MappingProxyType(
             {
-                "padding_side": "slots are filled from the left, so padding stands on the right",
-                "on_cpu": "the engine cpu is the one for that",
+                "padding_side": "slots are filled from the left, so that padding is on the right",
+                "on_cpu": "the engine cpu runs on CPUs",
                 "async_mode": _STEPS,
                 "output_logits": "the engine returns either logits or tokens",
-                "allow_input_truncation": "a prompt would be cut without a word",
+                "allow_input_truncation": "prompts would be truncated silently",
                 **dict.fromkeys(("is_block_kv_layout", "is_prefix_caching"), _ROW),
                 **dict.fromkeys(("is_chunked_prefill", "chunked_prefill_config"), _CHUNKS),
                 **dict.fromkeys(("is_medusa", "medusa_speculation_length", "num_medusa_heads"), _TREE),
                 **dict.fromkeys(("medusa_tree", "token_tree_config"), _TREE),
                 **dict.fromkeys(("enable_eagle_speculation", "enable_eagle_draft_input_norm"), _EAGLE),
                 **dict.fromkeys(("is_eagle_draft", "is_eagle3", "eagle_rolling_buffer_kernel_enabled"), _EAGLE),
-                "attention_dp_degree": "the slots would be dealt to groups of cores, each with a batch of its own",
-                "flash_decoding_enabled": "a slot's positions would be dealt to the cores; it was tested nowhere here",
-                "lora_config": "requests name no adapter",
+                "attention_dp_degree": "it divides the slots among groups of cores, which is not supported",
+                "flash_decoding_enabled": "it divides a slot's positions among the cores, which is not tested",
+                "lora_config": "requests cannot select an adapter",
                 **dict.fromkeys(("pp_degree", "start_rank_id", "local_ranks_size"), _ONE),
                 "skip_sharding": "the compiled folder holds the sharded weights",
             }
@@ -104,10 +104,10 @@ UNSERVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "neuronx_distributed_inference.OnDeviceSamplingConfig": MappingProxyType(
             {
                 **dict.fromkeys(("do_sample", "top_k", "top_p", "temperature"), _REQUEST),
-                "dynamic": "requests differ in how they sample",
-                "on_device_sampling_config": "it is on wherever the device samples",
+                "dynamic": "requests differ in their sampling settings",
+                "on_device_sampling_config": "it is always on with sampling: device",
             }
         ),
     }
 )
-"""Class, or package -> option -> why it stays as it is. To say nothing (null) or false of one is no mistake."""
+"""Class, or package -> option -> why it cannot be set. null and false are accepted."""

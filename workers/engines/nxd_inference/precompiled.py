@@ -60,7 +60,7 @@ _PASSED_OVER = frozenset(
 )
 _OF_WEIGHTS = ("tp_degree", "torch_dtype", "fused_qkv", "quantized", "quantization_dtype", "quantization_type")
 _FOLLOWS = frozenset({"world_size", "local_ranks_size"})  # from the degrees
-_REQUEST = frozenset({"top_k", "top_p", "temperature", "on_device_sampling_config"})  # each request says its own
+_REQUEST = frozenset({"top_k", "top_p", "temperature", "on_device_sampling_config"})  # each request sets its own
 _BUCKETS = {"context_encoding_buckets": "max_context_length", "token_generation_buckets": "max_length"}
 _FACTS = ("model_type", "num_hidden_layers", "head_dim", "tie_word_embeddings", "rope_scaling")
 _AS_RECORDED = ("engine", "versions", "environment", "target", "lnc")  # of a manifest
