@@ -1,1 +1,1 @@
-"""How many replicas each model gets: demand, forecast, queueing model, schedules, autoscaler. Pure."""
+"""Autoscaling: demand reports, forecasts, the queueing model, schedules and the autoscaler. Pure."""

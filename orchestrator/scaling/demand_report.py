@@ -1,4 +1,4 @@
-"""What gateways tell the controller of the demand that they see: the autoscaler decides from it."""
+"""The demand reports that gateways send to the controller for the autoscaler."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import msgspec
 
 from orchestrator.scaling.forecast import Load
 
-AUTOSCALE_S = 5.0  # between two decisions of the autoscaler
+AUTOSCALE_S = 5.0  # interval between decisions of the autoscaler
 
 
 class DemandWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model at one gateway: what has happened since its last report, and what is there at the time of this one."""
+    """One model at one gateway: the counts since its last report, and its current queue and slots."""
 
     model: str
-    arrived: int = 0  # requests for inference, those that were refused for want of room among them
-    ended: int = 0  # requests that had a slot and are over
-    slot_s: float = 0.0  # seconds that those that ended have held their slots
-    first_tokens: int = 0  # requests whose first token has come
-    prefill_s: float = 0.0  # seconds from the slot to the first token, of all of these
-    waiting: int = 0  # now, in the queue
-    live: int = 0  # now, in slots
-    longest_wait_s: float = 0.0  # of those that are in the queue now
+    arrived: int = 0  # inference requests, including those rejected by a full queue
+    ended: int = 0  # requests that had a slot and have ended
+    slot_s: float = 0.0  # seconds that the ended requests held their slots, summed
+    first_tokens: int = 0  # requests that have produced their first token
+    prefill_s: float = 0.0  # seconds from the slot to the first token, summed over these
+    waiting: int = 0  # in the queue now
+    live: int = 0  # in slots now
+    longest_wait_s: float = 0.0  # of the requests in the queue now
 
 
 class Counts:
-    """What has happened to one model since somebody asked last: at one gateway, at all of them, or in the simulator.
+    """The counts of one model since the last report: of one gateway, of all gateways, or of the simulator.
 
-    Plain attributes, as `Demand` has them: whoever counts adds to them, and begins anew with another one.
+    The attributes are those of `DemandWindow`; callers add to them, and start over with a new object.
     """
 
     __slots__ = ("arrived", "ended", "first_tokens", "prefill_s", "slot_s")
@@ -35,15 +35,15 @@ class Counts:
         self.arrived = self.ended = self.first_tokens = 0
         self.slot_s = self.prefill_s = 0.0
 
-    def add(self, told: DemandWindow) -> None:
-        self.arrived += told.arrived
-        self.ended += told.ended
-        self.slot_s += told.slot_s
-        self.first_tokens += told.first_tokens
-        self.prefill_s += told.prefill_s
+    def add(self, window: DemandWindow) -> None:
+        self.arrived += window.arrived
+        self.ended += window.ended
+        self.slot_s += window.slot_s
+        self.first_tokens += window.first_tokens
+        self.prefill_s += window.prefill_s
 
     def demand(self, model: str, *, waiting: int, live: int, longest_wait_s: float) -> DemandWindow:
-        """With what is there now."""
+        """Returns the window of these counts with the current queue and slots."""
         return DemandWindow(
             model=model,
             arrived=self.arrived,
@@ -57,7 +57,7 @@ class Counts:
         )
 
     def load(self, seconds: float, *, waiting: int, live: int, longest_wait_s: float) -> Load:
-        """Of the ``seconds`` in which this was counted, with what is there now."""
+        """Returns the load of these counts over ``seconds``, with the current queue and slots."""
         return Load(
             seconds=seconds,
             arrived=self.arrived,
@@ -70,22 +70,22 @@ class Counts:
 
 
 class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request came to its replica; a sample of them goes to the events."""
+    """How one request was routed to its replica; a sample of them is recorded as events."""
 
-    request: str  # the x-request-id of its answer
+    request: str  # the x-request-id of its response
     model: str
     queue_ms: float
     candidates: int  # replicas with a free slot when it left the queue
     replica: str  # `model/n`
-    slot: int  # how many requests the replica had when it came, this one included
+    slot: int  # requests on the replica at its arrival, this one included
     slots: int
-    cold: bool  # no replica was ready when it came
+    cold: bool  # no replica was ready at its arrival
     retries: int = 0
-    affinity: str = ""  # session or prefix, where the replica was taken for that
+    affinity: str = ""  # session or prefix, if that decided the replica
 
     def as_header(self) -> bytes:
-        """The value of `x-corewright-decision`: `name=value` pairs."""
-        told = [
+        """Returns the value of `x-corewright-decision`: `name=value` pairs."""
+        pairs = [
             f"queue_ms={self.queue_ms:.3f}",
             f"candidates={self.candidates}",
             f"replica={self.replica}",
@@ -94,16 +94,16 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             f"retries={self.retries}",
         ]
         if self.affinity:
-            told.append(f"affinity={self.affinity}")
-        return "; ".join(told).encode()
+            pairs.append(f"affinity={self.affinity}")
+        return "; ".join(pairs).encode()
 
 
 class DemandReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One gateway's account since its last one. ``number`` counts them, so that none is counted twice."""
+    """One gateway's report since its last one. ``number`` counts its reports, so that none is counted twice."""
 
     gateway: str
     number: int
-    seconds: float  # that it covers
+    seconds: float  # the time that it covers
     models: list[DemandWindow] = []
     decisions: list[RoutingDecision] = []  # a sample
-    unreachable: list[str] = []  # replicas that the gateway has no link to, although they are ready
+    unreachable: list[str] = []  # ready replicas without a link to the gateway

@@ -1,8 +1,8 @@
-"""How much of a demand some slots serve in time. Formulas, pure.
+"""The queueing model: formulas for the part of a demand that a number of slots serves in time. Pure.
 
-The requests of a model that are in the system at once are taken as log-normal, with the mean a = arrivals a second x
-service time, and the variance a x z. For Poisson arrivals z = 1; for bursty ones Hayward's *peakedness*: half
-way between one and the dispersion of the arrivals (Fredericks, "Congestion in blocking systems", BSTJ 1980).
+The number of a model's requests in the system is modelled as log-normal, with the mean a = arrivals per second x
+service time, and the variance a x z. For Poisson arrivals z = 1; for bursty ones it is Hayward's *peakedness*: half way
+between one and the dispersion of the arrivals (Fredericks, "Congestion in blocking systems", BSTJ 1980).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 
 
 def peakedness(dispersion: float) -> float:
-    """z, from the variance over the mean of the arrivals."""
+    """Returns z for the variance over the mean of the arrivals."""
     return 1.0 + (max(1.0, dispersion) - 1.0) / 2.0
 
 
 def occupied(load: float, z: float, slots: float) -> float:
-    """E[min(X, slots)]: how many of the slots are in use on the average, which is how many requests get one at once."""
+    """Returns E[min(X, slots)]: the mean number of slots in use, i.e. of requests that get one immediately."""
     if load <= 0.0 or slots <= 0.0:
         return 0.0
     variance = math.log1p(z / load)  # of the logarithm
@@ -26,10 +26,10 @@ def occupied(load: float, z: float, slots: float) -> float:
 
 
 def delayed(load: float, z: float, slots: float, service_s: float, slack_s: float) -> float:
-    """The part of the requests that waits longer than ``slack_s`` with so many slots.
+    """Returns the fraction of the requests that wait longer than ``slack_s``; 1.0 if the load exceeds the slots.
 
-    M/M/c with Hayward's z: (load, slots) / z in place of (load, slots); the chance to wait at all by Sakasegawa's
-    approximation of Erlang's C. 1.0 where the load is more than the slots.
+    M/M/c with Hayward's z: (load, slots) / z in place of (load, slots); the probability of waiting is Sakasegawa's
+    approximation of Erlang's C.
     """
     if load <= 0.0:
         return 0.0
@@ -40,7 +40,7 @@ def delayed(load: float, z: float, slots: float, service_s: float, slack_s: floa
 
 
 def _normal(x: float) -> float:
-    """The normal distribution function."""
+    """Returns the standard normal distribution function."""
     return 0.5 * math.erfc(-x * _HALF)
 
 

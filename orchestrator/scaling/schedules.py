@@ -1,4 +1,4 @@
-"""Which bounds a model's number of replicas has at a time: those of the spec, and of the schedules that hold. Pure."""
+"""The bounds of a model's number of replicas at a time, from its spec and the active schedules. Pure."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from cronsim import CronSim
 from placements.spec.schema import Replicas, Schedule
 
 TWICE_S = 7200
-"""More than any zone's clock goes back at once."""
+"""More than the largest backward step of any zone's clock."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many replicas a model has at least, and at most."""
+    """The minimum and maximum number of replicas of a model."""
 
     min: int
     max: int
 
 
 def bounds(replicas: Replicas, schedules: Sequence[Schedule], at: float) -> Bounds:
-    """Those that hold at ``at``, in seconds since the epoch; they change on whole minutes only.
+    """Returns the bounds at ``at``, in seconds since the epoch; they change on whole minutes only.
 
-    Of several schedules that hold, the greatest ``min`` and the least ``max`` count; ``min`` comes before ``max``, and
-    `replicas.max` before both.
+    Of several active schedules, the greatest ``min`` and the least ``max`` count; ``min`` takes precedence over
+    ``max``, and `replicas.max` over both.
     """
-    holding = [schedule for schedule in schedules if holds(schedule, at)]
-    least = [schedule.min for schedule in holding if schedule.min is not None]
-    most = [schedule.max for schedule in holding if schedule.max is not None]
+    active = [schedule for schedule in schedules if is_active(schedule, at)]
+    least = [schedule.min for schedule in active if schedule.min is not None]
+    most = [schedule.max for schedule in active if schedule.max is not None]
     low = min(max(least, default=replicas.min), replicas.max)
     return Bounds(low, max(low, min([*most, replicas.max])))
 
 
-def holds(schedule: Schedule, at: float) -> bool:
-    """Whether ``at`` lies between a start and the next end. Start and end at the same moment: it begins."""
+def is_active(schedule: Schedule, at: float) -> bool:
+    """Whether ``at`` is between a start and the next end. A start takes precedence over an end at the same moment."""
     zone = ZoneInfo(schedule.timezone)
     began, ended = (_last(cron, at, zone) for cron in (schedule.start, schedule.end))
     return began is not None and (ended is None or ended <= began)
 
 
 def _last(cron: str, at: float, zone: ZoneInfo) -> float | None:
-    """The last moment of a cron expression up to ``at``, in seconds since the epoch; None where there is none.
+    """Returns the last moment of a cron expression up to ``at``, in seconds since the epoch; None if there is none.
 
-    It is looked for from a while later: in the hour that clocks show twice, what they have shown already would else
-    seem to lie ahead.
+    The search starts later than ``at``: in the hour that local clocks show twice, moments of the first pass would
+    otherwise count as future ones.
     """
     later = datetime.fromtimestamp(math.floor(at) + TWICE_S, zone)
     moments = (moment.timestamp() for moment in CronSim(cron, later, reverse=True))

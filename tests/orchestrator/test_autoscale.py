@@ -56,7 +56,7 @@ def test_a_model_whose_slots_do_not_suffice_grows_by_one_and_says_why() -> None:
     """Growth is one replica at a time, and its reason has the numbers."""
     targets = decide(busy({"chat": 1.0}), chat(target=1))
     assert targets.counts == {"chat": 2}
-    assert "1 to 2: 1.00 requests a second of" in targets.reasons["chat"]
+    assert "1 to 2: 1.00 requests per second of" in targets.reasons["chat"]
     assert "on 8 free cores" in targets.reasons["chat"]
 
 
@@ -71,7 +71,7 @@ def test_an_idle_model_gives_its_cores_to_one_that_serves_more_there() -> None:
     history = busy({"chat": 0.0, "code": 2.0}, 600.0, busy({"chat": 0.2, "code": 2.0}, 60.0), 60.0)
     targets = decide(history, chat(target=1), chat("code", target=2, cores=8))
     assert targets.counts == {"chat": 0, "code": 3}
-    assert "1 to 0: its cores serve more for code" in targets.reasons["chat"]
+    assert "1 to 0: its cores serve more requests for code" in targets.reasons["chat"]
     assert "on the cores of 1 replica that served less" in targets.reasons["code"]
 
 
@@ -110,7 +110,7 @@ def test_the_first_request_wakes_a_model_at_zero() -> None:
     history = History().after(1000.0, {"chat": Load(1.0, arrived=1, waiting=1, longest_wait_s=0.1)})
     targets = decide(history, chat(target=0, since=None, first_ready_at=None))
     assert targets.counts == {"chat": 1}
-    assert "the first requests wake it" in targets.reasons["chat"]
+    assert "started for waiting requests" in targets.reasons["chat"]
 
 
 def test_requests_that_each_give_up_wait_together() -> None:
@@ -152,7 +152,7 @@ def test_a_model_nobody_asks_goes_to_zero_after_its_idle_time() -> None:
     assert decide(History(), model, now=1000.0).counts == {"chat": 1}
     gone = decide(History(), model, now=1101.0)
     assert gone.counts == {"chat": 0}
-    assert gone.reasons["chat"] == "1 to 0: no request for 601 s, and its idle_s is 600"
+    assert gone.reasons["chat"] == "1 to 0: no request for 601 s (idle_s 600)"
 
 
 def test_a_model_with_a_min_never_goes_to_zero() -> None:
@@ -165,7 +165,7 @@ def test_what_somebody_has_scaled_by_hand_stays() -> None:
     history = busy({"chat": 3.0})
     assert decide(history, chat(target=1, min=2, override=1)).counts == {"chat": 1}
     assert decide(History(), chat(target=1, override=1, idle_s=1.0), now=5000.0).counts == {"chat": 1}
-    assert decide(history, chat(target=1, override=0)).reasons["chat"] == "1 to 0: scaled by hand"
+    assert decide(history, chat(target=1, override=0)).reasons["chat"] == "1 to 0: scaled by an operator"
 
 
 def test_a_schedule_that_raises_min_starts_replicas() -> None:

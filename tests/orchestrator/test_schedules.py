@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.scaling.schedules import Bounds, bounds, holds
+from orchestrator.scaling.schedules import Bounds, bounds, is_active
 from placements.spec.schema import Replicas, Schedule
 
 BERLIN = "Europe/Berlin"
@@ -42,20 +42,20 @@ WORK = schedule("0 8 * * MON-FRI", "0 18 * * MON-FRI")
 )
 def test_a_schedule_holds_from_its_start_to_its_end_by_the_clock_of_its_zone(moment: str, expected: bool) -> None:
     """The first moment is in, the last is out."""
-    assert holds(WORK, at(moment, BERLIN)) is expected
+    assert is_active(WORK, at(moment, BERLIN)) is expected
 
 
 def test_the_zone_decides_and_not_the_machine() -> None:
     """Eight o'clock in Tokyo is not eight o'clock in Berlin."""
     tokyo = schedule("0 8 * * *", "0 9 * * *", "Asia/Tokyo")
-    assert holds(tokyo, at("2026-11-20 08:30", "Asia/Tokyo"))
-    assert not holds(tokyo, at("2026-11-20 08:30", BERLIN))
+    assert is_active(tokyo, at("2026-11-20 08:30", "Asia/Tokyo"))
+    assert not is_active(tokyo, at("2026-11-20 08:30", BERLIN))
 
 
 def test_a_schedule_may_hold_through_midnight() -> None:
     """Its end lies before its start on the clock, and on the next day."""
     night = schedule("0 22 * * *", "0 6 * * *")
-    assert [holds(night, at(f"2026-11-20 {hour:02}:30", BERLIN)) for hour in (21, 22, 23, 0, 5, 6)] == [
+    assert [is_active(night, at(f"2026-11-20 {hour:02}:30", BERLIN)) for hour in (21, 22, 23, 0, 5, 6)] == [
         *(False, True, True, True, True, False)
     ]
 
@@ -63,26 +63,26 @@ def test_a_schedule_may_hold_through_midnight() -> None:
 def test_what_lies_in_the_hour_that_is_left_out_happens_at_its_end() -> None:
     """On 29 March 2026 clocks in Berlin go from 02:00 to 03:00."""
     early = schedule("30 2 * * *", "0 4 * * *")
-    assert not holds(early, at("2026-03-29 01:59:59", BERLIN))
-    assert holds(early, at("2026-03-29 03:00", BERLIN))
-    assert not holds(early, at("2026-03-29 04:00", BERLIN))
+    assert not is_active(early, at("2026-03-29 01:59:59", BERLIN))
+    assert is_active(early, at("2026-03-29 03:00", BERLIN))
+    assert not is_active(early, at("2026-03-29 04:00", BERLIN))
 
 
 def test_what_lies_in_the_hour_that_comes_twice_happens_once() -> None:
     """On 25 October 2026 clocks in Berlin go from 03:00 to 02:00: what began at the first 02:30 goes on."""
     early = schedule("30 2 * * *", "0 4 * * *")
-    assert not holds(early, at("2026-10-25 02:29", BERLIN))
+    assert not is_active(early, at("2026-10-25 02:29", BERLIN))
     moments = [at("2026-10-25 02:30", BERLIN) + minutes * 60 for minutes in range(150)]
-    assert [holds(early, moment) for moment in moments] == [True] * 150
-    assert not holds(early, moments[-1] + 60)
+    assert [is_active(early, moment) for moment in moments] == [True] * 150
+    assert not is_active(early, moments[-1] + 60)
 
 
 def test_an_end_in_the_hour_that_comes_twice_ends_once() -> None:
     """It does not begin again when the clock shows the hour for the second time."""
     late = schedule("0 20 * * *", "30 2 * * *")
     first = at("2026-10-25 02:30", BERLIN)
-    assert holds(late, first - 1)
-    assert not any(holds(late, first + minutes * 60) for minutes in range(240))
+    assert is_active(late, first - 1)
+    assert not any(is_active(late, first + minutes * 60) for minutes in range(240))
 
 
 @settings(max_examples=25)
@@ -97,19 +97,19 @@ def test_a_daily_schedule_holds_about_as_long_as_it_says(moment: datetime, zone:
     daily = schedule(f"0 {hour} * * *", f"0 {(hour + hours) % 24} * * *", zone)
     begin = moment.replace(tzinfo=timezone.utc, second=0, microsecond=0)
     quarters = [begin + timedelta(minutes=15 * n) for n in range(24 * 4)]
-    held = sum(holds(daily, quarter.timestamp()) for quarter in quarters) / 4
+    held = sum(is_active(daily, quarter.timestamp()) for quarter in quarters) / 4
     assert abs(held - hours) <= 1.25
 
 
 def test_a_schedule_without_a_start_yet_does_not_hold() -> None:
     """The leap day before last year is a start too; one that never comes is none."""
-    assert holds(schedule("0 0 29 2 *", "0 0 1 1 *", "UTC"), at("2024-06-01"))
-    assert not holds(schedule("0 0 29 2 *", "0 0 1 1 *", "UTC"), at("2025-06-01"))
+    assert is_active(schedule("0 0 29 2 *", "0 0 1 1 *", "UTC"), at("2024-06-01"))
+    assert not is_active(schedule("0 0 29 2 *", "0 0 1 1 *", "UTC"), at("2025-06-01"))
 
 
 def test_what_begins_when_it_ends_begins() -> None:
-    """Start and end on the same moment: it holds always."""
-    assert holds(schedule("0 0 * * *", "0 0 * * *"), at("2026-11-20 12:00"))
+    """Start and end on the same moment: it is_active always."""
+    assert is_active(schedule("0 0 * * *", "0 0 * * *"), at("2026-11-20 12:00"))
 
 
 def test_without_a_schedule_the_bounds_are_the_specs() -> None:
