@@ -13,7 +13,7 @@ from orchestrator.process.durations import moment
 
 if TYPE_CHECKING:
     from orchestrator.revisions.spec_file import SpecFile
-    from orchestrator.simulate.inputs import MadeUp
+    from orchestrator.simulate.inputs import SyntheticLoad
 
 BEGINS = "2026-01-05"  # a Monday
 OF_THIS_MACHINE = ("threads-oversubscribed",)  # warnings that do not matter, because nothing is started
@@ -84,10 +84,10 @@ def simulate(
 ) -> None:
     """Simulate the planner, the router and the autoscaler under a load, in virtual time. Needs no fleet or devices."""
     from orchestrator.revisions.spec_file import load
-    from orchestrator.simulate.inputs import POLICIES, SimulationInputs, answer
+    from orchestrator.simulate.inputs import POLICIES, SimulationInputs, run_simulation
     from orchestrator.simulate.page import page
     from orchestrator.simulate.report import text
-    from orchestrator.simulate.trace_file import TraceWrong
+    from orchestrator.simulate.trace_file import InvalidTrace
     from placements.spec.problems import has_errors
 
     if trace is None and generate is None:
@@ -109,8 +109,8 @@ def simulate(
         if not has_errors(file.problems):  # errors are reported with the failure
             complain([problem for problem in file.problems if problem.id not in OF_THIS_MACHINE])
     try:
-        played = answer(question, say)
-    except TraceWrong as error:
+        played = run_simulation(question, say)
+    except InvalidTrace as error:
         complain(error.problems)
         if error.more:
             say(f"and {error.more} more")
@@ -123,9 +123,9 @@ def simulate(
 
 def _generated_load(
     kind: str, rate: float, seconds: float, lengths: str, cv: float | None, shares: dict[str, float]
-) -> MadeUp:
+) -> SyntheticLoad:
     from orchestrator.bench.lengths import Lengths
-    from orchestrator.simulate.inputs import MadeUp
+    from orchestrator.simulate.inputs import SyntheticLoad
     from orchestrator.simulate.workload import Kind
 
     known: tuple[Kind, ...] = get_args(Kind)
@@ -133,7 +133,7 @@ def _generated_load(
     if chosen is None:
         raise typer.BadParameter(f"{kind!r} is not one of {', '.join(known)}", param_hint="--generate")
     try:
-        return MadeUp(chosen, rate, seconds, Lengths.parse(lengths), cv, shares)
+        return SyntheticLoad(chosen, rate, seconds, Lengths.parse(lengths), cv, shares)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--lengths") from None
 

@@ -1,1 +1,1 @@
-"""The planner, the router and the autoscaler on a virtual clock."""
+"""The simulator: the planner, the router and the autoscaler on a virtual clock."""

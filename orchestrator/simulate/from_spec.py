@@ -1,4 +1,4 @@
-"""From a spec file to a scenario."""
+"""Builds the scenario of a simulation from a spec file."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from placements.spec.schema import HostsSpec, ModelSpec, Spec
 from workers.batching.buckets import default_prefill_buckets
 
 TTFT_S = 2.0
-"""By which requests of a model without objectives are judged: the time to the first token."""
+"""The objective of models without objectives: the time to the first token."""
 
 
-class SpecWrong(Failed):
-    """Its problems are told before it."""
+class InvalidSpec(Failed):
+    """The spec has errors; ``problems`` are reported before this one."""
 
     def __init__(self, name: str, problems: tuple[Problem, ...]) -> None:
-        super().__init__("spec-invalid", f"{name} has errors", f"corewright validate {name}")
+        super().__init__("spec-invalid", f"{name} has errors", f"corewright validate {name} shows them")
         self.problems = problems
 
 
 @dataclass(frozen=True)
-class Read:
-    """A scenario, and where the speeds of its models come from."""
+class SpecScenario:
+    """A scenario and the sources of its models' speeds."""
 
     name: str  # of the file
     scenario: Scenario
-    speeds: Mapping[str, Speed]  # by model, as estimated
-    told: Mapping[str, Mapping[str, float]]  # what was given in their place
+    speeds: Mapping[str, Speed]  # estimates, by model
+    measured: Mapping[str, Mapping[str, float]]  # measured speeds that replace estimates
 
     def source(self, model: str) -> str:
-        """Of a model's speeds, in a few words."""
+        """Returns the source of a model's speeds in a few words."""
         estimated = self.speeds[model]
-        if not self.told.get(model):
+        if not self.measured.get(model):
             return estimated.source
-        return "measured" if len(self.told[model]) >= 4 else f"measured, the rest {estimated.source}"
+        return "measured" if len(self.measured[model]) >= 4 else f"measured, the rest {estimated.source}"
 
 
 def scenario_of(
@@ -54,28 +54,30 @@ def scenario_of(
     *,
     hosts: int | None = None,
     gateways: int = 1,
-    told: Mapping[str, Mapping[str, float]] | None = None,
-) -> Read:
-    """What a run of the spec is about: ``hosts`` of its type in place of its own number, ``told`` speeds in place of
-    estimates. Raises Failed."""
+    measured: Mapping[str, Mapping[str, float]] | None = None,
+) -> SpecScenario:
+    """Returns the scenario of a spec. ``hosts`` replaces its number of hosts, ``measured`` speeds replace estimates.
+    Raises Failed."""
     if file.spec is None or has_errors(file.problems):
-        raise SpecWrong(file.name, file.problems)
-    spec, there = file.spec, file.hosts
+        raise InvalidSpec(file.name, file.problems)
+    spec, fleet_hosts = file.spec, file.hosts
     if hosts is not None:
-        spec, there = _with_hosts(spec, hosts, file.name, file.machine)
-    told = told or {}
+        spec, fleet_hosts = _with_hosts(spec, hosts, file.name, file.machine)
+    measured = measured or {}
     models, speeds = [], {}
     for model in spec.models:
         checkpoint = file.checkpoints.get(model.name)
-        speeds[model.name] = speed(model, checkpoint, resolve(model.engine, there[0]), there[0].topology)
-        has_cores = any(takes_cores(resolve(model.engine, host), host) for host in there)
-        made = replace(sim_model(model, speeds[model.name], checkpoint), cores=model.tp_degree if has_cores else 0)
-        models.append(with_speeds(made, told.get(model.name, {})))
-    return Read(file.name, Scenario(spec, there, tuple(models), gateways, file.checkpoints), speeds, told)
+        speeds[model.name] = speed(model, checkpoint, resolve(model.engine, fleet_hosts[0]), fleet_hosts[0].topology)
+        has_cores = any(takes_cores(resolve(model.engine, host), host) for host in fleet_hosts)
+        simulated = replace(sim_model(model, speeds[model.name], checkpoint), cores=model.tp_degree if has_cores else 0)
+        models.append(with_speeds(simulated, measured.get(model.name, {})))
+    return SpecScenario(
+        file.name, Scenario(spec, fleet_hosts, tuple(models), gateways, file.checkpoints), speeds, measured
+    )
 
 
 def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None) -> SimModel:
-    """A model of the spec as the simulator wants it."""
+    """Converts a model of the spec for the simulator."""
     objectives, length = model.objectives, model.length(checkpoint)
     buckets = model.buckets.prefill or default_prefill_buckets(length)
     return SimModel(
@@ -107,22 +109,22 @@ def sim_model(model: ModelSpec, fast: Speed, checkpoint: Checkpoint | None) -> S
 
 
 def bounds_at(spec: Spec, begins: float) -> Callable[[SimModel, float], tuple[int, int]] | None:
-    """Min and max of a model at a time of the virtual clock, whose 0 is ``begins`` (seconds since the epoch); None
-    where no model has schedules."""
+    """Returns a function for min and max of a model at a virtual time, whose 0 is ``begins`` (seconds since the epoch);
+    None if no model has schedules."""
     scheduled = {model.name: model for model in spec.models if model.scaling.schedules}
     if not scheduled:
         return None
-    known: dict[tuple[str, int], tuple[int, int]] = {}
+    cache: dict[tuple[str, int], tuple[int, int]] = {}
 
     def at(model: SimModel, now: float) -> tuple[int, int]:
         if model.name not in scheduled:
             return model.min, model.max
         minute = int((begins + now) // 60)
-        if (model.name, minute) not in known:
+        if (model.name, minute) not in cache:
             own = scheduled[model.name]
             held = bounds(own.replicas, own.scaling.schedules, minute * 60.0)
-            known[model.name, minute] = held.min, held.max
-        return known[model.name, minute]
+            cache[model.name, minute] = held.min, held.max
+        return cache[model.name, minute]
 
     return at
 
@@ -133,7 +135,7 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def _with_hosts(spec: Spec, count: int, name: str, machine: Machine) -> tuple[Spec, tuple[Host, ...]]:
     if len(spec.hosts) > 1:
-        raise Failed("hosts-of-two-types", f"{name} has hosts of {len(spec.hosts)} entries: --hosts is for one", "")
-    one = spec.hosts[0] if spec.hosts else HostsSpec(emulate=DEFAULT_EMULATION)
-    changed = spec.model_copy(update={"hosts": (one.model_copy(update={"count": count}),)})
+        raise Failed("hosts-of-two-types", f"{name} has {len(spec.hosts)} entries of hosts: --hosts needs one", "")
+    entry = spec.hosts[0] if spec.hosts else HostsSpec(emulate=DEFAULT_EMULATION)
+    changed = spec.model_copy(update={"hosts": (entry.model_copy(update={"count": count}),)})
     return changed, hosts_for(changed, machine)

@@ -1,4 +1,4 @@
-"""A run of the simulator."""
+"""The serving loop of the simulator with a fixed set of replicas."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def serve_fixed(
     since: float = 0.0,
     until: float = math.inf,
 ) -> dict[str, Measured]:
-    """Requests to replicas that are ready from the beginning and stay, without planner and autoscaler.
+    """Simulates replicas that are ready from the start and stay, without the planner and the autoscaler.
 
-    ``replicas`` are those of each model, or how many; ``choice`` is another router than production's, which may send
-    more requests to a replica than it has slots, and knows one gateway only; ``since``: requests that come earlier are
-    not measured. The run ends when all requests have, or at ``until``.
+    ``replicas`` are those of each model, or their number. ``choice`` replaces production's router; it may send more
+    requests to a replica than it has slots, and supports one gateway only. Requests before ``since`` are not measured.
+    The run ends when all requests have ended, or at ``until``.
     """
     clock = Clock()
-    desks: dict[str, SimulatedQueue] = {}
+    queues: dict[str, SimulatedQueue] = {}
     for model in models:
-        desk = desks[model.name] = SimulatedQueue(model, clock, gateways=gateways, seed=seed, choice=choice)
-        desk.since = since
-        given = replicas[model.name]
-        for replica in [SimReplica(model, i) for i in range(given)] if isinstance(given, int) else given:
-            desk.add(replica)
-    clock.run(arrivals, lambda arrival: desks[arrival.model].arrive(arrival), until)
-    return {name: desk.measured for name, desk in desks.items()}
+        queue = queues[model.name] = SimulatedQueue(model, clock, gateways=gateways, seed=seed, choice=choice)
+        queue.since = since
+        own = replicas[model.name]
+        for replica in [SimReplica(model, i) for i in range(own)] if isinstance(own, int) else own:
+            queue.add(replica)
+    clock.run(arrivals, lambda arrival: queues[arrival.model].arrive(arrival), until)
+    return {name: queue.measured for name, queue in queues.items()}

@@ -1,4 +1,4 @@
-"""A run of the simulator as one page."""
+"""Renders runs of the simulator as one HTML page."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.timeline import timeline
 
 BINS = 240  # of the plot
-MOST_MODELS = 12  # with a distribution of their own
+MOST_MODELS = 12  # models with a distribution plot
 MOST_DECISIONS = 200
 
 
 def page(runs: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], load: str) -> str:
-    """The whole HTML; ``runs`` is what `report.run_data` gave of ``outcomes``."""
+    """Returns the HTML; ``runs`` is the data of ``outcomes`` (`report.run_data`)."""
     parts = [f'<h1>{escape(" against ".join(run["spec"] for run in runs))}</h1><p class="dim">{escape(load)}</p>']
     for run, outcome in zip(runs, outcomes, strict=True):
         if len(runs) > 1:
             parts.append(f"<h2>{escape(run['spec'])}</h2>")
-        parts.append(_one(run, outcome))
+        parts.append(_section(run, outcome))
     return document(f"simulate {runs[0]['spec']}", "\n".join(parts))
 
 
-def _one(run: dict[str, Any], outcome: Outcome) -> str:
-    told = [
+def _section(run: dict[str, Any], outcome: Outcome) -> str:
+    numbers = [
         (f"{run['attainment']:.1%}", f"of {run['requests']} requests within objectives"),
         (f"{run['refused']}", "refused"),
         (f"{run['starts']}", "starts of replicas"),
         (f"{run['core_hours']:.1f}", f"core-hours on {run['cores']} cores"),
     ]
     names = [model.name for model in outcome.scenario.models]
-    found = timeline(outcome.changes, names, outcome.seconds, BINS)
-    drawn = [("Cores by model over time", areas(found.cores, found.width_s, "cores", run["cores"]))]
+    usage = timeline(outcome.changes, names, outcome.seconds, BINS)
+    charts = [("Cores by model over time", areas(usage.cores, usage.width_s, "cores", run["cores"]))]
     for model in run["models"][:MOST_MODELS]:
         values = [value * 1000 for value in outcome.measured[model["model"]].ttfts]
-        drawn.append(
+        charts.append(
             (f"{model['model']}: time to first token", distribution(values, model["objectives"].get("ttft_ms")))
         )
     return (
-        f"{cards(told)}\n<h2>By model</h2>{_models(run)}\n"
-        f"<h2>How it went</h2>{plots(drawn)}\n<h2>Decisions</h2>{_decisions(run)}"
+        f"{cards(numbers)}\n<h2>By model</h2>{_models(run)}\n"
+        f"<h2>Plots</h2>{plots(charts)}\n<h2>Decisions</h2>{_decisions(run)}"
     )
 
 
@@ -74,8 +74,8 @@ def _decisions(run: dict[str, Any]) -> str:
     if not shown:
         return '<p class="dim">none</p>'
     lines = "".join(
-        f'<p><span class="dim">{one["at"]:.0f} s</span> {escape(one["model"])}: {escape(one["reason"])}</p>'
-        for one in shown
+        f'<p><span class="dim">{item["at"]:.0f} s</span> {escape(item["model"])}: {escape(item["reason"])}</p>'
+        for item in shown
     )
     more = len(run["decisions"]) - len(shown)
     return lines + (f'<p class="dim">and {more} more</p>' if more else "")

@@ -1,4 +1,4 @@
-"""What a run has shown, as data and as tables for a person."""
+"""The report of a simulation: its data for JSON, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from orchestrator.bench.statistics import Summary
 from orchestrator.process.text_table import columns
-from orchestrator.simulate.from_spec import TTFT_S, Read
+from orchestrator.simulate.from_spec import TTFT_S, SpecScenario
 from orchestrator.simulate.run import Outcome
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.timeline import sparkline, timeline
 from placements.planner.spec_hosts import prices
 
-BINS = 60  # of the picture
-MOST_DECISIONS = 1000  # in the JSON; the last ones
+BINS = 60  # columns of the core timeline
+MOST_DECISIONS = 1000  # the last ones, in the JSON
 
 
-def run_data(read: Read, outcome: Outcome) -> dict[str, Any]:
-    """One run, as `simulate -o json` has it."""
+def run_data(read: SpecScenario, outcome: Outcome) -> dict[str, Any]:
+    """Returns one run as `simulate -o json` shows it."""
     scenario = outcome.scenario
-    arrived = sum(one.arrived for one in outcome.measured.values())
+    arrived = sum(item.arrived for item in outcome.measured.values())
     core_hours = sum(outcome.core_s.values()) / 3600
     seconds = max(outcome.seconds, 1e-9)
     cores = timeline(outcome.changes, [model.name for model in scenario.models], seconds, BINS)
@@ -32,10 +32,10 @@ def run_data(read: Read, outcome: Outcome) -> dict[str, Any]:
         "duration_s": round(outcome.seconds, 3),
         "requests": arrived,
         "attainment": round(outcome.attainment, 4),
-        "answered": sum(one.answered for one in outcome.measured.values()),
-        "refused": sum(one.refused for one in outcome.measured.values()),
-        "lost": sum(one.lost for one in outcome.measured.values()),
-        "open": sum(one.open for one in outcome.measured.values()),
+        "answered": sum(item.answered for item in outcome.measured.values()),
+        "refused": sum(item.refused for item in outcome.measured.values()),
+        "lost": sum(item.lost for item in outcome.measured.values()),
+        "open": sum(item.open for item in outcome.measured.values()),
         "starts": sum(outcome.loads.values()),
         "core_hours": round(core_hours, 2),
         "cost": _cost(outcome),
@@ -45,14 +45,14 @@ def run_data(read: Read, outcome: Outcome) -> dict[str, Any]:
             "cores": {name: [round(value, 2) for value in values] for name, values in cores.cores.items()},
         },
         "decisions": [
-            {"at": round(one.at, 3), "model": one.model, "from": one.before, "to": one.after, "reason": one.reason}
-            for one in outcome.decisions[-MOST_DECISIONS:]
+            {"at": round(item.at, 3), "model": item.model, "from": item.before, "to": item.after, "reason": item.reason}
+            for item in outcome.decisions[-MOST_DECISIONS:]
         ],
     }
 
 
 def _cost(outcome: Outcome) -> float | None:
-    """Of the hosts for the time of the run, used or not; None where none has a price."""
+    """Returns the cost of all hosts for the time of the run, used or not; None without prices."""
     scenario = outcome.scenario
     each = prices(scenario.spec, scenario.hosts)
     if not any(each.values()):
@@ -61,25 +61,29 @@ def _cost(outcome: Outcome) -> float | None:
     return round(sum(each[host.name] * host.cores * hours for host in scenario.hosts), 2)
 
 
-def _model_data(read: Read, outcome: Outcome, model: SimModel) -> dict[str, Any]:
+def _model_data(read: SpecScenario, outcome: Outcome, model: SimModel) -> dict[str, Any]:
     name = model.name
-    found, core_s = outcome.measured[name], outcome.core_s[name]
+    measured, core_s = outcome.measured[name], outcome.core_s[name]
     summaries = {
         key: Summary.of([value * 1000 for value in values])
-        for key, values in (("ttft_ms", found.ttfts), ("latency_ms", found.latencies), ("queue_ms", found.queued))
+        for key, values in (
+            ("ttft_ms", measured.ttfts),
+            ("latency_ms", measured.latencies),
+            ("queue_ms", measured.queued),
+        )
     }
     seconds = max(outcome.seconds, 1e-9)
     return {
         "model": name,
-        "requests": found.arrived,
-        "answered": found.answered,
-        "refused": found.refused,
-        "lost": found.lost,
-        "open": found.open,
-        "attainment": round(found.attainment, 4),
+        "requests": measured.arrived,
+        "answered": measured.answered,
+        "refused": measured.refused,
+        "lost": measured.lost,
+        "open": measured.open,
+        "attainment": round(measured.attainment, 4),
         "objectives": _objectives(model),
         **{key: None if summary is None else summary.as_dict() for key, summary in summaries.items()},
-        "output_tokens_per_s": round(found.output_tokens / seconds, 2),
+        "output_tokens_per_s": round(measured.output_tokens / seconds, 2),
         "starts": outcome.loads[name],
         "core_hours": round(core_s / 3600, 3),
         "replicas": round(core_s / seconds / model.cores, 2) if model.cores else None,
@@ -88,25 +92,25 @@ def _model_data(read: Read, outcome: Outcome, model: SimModel) -> dict[str, Any]
             "prefill_base_ms": round(model.prefill_base_s * 1000, 4),
             "prefill_token_ms": round(model.prefill_token_s * 1000, 6),
             "load_s": round(model.load_s, 3),
-            "decode_error": read.speeds[name].decode_error if not read.told.get(name) else None,
-            "prefill_error": read.speeds[name].prefill_error if not read.told.get(name) else None,
+            "decode_error": read.speeds[name].decode_error if not read.measured.get(name) else None,
+            "prefill_error": read.speeds[name].prefill_error if not read.measured.get(name) else None,
             "source": read.source(name),
         },
     }
 
 
 def _objectives(model: SimModel) -> dict[str, float]:
-    """In milliseconds; of a model without any the default."""
-    given = {"ttft_ms": model.ttft_s, "tpot_ms": model.tpot_s, "queue_ms": model.queue_s}
-    told = {name: value * 1000 for name, value in given.items() if value is not None}
-    return told or ({} if model.judged_ttft_s is None else {"ttft_ms": model.judged_ttft_s * 1000})
+    """Returns the objectives in milliseconds; the default for a model without any."""
+    objectives = {"ttft_ms": model.ttft_s, "tpot_ms": model.tpot_s, "queue_ms": model.queue_s}
+    limits = {name: value * 1000 for name, value in objectives.items() if value is not None}
+    return limits or ({} if model.judged_ttft_s is None else {"ttft_ms": model.judged_ttft_s * 1000})
 
 
-# For a person
+# Text
 
 
 def text(runs: Sequence[dict[str, Any]], load: str) -> str:
-    """Of one run, or of two that were given the same load."""
+    """Returns the report of one run, or of two with the same load."""
     parts = [f"{load}\n{_totals(runs)}"]
     for run in runs:
         title = [] if len(runs) == 1 else [run["spec"]]
@@ -157,12 +161,12 @@ def _seconds(summary: dict[str, float] | None, key: str) -> str:
 
 
 def _picture(run: dict[str, Any]) -> str:
-    """A line for each model: how many cores it held."""
+    """Returns a line for each model with the cores that it held over time."""
     cores = run["timeline"]["cores"]
     most = max((value for values in cores.values() for value in values), default=0.0)
     together = [sum(values) for values in zip(*cores.values(), strict=True)]
     wide = max(map(len, [*cores, "all"]))
-    lines = [f"Cores, {span(run['timeline']['width_s'])} a column:"]
+    lines = [f"Cores, {span(run['timeline']['width_s'])} per column:"]
     lines += [
         f"{name:<{wide}} |{sparkline(values, most)}| up to {max(values, default=0.0):.0f}"
         for name, values in cores.items()
@@ -172,7 +176,7 @@ def _picture(run: dict[str, Any]) -> str:
 
 
 def span(seconds: float) -> str:
-    """ "12 s", "3.5 min" or "2 h"."""
+    """Formats a duration, like "12 s", "3.5 min" or "2 h"."""
     for unit, name in ((3600.0, "h"), (60.0, "min")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -180,12 +184,12 @@ def span(seconds: float) -> str:
 
 
 def _speeds(run: dict[str, Any]) -> str:
-    """What the times of the run rest on."""
-    lines = ["Speeds that this rests on:"]
+    """Returns the speeds that the run assumes, with their sources."""
+    lines = ["Assumed speeds:"]
     for model in run["models"]:
         speed = model["speed"]
         error = speed["decode_error"]
-        sure = "" if not error else " (the order of magnitude)" if error >= 1 else f" (+-{error:.0%})"
+        sure = "" if not error else " (order of magnitude)" if error >= 1 else f" (+-{error:.0%})"
         prefill_error = speed["prefill_error"]
         rough = "" if not prefill_error or prefill_error >= 1 else f" (+-{prefill_error:.0%})"
         lines.append(
@@ -194,5 +198,5 @@ def _speeds(run: dict[str, Any]) -> str:
             f"load {speed['load_s']:.3g} s; {speed['source']}"
         )
     default = f"ttft {TTFT_S * 1000:g} ms"
-    lines.append(f"A model without objectives is judged by {default}.")
+    lines.append(f"The default objective of models without objectives is {default}.")
     return "\n".join(lines)

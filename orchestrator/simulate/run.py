@@ -1,4 +1,4 @@
-"""A run with the planner, and a policy that scales."""
+"""A simulation run with the planner and a scaling policy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from orchestrator.simulate.virtual_clock import Clock
 from placements.planner.spec_hosts import prices
 
 GRACE_S = 3600.0
-"""How long after the last arrival a run waits for answers."""
+"""The time that a run continues after the last arrival."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the policy said of one model."""
+    """One decision of the policy about one model."""
 
     at: float
     model: str
@@ -38,21 +38,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed, by model."""
+    """The outcome of a run, by model."""
 
     scenario: Scenario
     seconds: float  # of the virtual clock
     measured: Mapping[str, Measured]
     loads: Mapping[str, int]  # starts of replicas
-    core_s: Mapping[str, float]  # core-seconds that its replicas held, loading ones too
+    core_s: Mapping[str, float]  # core-seconds of its replicas, including loading ones
     changes: tuple[Change, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
     @property
     def attainment(self) -> float:
-        """Of all requests of all models, those that were answered within the objectives."""
-        arrived = sum(one.arrived for one in self.measured.values())
-        return sum(one.attained for one in self.measured.values()) / arrived if arrived else 1.0
+        """The fraction of all requests that were answered within the objectives."""
+        arrived = sum(measured.arrived for measured in self.measured.values())
+        return sum(measured.attained for measured in self.measured.values()) / arrived if arrived else 1.0
 
 
 def simulate(
@@ -67,12 +67,12 @@ def simulate(
     bounds: Callable[[SimModel, float], tuple[int, int]] | None = None,
     record: bool = False,
 ) -> Outcome:
-    """Run the arrivals, which are in the order of their times, until all are answered, or GRACE_S after the last.
+    """Simulates the arrivals, in the order of their times, until all have ended, or GRACE_S after the last.
 
-    ``initial`` is how many replicas of each model are ready at the beginning, by default its ``min``; ``choice``
-    another router than production's; ``since``: requests that come earlier are not measured; ``bounds`` gives min and
-    max of a model at a time (schedules); ``record`` keeps every change of a replica and every decision. Raises KeyError
-    for a model that the scenario does not have. The same arguments give the same outcome.
+    ``initial`` is the number of replicas of each model that are ready at the start, by default its ``min``. ``choice``
+    replaces production's router. Requests before ``since`` are not measured. ``bounds`` returns min and max of a model
+    at a time (schedules). ``record`` keeps every change of a replica and every decision. Raises KeyError for a model
+    that is not in the scenario. The same arguments give the same outcome.
     """
     run = _Run(scenario, policy, seed, choice, since, bounds, record)
     return run.run(arrivals, initial)
@@ -93,20 +93,20 @@ class _Run:
         self.policy = policy
         self.clock = clock = Clock()
         self.bounds = bounds
-        self.desks: dict[str, SimulatedQueue] = {}
+        self.queues: dict[str, SimulatedQueue] = {}
         for model in scenario.models:
-            desk = self.desks[model.name] = SimulatedQueue(
+            queue = self.queues[model.name] = SimulatedQueue(
                 model, clock, gateways=scenario.gateways, seed=seed, choice=choice
             )
-            desk.since = since
-            desk.on_cold = self._on_cold
-            desk.on_empty = self._on_empty
+            queue.since = since
+            queue.on_cold = self._on_cold
+            queue.on_empty = self._on_empty
         self.fleet = SimFleet(
             scenario, clock, on_ready=self._on_ready, on_drain=self._on_drain, on_lost=self._on_lost, record=record
         )
         self.targets: dict[str, int] = {}
         self.decisions: list[Decision] | None = [] if record else None
-        self._first_ready: dict[str, float | None] = dict.fromkeys(self.desks, None)
+        self._first_ready: dict[str, float | None] = dict.fromkeys(self.queues, None)
         self._hosts, self._blocked = core_rows(scenario.hosts, prices(scenario.spec, scenario.hosts))
         self._host_numbers = {host.name: i for i, host in enumerate(scenario.hosts)}
         self._by_request: set[str] = set()  # models without scaling that a request has started
@@ -119,26 +119,26 @@ class _Run:
         self.targets = {model.name: model.min if initial is None else initial.get(model.name, 0) for model in names}
         self.fleet.apply(self.targets, at_once=True)
         self.clock.at(self.policy.tick_s, self._tick)
-        desks = self.desks
-        self.clock.run(arrivals, lambda arrival: desks[arrival.model].arrive(arrival))
+        queues = self.queues
+        self.clock.run(arrivals, lambda arrival: queues[arrival.model].arrive(arrival))
         return Outcome(
             self.scenario,
             self.clock.now,
-            MappingProxyType({name: desk.measured for name, desk in desks.items()}),
+            MappingProxyType({name: queue.measured for name, queue in queues.items()}),
             MappingProxyType(dict(self.fleet.loads)),
-            MappingProxyType({name: self.fleet.core_seconds(name) for name in desks}),
+            MappingProxyType({name: self.fleet.core_seconds(name) for name in queues}),
             tuple(self.fleet.changes or ()),
             tuple(self.decisions or ()),
         )
 
-    # What happens
+    # Events
 
     def _tick(self, _: object) -> None:
         self._decide()
-        for desk in self.desks.values():
-            hold_s = desk.model.hold_s
-            if hold_s != math.inf and not desk.replicas and desk.waiting:
-                desk.refuse_older(self.clock.now - hold_s)
+        for queue in self.queues.values():
+            hold_s = queue.model.hold_s
+            if hold_s != math.inf and not queue.replicas and queue.waiting:
+                queue.refuse_older(self.clock.now - hold_s)
         if not self._is_over():
             self.clock.at(self.clock.now + self.policy.tick_s, self._tick)
 
@@ -147,10 +147,10 @@ class _Run:
             return False
         if self._stop_at == math.inf:
             self._stop_at = self.clock.now + GRACE_S
-        return self.clock.now >= self._stop_at or not any(desk.live or desk.waiting for desk in self.desks.values())
+        return self.clock.now >= self._stop_at or not any(queue.live or queue.waiting for queue in self.queues.values())
 
     def _on_cold(self) -> None:
-        """The first request of a model without replicas is there: decide at once, unless one starts already."""
+        """Schedules an immediate decision for the first request of a model without replicas."""
         if not self._woken:
             self._woken = True
             self.clock.at(self.clock.now, self._wake)
@@ -159,36 +159,41 @@ class _Run:
         self._woken = False
         starting = {name for (name, _), holder in self.fleet.holders.items() if holder.phase is Phase.LOADING}
         cold = [
-            desk for name, desk in self.desks.items() if desk.waiting and not desk.replicas and name not in starting
+            queue
+            for name, queue in self.queues.items()
+            if queue.waiting and not queue.replicas and name not in starting
         ]
-        self._by_request |= {desk.model.name for desk in cold if not desk.model.auto and desk.model.max}
+        self._by_request |= {queue.model.name for queue in cold if not queue.model.auto and queue.model.max}
         if cold:
             self._decide()
 
     def _on_ready(self, model: str, replica: SimReplica) -> None:
         if self._first_ready[model] is None:
             self._first_ready[model] = self.clock.now
-        self.desks[model].add(replica)
+        self.queues[model].add(replica)
 
     def _on_drain(self, model: str, replica: SimReplica) -> None:
-        self.desks[model].retire(replica)
+        self.queues[model].retire(replica)
 
     def _on_empty(self, replica: SimReplica) -> None:
         self.fleet.emptied(replica)
 
     def _on_lost(self, model: str, requests: list[SimRequest]) -> None:
-        self.desks[model].lose(requests)
+        self.queues[model].lose(requests)
 
     # Scaling
 
     def _decide(self) -> None:
         now = self.clock.now
         seconds, self._last_tick = now - self._last_tick, now
-        loads = {name: _load(desk, seconds) for name, desk in self.desks.items()}
-        found = self.policy.decide(now, loads, self._fleet_now())
-        before, self.targets = self.targets, {name: found.counts.get(name, old) for name, old in self.targets.items()}
+        loads = {name: _load(queue, seconds) for name, queue in self.queues.items()}
+        decision = self.policy.decide(now, loads, self._fleet_now())
+        before, self.targets = (
+            self.targets,
+            {name: decision.counts.get(name, old) for name, old in self.targets.items()},
+        )
         if self.decisions is not None:
-            for name, reason in found.reasons.items():
+            for name, reason in decision.reasons.items():
                 if before[name] != self.targets[name]:
                     self.decisions.append(Decision(now, name, before[name], self.targets[name], reason))
         if self.targets != before:
@@ -232,9 +237,9 @@ class _Run:
         )
 
 
-def _load(desk: SimulatedQueue, seconds: float) -> Load:
-    """What has happened since the last tick; the count begins anew."""
-    counts, desk.counts = desk.counts, Counts()
-    waiting = desk.waiting
-    longest_wait_s = desk.longest_wait_s if waiting else 0.0
-    return counts.load(seconds, waiting=waiting, live=desk.live, longest_wait_s=longest_wait_s)
+def _load(queue: SimulatedQueue, seconds: float) -> Load:
+    """Returns the load since the last tick and resets the counts."""
+    counts, queue.counts = queue.counts, Counts()
+    waiting = queue.waiting
+    longest_wait_s = queue.longest_wait_s if waiting else 0.0
+    return counts.load(seconds, waiting=waiting, live=queue.live, longest_wait_s=longest_wait_s)

@@ -1,4 +1,4 @@
-"""Who decides how many replicas there are: on the virtual clock as in the fleet."""
+"""The scaling policies of the simulator: production's autoscaler, or fixed numbers of replicas."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from orchestrator.scaling.forecast import History, Load
 
 
 class ScalingPolicy(Protocol):
-    """Asked every ``tick_s``, and at once when a request finds no replica."""
+    """A policy that is called every ``tick_s``, and immediately when a request finds no replica."""
 
     @property
     def tick_s(self) -> float: ...
 
     def decide(self, now: float, loads: Mapping[str, Load], fleet: FleetNow) -> Targets:
-        """``loads`` tell of the time since it was asked last; ``now`` in seconds of the virtual clock."""
+        """Returns the targets. ``loads`` cover the time since the last call; ``now`` is in seconds of virtual time."""
         ...
 
 
 class Joint:
-    """Production's: `orchestrator.scaling.autoscaler`. One for each run: it remembers the demand."""
+    """Production's autoscaler (`orchestrator.scaling.autoscaler`). Keeps the demand history of one run."""
 
     tick_s = AUTOSCALE_S
 
@@ -35,7 +35,7 @@ class Joint:
 
 
 class Fixed:
-    """Always the same counts: no scaling, but for a model at zero, which its first request starts."""
+    """Constant numbers of replicas; only the first request of a model at zero starts one."""
 
     tick_s = AUTOSCALE_S
 

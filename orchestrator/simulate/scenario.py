@@ -1,4 +1,4 @@
-"""What a run is about: the spec, its hosts and how fast its models are."""
+"""The scenario of a simulation: the spec, its hosts and the speeds of its models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MACHINE = Machine(tuple(range(8)))
 
 @dataclass(frozen=True)
 class Scenario:
-    """``models`` are those of the spec, in its order."""
+    """A scenario; ``models`` are those of the spec, in its order."""
 
     spec: Spec
     hosts: tuple[Host, ...]
@@ -29,18 +29,18 @@ class Scenario:
     def of(
         cls, models: Sequence[SimModel], *, hosts: int, instance: str = "inf2.48xlarge", gateways: int = 1
     ) -> Scenario:
-        """Models without a spec of their own, on so many hosts of a type: each gets one that says the same."""
+        """Returns a scenario for models without a spec, on ``hosts`` hosts of one type."""
         specs = tuple(_spec_of(model) for model in models)
         spec = Spec(hosts=(HostsSpec(emulate=instance, count=hosts),), models=specs)
         return cls(spec, hosts_for(spec, _MACHINE), tuple(models), gateways)
 
     @property
     def cores(self) -> int:
-        """Of all hosts, without the reserved ones."""
+        """The cores of all hosts, without reserved ones."""
         return sum(usable_cores(host) for host in self.hosts)
 
     def model(self, name: str) -> SimModel:
-        """Raises KeyError."""
+        """Returns the model of that name. Raises KeyError."""
         for model in self.models:
             if model.name == name:
                 return model
@@ -48,7 +48,7 @@ class Scenario:
 
 
 def usable_cores(host: Host) -> int:
-    """Those that replicas may have."""
+    """Returns the number of cores that replicas can use."""
     return host.cores - len([core for core in host.reserved_cores if 0 <= core < host.cores])
 
 

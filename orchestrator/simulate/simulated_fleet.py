@@ -1,4 +1,4 @@
-"""The replicas of a run, and the cores that they hold."""
+"""The simulated fleet: the replicas of a run and the cores that they hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Phase(Enum):
 
 
 class Holder:
-    """One replica from its start to its end, with the cores that it holds."""
+    """One replica and its cores, from its start to its end."""
 
     __slots__ = ("phase", "placement", "replica", "since", "started_at")
 
@@ -35,7 +35,7 @@ class Holder:
 
     @property
     def running(self) -> Running:
-        """As the planner sees it."""
+        """The replica as the planner's input."""
         return self.placement.running
 
     @property
@@ -45,7 +45,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Change:
-    """One replica has begun or ended to hold its cores: what a picture is drawn from."""
+    """One transition of a replica, for the timeline."""
 
     at: float
     model: str
@@ -56,11 +56,11 @@ class Change:
 
 
 class SimFleet:
-    """Carries out what the planner says. One replica after the other holds a core, never two.
+    """Carries out plans. A core is held by at most one replica at a time.
 
-    1. Running replicas that the plan does not have end: those that load at once, those that are ready drain.
-    2. A placement begins as soon as its cores and its number are free; it is ready ``load_s`` later.
-    3. What drains for longer than the spec's ``deadlines.drain_s`` is cut off.
+    1. Running replicas that are not in the plan are removed: loading ones stop immediately, ready ones drain.
+    2. A placement starts as soon as its cores and its index are free; it is ready ``load_s`` later.
+    3. A replica that drains for longer than the spec's ``deadlines.drain_s`` is stopped with its requests.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class SimFleet:
         on_lost: Callable[[str, list[SimRequest]], None],
         record: bool = False,
     ) -> None:
-        """``on_drain`` takes the replica out of the routes, and calls ``emptied`` once it has ended its last request.
-        With ``record`` all ``changes`` are kept."""
+        """``on_drain`` removes the replica from routing and calls ``emptied`` after its last request. With ``record``
+        all ``changes`` are kept."""
         self.scenario = scenario
         self.clock = clock
         self.holders: dict[tuple[str, int], Holder] = {}
         self.loads: dict[str, int] = dict.fromkeys((model.name for model in scenario.models), 0)
-        self.core_s: dict[str, float] = dict.fromkeys(self.loads, 0.0)  # of those that are gone
+        self.core_s: dict[str, float] = dict.fromkeys(self.loads, 0.0)  # of stopped replicas
         self.reachable: dict[str, int | None] = dict.fromkeys(self.loads, None)
         self.changes: list[Change] | None = [] if record else None
         self._models = {model.name: model for model in scenario.models}
         self._drain_s = {model.name: model.deadlines.drain_s for model in scenario.spec.models}
-        self._cores = {host.name: 0 for host in scenario.hosts}  # bit masks of what is held
-        self._held: list[Placement] = []  # planned, and waiting for cores
+        self._cores = {host.name: 0 for host in scenario.hosts}  # bit masks of the cores in use
+        self._pending: list[Placement] = []  # planned, waiting for cores
         self._by_replica: dict[SimReplica, Holder] = {}
         self._on_ready, self._on_drain, self._on_lost = on_ready, on_drain, on_lost
 
     def of(self, model: str) -> list[Holder]:
-        """Its replicas that load or are ready."""
+        """Returns the loading and ready replicas of a model."""
         return [
             holder
             for (name, _), holder in self.holders.items()
@@ -98,7 +98,7 @@ class SimFleet:
         ]
 
     def counts(self) -> dict[str, tuple[int, int, float | None]]:
-        """Of each model: ready, loading, and since when the newest is ready or loads."""
+        """Returns by model: ready replicas, loading replicas, and when the newest became ready or started to load."""
         ready, loading = dict.fromkeys(self.loads, 0), dict.fromkeys(self.loads, 0)
         since: dict[str, float | None] = dict.fromkeys(self.loads, None)
         for (name, _), holder in self.holders.items():
@@ -113,45 +113,47 @@ class SimFleet:
         return {name: (ready[name], loading[name], since[name]) for name in self.loads}
 
     def places(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Of each model: host (by ``numbers``) and first core of each replica that loads or is ready, lowest index
-        first; those that are planned and wait for their cores among them."""
-        found: dict[str, list[tuple[int, tuple[int, int]]]] = {name: [] for name in self.loads}
+        """Returns by model: host (by ``numbers``) and first core of each loading, ready or pending replica, lowest
+        index first."""
+        places: dict[str, list[tuple[int, tuple[int, int]]]] = {name: [] for name in self.loads}
         live = [holder.placement for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
-        for placement in [*live, *self._held]:
+        for placement in [*live, *self._pending]:
             if placement.cores is not None:
                 place = numbers[placement.host], placement.cores.first
-                found[placement.model].append((placement.replica, place))
-        return {name: tuple(place for _, place in sorted(own)) for name, own in found.items()}
+                places[placement.model].append((placement.replica, place))
+        return {name: tuple(place for _, place in sorted(own)) for name, own in places.items()}
 
     def apply(self, counts: Mapping[str, int], *, at_once: bool = False) -> None:
-        """Plan for so many replicas, and begin with it. ``at_once``: what starts is ready already, as at the beginning
-        of a run."""
+        """Plans for these numbers of replicas and starts the changes. With ``at_once`` new replicas are ready
+        immediately, as at the start of a run."""
         live = [holder for holder in self.holders.values() if holder.phase is not Phase.DRAINING]
         scenario = self.scenario
-        made = plan(scenario.spec, scenario.hosts, scenario.checkpoints, [one.running for one in live], dict(counts))
-        wished = {placement.running: placement for placement in made.placements}
+        new_plan = plan(
+            scenario.spec, scenario.hosts, scenario.checkpoints, [item.running for item in live], dict(counts)
+        )
+        wanted = {placement.running: placement for placement in new_plan.placements}
         for name in self.reachable:
             self.reachable[name] = None
-        for name in {one.model for one in made.unplaced}:
-            self.reachable[name] = sum(1 for placement in made.placements if placement.model == name)
-        self._held = []
+        for name in {item.model for item in new_plan.unplaced}:
+            self.reachable[name] = sum(1 for placement in new_plan.placements if placement.model == name)
+        self._pending = []
         for holder in live:  # 1
-            if holder.running in wished:
-                del wished[holder.running]
+            if holder.running in wanted:
+                del wanted[holder.running]
             elif holder.phase is Phase.LOADING:
                 self._end(holder)
             else:
                 self._drain(holder)
-        self._held = list(wished.values())
-        self._start_held(at_once)
+        self._pending = list(wanted.values())
+        self._start_pending(at_once)
 
     def emptied(self, replica: SimReplica) -> None:
-        """A draining replica has ended its last request."""
+        """Removes a draining replica that has ended its last request."""
         self._end(self._by_replica[replica])
-        self._start_held()
+        self._start_pending()
 
     def core_seconds(self, model: str) -> float:
-        """That its replicas have held until now."""
+        """Returns the core-seconds of a model's replicas until now."""
         now = self.clock.now
         return self.core_s[model] + sum(
             (now - holder.started_at) * holder.cores for (name, _), holder in self.holders.items() if name == model
@@ -159,12 +161,12 @@ class SimFleet:
 
     # Inside
 
-    def _start_held(self, at_once: bool = False) -> None:
-        waiting, self._held = self._held, []
+    def _start_pending(self, at_once: bool = False) -> None:
+        waiting, self._pending = self._pending, []
         for placement in waiting:
             mask = _mask(placement)
             if (placement.model, placement.replica) in self.holders or self._cores[placement.host] & mask:
-                self._held.append(placement)
+                self._pending.append(placement)
             else:
                 self._start(placement, mask, at_once)
 
@@ -174,7 +176,7 @@ class SimFleet:
         self.holders[placement.model, placement.replica] = holder
         self._by_replica[holder.replica] = holder
         self._cores[placement.host] |= mask
-        self._tell(holder, "start")
+        self._record(holder, "start")
         if at_once:
             self._ready(holder)
         else:
@@ -184,13 +186,13 @@ class SimFleet:
     def _ready(self, holder: Holder) -> None:
         if holder.phase is Phase.LOADING:
             holder.phase, holder.since = Phase.READY, self.clock.now
-            self._tell(holder, "ready")
+            self._record(holder, "ready")
             self._on_ready(holder.placement.model, holder.replica)
 
     def _drain(self, holder: Holder) -> None:
         name = holder.placement.model
         holder.phase, holder.since = Phase.DRAINING, self.clock.now
-        self._tell(holder, "drain")
+        self._record(holder, "drain")
         self.clock.at(self.clock.now + self._drain_s[name], self._cut_off, holder)
         self._on_drain(name, holder.replica)
 
@@ -198,7 +200,7 @@ class SimFleet:
         if holder.phase is Phase.DRAINING:
             self._on_lost(holder.placement.model, holder.replica.take_all())
             self._end(holder)
-            self._start_held()
+            self._start_pending()
 
     def _end(self, holder: Holder) -> None:
         placement = holder.placement
@@ -207,9 +209,9 @@ class SimFleet:
         del self._by_replica[holder.replica]
         self._cores[placement.host] &= ~_mask(placement)
         self.core_s[placement.model] += (self.clock.now - holder.started_at) * holder.cores
-        self._tell(holder, "end")
+        self._record(holder, "end")
 
-    def _tell(self, holder: Holder, what: str) -> None:
+    def _record(self, holder: Holder, what: str) -> None:
         if self.changes is not None:
             placement = holder.placement
             cores = "" if placement.cores is None else str(placement.cores)

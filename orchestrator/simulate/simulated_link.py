@@ -1,4 +1,4 @@
-"""One gateway's view of a replica, where there are several gateways."""
+"""The link from one of several gateways to a replica, with that gateway's view of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from orchestrator.simulate.simulated_replica import SimReplica
 
 
 class SimLink:
-    """What this gateway has sent and what of it has ended (`orchestrator.gateway.serving.replica_link`)."""
+    """The requests of one gateway on a replica (see `orchestrator.gateway.serving.replica_link`)."""
 
     __slots__ = ("full", "live", "prefilling", "replica")
 
     def __init__(self, replica: SimReplica) -> None:
         self.replica = replica
         self.live = 0
-        self.prefilling = 0  # without a token
-        self.full = False  # other gateways have its slots; it will say when one is free
+        self.prefilling = 0  # requests without a token
+        self.full = False  # other gateways use its slots; it notifies this one when a slot is free
 
     @property
     def free_slots(self) -> int:

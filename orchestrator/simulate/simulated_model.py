@@ -1,4 +1,4 @@
-"""What the simulator knows of a model: how fast its replicas are, and how many there may be."""
+"""The simulated model: the speeds of its replicas and the settings of its spec."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ TYPICAL_PROMPT = 512  # tokens
 
 @dataclass(frozen=True)
 class SimModel:
-    """A model as static slots. Times in seconds.
+    """A model with static slots. Times are in seconds.
 
-    ``buckets`` are the lengths to which prompts are padded, ascending (empty: none is padded). ``prefill_tokens`` is
-    how many tokens are read together at most when several prompts wait (`workers.batching.batcher`, step 2c); 0: one
-    prompt at a time.
+    ``buckets`` are the ascending lengths that prompts are padded to (empty: no padding). ``prefill_tokens`` is the
+    largest number of tokens in one prefill of several prompts (`workers.batching.batcher`, step 2c); 0: one prompt per
+    prefill.
     """
 
     name: str
     slots: int = 4
     step_s: float = 0.05  # of one decode of all slots
     prefill_base_s: float = 0.016
-    prefill_token_s: float = 0.0  # for each token, padding counted
-    cores: int = 1  # of one replica
+    prefill_token_s: float = 0.0  # per token, padding included
+    cores: int = 1  # per replica
     load_s: float = 60.0  # from the start of a replica until it is ready
     min: int = 1
     max: int = 1
     priority: int = 0
     max_queue: int = 256
     max_queue_bytes: int = 1 << 40
-    max_wait_s: float | None = None  # a request whose first token cannot come in that time is refused
+    max_wait_s: float | None = None  # a request is refused if its first token cannot come within this time
     queue_order: Order = "fair"
-    hold_s: float = math.inf  # how long requests wait while no replica is ready
-    idle_s: float = 600.0  # without requests, until a model of min 0 goes to zero
+    hold_s: float = math.inf  # limit of the wait without a ready replica
+    idle_s: float = 600.0  # time without requests until a model of min 0 scales to zero
     worth_per_1000: float | None = None
-    ttft_s: float | None = None  # the objectives; None: not asked for
+    ttft_s: float | None = None  # the objectives; None: no objective
     tpot_s: float | None = None
     queue_s: float | None = None
-    judged_ttft_s: float | None = None  # by which requests are judged where there are no objectives
-    auto: bool = True  # whether the policy may give it more than min
+    judged_ttft_s: float | None = None  # the objective of a model without objectives
+    auto: bool = True  # whether the policy scales it
     buckets: tuple[int, ...] = ()
     prefill_tokens: int = 0
 
     @cached_property
     def objectives(self) -> Objectives:
-        """As the autoscaler wants them."""
+        """The objectives for the autoscaler."""
         return Objectives(self.ttft_s, self.tpot_s, self.queue_s)
 
     @property
     def typical_prefill_s(self) -> float:
-        """Of one prompt of TYPICAL_PROMPT tokens."""
+        """The prefill time of one prompt of TYPICAL_PROMPT tokens."""
         return self.prefill_s((TYPICAL_PROMPT,))
 
     def padded(self, tokens: int) -> int:
-        """To the smallest bucket that holds so many; those beyond the largest stay."""
+        """Returns the smallest bucket that holds ``tokens``; ``tokens`` itself beyond the largest."""
         at = bisect_left(self.buckets, tokens)
         return self.buckets[at] if at < len(self.buckets) else tokens
 
     def prefill_s(self, prompts: Sequence[int]) -> float:
-        """Of prompts that are read together: each is padded to the bucket of the longest."""
+        """Returns the time of one prefill of several prompts, each padded to the bucket of the longest."""
         return self.prefill_base_s + self.prefill_token_s * self.padded(max(prompts)) * len(prompts)
 
     def service_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """How long a request holds its slot when it meets no other."""
+        """Returns how long a request holds its slot without other requests."""
         return self.prefill_s((prompt_tokens,)) + self.step_s * (output_tokens - 1)

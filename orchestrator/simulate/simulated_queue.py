@@ -1,4 +1,4 @@
-"""The queues of one model, one in each gateway, and the replicas that they send to."""
+"""The simulated queues of one model, one per gateway, and the replicas that they send to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from orchestrator.simulate.simulated_request import Arrival, SimRequest
 from orchestrator.simulate.virtual_clock import Clock
 
 Choice = Callable[[Sequence[SimReplica], SimRequest], "SimReplica | None"]
-"""Where a request goes; None: it waits in the queue until something has ended. For routers other than production's."""
+"""An alternative router: returns the replica for a request; None: it waits in the queue until a request has ended."""
 
 
 class Measured:
-    """What became of the requests of a model. Times in seconds, in the order in which the requests ended."""
+    """The measurements of a model's requests. Times are in seconds, in the order in which the requests ended."""
 
     __slots__ = ("arrived", "attained", "busy_s", "latencies", "lost", "output_tokens", "queued", "refused", "ttfts")
 
@@ -39,42 +39,42 @@ class Measured:
 
     @property
     def open(self) -> int:
-        """Neither answered nor refused nor lost when the run ended."""
+        """Requests that were neither answered nor refused nor lost when the run ended."""
         return self.arrived - self.answered - self.refused - self.lost
 
     @property
     def attainment(self) -> float:
-        """Of all that came, those that were answered within the objectives; 1.0 where nothing came."""
+        """The fraction of the requests that were answered within the objectives; 1.0 without requests."""
         return self.attained / self.arrived if self.arrived else 1.0
 
 
 class SimulatedQueue:
-    """One model: its requests come here, wait in the queue of their gateway, and leave for a replica."""
+    """One model: its requests arrive here, wait in the queue of their gateway, and are sent to a replica."""
 
     def __init__(
         self, model: SimModel, clock: Clock, *, gateways: int = 1, seed: int = 0, choice: Choice | None = None
     ) -> None:
-        """Raises ValueError for another router than production's (``choice``) with several gateways."""
+        """Raises ValueError for an alternative router (``choice``) with several gateways."""
         if choice is not None and gateways > 1:
-            raise ValueError("another router knows one gateway only")
+            raise ValueError("an alternative router supports one gateway only")
         self.model = model
         self.clock = clock
-        self.replicas: list[SimReplica] = []  # those that are routed to
+        self.replicas: list[SimReplica] = []  # replicas in routing
         self.counts = Counts()
         self.measured = Measured()
-        self.since = 0.0  # requests that come earlier are not measured
+        self.since = 0.0  # earlier requests are not measured
         self.live = 0
         self.lines: list[FairQueue[SimRequest]] = [
             FairQueue(model.max_queue, model.max_queue_bytes, order=model.queue_order) for _ in range(gateways)
         ]
-        self.on_cold: Callable[[], None] | None = None  # a request has come, and no replica is ready
+        self.on_cold: Callable[[], None] | None = None  # a request has arrived without a ready replica
         self.on_empty: Callable[[SimReplica], None] | None = None  # a retired replica has ended its last request
         self._links: list[list[SimLink]] = [[] for _ in range(gateways)]
         self._choice = choice
         self._gateway_of = Random(f"gateways {seed} {model.name}").randrange
         self._count = 0
         self._retired: set[SimReplica] = set()
-        self._keys = False  # whether requests of API keys have come: without them all is one tenant's
+        self._keys = False  # whether requests with API keys have arrived: without them there is one tenant
         self._ttft_s = model.ttft_s
         if (model.ttft_s, model.tpot_s, model.queue_s) == (None, None, None):
             self._ttft_s = model.judged_ttft_s
@@ -86,21 +86,21 @@ class SimulatedQueue:
 
     @property
     def longest_wait_s(self) -> float:
-        """Of those that wait now."""
+        """The longest wait of the queued requests."""
         if self._keys or self.model.queue_order != "fair":
             earliest = min((request.arrived_at for line in self.lines for request in line), default=math.inf)
-        else:  # the first has waited for longest
+        else:  # the first request has waited the longest
             firsts = [first for line in self.lines if (first := line.peek()) is not None]
             earliest = min((first.arrived_at for first in firsts), default=math.inf)
         return max(0.0, self.clock.now - earliest)
 
     def set_weight(self, tenant: str, weight: float) -> None:
-        """Of an API key, in all queues."""
+        """Sets the weight of an API key in all queues."""
         for line in self.lines:
             line.set_weight(tenant, weight)
 
     def add(self, replica: SimReplica) -> None:
-        """A replica is ready."""
+        """Adds a ready replica."""
         self.replicas.append(replica)
         if len(self.lines) > 1:
             for links in self._links:
@@ -109,7 +109,7 @@ class SimulatedQueue:
             self._pump(gateway)
 
     def retire(self, replica: SimReplica) -> None:
-        """Send it nothing more. ``on_empty`` is called once it has ended what it has, which may be at once."""
+        """Removes a replica from routing; calls ``on_empty`` after its last request, which may be immediately."""
         self.replicas.remove(replica)
         for links in self._links:
             links[:] = [link for link in links if link.replica is not replica]
@@ -119,23 +119,23 @@ class SimulatedQueue:
             self.on_empty(replica)
 
     def lose(self, requests: Sequence[SimRequest]) -> None:
-        """A replica was cut off while it drained: these are not answered."""
+        """Counts requests that a stopped replica has not answered."""
         self.live -= len(requests)
         self.measured.lost += sum(1 for request in requests if request.arrived_at >= self.since)
 
     def refuse_older(self, than: float) -> None:
-        """Those that wait and came before ``than``."""
+        """Refuses queued requests that arrived before ``than``."""
         for line in self.lines:
             for request in [request for request in line if request.arrived_at < than]:
                 line.remove(request)
                 self._refuse(request)
 
     def arrive(self, arrival: Arrival) -> None:
-        """A request comes.
+        """Handles one arrival.
 
-        1. it is the next, and a replica has a free slot      -> it leaves at once
-        2. the queue is full, or its wait would be too long   -> it is refused
-        3. else                                               -> it waits
+        1. the queue is empty, and a replica has a free slot   -> sent immediately
+        2. the queue is full, or the wait would be too long    -> refused
+        3. else                                                -> queued
         """
         now = self.clock.now
         self._count += 1
@@ -149,7 +149,7 @@ class SimulatedQueue:
         if len(lines) > 1:
             request.gateway = gateway = self._gateway_of(len(lines))
         line = lines[gateway]
-        if not line and self._leave_at_once(request, line):
+        if not line and self._send_immediately(request, line):
             return
         late = self._would_be_late(request, line)
         if not late and line.refusal(request) is not None:
@@ -166,8 +166,8 @@ class SimulatedQueue:
 
     # Inside
 
-    def _leave_at_once(self, request: SimRequest, line: FairQueue[SimRequest]) -> bool:
-        """Step 1: nobody waits before it."""
+    def _send_immediately(self, request: SimRequest, line: FairQueue[SimRequest]) -> bool:
+        """Step 1: the queue is empty."""
         if len(self.lines) > 1:
             sent = self._send_over_link(request, line)
         else:
@@ -195,8 +195,8 @@ class SimulatedQueue:
         if not slots:
             return False
         own_wait_s = line.own_wait_s(request, self.clock.now)
-        taken = [math.inf] * min(slots, self.live)
-        return self._waits.until_s(line.ahead_of(request), slots, taken, own_wait_s) > limit
+        running = [math.inf] * min(slots, self.live)
+        return self._waits.until_s(line.ahead_of(request), slots, running, own_wait_s) > limit
 
     def _expire(self, request: SimRequest) -> None:
         line = self.lines[request.gateway]
@@ -228,8 +228,8 @@ class SimulatedQueue:
     def _send_over_link(
         self, request: SimRequest | None, line: FairQueue[SimRequest], gateway: int | None = None
     ) -> bool:
-        """``request``, or the next of the line, as the data plane: a replica whose slots are others' says BUSY, and
-        later that there is room. The way there and back takes no time here."""
+        """Sends ``request``, or the next of the line, as the data plane does: a replica without free slots replies
+        BUSY and notifies the gateway later. Messages take no time here."""
         if gateway is None:
             assert request is not None
             gateway = request.gateway
@@ -241,7 +241,7 @@ class SimulatedQueue:
                 self._send(line.pop() if request is None else request, replica, line)
                 return True
             link.full = True
-            replica.told_busy.append(gateway)
+            replica.busy_gateways.append(gateway)
         return False
 
     def _send(self, request: SimRequest, replica: SimReplica, line: FairQueue[SimRequest]) -> None:
@@ -255,23 +255,23 @@ class SimulatedQueue:
 
     def _advance(self, replica: SimReplica) -> None:
         now = self.clock.now
-        if replica.due != now:  # it was called earlier, or is to be called later
+        if replica.due != now:  # this call is obsolete: ``due`` has changed
             return
         replica.advance(now)
         due = replica.due
         if replica.began:
-            self._have_begun(replica.began, replica, now)
+            self._handle_begun(replica.began, replica, now)
         if replica.ended:
-            self._have_ended(replica, now)
-        if replica.due == due:  # else a request was sent to it, and it is called for that one
+            self._handle_ended(replica, now)
+        if replica.due == due:  # else a request was sent to it, which scheduled its own call
             self.clock.at(due, self._advance, replica)
 
-    def _have_begun(self, began: list[SimRequest], replica: SimReplica, now: float) -> None:
+    def _handle_begun(self, began: list[SimRequest], replica: SimReplica, now: float) -> None:
         if len(self.lines) > 1:
             for request in began:
                 self._link(replica, request).prefilling -= 1
 
-    def _have_ended(self, replica: SimReplica, now: float) -> None:
+    def _handle_ended(self, replica: SimReplica, now: float) -> None:
         counts, measured, ended = self.counts, self.measured, replica.ended
         counts.ended += len(ended)
         self.live -= len(ended)
@@ -289,7 +289,7 @@ class SimulatedQueue:
                 if self.on_empty is not None:
                     self.on_empty(replica)
         elif len(self.lines) > 1:
-            self._have_room(replica)
+            self._offer_slots(replica)
         elif self.lines[0]:
             self._pump(0)
 
@@ -309,14 +309,14 @@ class SimulatedQueue:
         ):
             measured.attained += 1
 
-    def _have_room(self, replica: SimReplica) -> None:
-        """Slots go first to those that were told BUSY, one after the other; then to those that had them."""
+    def _offer_slots(self, replica: SimReplica) -> None:
+        """Free slots go first to gateways that received BUSY, in their order; then to those whose requests ended."""
         for request in replica.ended:
             link = self._link(replica, request)
             link.live -= 1
             link.full = False
-        while replica.told_busy and replica.live < replica.slots:
-            gateway = replica.told_busy.popleft()
+        while replica.busy_gateways and replica.live < replica.slots:
+            gateway = replica.busy_gateways.popleft()
             link = next(link for link in self._links[gateway] if link.replica is replica)
             link.full = False
             self._pump(gateway)
@@ -324,5 +324,5 @@ class SimulatedQueue:
             self._pump(gateway)
 
     def _link(self, replica: SimReplica, request: SimRequest) -> SimLink:
-        """Of the gateway that the request came through; of a retired replica nobody's."""
+        """Returns the link of the request's gateway; a new one for a retired replica."""
         return next((link for link in self._links[request.gateway] if link.replica is replica), SimLink(replica))

@@ -1,4 +1,4 @@
-"""One replica on the virtual clock: static slots, and steps as `workers.batching.batcher` takes them."""
+"""The simulated replica: static slots, with the steps of `workers.batching.batcher` on the virtual clock."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_request import SimRequest
 
 NEVER = math.inf
-_A_BIT = 1e-9  # of a step: what rounding may lack
+_ROUNDING = 1e-9  # of a step: tolerance for rounding errors
 
 
 class SimReplica:
-    """Its slots, the steps that it takes, and what the router looks at
-    (`orchestrator.dispatch.replica_choice.Candidate`).
+    """A replica with its slots and steps, as the router sees it (`orchestrator.dispatch.replica_choice.Candidate`).
 
-    1. A prefill is a step of its own: while prompts are read, no slot of this replica decodes.
-    2. A prompt that comes while a decode runs is read when that decode has ended. One that comes for a slot that
-       became free just now finds the next decode begun, if another slot is live.
+    1. A prefill is a step of its own: meanwhile no slot of this replica decodes.
+    2. A prompt that arrives during a decode is prefilled after it. A prompt for a slot that has just become free waits
+       for the next decode, which has started already if another slot is live.
     3. After a prefill every live request gets a decode before the next prefill (step 2a of the batcher).
     4. A decode takes the same time whatever is in the slots: the batch is static.
-    5. Requests that wait join together as far as the batcher's 2c lets them.
-    6. More requests than slots wait here, in their order. The gateways never send so many; other routers do.
+    5. Waiting requests are prefilled together as far as step 2c of the batcher allows.
+    6. Requests beyond the slots wait here, in their order. Gateways never send so many; alternative routers do.
 
-    Between two prefills only the decodes count that have ended: a request that is to get ``n`` more tokens ends at a
-    number of decodes, which is known as soon as its prompt is read. So a step costs nothing unless something ends with
-    it.
+    Between two prefills it is enough to count decodes: the decode with which a request ends is known after its
+    prefill. So a step costs nothing unless a request ends with it.
     """
 
     __slots__ = (
@@ -37,10 +35,11 @@ class SimReplica:
         "_ends",
         "_live",
         "_measured",
-        "_reading",
+        "_prefill",
         "_step_s",
         "_waiting",
         "began",
+        "busy_gateways",
         "due",
         "ended",
         "free_slots",
@@ -50,38 +49,37 @@ class SimReplica:
         "pace",
         "prefilling",
         "slots",
-        "told_busy",
     )
 
     def __init__(self, model: SimModel, index: int = 0) -> None:
         self.model = model
         self.index = index
         self.slots = model.slots
-        self.free_slots = model.slots  # of the gateway's view: sent and not ended; negative when more were sent
+        self.free_slots = model.slots  # in the gateway's view: negative if more requests were sent
         self.prefilling = 0  # sent, without a token
-        self.pace = 0.0  # seconds a token, as the gateway measures it; 0.0: none has ended yet
+        self.pace = 0.0  # seconds per token, as the gateway measures it; 0.0 before a request has ended
         self.live = 0  # sent, not ended
         self.due = NEVER  # when `advance` must be called next
-        self.began: list[SimRequest] = []  # those whose first token came with the last `advance`
-        self.ended: list[SimRequest] = []  # those that ended with it
-        self.told_busy: deque[int] = deque()  # the gateways that will be told when a slot is free, in their order
+        self.began: list[SimRequest] = []  # requests with their first token in the last `advance`
+        self.ended: list[SimRequest] = []  # requests that ended in it
+        self.busy_gateways: deque[int] = deque()  # gateways to notify of a free slot, in their order
         self._measured = Pace()
         self._step_s = max(model.step_s, 1e-6)
         self._waiting: deque[SimRequest] = deque()
-        self._reading: list[SimRequest] = []
+        self._prefill: list[SimRequest] = []
         self._live = 0  # in slots
-        self._ends: list[tuple[int, int, SimRequest]] = []  # heap: after which decode, number of the request
-        self._decodes = 0  # that had ended at `_base`
+        self._ends: list[tuple[int, int, SimRequest]] = []  # heap: last decode, number of the request
+        self._decodes = 0  # ended decodes at `_base`
         self._base = 0.0
 
     @property
     def waiting(self) -> int:
-        """Requests that are here without a slot."""
+        """The number of requests without a slot."""
         return len(self._waiting)
 
     def stepped_at(self, now: float) -> float:
-        """When the last step that has ended did so, as the gateway sees it by the tokens; -inf while none runs."""
-        if self._reading:
+        """Returns the end of the last step, as the gateway sees it by the tokens; -inf while idle."""
+        if self._prefill:
             return self._base
         if not self._live:
             return -NEVER
@@ -89,28 +87,28 @@ class SimReplica:
         return self._base + (now - self._base) // step_s * step_s
 
     def send(self, request: SimRequest, now: float) -> None:
-        """A request comes. Afterwards ``due`` may be earlier than before."""
+        """Accepts a request; may move ``due`` to an earlier time."""
         request.sent_at = now
         self.free_slots -= 1
         self.prefilling += 1
         self.live += 1
         self._waiting.append(request)
-        if self._reading:
+        if self._prefill:
             return
         if not self._live:
-            self._read(now)
+            self._start_prefill(now)
         elif self._live < self.slots:
             step_s = self._step_s
-            due = self._base + (int((now - self._base) / step_s + _A_BIT) + 1) * step_s
+            due = self._base + (int((now - self._base) / step_s + _ROUNDING) + 1) * step_s
             if due < self.due:
                 self.due = due
 
     def advance(self, now: float) -> None:
-        """What happens at ``due``: ``began`` and ``ended`` tell of it."""
+        """Performs the steps until ``due`` and sets ``began`` and ``ended``."""
         ended: list[SimRequest] = []
         self.ended = ended
-        if self._reading:
-            self._have_read(now, ended)
+        if self._prefill:
+            self._finish_prefill(now, ended)
             if self._live and (not self._waiting or self._live == self.slots):
                 self.due = now + (self._ends[0][0] - self._decodes) * self._step_s
                 return
@@ -125,23 +123,23 @@ class SimReplica:
             while ends and ends[0][0] <= decodes:
                 self._end(heappop(ends)[2], now, ended)
         if self._waiting and self._live < self.slots:
-            self._read(now)
+            self._start_prefill(now)
         elif self._live:
             self.due = now + (self._ends[0][0] - self._decodes) * self._step_s
         else:
             self.due = NEVER
 
     def take_all(self) -> list[SimRequest]:
-        """The replica ends at once: what it has not answered."""
-        lost = [*self._reading, *self._waiting, *(request for _, _, request in self._ends)]
-        self._reading, self._ends = [], []
+        """Stops the replica immediately and returns the requests that it has not answered."""
+        lost = [*self._prefill, *self._waiting, *(request for _, _, request in self._ends)]
+        self._prefill, self._ends = [], []
         self._waiting.clear()
         self._live = self.live = self.prefilling = 0
         self.free_slots, self.due = self.slots, NEVER
         return sorted(lost, key=lambda request: request.number)
 
-    def _read(self, now: float) -> None:
-        """A prefill begins: of the first that waits, and of those that may join it (2c)."""
+    def _start_prefill(self, now: float) -> None:
+        """Starts a prefill of the first waiting request and those that may join it (2c)."""
         waiting, model = self._waiting, self.model
         first = waiting.popleft()
         joining = [first]
@@ -154,14 +152,14 @@ class SimReplica:
             prompt = longest
             joining.append(waiting.popleft())
         self._live += len(joining)
-        self._reading = joining
+        self._prefill = joining
         tokens = model.padded(prompt) * len(joining) if model.buckets else sum(request.tokens for request in joining)
         self.due = now + model.prefill_base_s + model.prefill_token_s * tokens
 
-    def _have_read(self, now: float, ended: list[SimRequest]) -> None:
-        """The prefill is over: each of its requests has a token."""
-        self.began = began = self._reading
-        self._reading = []
+    def _finish_prefill(self, now: float, ended: list[SimRequest]) -> None:
+        """Ends the prefill: each of its requests has a token."""
+        self.began = began = self._prefill
+        self._prefill = []
         self._base = now
         self.prefilling -= len(began)
         for request in began:

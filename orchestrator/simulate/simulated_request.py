@@ -1,4 +1,4 @@
-"""What comes in a trace, and what becomes of it."""
+"""The requests of a simulation: an arrival of the trace, and the request on its way."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import NamedTuple
 
 
 class Arrival(NamedTuple):
-    """One line of a trace."""
+    """One request of a trace."""
 
     at: float  # seconds since the beginning of the trace
     model: str
     prompt_tokens: int
     output_tokens: int
-    key: str = ""  # the id of the API key; "" without keys
+    key: str = ""  # the id of the API key; "" without one
 
 
 class SimRequest:
-    """A request on its way; what `orchestrator.dispatch.fair_queue.FairQueue` wants of one that waits. Times are of the
-    virtual clock.
+    """A request as an item of `orchestrator.dispatch.fair_queue.FairQueue`. Times are of the virtual clock.
 
-    ``output_tokens`` is known to the replica only: the router may not look at it, but for an oracle.
+    Only the replica uses ``output_tokens``: a router must not, unless it is an oracle.
     """
 
     __slots__ = (
@@ -33,7 +32,7 @@ class SimRequest:
         "tenant",
         "tokens",
     )
-    priority = 0  # a trace does not tell it
+    priority = 0  # not in a trace
 
     def __init__(self, arrival: Arrival, number: int, now: float) -> None:
         """``number`` counts the requests of the run."""
@@ -47,5 +46,5 @@ class SimRequest:
 
     @property
     def size(self) -> int:
-        """Bytes of a prompt of ASCII text."""
+        """The bytes of a prompt in ASCII."""
         return 4 * self.tokens

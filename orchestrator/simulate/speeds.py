@@ -1,4 +1,4 @@
-"""How fast replicas are, as a fleet's own records tell it, in place of an estimate."""
+"""Measured speeds of replicas, from the request records of a fleet, which replace estimates."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FIELDS = {
     "prefill_token_ms": ("prefill_token_s", 1000.0),
     "load_s": ("load_s", 1.0),
 }
-LEAST_TOKENS = 8  # of an answer whose pace counts
-LEAST_REQUESTS = 20  # of a model, to tell anything
+LEAST_TOKENS = 8  # output tokens of a request whose pace counts
+LEAST_REQUESTS = 20  # requests of a model with an estimate
 LOW = 0.2
-"""The part of the requests that are taken for undisturbed. A prefill of another request stops the decodes of all, and a
-prompt waits for the step that runs: most measured times are longer than what is looked for, none is much shorter."""
-GROUPS = 8  # of prompts by length
-SPREAD = 2.0  # the longest of them over the shortest: below that nobody can tell what a prompt costs and what a token
+"""The quantile of the times that counts as undisturbed. A prefill of another request stalls all decodes, and a prompt
+waits for the current step: most measured times are longer than the undisturbed one, and none is much shorter."""
+GROUPS = 8  # groups of prompts by length
+SPREAD = 2.0  # minimum ratio of the mean lengths of the longest and the shortest group, to fit a line
 
 
 def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By model, from what gateways have recorded (`orchestrator.records.request_traces`); nothing of a model with too
-    few requests.
+    """Returns the speeds by model from the records of the gateways (`orchestrator.records.request_traces`), without
+    models with too few requests.
 
-    1. step_ms: the pace of the undisturbed answers, of those with LEAST_TOKENS or more.
+    1. step_ms: the undisturbed pace of requests with LEAST_TOKENS output tokens or more.
     2. prefill_base_ms and prefill_token_ms: a line through the undisturbed times to the first token of GROUPS groups of
-       prompts of similar length; neither where all prompts were of about one length.
+       prompts of similar length; omitted if all prompts had about the same length.
     """
     paces: dict[str, list[float]] = {}
     firsts: dict[str, list[tuple[int, float]]] = {}
@@ -42,18 +42,18 @@ def measured_speeds(requests: Iterable[Mapping[str, Any]]) -> dict[str, dict[str
             paces.setdefault(name, []).append(request["decode_ms"] / (request["output_tokens"] - 1))
         if request["first_ms"] > 0:
             firsts.setdefault(name, []).append((request["prompt_tokens"], request["first_ms"]))
-    found: dict[str, dict[str, float]] = {}
+    speeds: dict[str, dict[str, float]] = {}
     for name in sorted({*paces, *firsts}):
-        told: dict[str, float] = {}
+        own: dict[str, float] = {}
         if len(paces.get(name, ())) >= LEAST_REQUESTS:
-            told["step_ms"] = round(_low(paces[name]), 4)
+            own["step_ms"] = round(_low(paces[name]), 4)
         if len(firsts.get(name, ())) >= LEAST_REQUESTS:
             line = _line(firsts[name])
             if line is not None:
-                told |= {"prefill_base_ms": round(line[0], 4), "prefill_token_ms": round(line[1], 6)}
-        if told:
-            found[name] = told
-    return found
+                own |= {"prefill_base_ms": round(line[0], 4), "prefill_token_ms": round(line[1], 6)}
+        if own:
+            speeds[name] = own
+    return speeds
 
 
 def _low(values: Sequence[float]) -> float:
@@ -61,8 +61,8 @@ def _low(values: Sequence[float]) -> float:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Least squares through the low ones of each group; neither number is below 0. None where the lengths are too
-    much alike, or longer prompts took no longer: such a line says nothing of other lengths."""
+    """Fits a line (base, slope) by least squares through the low quantile of each group; neither is negative. None if
+    the lengths are too similar, or longer prompts took no longer: such a line does not extrapolate."""
     ordered = sorted(points)
     size = max(1, math.ceil(len(ordered) / GROUPS))
     groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
@@ -80,39 +80,36 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
 
 
 def parse_speeds(text: str, name: str, models: Iterable[str]) -> dict[str, dict[str, float]]:
-    """A JSON object of models and their FIELDS, each in part. Those of models that are not there are passed over.
-
-    Raises Failed.
-    """
+    """Parses a JSON object of models and some of their FIELDS; ignores unknown models. Raises Failed."""
     try:
         read = json.loads(text)
     except ValueError as error:
-        raise Failed("speeds-wrong", f"{name} is no JSON: {error}", _HINT) from None
+        raise Failed("speeds-wrong", f"{name} is not valid JSON: {error}", _HINT) from None
     if not isinstance(read, dict):
-        raise Failed("speeds-wrong", f"{name} holds no object", _HINT)
-    known = set(models)
-    found: dict[str, dict[str, float]] = {}
-    for model, told in read.items():
-        if not isinstance(told, dict):
-            raise Failed("speeds-wrong", f"{name}: {model} is no object", _HINT)
-        if model in known:
-            found[model] = {}
-        for field, value in told.items():
+        raise Failed("speeds-wrong", f"{name} is not a JSON object", _HINT)
+    names = set(models)
+    speeds: dict[str, dict[str, float]] = {}
+    for model, fields in read.items():
+        if not isinstance(fields, dict):
+            raise Failed("speeds-wrong", f"{name}: {model} is not an object", _HINT)
+        if model in names:
+            speeds[model] = {}
+        for field, value in fields.items():
             if field not in FIELDS:
                 raise Failed(
-                    "speeds-wrong", f"{name}: {model}.{field} is no speed; there are {', '.join(FIELDS)}", _HINT
+                    "speeds-wrong", f"{name}: {model}.{field} is not a speed; the speeds are {', '.join(FIELDS)}", _HINT
                 )
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise Failed("speeds-wrong", f"{name}: {model}.{field} is no number from 0 on: {value!r}", _HINT)
-            if model in known:
-                found[model][field] = float(value)
-    return found
+                raise Failed("speeds-wrong", f"{name}: {model}.{field} is not a number >= 0: {value!r}", _HINT)
+            if model in names:
+                speeds[model][field] = float(value)
+    return speeds
 
 
-_HINT = 'such as {"chat": {"step_ms": 21.5, "prefill_base_ms": 12, "prefill_token_ms": 0.05, "load_s": 40}}'
+_HINT = 'example: {"chat": {"step_ms": 21.5, "prefill_base_ms": 12, "prefill_token_ms": 0.05, "load_s": 40}}'
 
 
-def with_speeds(model: SimModel, told: Mapping[str, float]) -> SimModel:
-    """The model with what was measured."""
-    values: dict[str, Any] = {FIELDS[field][0]: value / FIELDS[field][1] for field, value in told.items()}
+def with_speeds(model: SimModel, speeds: Mapping[str, float]) -> SimModel:
+    """Returns the model with these speeds."""
+    values: dict[str, Any] = {FIELDS[field][0]: value / FIELDS[field][1] for field, value in speeds.items()}
     return replace(model, **values)

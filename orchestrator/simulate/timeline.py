@@ -1,4 +1,4 @@
-"""Which model held how many cores, over the time of a run."""
+"""The cores that each model held over the time of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from placements.facts.core_range import CoreRange
 
 @dataclass(frozen=True)
 class Timeline:
-    """Mean cores by model in bins of equal width, loading and draining replicas among them."""
+    """Mean cores by model in bins of equal width, including loading and draining replicas."""
 
     width_s: float
     cores: dict[str, list[float]]
 
 
 def timeline(changes: Iterable[Change], models: Sequence[str], seconds: float, bins: int) -> Timeline:
-    """Of a run of so many seconds."""
+    """Returns the timeline of a run of ``seconds``."""
     width = max(seconds, 1e-9) / bins
     cores: dict[str, list[float]] = {model: [0.0] * bins for model in models}
     since: dict[tuple[str, int], float] = {}
@@ -46,7 +46,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], most: float) -> str:
-    """A character for each value; what is not 0 is seen."""
+    """Returns one character per value; every value above 0 is visible."""
     steps = len(BARS) - 1
     return "".join(
         BARS[0] if value <= 1e-9 else BARS[max(1, min(steps, round(value / (most or 1.0) * steps)))] for value in values

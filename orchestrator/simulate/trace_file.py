@@ -1,4 +1,4 @@
-"""Traces: read from a file, and written to one."""
+"""Trace files: reads and writes recorded requests as CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from orchestrator.simulate.simulated_request import Arrival
 from placements.spec.problems import Problem
 
 MAX_PROBLEMS = 20
-NAMED = 5  # models in one sentence
+NAMED = 5  # models listed in a message
 MOST_TOKENS = 1 << 24
 COLUMNS = ("time", "model", "prompt_tokens", "output_tokens", "key")
-MEASURED = ("first_ms", "decode_ms")  # further ones that an export has
-EPOCH = 1e8  # a first time beyond it is taken for seconds since the epoch, not since the beginning of the trace
+MEASURED = ("first_ms", "decode_ms")  # additional columns of an export
+EPOCH = 1e8  # first times above this are seconds since the epoch, not since the start of the trace
 
 
-class TraceWrong(Exception):
-    """What is wrong with a trace, line by line; the first MAX_PROBLEMS, and how many ``more`` there are."""
+class InvalidTrace(Exception):
+    """The problems of a trace by line: the first MAX_PROBLEMS, and how many ``more`` there are."""
 
     def __init__(self, problems: list[Problem], more: int = 0) -> None:
         super().__init__(problems[0].what)
@@ -36,8 +36,8 @@ class TraceWrong(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """Arrivals in the order of their times, held small: 22 bytes each. ``begins``: the first one's time in seconds
-    since the epoch, where the file told it. ``unknown``: requests that were left out, by the name that no model has.
+    """Arrivals in the order of their times, 22 bytes each. ``begins`` is the first one's time in seconds since the
+    epoch, if the file has such times. ``unknown`` counts the dropped requests by unknown model name.
     """
 
     models: tuple[str, ...]
@@ -62,13 +62,13 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From 0 to the last arrival."""
+        """The time of the last arrival."""
         return self.times[-1] if len(self.times) else 0.0
 
 
-def fitted(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, Counter[str]]:
-    """With requests that are longer than ``limits`` allows for prompt and answer together cut as
-    `orchestrator.bench.lengths` cuts them; and how many were of each model."""
+def fit_lengths(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, Counter[str]]:
+    """Cuts requests whose prompt and output together exceed ``limits``, as `orchestrator.bench.lengths` does; returns
+    the trace and the number of cut requests by model."""
     most = [limits[model] for model in trace.models]
     prompts, outputs, cut = array("I", trace.prompts), array("I", trace.outputs), Counter[str]()
     for i, model in enumerate(trace.of_model):
@@ -78,8 +78,8 @@ def fitted(trace: Trace, limits: Mapping[str, int]) -> tuple[Trace, Counter[str]
     return (replace(trace, prompts=prompts, outputs=outputs), cut) if cut else (trace, cut)
 
 
-class _Gathering:
-    """A trace in the making."""
+class _TraceBuilder:
+    """Collects the arrivals of a trace."""
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
@@ -97,7 +97,7 @@ class _Gathering:
         self.of_key.append(self.keys.setdefault(key, len(self.keys)))
 
     def trace(self) -> Trace:
-        """Times that are of the epoch begin at 0 then; those of a trace stay. Lines may stand in any order."""
+        """Returns the trace in the order of times. Shifts times since the epoch to start at 0; keeps others."""
         times = self.times
         order = sorted(range(len(times)), key=times.__getitem__)
         begins = times[order[0]] if order and times[order[0]] > EPOCH else None
@@ -116,57 +116,59 @@ class _Gathering:
 
 
 def read_trace(stream: TextIO, name: str, models: Mapping[str, str]) -> Trace:
-    """Read CSV, whose first line names the columns, or JSON lines; ``models`` gives the model that a name means.
+    """Reads CSV, whose first line names the columns, or JSON lines; ``models`` maps names to models.
 
-    Further columns are passed over, and requests of other models counted. Raises TraceWrong; it says of each bad line
-    where it is and what is wrong, or that no request is of one of the models.
+    Ignores other columns and counts requests of other models. Raises InvalidTrace with the problem of each bad line, or
+    if no request is for one of the models.
     """
-    gathered, problems, more = _Gathering(), list[Problem](), 0
+    builder, problems, more = _TraceBuilder(), list[Problem](), 0
     first = stream.readline()
     if not first.strip():
-        raise TraceWrong([_problem(name, 1, "the trace is empty", "a header, or an object of JSON on each line")])
+        raise InvalidTrace(
+            [_problem(name, 1, "the trace is empty", "it needs a CSV header, or a JSON object on each line")]
+        )
     rows = _json_rows(first, stream) if first.lstrip().startswith("{") else _csv_rows(first, stream, name)
     for number, row in rows:
         try:
-            at, called, prompt, output, key = _fields(row)
+            at, name_in_trace, prompt, output, key = _fields(row)
         except ValueError as error:
             if len(problems) < MAX_PROBLEMS:
-                problems.append(_problem(name, number, str(error), "mend the line, or leave it out"))
+                problems.append(_problem(name, number, str(error), "fix or remove the line"))
             else:
                 more += 1
         else:
-            if (model := models.get(called)) is None:
-                gathered.unknown[called] += 1
+            if (model := models.get(name_in_trace)) is None:
+                builder.unknown[name_in_trace] += 1
             else:
-                gathered.add(at, model, prompt, output, key)
+                builder.add(at, model, prompt, output, key)
     if problems:
-        raise TraceWrong(problems, more)
-    if gathered.unknown and not gathered.times:
-        what = f"no request is of a model of the spec; they are of {by_model(gathered.unknown)}"
-        raise TraceWrong([_problem(name, 1, what, f"the spec has {', '.join(sorted({*models.values()}))}")])
-    return gathered.trace()
+        raise InvalidTrace(problems, more)
+    if builder.unknown and not builder.times:
+        what = f"no request is for a model in the spec; the requests are for {by_model(builder.unknown)}"
+        raise InvalidTrace([_problem(name, 1, what, f"models in the spec: {', '.join(sorted({*models.values()}))}")])
+    return builder.trace()
 
 
 def by_model(counts: Mapping[str, int]) -> str:
-    """Such as "chat (12), mail (3) and 2 more": the first NAMED of them, those with most requests."""
+    """Formats counts by model, like "chat (12), mail (3) and 2 more": the NAMED models with most requests."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    told = ", ".join(f"{name} ({count})" for name, count in ordered[:NAMED])
-    return told if len(ordered) <= NAMED else f"{told} and {len(ordered) - NAMED} more"
+    names = ", ".join(f"{name} ({count})" for name, count in ordered[:NAMED])
+    return names if len(ordered) <= NAMED else f"{names} and {len(ordered) - NAMED} more"
 
 
 def _csv_rows(first: str, stream: TextIO, name: str) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     header = [column.strip() for column in next(csv.reader([first]))]
     missing = [column for column in COLUMNS[:4] if column not in header]
     if missing:
-        what = f"the header has no {' and no '.join(missing)}"
-        raise TraceWrong([_problem(name, 1, what, f"the first line is {','.join(COLUMNS)}")])
+        what = f"the header has no column {' and no '.join(missing)}"
+        raise InvalidTrace([_problem(name, 1, what, f"the first line must be like {','.join(COLUMNS)}")])
     reader = csv.reader(stream)
     try:
         for row in reader:
             if not row:
                 continue
             if len(row) != len(header):
-                yield reader.line_num + 1, ValueError(f"{len(row)} fields, the header has {len(header)}")
+                yield reader.line_num + 1, ValueError(f"the line has {len(row)} fields, the header has {len(header)}")
             else:
                 yield reader.line_num + 1, dict(zip(header, row, strict=True))
     except csv.Error as error:
@@ -180,9 +182,9 @@ def _json_rows(first: str, stream: TextIO) -> Iterator[tuple[int, dict[str, Any]
         if line.strip():
             try:
                 row = json.loads(line)
-                yield number, row if isinstance(row, dict) else ValueError("no JSON object")
+                yield number, row if isinstance(row, dict) else ValueError("not a JSON object")
             except ValueError as error:
-                yield number, ValueError(f"no JSON: {error}")
+                yield number, ValueError(f"invalid JSON: {error}")
         line, number = stream.readline(), number + 1
 
 
@@ -202,25 +204,25 @@ def _tokens(row: Mapping[str, Any], column: str) -> int:
     value = row[column]
     try:
         tokens = int(value) if not isinstance(value, bool) else 0
-        whole = float(value) == tokens
+        is_integer = float(value) == tokens
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{column} is no whole number: {value!r}") from None
-    if not whole or not 1 <= tokens <= MOST_TOKENS:
-        raise ValueError(f"{column} is a whole number from 1 on, not {value!r}")
+        raise ValueError(f"{column} is not an integer: {value!r}") from None
+    if not is_integer or not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{column} must be an integer >= 1, not {value!r}")
     return tokens
 
 
 def _seconds(value: Any) -> float:
-    """A number of seconds, or a date and time of ISO 8601; without a zone it is UTC."""
+    """Parses a number of seconds, or an ISO 8601 date and time, which is UTC without a zone."""
     try:
         seconds = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
         try:
             return moment(str(value))
         except ValueError:
-            raise ValueError(f"time is neither seconds nor a date of ISO 8601: {value!r}") from None
+            raise ValueError(f"time is neither a number of seconds nor an ISO 8601 time: {value!r}") from None
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"time is a number of seconds from 0 on, not {value!r}")
+        raise ValueError(f"time must be >= 0 seconds, not {value!r}")
     return seconds
 
 
@@ -229,15 +231,15 @@ def _problem(name: str, line: int, what: str, hint: str) -> Problem:
 
 
 def write_trace(requests: Iterable[Mapping[str, Any]], stream: TextIO) -> int:
-    """As CSV that `read_trace` reads, in the order of the times. Says how many.
+    """Writes requests as CSV for `read_trace`, in the order of their times; returns their number.
 
-    A request whose client left before its first token counts as one of one token, since it came; one without a prompt
-    is left out.
+    A request whose client disconnected before its first token is written with one output token. Requests without a
+    prompt are dropped.
     """
     ordered = sorted(requests, key=lambda request: float(request["time"]))
-    whole = [{**request, "output_tokens": max(1, request["output_tokens"])} for request in ordered]
-    whole = [request for request in whole if request["prompt_tokens"] > 0]
+    complete = [{**request, "output_tokens": max(1, request["output_tokens"])} for request in ordered]
+    complete = [request for request in complete if request["prompt_tokens"] > 0]
     stream.write(",".join((*COLUMNS, *MEASURED)) + "\n")
-    for request in whole:
+    for request in complete:
         stream.write(",".join(str(request[column]) for column in (*COLUMNS, *MEASURED)) + "\n")
-    return len(whole)
+    return len(complete)

@@ -1,4 +1,4 @@
-"""Time that passes as fast as it can be computed."""
+"""The virtual clock of the simulator: an event queue that runs as fast as it can be computed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from orchestrator.simulate.simulated_request import Arrival
 
 
 class Clock:
-    """Calls what is to be called, in the order of its times; at one time in the order in which it was asked for."""
+    """Runs scheduled calls in the order of their times; at the same time, in the order in which they were scheduled."""
 
     __slots__ = ("_calls", "_count", "arriving", "now")
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.arriving = True  # whether arrivals are still to come
+        self.arriving = True  # whether arrivals remain
         self._calls: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._count = 0
 
     def at(self, time: float, call: Callable[[Any], None], about: Any = None) -> None:
-        """Call ``call(about)`` at that time; never, if it is infinite."""
+        """Schedules ``call(about)`` for that time; never, if it is infinite."""
         if time != math.inf:
             self._count += 1
             heappush(self._calls, (time, self._count, call, about))
 
     def run(self, arrivals: Iterable[Arrival], arrive: Callable[[Arrival], None], until: float = math.inf) -> None:
-        """Until all arrivals are in and nothing is left to be called, or ``until``. An arrival goes before what else is
-        to be called at its time. Raises ValueError for one that is earlier than the one before it."""
+        """Runs until all arrivals and calls are done, or ``until``. An arrival precedes the calls of the same time.
+        Raises ValueError if the arrivals are not in order."""
         calls, coming = self._calls, iter(arrivals)
         arrival = next(coming, None)
         self.arriving = arrival is not None

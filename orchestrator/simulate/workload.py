@@ -1,4 +1,4 @@
-"""Arrivals that are made up: of a seed, the same each time."""
+"""Synthetic workloads: arrivals generated from a seed, identical for the same seed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MIX: tuple[Kind, ...] = ("poisson", "gamma", "diurnal", "onoff")  # of `mixed`, in turn
 
 DAY_S = 86_400.0
-SWING = 0.8  # of the rate, in a diurnal load: from a fifth of the mean to nine fifths
-ON_S, OFF_S = 300.0, 900.0  # mean lengths of the spells of an on/off load
-STEPS = 1440  # of a period in which a diurnal rate is taken as constant
-GAMMA_CV = 4.0  # of `gamma` when nothing is said
+SWING = 0.8  # amplitude of a diurnal load: from a fifth of the mean rate to nine fifths
+ON_S, OFF_S = 300.0, 900.0  # mean lengths of the busy periods and pauses of an on/off load
+STEPS = 1440  # steps of constant rate per period of a diurnal load
+GAMMA_CV = 4.0  # default of `gamma`
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to several models for ``seconds``, together ``rate`` a second on average.
+    """Requests to several models for ``seconds``, with a mean total of ``rate`` per second.
 
-    ``poisson``: independent requests. ``gamma``: bursts, as gaps have a coefficient of variation of ``cv``.
-    ``diurnal``: the rate goes up and down once in ``period_s``, each model at another time of the day. ``onoff``: each
-    model is asked in spells of ON_S, with pauses of OFF_S between them. ``mixed``: the models take these kinds in turn.
-    ``cv`` is that of the gaps within a kind; 1 is Poisson's.
+    ``poisson``: independent requests. ``gamma``: bursts, from gaps with a coefficient of variation of ``cv``.
+    ``diurnal``: the rate rises and falls once per ``period_s``, for each model with another phase. ``onoff``: each
+    model has busy periods of ON_S with pauses of OFF_S. ``mixed``: these kinds in turn, one per model. ``cv`` applies
+    to the gaps of every kind; 1 is Poisson.
     """
 
     kind: Kind
@@ -41,8 +41,8 @@ class Workload:
     seconds: float
     seed: int = 0
     cv: float | None = None  # None: GAMMA_CV for gamma, 1 for the others
-    lengths: Mapping[str, Lengths] = field(default_factory=lambda: MappingProxyType({}))  # by model; none: chat
-    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by model, against 1.0
+    lengths: Mapping[str, Lengths] = field(default_factory=lambda: MappingProxyType({}))  # by model; default: chat
+    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # by model, relative to 1.0
     period_s: float = DAY_S
     begins: float | None = None
 
@@ -57,18 +57,18 @@ class Workload:
         return iter(merge(*streams))
 
     def kind_of(self, number: int) -> Kind:
-        """Of the model of that number: one of MIX, if it is mixed."""
+        """Returns the kind of the model with that number: one of MIX for a mixed load."""
         return MIX[number % len(MIX)] if self.kind == "mixed" else self.kind
 
     def _stream(self, number: int, model: str, rate: float, pairs: Sequence[tuple[int, int]]) -> Iterator[Arrival]:
-        """Of one model, in order."""
+        """Yields the arrivals of one model, in order."""
         kind = self.kind_of(number)
         draw = Random(f"{self.seed} {kind} {model}")
         clock = self._clock(kind, number, model)
         cv = self.cv if self.cv is not None else GAMMA_CV if kind == "gamma" else 1.0
         gap = _gaps(draw, cv, rate)
         random, count, seconds = draw.random, len(pairs), self.seconds
-        at = -gap() * random()  # so that it does not begin with a request
+        at = -gap() * random()  # so that the first request is not at 0
         while True:
             at += gap()
             if at < 0.0:
@@ -80,7 +80,7 @@ class Workload:
             yield Arrival(when, model, prompt, output)
 
     def _clock(self, kind: Kind, number: int, model: str) -> Callable[[float], float] | None:
-        """From a time in which the rate is constant to the time in which it is not."""
+        """Returns the map from a time with a constant rate to the real time."""
         if kind == "diurnal":
             return _diurnal(self.period_s, self.seconds, number / max(1, len(self.models)))
         if kind == "onoff":
@@ -89,7 +89,7 @@ class Workload:
 
 
 def _gaps(draw: Random, cv: float, rate: float) -> Callable[[], float]:
-    """Seconds between requests, ``rate`` a second on average."""
+    """Returns a generator of the seconds between requests, with a mean of ``rate`` requests per second."""
     if cv == 1.0:
         expovariate = draw.expovariate
         return lambda: expovariate(rate)
@@ -113,7 +113,7 @@ def _diurnal(period_s: float, seconds: float, phase: float) -> Callable[[float],
 
 
 def _onoff(draw: Random, seconds: float) -> Callable[[float], float]:
-    """Spells and pauses of random length, exponential; the mean rate stays."""
+    """Busy periods and pauses of exponential length, with an unchanged mean rate."""
     peak = (ON_S + OFF_S) / ON_S
     times, sums = [0.0], [0.0]
     on = draw.random() < 1.0 / peak
@@ -126,7 +126,7 @@ def _onoff(draw: Random, seconds: float) -> Callable[[float], float]:
 
 
 def _through(times: Sequence[float], sums: Sequence[float]) -> Callable[[float], float]:
-    """When so much of the load has come: linear between the points, infinite behind the last."""
+    """Returns the time by which an amount of the load has arrived: linear interpolation, infinite after the last."""
 
     def when(amount: float) -> float:
         at = bisect_right(sums, amount)

@@ -405,8 +405,8 @@ def test_a_load_fits_if_that_of_the_last_minutes_would() -> None:
 def test_the_gain_of_a_replica_is_the_best_mean_of_the_next_ones() -> None:
     """Where the first of several serves nothing in time yet, the model still grows."""
     worth = ServiceCapacity(busy({"chat": 4.0}).forecast("chat"), 4, 5.0, False, RULES)
-    assert worth.more(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
-    assert worth.more(5, 9) > 2 * worth.more(5, 6)
+    assert worth.gain(5, 9) == pytest.approx((worth.of(9) - worth.of(5)) / 4)
+    assert worth.gain(5, 9) > 2 * worth.gain(5, 6)
 
 
 def test_who_may_wait_longer_waits_more_seldom_too_long() -> None:

@@ -115,7 +115,7 @@ def test_a_trace_is_played(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     told = json.loads(captured.out)
     assert told["load"] == f"{trace}: 3 requests in 2 s"
     assert [model["answered"] for model in told["runs"][0]["models"]] == [2, 1]
-    assert captured.err == "1 request of small is longer than its slots, and cut to 2048 tokens\n"
+    assert captured.err == "1 request of small is longer than its slots and cut to 2048 tokens\n"
 
 
 def test_requests_of_models_that_the_spec_lacks_are_left_out(
@@ -126,7 +126,7 @@ def test_requests_of_models_that_the_spec_lacks_are_left_out(
     trace.write_text("time,model,prompt_tokens,output_tokens\n0,chat,10,5\n1,old,10,5\n2,older,10,5\n3,old,1,1\n")
     assert run(["simulate", spec, "--trace", str(trace), "-o", "json"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "3 requests are left out, of models that the spec does not have: old (2), older (1)\n"
+    assert captured.err == "3 requests are dropped: their models are not in the spec: old (2), older (1)\n"
     assert json.loads(captured.out)["runs"][0]["requests"] == 1
 
 
@@ -148,7 +148,7 @@ def test_made_up_requests_that_are_cut_are_told(spec: str, capsys: pytest.Captur
     captured = capsys.readouterr()
     counts = {model["model"]: model["requests"] for model in json.loads(captured.out)["runs"][0]["models"]}
     assert captured.err == "".join(
-        f"{counts[name]} requests of {name} are longer than its slots, and cut to 2048 tokens\n" for name in counts
+        f"{counts[name]} requests of {name} are longer than its slots and cut to 2048 tokens\n" for name in counts
     )
 
 

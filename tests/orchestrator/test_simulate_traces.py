@@ -13,7 +13,7 @@ from orchestrator.process.failure import Failed
 from orchestrator.simulate.simulated_model import SimModel
 from orchestrator.simulate.simulated_request import Arrival
 from orchestrator.simulate.speeds import measured_speeds, parse_speeds, with_speeds
-from orchestrator.simulate.trace_file import MAX_PROBLEMS, TraceWrong, fitted, read_trace
+from orchestrator.simulate.trace_file import MAX_PROBLEMS, InvalidTrace, fit_lengths, read_trace
 from orchestrator.simulate.workload import KINDS, Kind, Workload
 
 MODELS = {"a": "a", "alias": "a", "b": "b"}
@@ -26,7 +26,7 @@ def read(text: str) -> list[Arrival]:
 
 def wrong(text: str) -> list[tuple[str, str]]:
     """(place, what) of all problems."""
-    with pytest.raises(TraceWrong) as raised:
+    with pytest.raises(InvalidTrace) as raised:
         read(text)
     return [(problem.where, problem.what) for problem in raised.value.problems]
 
@@ -58,12 +58,12 @@ def test_every_bad_line_is_told_with_its_place() -> None:
     """What is wrong, and where."""
     lines = ["1,a,0,1,", "x,a,1,1,", "x,c,1,1,", "1,a,1.5,1,", "1,a,1", "-1,a,1,1,", "1,a,,1,", "1,a,1,1,"]
     assert wrong(HEADER + "\n".join(lines)) == [
-        ("t.csv:2", "prompt_tokens is a whole number from 1 on, not '0'"),
-        ("t.csv:3", "time is neither seconds nor a date of ISO 8601: 'x'"),
-        ("t.csv:4", "time is neither seconds nor a date of ISO 8601: 'x'"),
-        ("t.csv:5", "prompt_tokens is no whole number: '1.5'"),
-        ("t.csv:6", "3 fields, the header has 5"),
-        ("t.csv:7", "time is a number of seconds from 0 on, not '-1'"),
+        ("t.csv:2", "prompt_tokens must be an integer >= 1, not '0'"),
+        ("t.csv:3", "time is neither a number of seconds nor an ISO 8601 time: 'x'"),
+        ("t.csv:4", "time is neither a number of seconds nor an ISO 8601 time: 'x'"),
+        ("t.csv:5", "prompt_tokens is not an integer: '1.5'"),
+        ("t.csv:6", "the line has 3 fields, the header has 5"),
+        ("t.csv:7", "time must be >= 0 seconds, not '-1'"),
         ("t.csv:8", "prompt_tokens is missing"),
     ]
 
@@ -75,7 +75,7 @@ def test_every_bad_line_is_told_with_its_place() -> None:
         ("time,model\n", ("t.csv:1", "the header has no prompt_tokens and no output_tokens")),
         ('{"time": 1}\n', ("t.csv:1", "model is missing")),
         ('{"time": 1,\n', ("t.csv:1", "no JSON")),
-        ("{}\n[1]\n", ("t.csv:2", "no JSON object")),
+        ("{}\n[1]\n", ("t.csv:2", "not a JSON object")),
     ],
 )
 def test_a_file_that_is_no_trace_is_told(text: str, expected: tuple[str, str]) -> None:
@@ -86,7 +86,7 @@ def test_a_file_that_is_no_trace_is_told(text: str, expected: tuple[str, str]) -
 
 def test_a_file_of_nonsense_does_not_fill_the_terminal() -> None:
     """The first problems only, and how many more there are."""
-    with pytest.raises(TraceWrong) as raised:
+    with pytest.raises(InvalidTrace) as raised:
         read(HEADER + "x\n" * 1000)
     assert (len(raised.value.problems), raised.value.more) == (MAX_PROBLEMS, 1000 - MAX_PROBLEMS)
 
@@ -100,14 +100,14 @@ def test_requests_of_other_models_are_counted() -> None:
 def test_a_trace_of_other_models_only_is_refused() -> None:
     """With whom it asks for, those with most requests first."""
     lines = "".join(f"1,m{i},1,1,\n" for i in range(7)) + "1,m6,1,1,\n"
-    what = "no request is of a model of the spec; they are of m6 (2), m0 (1), m1 (1), m2 (1), m3 (1) and 2 more"
+    what = "no request is for a model in the spec; the requests are for m6 (2), m0 (1), m1 (1), m2 (1), m3 (1) and 2 more"
     assert wrong(HEADER + lines) == [("t.csv:1", what)]
 
 
 def test_requests_that_are_too_long_are_cut() -> None:
     """To prompt and answer of the slot."""
     trace = read_trace(io.StringIO(HEADER + "1,a,900,300,\n2,a,10,10,\n"), "t.csv", MODELS)
-    fit, cut = fitted(trace, {"a": 1000})
+    fit, cut = fit_lengths(trace, {"a": 1000})
     assert (dict(cut), [(one.prompt_tokens, one.output_tokens) for one in fit]) == ({"a": 1}, [(700, 300), (10, 10)])
 
 
