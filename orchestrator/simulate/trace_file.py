@@ -160,7 +160,7 @@ def _csv_rows(first: str, stream: TextIO, name: str) -> Iterator[tuple[int, dict
     header = [column.strip() for column in next(csv.reader([first]))]
     missing = [column for column in COLUMNS[:4] if column not in header]
     if missing:
-        what = f"the header has no column {' and no '.join(missing)}"
+        what = f"the header has no {' and no '.join(missing)} column"
         raise InvalidTrace([_problem(name, 1, what, f"the first line must be like {','.join(COLUMNS)}")])
     reader = csv.reader(stream)
     try:

@@ -46,7 +46,7 @@ def test_a_run_is_told_as_a_table(spec: str, capsys: pytest.CaptureFixture[str])
     assert run(asked(spec)) == 0
     text = capsys.readouterr().out
     assert text.startswith("poisson, 2 requests/s for 1 min, lengths chat, seed 0\n")
-    assert " s a column:\nchat  |" in text
+    assert " s per column:\nchat  |" in text
     assert "chat: step 20 ms" in text
 
 

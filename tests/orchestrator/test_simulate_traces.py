@@ -72,9 +72,9 @@ def test_every_bad_line_is_told_with_its_place() -> None:
     ("text", "expected"),
     [
         ("", ("t.csv:1", "the trace is empty")),
-        ("time,model\n", ("t.csv:1", "the header has no prompt_tokens and no output_tokens")),
+        ("time,model\n", ("t.csv:1", "the header has no prompt_tokens and no output_tokens column")),
         ('{"time": 1}\n', ("t.csv:1", "model is missing")),
-        ('{"time": 1,\n', ("t.csv:1", "no JSON")),
+        ('{"time": 1,\n', ("t.csv:1", "invalid JSON")),
         ("{}\n[1]\n", ("t.csv:2", "not a JSON object")),
     ],
 )
@@ -100,7 +100,9 @@ def test_requests_of_other_models_are_counted() -> None:
 def test_a_trace_of_other_models_only_is_refused() -> None:
     """With whom it asks for, those with most requests first."""
     lines = "".join(f"1,m{i},1,1,\n" for i in range(7)) + "1,m6,1,1,\n"
-    what = "no request is for a model in the spec; the requests are for m6 (2), m0 (1), m1 (1), m2 (1), m3 (1) and 2 more"
+    what = (
+        "no request is for a model in the spec; the requests are for m6 (2), m0 (1), m1 (1), m2 (1), m3 (1) and 2 more"
+    )
     assert wrong(HEADER + lines) == [("t.csv:1", what)]
 
 
