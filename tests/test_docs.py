@@ -76,7 +76,7 @@ from tests.served import Served
 from tests.stubs import stub_checkpoint
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Listing, RemoteFile
-from workers.artifacts.sources.source_metadata import Asked, SourceMetadata
+from workers.artifacts.sources.source_metadata import SourceMetadata, SourceQuery
 from workers.host.core_claims import CoreClaim
 from workers.host.facts.machine import ONLOOKERS
 from workers.messages.requests import GenerateRequest
@@ -555,7 +555,7 @@ def source_away(folder: Path) -> list[Problem]:
     listing = Listing(source="org/model", files=(RemoteFile(name="config.json", size=len(config), tag=""),))
     with patch.dict(os.environ, {"COREWRIGHT_HOME": str(folder / "home")}):
         heads = SourceMetadata(folder / "home" / "store" / "heads", lambda _: KnownRemote(listing, config))
-        heads.look(Asked(source="org/model"))
+        heads.refresh(SourceQuery(source="org/model"))
         return list(examine("models: {chat: {source: org/model}}\n", "spec.yaml", str(folder), LARGE).problems)
 
 

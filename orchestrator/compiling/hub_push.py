@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.process.failure import Failed
-from workers.artifacts.sources.hub import be_silent
+from workers.artifacts.sources.hub import silence_loggers
 from workers.artifacts.store import locks
 from workers.neff_cache.compiled_artifacts import MANIFEST
 from workers.neff_cache.compiled_cache import FOLDER
@@ -51,7 +51,7 @@ def opened(repository: str) -> HfApi:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read at the import: in a log each of their states is a line
     from huggingface_hub import HfApi
 
-    be_silent()
+    silence_loggers()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     _asked(repository, lambda: api.create_repo(repository, exist_ok=True, private=True))
     return api

@@ -73,15 +73,15 @@ class HostActor:
     def fetch(
         self, waiter: str, wanted: WantedArtifact, wait_s: float
     ) -> FetchedArtifact | ArrivingArtifact | Failure | None:
-        """See `SingleFlight.ask`. ArrivingArtifact: in progress and loadable meanwhile; None: in progress. The moved
+        """See `SingleFlight.join`. ArrivingArtifact: in progress and loadable meanwhile; None: in progress. The moved
         bytes are reported to only one waiter."""
-        ended = self._fetches.ask(waiter, wanted, wanted.source, partial(self._fetcher, wanted), wait_s)
+        ended = self._fetches.join(waiter, wanted, wanted.source, partial(self._fetcher, wanted), wait_s)
         if isinstance(ended, FetchedArtifact):
             with self._lock:
                 counted = ended.flight in self._counted
                 self._counted = (*self._counted[-RECENT:], ended.flight)
             return msgspec.structs.replace(ended, moved=0) if counted else ended
-        if ended is None and not self._copies and (progress := self._fetches.of(wanted)) is not None:
+        if ended is None and not self._copies and (progress := self._fetches.progress_of(wanted)) is not None:
             return self._fetcher.arriving(wanted, progress)
         return ended
 

@@ -18,7 +18,7 @@ from workers.host import foreign_files
 
 if TYPE_CHECKING:
     from workers.artifacts.sources.listing import SourceError
-    from workers.artifacts.sources.source_metadata import Asked, Metadata, Seen, SourceMetadata
+    from workers.artifacts.sources.source_metadata import Metadata, MetadataResult, SourceMetadata, SourceQuery
 
 AT_ONCE = 8  # concurrent queries to sources
 _SKIPPED = "rules about heads, memory and lengths are skipped for it"
@@ -202,12 +202,12 @@ def source_metadata_store() -> SourceMetadata:
     return SourceMetadata(Home.from_environment().path / "store" / "heads")
 
 
-def source_query(part: CheckpointPart) -> Asked:
+def source_query(part: CheckpointPart) -> SourceQuery:
     """Returns the metadata query for a remote source."""
-    from workers.artifacts.sources.source_metadata import Asked
+    from workers.artifacts.sources.source_metadata import SourceQuery
 
     model = part.model
-    return Asked(
+    return SourceQuery(
         source=part.source,
         revision=part.revision,
         allow_pickle=model.allow_pickle,
@@ -238,9 +238,9 @@ def _heads_of(
     }
     unknown = {question for key, question in queries.items() if key not in pinned}
 
-    def answer(question: Asked) -> Seen | SourceError:
+    def answer(question: SourceQuery) -> MetadataResult | SourceError:
         try:
-            return heads.look(question) if fresh else heads.get(question)
+            return heads.refresh(question) if fresh else heads.get(question)
         except SourceError as error:
             return error
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from workers.artifacts.sources.listing import Remote, SourceError
-from workers.artifacts.sources.source_metadata import Asked, SourceMetadata
+from workers.artifacts.sources.source_metadata import SourceMetadata, SourceQuery
 
 
-def _away(asked: Asked) -> Remote:
+def _away(asked: SourceQuery) -> Remote:
     raise SourceError("s3-unreachable", f"{asked.source} is played")
 
 

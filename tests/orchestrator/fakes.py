@@ -135,7 +135,7 @@ class FakeCluster:
         self.loads = True
         self.load_s = 0.0
         self.process_s = 0.0  # of a replica's process, before it wants its weights
-        self.fetch_s = 0.0  # where the host does not hold it yet
+        self.fetch_s = 0.0  # where the host does not have it yet
         self.tells = False  # fetches tell how far they are, so that replicas may be started meanwhile
         self.stall_s = 0.0  # how much longer they take, when all but the last bytes have come
         self.tidy_s = 0.0  # and how long after all is there

@@ -32,7 +32,7 @@ from tests.workers.neffs import graph
 from tests.workers.tnx_runs import config
 from workers.artifacts.store.store import Store
 from workers.compiling import prefetch, start_forecast, warming
-from workers.compiling.build import Built, Predicted, Told, Wanted
+from workers.compiling.build import Built, Predicted, Reply, Wanted
 from workers.compiling.memory_gate import startable
 from workers.compiling.start_forecast import Verdict
 from workers.compiling.warming import Warmed
@@ -283,12 +283,12 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looked:
 
 def test_what_lies_elsewhere_is_brought_before_a_start(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start would not look there; with it on this host nothing is missing."""
-    assert looked.foreseen(monkeypatch, True) == ["model: nothing of this model was compiled"]
+    assert looked.foreseen(monkeypatch, True) == ["model: this model has not been compiled"]
     with entry(looked.home.parent / "another host", MANIFEST) as made:
         (made.path / "a.neff").write_text("NEFF")
         made.finish()
     compiled_cache.push(made, str(looked.there))
-    assert looked.foreseen(monkeypatch, True) == ["model: its neff_cache holds what another host compiled"]
+    assert looked.foreseen(monkeypatch, True) == ["model: its neff_cache has artifacts compiled by another host"]
     with entry(looked.home, MANIFEST) as found:
         assert compiled_cache.pull(found, str(looked.there))
     assert looked.foreseen(monkeypatch, True) == []
@@ -317,7 +317,7 @@ def test_what_only_a_start_compiles_is_no_failure(
     """`compile` says so, starts no compiler for it, and ends with 0."""
     asked: list[str] = []
 
-    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Told]:
+    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
         asked.append(command)
         wanted = Wanted(role="model", source="/m", manifest=MANIFEST, folder="", complete=False, ahead=False)
         yield Predicted(engine=one.engine, wanted=[wanted])
@@ -452,7 +452,7 @@ def test_no_more_are_compiled_at_once_than_somebody_wants(tmp_path: Path, monkey
         at_once.append(len(running) + len(begun))
         return begun
 
-    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Told]:
+    def answers(command: str, one: ReplicaConfig, *_: Any, **__: Any) -> Iterator[Reply]:
         wanted = Wanted(
             role="model", source="/m", manifest=MANIFEST, folder=f"/{one.model}", complete=False, ahead=True
         )

@@ -289,9 +289,9 @@ def test_a_cached_failure_of_a_models_own_cache_names_the_place(
     own.mkdir()
     env = {"NEURON_COMPILE_CACHE_URL": str(own)}
     of = OfflineConfig(model="chat", config=tnx(tmp_path, env=env, compiled=str(tmp_path / "home" / "compiled")))
-    reason = f"the cache holds a compilation that has failed; {LATER}"
+    reason = f"the cache has a failed compilation; {LATER}"
     told = Prediction("fail", "neff-cache", reason, str(own), failed=("a",))
-    assert f"`corewright cache retry --cache {own}` has it" in cache._reason(of, told)
+    assert f"`corewright cache retry --cache {own}`" in cache._reason(of, told)
     assert cache._reason(of, dataclasses.replace(told, place=str(tmp_path / "neffs"))) == reason
 
 

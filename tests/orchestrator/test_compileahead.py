@@ -27,7 +27,7 @@ from tests.workers.tnx_runs import config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.store_settings import StoreSettings
 from workers.compiling import prefetch
-from workers.compiling.build import Built, Predicted, Told, Trouble, Wanted, Working
+from workers.compiling.build import Built, Predicted, Reply, Trouble, Wanted, Working
 from workers.compiling.memory_gate import startable
 from workers.host import host_facts as this_host
 from workers.messages.replica_config import ReplicaConfig
@@ -109,7 +109,7 @@ class Played:
         *,
         push: bool = False,
         make: bool = True,
-    ) -> Iterator[Told]:
+    ) -> Iterator[Reply]:
         key = f"key-of-{Path(one.source or '').name}-{one.dtype}{one.env.get(neuron_target.OVERRIDE, '')}"
         wanted = Wanted(
             role="model",
@@ -124,7 +124,7 @@ class Played:
             return
         yield from self._compile(one, key, wanted, push)
 
-    def _compile(self, one: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Told]:
+    def _compile(self, one: ReplicaConfig, key: str, wanted: Wanted, push: bool) -> Iterator[Reply]:
         with self._lock:
             self.compiled.append(one.model)
             self.targets.append(one.env.get(neuron_target.OVERRIDE))
@@ -468,7 +468,7 @@ def test_ctrl_c_ends_the_compilers(
     """The one who looks on leaves, and every process is told to end before the command does."""
     began, ended = threading.Event(), []
 
-    def answers(command: str, one: ReplicaConfig, stop: threading.Event, *_: Any, **__: Any) -> Iterator[Told]:
+    def answers(command: str, one: ReplicaConfig, stop: threading.Event, *_: Any, **__: Any) -> Iterator[Reply]:
         if command == "predict":
             wanted = Wanted(role="model", source="", manifest={}, folder="/k", complete=False, ahead=True)
             yield Predicted(engine="cpu", wanted=[wanted])

@@ -121,7 +121,7 @@ FAULTS = {
     ),
     "vast": Fault(
         "out-of-memory",
-        ("128.00 TiB were asked for", f"{VAST_SLOTS} slots of {VAST_LEN} tokens", "available", "max_batch"),
+        ("128.00 TiB were requested", f"{VAST_SLOTS} slots of {VAST_LEN} tokens", "available", "max_batch"),
         lambda p: None,
         fields=f", max_len: {VAST_LEN}, max_batch: {VAST_SLOTS}",
         later=lambda p: edit(p / "config.json", **VAST),

@@ -160,7 +160,7 @@ def brought(source: str, root: Path) -> tuple[str, str]:
     """Fetch it, and again; the id of the error if there was one, and all that could be printed of it."""
 
     def opened(wanted: WantedArtifact, _: RetryPolicy) -> object:
-        return open_remote(wanted.source, wanted.revision, patience=HURRIED)
+        return open_remote(wanted.source, wanted.revision, retry_policy=HURRIED)
 
     id, told = "", []
     bringing = ArtifactFetcher(Store(root), opened)  # type: ignore[arg-type]

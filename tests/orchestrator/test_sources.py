@@ -175,7 +175,7 @@ def test_what_was_divided_for_something_else_is_told_before_anything_is_fetched(
     file = examine(text % fields, "f.yaml", ".", LAPTOP)
     assert [problem.id for problem in file.problems] == expected
     if "tp_degree: 2" in fields:
-        assert "tp_degree: needs 2, there is 4" in file.problems[0].what
+        assert "tp_degree: needs 2, found 4" in file.problems[0].what
     if expected and expected[0] != "checkpoint-unreadable":
         assert "org/divided" in file.problems[0].what
         assert file.problems[0].where == "f.yaml:3:7"
@@ -263,7 +263,7 @@ def test_commands_take_specs_with_models_elsewhere(
     for secret in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, "X-Amz-Signature"):
         assert secret not in shown.out + shown.err
         assert secret.encode() not in kept
-    assert "s3-not-found" in shown.err or "there is nothing below s3://models/none/" in shown.err
+    assert "s3-not-found" in shown.err or "no objects below s3://models/none/" in shown.err
 
 
 def test_nothing_is_asked_of_what_a_spec_may_not_name(hub: HubServer) -> None:

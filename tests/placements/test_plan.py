@@ -100,7 +100,7 @@ def test_what_min_asks_for_goes_before_what_exceeds_it() -> None:
 
 
 def test_min_is_placed_unless_another_number_is_wanted() -> None:
-    """wanted counts up to max, and min does not hold it back."""
+    """wanted counts up to max, and min does not have it back."""
     wish = spec(model("a", 2, replicas={"min": 1, "max": 3}))
     numbers = [len(planned(wish, wanted=wanted).placements) for wanted in ({}, {"a": 2}, {"a": 9}, {"a": 0}, {"a": -1})]
     assert numbers == [1, 2, 3, 0, 0]

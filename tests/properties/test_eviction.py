@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.artifacts.store.budget import Entry, Eviction, held, to_free
+from workers.artifacts.store.budget import Entry, Eviction, choose_evictions, occupied_bytes
 
 SIZES = {f"content-{number}": 1 << number for number in range(8)}
 
@@ -42,11 +42,11 @@ def without(entries: list[Entry], keys: tuple[str, ...]) -> list[Entry]:
 def test_enough_goes_or_nothing(entries: list[Entry], want: int, level: float) -> None:
     """What it says is freed is what the rest does not need, and at least what is wanted; None only where all that is
     spare is too little."""
-    chosen = to_free(entries, want, level)
+    chosen = choose_evictions(entries, want, level)
     if chosen is None:
-        assert held(entries) - held([entry for entry in entries if not entry.spare]) < want
+        assert occupied_bytes(entries) - occupied_bytes([entry for entry in entries if not entry.spare]) < want
     else:
-        assert chosen.freed == held(entries) - held(without(entries, chosen.keys))
+        assert chosen.freed == occupied_bytes(entries) - occupied_bytes(without(entries, chosen.keys))
         assert chosen.freed >= want
 
 
@@ -54,7 +54,7 @@ def test_enough_goes_or_nothing(entries: list[Entry], want: int, level: float) -
 @given(stores(), wants, levels)
 def test_nothing_goes_that_is_used(entries: list[Entry], want: int, level: float) -> None:
     """And nothing twice, and nothing that is not there."""
-    chosen = to_free(entries, want, level) or Eviction()
+    chosen = choose_evictions(entries, want, level) or Eviction()
     spare = [entry.key for entry in entries if entry.spare]
     assert len(set(chosen.keys)) == len(chosen.keys)
     assert set(chosen.keys) <= set(spare)
@@ -64,28 +64,28 @@ def test_nothing_goes_that_is_used(entries: list[Entry], want: int, level: float
 @given(stores(), wants, levels)
 def test_nothing_goes_in_vain(entries: list[Entry], want: int, level: float) -> None:
     """Without any single one of those that go, too little would be freed."""
-    chosen = to_free(entries, want, level) or Eviction()
+    chosen = choose_evictions(entries, want, level) or Eviction()
     for key in chosen.keys:
         others = tuple(other for other in chosen.keys if other != key)
-        assert held(entries) - held(without(entries, others)) < want
+        assert occupied_bytes(entries) - occupied_bytes(without(entries, others)) < want
 
 
 @few
 @given(stores(), wants, levels)
 def test_who_stays_and_is_cheaper_would_not_have_been_enough(entries: list[Entry], want: int, level: float) -> None:
     """All that is spare and has less credit than the dearest that goes would have freed too little."""
-    chosen = to_free(entries, want, level) or Eviction()
+    chosen = choose_evictions(entries, want, level) or Eviction()
     if chosen.keys:
         dearest = max(entry.credit for entry in entries if entry.key in chosen.keys)
         cheaper = tuple(entry.key for entry in entries if entry.spare and entry.credit < dearest)
-        assert held(entries) - held(without(entries, cheaper)) < want
+        assert occupied_bytes(entries) - occupied_bytes(without(entries, cheaper)) < want
 
 
 @few
 @given(stores(), wants, levels)
 def test_the_level_only_rises(entries: list[Entry], want: int, level: float) -> None:
     """To the credit of the dearest that went: what is used next outlives what was used before, all else equal."""
-    chosen = to_free(entries, want, level)
+    chosen = choose_evictions(entries, want, level)
     if chosen is not None:
         credits = [entry.credit for entry in entries if entry.key in chosen.keys]
         assert chosen.level == max([level, *credits])
@@ -95,7 +95,7 @@ def test_the_level_only_rises(entries: list[Entry], want: int, level: float) -> 
 @given(stores(), wants, levels)
 def test_the_order_of_the_entries_decides_nothing(entries: list[Entry], want: int, level: float) -> None:
     """Folders are listed in any order."""
-    assert to_free(entries[::-1], want, level) == to_free(entries, want, level)
+    assert choose_evictions(entries[::-1], want, level) == choose_evictions(entries, want, level)
 
 
 @few
@@ -108,7 +108,7 @@ def test_what_is_used_again_and_again_stays(others: list[int]) -> None:
     def use(name: str, now: int) -> None:
         nonlocal level
         if name not in placed and len(placed) == 3:
-            chosen = to_free(list(placed.values()), 1, level)
+            chosen = choose_evictions(list(placed.values()), 1, level)
             assert chosen is not None
             level = chosen.level
             for key in chosen.keys:
@@ -130,7 +130,7 @@ def test_the_dearest_goes_too_when_nobody_uses_it(reload_s: float) -> None:
     level, rounds = 0.0, 0
     while True:
         other = Entry(key=f"other-{rounds}", files={f"other-{rounds}": 1 << 30}, reload_s=1.0, level=level)
-        chosen = to_free([dear, other], 1, level)
+        chosen = choose_evictions([dear, other], 1, level)
         assert chosen is not None
         level, rounds = chosen.level, rounds + 1
         if chosen.keys == ("dear",):
@@ -144,7 +144,7 @@ def test_hundreds_of_models_are_chosen_from_at_once() -> None:
         Entry(key=f"{one}", files={f"{one}-{file}": 1 for file in range(60)}, reload_s=one) for one in range(300)
     ]
     began = time.process_time()
-    chosen = to_free(entries, 300 * 60 - 10)
+    chosen = choose_evictions(entries, 300 * 60 - 10)
     assert chosen is not None
     assert chosen.freed >= 300 * 60 - 10
     assert time.process_time() - began < 2.0

@@ -29,7 +29,7 @@ from workers.artifacts.sources.listing import Listing, SourceError, Stopped
 from workers.artifacts.sources.s3 import WORK, Bucket
 from workers.artifacts.store.store import Store
 from workers.compiling import build, prefetch
-from workers.compiling.build import Built, Order, Told
+from workers.compiling.build import Built, Order, Reply
 from workers.neff_cache import compiled_artifacts, compiled_cache, compiler_cache, pruning, sync
 from workers.neff_cache.candidates import beside, cached, compiled_here
 from workers.neff_cache.compile_session import CompileSession
@@ -49,8 +49,8 @@ DEADLINE_S = 30.0
 QUICK = RetryPolicy(first_s=0.001, longest_s=0.01)
 
 
-def s3_remote(url: str, patience: RetryPolicy = QUICK, connections: int = 4) -> S3Remote:
-    return S3Remote(url, connections=connections, span_bytes=SPAN, patience=patience)
+def s3_remote(url: str, retry_policy: RetryPolicy = QUICK, connections: int = 4) -> S3Remote:
+    return S3Remote(url, connections=connections, span_bytes=SPAN, retry_policy=retry_policy)
 
 
 def fetched(remote: S3Remote, listing: Listing, folder: Path) -> Progress:
@@ -152,8 +152,8 @@ def test_the_pauses_of_one_request_grow(what: str, s3_server: S3Server, s3_proxy
         pauses.append(seconds)
         return False
 
-    patience = RetryPolicy(first_s=0.01, longest_s=100.0, wait=wait)
-    remote = s3_remote(url, patience, connections=1)
+    retry_policy = RetryPolicy(first_s=0.01, longest_s=100.0, wait=wait)
+    remote = s3_remote(url, retry_policy, connections=1)
     listing = remote.listing()
     s3_proxy.answer(503, "SlowDown", key="m", times=7, methods=("GET",) if what == "ranges" else ("HEAD",))
     fetched(remote, listing, tmp_path)
@@ -200,9 +200,9 @@ def test_the_pauses_of_the_hub_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             monkeypatch.setenv(name, value)
         server.repos["org/m"] = Repo()
         server.away()
-        patience = RetryPolicy(seconds=1.0, first_s=0.01, longest_s=100.0, clock=lambda: now[0], wait=wait)
+        retry_policy = RetryPolicy(seconds=1.0, first_s=0.01, longest_s=100.0, clock=lambda: now[0], wait=wait)
         with pytest.raises(SourceError, match="hub-unreachable"):
-            HubRemote("org/m", patience=patience, offline=False).listing()
+            HubRemote("org/m", retry_policy=retry_policy, offline=False).listing()
     assert grows(pauses)
 
 
@@ -291,9 +291,9 @@ def test_who_looks_in_now_and_then_hears_of_the_end_that_was_meant_for_it() -> N
         return f"end {len(begun)}"
 
     flights = SingleFlight[str]()
-    assert [flights.ask(who, "key", "one", work, 0.0) for who in ("a", "b")] == [None, None]
+    assert [flights.join(who, "key", "one", work, 0.0) for who in ("a", "b")] == [None, None]
     ended.set()
-    told = [flights.ask(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
+    told = [flights.join(who, "key", "one", work, DEADLINE_S) for who in ("a", "b")]
     assert (told, begun) == (["end 1"] * 2, [1])
 
 
@@ -557,7 +557,7 @@ def test_nothing_is_sent_to_a_cache_that_can_only_be_read(start: Start, monkeypa
     with visit.compiling():
         local = Path(os.environ["NEURON_COMPILE_CACHE_URL"])
         finished(local)
-    visit.written_down(wait=True)
+    visit.record_compiled(wait=True)
     assert local.is_relative_to(start.home)
     assert [*start.cache.rglob("*")] == []
 
@@ -585,9 +585,9 @@ def test_the_graphs_of_saved_neffs_are_known_all_or_none(start: Start, tmp_path:
     uses = GraphUses(start.cache)
     first = finished(start.cache, "1" * 20, neff="NEFF of a")
     finished(start.cache, "3" * 20, neff="NEFF of c")
-    assert uses.keep(MANIFEST, "m", saved) is None
+    assert uses.record(MANIFEST, "m", saved) is None
     second = finished(start.cache, "2" * 20, neff="NEFF of b")
-    told = uses.keep(MANIFEST, "m", saved)
+    told = uses.record(MANIFEST, "m", saved)
     assert told is not None
     assert set(told.graphs) == {name_of_graph(first), name_of_graph(second)}
 
@@ -656,9 +656,9 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def built(home: Path, push: bool = False, **fields: Any) -> Built:
-    told: list[Told] = []
+    told: list[Reply] = []
     one = config(Path("/models/m"), compiled=str(home), **fields)
-    build.answer("compile", Order(config=one, push=push), told.append)
+    build.run("compile", Order(config=one, push=push), told.append)
     assert isinstance(told[-1], Built), told[-1]
     return told[-1]
 
@@ -688,8 +688,8 @@ def test_what_is_compiled_from_is_not_removed_meanwhile(tmp_path: Path, monkeypa
         found.append(refused.value.id)
         return True
 
-    monkeypatch.setattr(build, "answer", answer)
-    build._answer_in_use("compile", Order(config=config(Path(artifact.folder))), lambda told: None)
+    monkeypatch.setattr(build, "run", answer)
+    build._run_protected("compile", Order(config=config(Path(artifact.folder))), lambda told: None)
     store.remove(artifact.key)
     assert found == ["store-in-use"]
 

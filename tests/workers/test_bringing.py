@@ -218,10 +218,10 @@ def test_one_attempt_that_waits_is_no_silence_while_bytes_come_to_another() -> N
     progress = Progress("org/m", clock=lambda: now[0])
     now[0] = 40.0
     progress.transferred(10)
-    progress.tell(40.0, "Timeout")
+    progress.report_silence(40.0, "Timeout")
     assert progress.status().trouble == ""
     now[0] = 44.0
-    progress.tell(4.0, "Timeout")
+    progress.report_silence(4.0, "Timeout")
     now[0] = 50.0
     assert progress.status().trouble == "no answer for 10 s (Timeout)"
     progress.transferred(1)

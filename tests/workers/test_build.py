@@ -22,7 +22,7 @@ from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store import locks
 from workers.compiling import build, prefetch
-from workers.compiling.build import Built, Order, Predicted, Told, Trouble, Wanted, Working
+from workers.compiling.build import Built, Order, Predicted, Reply, Trouble, Wanted, Working
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.replica_config import ReplicaConfig
 from workers.neff_cache.compiled_artifacts import MANIFEST
@@ -38,10 +38,10 @@ def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa:
     return neuron
 
 
-def asked(command: str, one: ReplicaConfig, **fields: Any) -> list[Told]:
+def asked(command: str, one: ReplicaConfig, **fields: Any) -> list[Reply]:
     """All that is told, without a process of its own."""
-    found: list[Told] = []
-    build.answer(command, Order(config=one, **fields), found.append)
+    found: list[Reply] = []
+    build.run(command, Order(config=one, **fields), found.append)
     return found
 
 
@@ -51,7 +51,7 @@ def wanted(one: ReplicaConfig, **fields: Any) -> list[Wanted]:
     return told.wanted
 
 
-def trouble(found: list[Told]) -> str:
+def trouble(found: list[Reply]) -> str:
     assert isinstance(found[-1], Trouble)
     return found[-1].failure.id
 
@@ -104,12 +104,12 @@ def test_who_waits_for_another_says_so(checkpoint: Checkpoints, tmp_path: Path) 
         lock.parent.mkdir(parents=True, exist_ok=True)
         other.enter_context(locks.shared(lock))
 
-        def tell(told: Told) -> None:
+        def tell(told: Reply) -> None:
             if isinstance(told, Working):
                 phases.append(told.phase)
                 other.close()
 
-        build.answer("compile", Order(config=one), tell)
+        build.run("compile", Order(config=one), tell)
     assert phases == ["waiting", "looking", "compiling", "done"]
 
 
@@ -221,9 +221,9 @@ def processes(machine: Neuron, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         process.wait()
 
 
-def told_by(process: subprocess.Popen[bytes]) -> Iterator[Told]:
+def told_by(process: subprocess.Popen[bytes]) -> Iterator[Reply]:
     assert process.stdout is not None
-    return (msgspec.json.decode(line, type=Told) for line in process.stdout)
+    return (msgspec.json.decode(line, type=Reply) for line in process.stdout)
 
 
 @pytest.mark.compile

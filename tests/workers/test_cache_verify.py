@@ -331,8 +331,8 @@ def test_neffs_that_prove_nothing_are_refused_with_the_way_out(world: World) -> 
         open_engine(world.config()).load()
     assert [error.value.id for error in (unproven, other)] == ["neff-unproven"] * 2
     assert str(world.source / "compiled") in unproven.value.what
-    assert "nothing proves which compiler" in unproven.value.what
-    assert "lnc: needs none, there is 2" in other.value.what
+    assert "have no record of their compiler" in unproven.value.what
+    assert "lnc: needs none, found 2" in other.value.what
     assert "corewright compile SPEC" in other.value.hint
     assert world.neuron.held() == {}  # before a core is claimed
 
@@ -398,7 +398,7 @@ def test_what_nobody_has_read_yet_is_told(world: World) -> None:
     world.engine, world.fields = "nxd-inference", {}
     (told,) = verdicts(world.config(), needed_here(world.config()), os.environ)
     assert told.prediction.outcome == "compile"
-    assert "--read reads them" in told.prediction.reason
+    assert "read them with --read" in told.prediction.reason
 
 
 # Models that nothing but the cache keeps

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.artifacts.sources.checksums import CRC_BYTES, FIELDS, Checksum, combined, crc_of, digest, told
+from workers.artifacts.sources.checksums import CRC_BYTES, FIELDS, Checksum, checksum_of, combined, crc_of, digest
 
 CONTENT = bytes(range(256)) * 40
 ALGORITHMS = [*FIELDS, "md5"]
@@ -74,6 +74,6 @@ CRC = base64_of(digest("crc32c", CONTENT))
 )
 def test_the_best_checksum_is_taken(head: dict[str, str], algorithm: str, composite: bool | None, parts: int) -> None:
     """CRCs before hashes, S3's own before the ETag, and no ETag that is no MD5."""
-    checksum, count = told(head)
+    checksum, count = checksum_of(head)
     assert count == parts
     assert (checksum and checksum.algorithm, checksum and checksum.composite) == (algorithm, composite)

@@ -76,8 +76,8 @@ def test_two_processes_compile_a_manifest_once(tmp_path: Path) -> None:
     assert line(first) == "holds True"
     second = process(tmp_path)
     waiting = line(second)
-    assert waiting.startswith("waiting for another process that holds")
-    assert f"pid {first.pid} compiles since" in waiting
+    assert waiting.startswith("waiting for the process that holds")
+    assert f"pid {first.pid}, compiling since" in waiting
     assert first.communicate("\n", DEADLINE_S)[0] == "waited False\n"
     assert line(second).startswith("waited ")
     assert line(second) == "holds False"
@@ -256,7 +256,7 @@ def test_what_is_missing_on_a_read_only_root_is_told(tmp_path: Path, read_only: 
     with pytest.raises(EngineLoadError) as caught, entry(tmp_path, WANTED | {"flags": {}}):
         pass
     assert caught.value.id == "compiled-unwritable"
-    assert caught.value.what.startswith(f"compiled artifacts cannot be kept in {tmp_path}: ")
+    assert caught.value.what.startswith(f"cannot write compiled artifacts to {tmp_path}: ")
     assert "Read-only file system" in caught.value.what
 
 

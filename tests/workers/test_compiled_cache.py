@@ -133,7 +133,7 @@ def test_what_is_not_as_it_was_made_is_not_taken(tmp_path: Path, damage: Callabl
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     compiled_cache.push(here, shared)
-    damage(Path(compiled_cache.where(here, shared)))
+    damage(Path(compiled_cache.entry_location(here, shared)))
     with held(tmp_path / "b") as other:
         assert not compiled_cache.pull(other, shared)
         assert [path for path in other.path.rglob("*") if path.is_file()] == []
@@ -145,7 +145,7 @@ def test_an_upload_that_died_is_begun_anew(tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     compiled_cache.push(here, shared)
-    place = Path(compiled_cache.where(here, shared))
+    place = Path(compiled_cache.entry_location(here, shared))
     (place / MANIFEST).unlink()
     there(place, "a.so").unlink()
     assert compiled_cache.push(here, shared) > 0
@@ -192,7 +192,7 @@ def test_an_upload_that_died_is_gone_on_with(tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
     here = make(tmp_path / "a")
     whole = compiled_cache.push(here, shared)
-    (Path(compiled_cache.where(here, shared)) / MANIFEST).unlink()
+    (Path(compiled_cache.entry_location(here, shared)) / MANIFEST).unlink()
     assert compiled_cache.push(here, shared) == whole - len(b"program") - len(b"neff")
 
 
@@ -221,7 +221,7 @@ def test_what_was_refused_is_replaced_by_the_next_push(tmp_path: Path, damage: C
     shared = str(tmp_path / "shared")
     compiled_cache.push(make(tmp_path / "a"), shared)
     with held(tmp_path / "b") as other:
-        damage(Path(compiled_cache.where(other, shared)))
+        damage(Path(compiled_cache.entry_location(other, shared)))
         assert not compiled_cache.pull(other, shared)
     mended = make(tmp_path / "b")
     assert compiled_cache.push(mended, shared) > 0
@@ -233,7 +233,7 @@ def test_what_was_refused_is_replaced_by_the_next_push(tmp_path: Path, damage: C
 def test_an_entry_as_the_hub_lays_it_out_is_taken(tmp_path: Path) -> None:
     """Its files lie beside the manifest, by their own names."""
     here = make(tmp_path / "a")
-    shutil.copytree(here.path, compiled_cache.where(here, str(tmp_path / "shared")))
+    shutil.copytree(here.path, compiled_cache.entry_location(here, str(tmp_path / "shared")))
     with held(tmp_path / "b") as other:
         assert compiled_cache.pull(other, str(tmp_path / "shared"))
     assert content(other.path) == content(here.path)
@@ -298,6 +298,6 @@ def test_an_entry_elsewhere_that_lacks_a_file_is_no_hit(tmp_path: Path, damage: 
     here = make(tmp_path / "a")
     compiled_cache.push(here, shared)
     whole = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
-    damage(Path(compiled_cache.where(here, shared)))
+    damage(Path(compiled_cache.entry_location(here, shared)))
     less = predict(WANTED, list(compiled_elsewhere(WANTED, tmp_path / "b", shared)))
     assert (whole.outcome, less.outcome, len(less.missing)) == ("hit", "compile", 1)

@@ -23,7 +23,7 @@ import torch
 
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.workers.tnx_runs import answers, asked, config, of_the_cpu_engine
-from workers.compiling.build import Built, Order, Told, Working, predict
+from workers.compiling.build import Built, Order, Reply, Working, predict
 from workers.engines.cpu import graphs as cpu_graphs
 from workers.engines.cpu.artifacts import is_whole
 from workers.engines.cpu.engine import CpuEngine
@@ -147,7 +147,7 @@ class Made:
 
     config: ReplicaConfig
     key: str
-    told: list[Told]
+    told: list[Reply]
     left: list[str]  # what counted as whole after the kill
     alive: list[psutil.Process]  # of its compilers, after it
 
@@ -180,7 +180,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     left += [str(path) for path in Path(wanted.folder).glob(MANIFEST)]
     process = _start(one)
     assert process.stdout is not None
-    told = [msgspec.json.decode(line, type=Told) for line in process.stdout]
+    told = [msgspec.json.decode(line, type=Reply) for line in process.stdout]
     process.wait()
     return Made(one, wanted.key, told, left, alive)
 

@@ -109,7 +109,7 @@ def test_without_neuron_ls_logical_cores_of_trainium2_are_not_guessed() -> None:
     host = facts(sysfs=sysfs)
 
     assert host.cores == ()
-    assert "its logical cores are not known without neuron-ls" in host.problems[0]
+    assert "its logical cores are unknown without neuron-ls" in host.problems[0]
     assert facts(sysfs=sysfs, monitor=monitored("trn2.48xlarge")).cores == (0, 1, 2, 3)
 
 

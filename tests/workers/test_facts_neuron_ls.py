@@ -76,7 +76,7 @@ def test_processes_are_told_by_device() -> None:
 def test_an_older_release_without_core_ids_is_counted_and_said_once() -> None:
     """The same gap in sixteen devices is one problem that names the first place."""
     assert parse_neuron_ls(sample("trn1.32xlarge")).problems == (
-        "neuron-ls: device[0].neuroncore_ids is missing or empty; the ids are counted from nc_count (so in 16 places)",
+        "neuron-ls: device[0].neuroncore_ids is missing or empty; the ids are counted from nc_count (in 16 places)",
     )
 
 
@@ -85,28 +85,28 @@ def test_an_older_release_without_core_ids_is_counted_and_said_once() -> None:
     [
         ("", "neuron-ls: the output is empty"),
         ("unknown flag `json-output'", 'neuron-ls: the output is not JSON: it begins with "unknown flag'),
-        ("[]", "neuron-ls: the list of devices is empty; is the driver loaded"),
+        ("[]", "neuron-ls: the list of devices is empty; check that the driver is loaded"),
         ('{"error": "no driver"}', 'neuron-ls: the output reports an error: "no driver"'),
         ('"text"', 'neuron-ls: device is "text", not an array'),
         ("[3]", "neuron-ls: device[0] is a number, not an object"),
         ("[" * 100_000, "neuron-ls: the output is nested too deeply"),
-        (changed(neuron_device="0"), 'neuron-ls: device[0].neuron_device is "0", not a whole number'),
-        (changed(memory_size="32 GB"), 'neuron-ls: device[0].memory_size is "32 GB", not a whole number'),
+        (changed(neuron_device="0"), 'neuron-ls: device[0].neuron_device is "0", not a non-negative integer'),
+        (changed(memory_size="32 GB"), 'neuron-ls: device[0].memory_size is "32 GB", not a non-negative integer'),
         (changed(memory_size=...), "neuron-ls: device[0].memory_size is missing"),
         (changed(memory_size=None), "neuron-ls: device[0].memory_size is null"),
-        (changed(nc_count=True), 'neuron-ls: device[0].nc_count is "True", not a whole number'),
+        (changed(nc_count=True), 'neuron-ls: device[0].nc_count is "True", not a non-negative integer'),
         (changed(nc_count=4), "neuron-ls: device[0] has nc_count 4 but 2 neuroncore_ids, which are used"),
         (changed(neuroncore_ids=[]), "neuron-ls: device[0].neuroncore_ids is missing or empty"),
         (
             changed(neuroncore_ids=..., nc_count=10**6),
-            "neuron-ls: device[0].neuroncore_ids is missing or empty, and so",
+            "neuron-ls: device[0].neuroncore_ids is missing or empty, without",
         ),
         (changed(neuroncore_ids={"0": 1}), "neuron-ls: device[0].neuroncore_ids is an object, not an array"),
         (changed(numa_node="east"), 'neuron-ls: device[0].numa_node is "east", not the number of a NUMA node'),
         (changed(cpu_affinity="all"), 'neuron-ls: device[0].cpu_affinity is "all", not a list of CPUs'),
         (changed(neuron_processes=[{"command": "x"}]), "neuron-ls: device[0].neuron_processes[0].pid is missing"),
         (changed(error="no answer"), 'neuron-ls: device[0] reports an error: "no answer"'),
-        (json.dumps(json.loads(sample("trn1.2xlarge")) * 2), "neuron-ls: device[1] tells of device 0 a second time"),
+        (json.dumps(json.loads(sample("trn1.2xlarge")) * 2), "neuron-ls: device[1] repeats device 0"),
     ],
 )
 def test_what_cannot_be_read_is_named(output: str, problem: str) -> None:

@@ -94,7 +94,7 @@ TOLD = "neuron-monitor: neuron_runtime_data[0]"
         ("instance_info.error", "no IMDS", 'neuron-monitor: instance_info reports an error: "no IMDS"'),
         ("neuron_hardware_info", [], "neuron-monitor: neuron_hardware_info is an array, not an object"),
         ("neuron_hardware_info.error", "no driver", 'neuron-monitor: neuron_hardware_info reports an error: "no'),
-        (f"{RUNTIME}.pid", "4101", f'{TOLD}.pid is "4101", not a whole number'),
+        (f"{RUNTIME}.pid", "4101", f'{TOLD}.pid is "4101", not a non-negative integer'),
         (f"{RUNTIME}.error", "it ended", f'{TOLD} reports an error: "it ended"'),
         (f"{RUNTIME}.report", ..., f"{TOLD}.report is missing"),
         (f"{RUNTIME}.report.neuroncore_counters", ..., f"{TOLD}.report.neuroncore_counters is missing"),

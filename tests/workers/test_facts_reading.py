@@ -77,7 +77,7 @@ def test_a_failing_tool_is_quoted(tmp_path: Path) -> None:
 
     assert read_neuron_ls(10.0, folder) == (
         None,
-        (f"neuron-ls: ended with exit code 3: driver not found; try `{tmp_path}/neuron-ls --json-output` by hand",),
+        (f"neuron-ls: exited with code 3: driver not found; run `{tmp_path}/neuron-ls --json-output` by hand",),
     )
 
 
@@ -90,7 +90,7 @@ def test_a_hanging_tool_is_ended_with_its_children(tmp_path: Path) -> None:
 
     assert time.monotonic() - begun < 10.0
     assert output.problem is not None
-    assert "no full answer within 1 s" in output.problem
+    assert "no complete output within 1 s" in output.problem
     child = int((tmp_path / "child").read_text())
     until = time.monotonic() + 10.0
     while host_facts.process_start(child) is not None and time.monotonic() < until:
@@ -134,7 +134,7 @@ def test_a_silent_neuron_monitor_is_a_problem(tmp_path: Path) -> None:
     """No line, no sample."""
     sample, problems = read_neuron_monitor(10.0, tool(tmp_path, "neuron-monitor", "exit 0"))
 
-    assert (sample, problems) == (None, ("neuron-monitor: ended without a line",))
+    assert (sample, problems) == (None, ("neuron-monitor: exited without output",))
 
 
 def test_a_host_without_devices_runs_no_tool(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_counters_are_found_where_another_release_puts_them() -> None:
     ("path", "text", "problem"),
     [
         ("neuron0/core_count", None, "sysfs: neuron0: core_count is missing"),
-        ("neuron0/core_count", "two", 'sysfs: neuron0/core_count is "two", not a whole number'),
+        ("neuron0/core_count", "two", 'sysfs: neuron0/core_count is "two", not a non-negative integer'),
         ("neuron0/connected_devices", "all", 'sysfs: neuron0/connected_devices is "all", not a list of devices'),
         ("neuron1/stats/hardware/sram_ecc_uncorrected", "", "sysfs: neuron1/stats/hardware/sram_ecc_uncorrected is"),
     ],

@@ -21,7 +21,7 @@ LINES = [
         STAMP + "NRT:nrt_allocate_neuron_cores   NeuronCore(s) not available - Requested:nc4-nc7 Available:3",
         "cores-taken",
         Reaction.ELSEWHERE,
-        "nc4-nc7 were asked for, 3 of them",
+        "nc4-nc7 were requested, 3 of them",
     ),
     (STAMP + "NRT:nrt_allocate_neuron_cores   Neuron cores are not contiguous", "visible-cores-refused", "stop", ""),
     (STAMP + "TDRV:tdrv_init_mla_phase1   Could not open the nd12", "device-missing", "quarantine", "device 12"),

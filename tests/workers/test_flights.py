@@ -38,7 +38,7 @@ class Played:
 def asked(
     flights: SingleFlight[str], who: str, work: Callable[[Progress, threading.Event], str]
 ) -> str | Failure | None:
-    return flights.ask(who, "key", "s3://models/one", work, DEADLINE_S)
+    return flights.join(who, "key", "s3://models/one", work, DEADLINE_S)
 
 
 def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
@@ -49,9 +49,9 @@ def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
     for thread in threads:
         thread.start()
     assert work.running.wait(DEADLINE_S)
-    assert flights.ask("a", "key", "s3://models/one", work, 0.0) is None
+    assert flights.join("a", "key", "s3://models/one", work, 0.0) is None
     assert [(one.source, one.phase) for one in flights.progress()] == [("s3://models/one", "fetching")]
-    progress = flights.of("key")
+    progress = flights.progress_of("key")
     assert progress is not None
     assert progress.status().phase == "fetching"
     work.go_on.set()
@@ -60,7 +60,7 @@ def test_what_several_wait_for_is_done_once_and_each_hears_of_its_end() -> None:
 
     assert told == ["end 1", "end 1"]
     assert flights.progress() == []
-    assert flights.of("key") is None
+    assert flights.progress_of("key") is None
     assert asked(flights, "c", work) == "end 2"
 
 
@@ -68,7 +68,7 @@ def test_what_nobody_waits_for_any_more_is_stopped() -> None:
     """Not before the last one has left."""
     work, flights = Played(), SingleFlight[str]()
     for who in ("a", "b"):
-        assert flights.ask(who, "key", "one", work, 0.0) is None
+        assert flights.join(who, "key", "one", work, 0.0) is None
     assert work.running.wait(DEADLINE_S)
     told: list[str | Failure | None] = []
     late = threading.Thread(target=lambda: told.append(asked(flights, "b", work)))
@@ -78,21 +78,21 @@ def test_what_nobody_waits_for_any_more_is_stopped() -> None:
     flights.leave("b")
     assert work.stopped.wait(DEADLINE_S)
     late.join(DEADLINE_S)
-    assert told == [Failure("nobody-waits", "nobody waits for one any more")]
+    assert told == [Failure("nobody-waits", "stopped one: it has no waiters left")]
 
 
 def test_who_does_not_ask_again_has_gone() -> None:
     """As a controller that was killed; one that asks in time goes on waiting for the same."""
     now = [0.0]
     work, flights = Played(), SingleFlight[str](clock=lambda: now[0])
-    assert flights.ask("a", "key", "one", work, 0.0) is None
+    assert flights.join("a", "key", "one", work, 0.0) is None
     now[0] = LEASE_S - 1
-    assert flights.ask("a", "key", "one", work, 0.0) is None
+    assert flights.join("a", "key", "one", work, 0.0) is None
     now[0] = 2 * LEASE_S - 2
-    flights.look()
+    flights.drop_expired_waiters()
     assert (work.begun, work.stopped.is_set()) == (1, False)
     now[0] = 3 * LEASE_S
-    flights.look()
+    flights.drop_expired_waiters()
     assert work.stopped.wait(DEADLINE_S)
 
 

@@ -42,13 +42,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-def remote(revision: str | None = None, patience: RetryPolicy = HURRIED) -> HubRemote:
-    return HubRemote(ID, revision, patience=patience)
+def remote(revision: str | None = None, retry_policy: RetryPolicy = HURRIED) -> HubRemote:
+    return HubRemote(ID, revision, retry_policy=retry_policy)
 
 
-def fetched(listing: Listing, folder: Path, patience: RetryPolicy = HURRIED) -> Progress:
+def fetched(listing: Listing, folder: Path, retry_policy: RetryPolicy = HURRIED) -> Progress:
     progress = Progress(ID)
-    remote(patience=patience).fetch(listing, folder, progress, threading.Event())
+    remote(retry_policy=retry_policy).fetch(listing, folder, progress, threading.Event())
     return progress
 
 
@@ -145,7 +145,7 @@ def test_a_hub_that_stays_away_is_told_by_its_name(hub: HubServer) -> None:
     """With the variable that decides whom we ask."""
     hub.away()
     with pytest.raises(SourceError, match="HF_ENDPOINT") as refused:
-        remote(patience=RetryPolicy(seconds=0.0)).listing()
+        remote(retry_policy=RetryPolicy(seconds=0.0)).listing()
     assert refused.value.id == "hub-unreachable"
     assert "127.0.0.1" in refused.value.what
 
@@ -303,7 +303,7 @@ def test_offline_a_tokenizer_is_no_model(hub: HubServer, tmp_path: Path, monkeyp
     for name in ("config.json", "tokenizer.json"):
         hf_hub_download(ID, name, endpoint=hub.url, cache_dir=tmp_path / "hf" / "hub")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SourceError, match="holds no weights") as refused:
+    with pytest.raises(SourceError, match="has no weights") as refused:
         remote().listing()
     assert refused.value.id == "hub-offline"
 

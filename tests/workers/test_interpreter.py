@@ -60,10 +60,10 @@ def test_a_package_on_its_path_is_an_engine(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("body", "id", "says"),
     [
-        (None, "interpreter-missing", "is not there"),
+        (None, "interpreter-missing", "does not exist"),
         ("exec sleep 60", "interpreter-hangs", "within 0.5 s"),
         ("echo no such engine >&2; exit 3", "interpreter-broken", "no such engine"),
-        ("exit 0", "interpreter-broken", "ended with code 0"),
+        ("exit 0", "interpreter-broken", "exited with code 0"),
     ],
 )
 def test_what_is_no_interpreter_is_told_in_time(body: str | None, id: str, says: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.artifacts.sources.layout import head, layout_of, selected, served_by
+from workers.artifacts.sources.layout import layout_of, metadata_files, selected, served_by
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError
 from workers.neff_cache.record import LOCK_FILE
 
@@ -158,6 +158,6 @@ def test_a_head_holds_small_files_of_the_root() -> None:
     """The config and the tokenizer; no weights, no index, no folders, nothing huge."""
     huge = RemoteFile(name="vocab.json", size=65 * 2**20, tag="t")
     small = listed(*SAFE, INDEX, "merges.txt", "tokenizer.model", "chat_template.jinja", "compiled/x.json")
-    found = head(Listing(source="s", files=(*small.files, huge)))
+    found = metadata_files(Listing(source="s", files=(*small.files, huge)))
     expected = {CONFIG, "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
     assert {file.name for file in found.files} == expected

@@ -218,4 +218,4 @@ def test_the_target_is_that_of_the_machine_unless_it_is_overridden(
     monkeypatch.setattr(host_facts, "instance_type", lambda: instance)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert neuron_target.here() == target
+    assert neuron_target.current() == target

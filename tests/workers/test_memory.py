@@ -77,8 +77,8 @@ def test_the_text_has_the_numbers() -> None:
     told = out_of_memory(RuntimeError(TORCH), "a step")
     size = r"[\d.]+ [KMGT]iB"
     assert told.id == "out-of-memory"
-    assert "32.00 GiB were asked for" in told.what
-    assert re.search(rf"{size} of the machine's {size} are available, this process holds {size}", told.what)
+    assert "32.00 GiB were requested" in told.what
+    assert re.search(rf"{size} of the machine's {size} are available, this process uses {size}", told.what)
     assert all(word in told.hint for word in ("max_batch", "max_len", "dtype", "replicas"))
 
 

@@ -80,9 +80,9 @@ def test_a_place_that_gave_no_answer_is_told_beside_the_reason() -> None:
     silent = Candidate("neff-cache", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
     elsewhere = Candidate("elsewhere", "s3://neffs", None, silent="the cache at s3://neffs does not answer")
     told = predict(WANTED, [silent, elsewhere])
-    assert told.reason == "nothing of this model was compiled; the cache at s3://neffs does not answer"
+    assert told.reason == "this model has not been compiled; the cache at s3://neffs does not answer"
     told = predict(WANTED, [silent, Candidate("compiled", "/a", changed("lnc", 2), source="/model")], "/model")
-    assert told.reason == "it was compiled otherwise; the cache at s3://neffs does not answer"
+    assert told.reason == "it was compiled differently; the cache at s3://neffs does not answer"
     assert len(told.why) == 1
     for there in (HERE, CACHED):
         assert predict(WANTED, [silent, there]).hit
@@ -94,7 +94,7 @@ def test_of_several_the_nearest_tells_why() -> None:
     there = [Candidate("compiled", "/far", far), Candidate("compiled", "/near", near)]
     assert predict(WANTED, there, "/model").place == "/near"
     other = Candidate("compiled", "/other", changed("model", "another"), source="/another model")
-    assert predict(WANTED, [other], "/model").reason == "nothing of this model was compiled"
+    assert predict(WANTED, [other], "/model").reason == "this model has not been compiled"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.s3 import FaultProxy
 from tests.workers.tnx_runs import BUCKETS, config
 from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.compiling import build, prefetch
-from workers.compiling.build import Built, Order, Told
+from workers.compiling.build import Built, Order, Reply
 from workers.compiling.start_forecast import verdicts
 from workers.engines.transformers_neuronx.engine import open_transformers_neuronx
 from workers.messages.replica_config import ReplicaConfig
@@ -27,10 +27,10 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def machine(neuron: Neuron, monkeypatch: pytest.MonkeyPatch) -> Neuron:  # noqa: F811
-    """On which nothing was said yet, and whose patience is short."""
+    """A bucket without requests so far, with a short retry deadline."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     monkeypatch.setattr(compiler_cache, "SETTLE_S", 0.0)
-    monkeypatch.setattr(unavailable, "_said", set())
+    monkeypatch.setattr(unavailable, "_logged", set())
     monkeypatch.setattr(sync, "PATIENCE_S", 0.1)
     return neuron
 
@@ -59,7 +59,7 @@ def _no_bucket(proxy: FaultProxy) -> None:
 SILENT = [
     (_away, logging.WARNING, f"the cache at {CACHE} does not answer: s3-unreachable: s3:ListBucket on {CACHE}"),
     (_denied, logging.ERROR, f"the cache at {CACHE} cannot be used: s3-denied: s3:ListBucket on {CACHE}"),
-    (_no_bucket, logging.ERROR, f"the cache at {CACHE} cannot be used: s3-no-bucket: there is no bucket neffs"),
+    (_no_bucket, logging.ERROR, f"the cache at {CACHE} cannot be used: s3-no-bucket: the bucket neffs does not exist"),
 ]
 silent = pytest.mark.parametrize(("fault", "level", "says"), SILENT)
 
@@ -68,10 +68,10 @@ def kept(source: Path, tmp_path: Path, **fields: Any) -> ReplicaConfig:
     return config(source, compiled=str(tmp_path / "compiled"), neff_cache=CACHE, **BUCKETS | fields)
 
 
-def asked(one: ReplicaConfig, **fields: Any) -> Told:
+def asked(one: ReplicaConfig, **fields: Any) -> Reply:
     """How compiling it ends, without a process of its own."""
-    found: list[Told] = []
-    build.answer("compile", Order(config=one, **fields), found.append)
+    found: list[Reply] = []
+    build.run("compile", Order(config=one, **fields), found.append)
     return found[-1]
 
 
@@ -96,7 +96,7 @@ def test_a_cache_that_gives_no_answer_fails_no_compile(
     assert (len(built.compiled), built.pulled) == (2, [])
     assert [one.startswith(says) for one in built.warnings] == [True, True]
     ((how_loud, words),) = said(caplog)
-    assert (how_loud, words.startswith(says), words.endswith("it goes on without it")) == (level, True, True)
+    assert (how_loud, words.startswith(says), words.endswith("continuing without it")) == (level, True, True)
 
 
 @silent
@@ -135,7 +135,7 @@ def test_what_a_start_would_compile_is_told_with_the_silence(
     fault(proxy)
     one = kept(checkpoint("llama"), tmp_path)
     (told,) = prefetch._missing(one, build.predict(one))
-    assert told.startswith(f"model: nothing of this model was compiled; {says}")
+    assert told.startswith(f"model: this model has not been compiled; {says}")
     assert told.count("the cache at") == 1
 
 
@@ -204,5 +204,5 @@ def test_a_manifest_that_is_none_is_not_taken(checkpoint: Checkpoints, tmp_path:
 def test_no_credential_of_a_wrong_url_is_told() -> None:
     """Nor a signature."""
     error = SourceError("s3-url-wrong", "it is no s3://BUCKET/PREFIX")
-    words = unavailable.in_words("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
+    words = unavailable.describe("s3://KEY:SECRET@neffs/chat?X-Amz-Signature=abc", error)
     assert words == "the cache at s3://neffs/chat cannot be used: s3-url-wrong: it is no s3://BUCKET/PREFIX"

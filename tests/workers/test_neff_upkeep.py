@@ -115,7 +115,7 @@ def test_a_start_of_another_model_makes_no_graph_look_unread(tmp_path: Path) -> 
     read, unread = old(finished(tmp_path, "1" * 20)), old(finished(tmp_path, "2" * 20))
     neff = read / "model.neff"
     os.utime(neff, ns=(neff.stat().st_ctime_ns, neff.stat().st_mtime_ns))
-    GraphUses(tmp_path).keep(MANIFEST, "another model")
+    GraphUses(tmp_path).record(MANIFEST, "another model")
     assert pruned(tmp_path) == [str(unread)]
 
 
@@ -123,9 +123,9 @@ def test_of_two_starts_at_once_each_knows_its_own_graphs(tmp_path: Path) -> None
     """The times that the first puts back are no reads in the eyes of the second."""
     unread = old(finished(tmp_path, "1" * 20))
     first, second = GraphUses(tmp_path), GraphUses(tmp_path)
-    first.keep(MANIFEST, "m")
+    first.record(MANIFEST, "m")
     made = finished(tmp_path, "2" * 20)
-    told = second.keep({**MANIFEST, "model": "another"}, "another")
+    told = second.record({**MANIFEST, "model": "another"}, "another")
     assert told is not None
     assert list(told.graphs) == [name(made)]
     assert name(unread) not in told.graphs
@@ -178,11 +178,11 @@ def vanishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
 
 
 def _uses(cache: Path) -> None:
-    GraphUses(cache).keep(MANIFEST, "m")
+    GraphUses(cache).record(MANIFEST, "m")
 
 
 def _uses_that_fail(cache: Path) -> None:
-    GraphUses(cache).keep_failure(MANIFEST, "m", RuntimeError())
+    GraphUses(cache).record_failure(MANIFEST, "m", RuntimeError())
 
 
 LOOKS = [read_entries, _uses, _uses_that_fail, lambda cache: list(pruning.prune_cache(cache, DAY_S))]

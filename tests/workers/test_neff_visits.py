@@ -187,7 +187,7 @@ def test_a_start_writes_down_when_it_was(host: Host) -> None:
     with visit.compiling():
         at = (folder / "model.neff").stat()
         os.utime(folder / "model.neff", ns=(at.st_ctime_ns, at.st_mtime_ns))  # as a read would
-    visit.written_down(wait=True)
+    visit.record_compiled(wait=True)
     after = read_record(file)
     assert before is not None
     assert after is not None

@@ -21,7 +21,7 @@ from tests.contracts import contract
 from tests.doubles import Neuron, neuron  # noqa: F401 - the fixture
 from tests.workers import nxdi_traffic
 from tests.workers.nxdi_traffic import arrivals, cpu, replica_config, served
-from workers.artifacts.sources.layout import head
+from workers.artifacts.sources.layout import metadata_files
 from workers.artifacts.sources.listing import Listing, RemoteFile
 from workers.artifacts.sources.source_metadata import MARK
 from workers.compiling.build import compile_all
@@ -151,7 +151,7 @@ def test_a_compiled_source_with_an_fp8_cache_is_loaded(
     model = given.opened()._model
     plain = 2 * 2 * model.config.num_key_value_heads * model.config.head_dim * 4 * nxdi_traffic.MAX_LEN
     assert model._kv_bytes(model.config) == plain
-    assert "quantize_kv (kv_cache_quant): needs False, there is True" in given.refused(quantize_kv=None).what
+    assert "quantize_kv (kv_cache_quant): needs False, found True" in given.refused(quantize_kv=None).what
 
 
 def test_compiling_ahead_finds_nothing_to_do(llama: Folder) -> None:
@@ -195,18 +195,18 @@ def test_what_somebody_else_has_compiled_is_loaded(nxd: Neuron, checkpoint: Chec
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"slots": 2}, "max_batch (batch_size): needs 2, there is 4"),
-        ({"max_len": 64, "decode_buckets": [64]}, "max_len (seq_len): needs 64, there is 96"),
-        ({"tp_degree": 1, "cores": [0]}, "tp_degree: needs 1, there is 2"),
-        ({"dtype": "bf16"}, "dtype (torch_dtype): needs bfloat16, there is float32"),
-        ({"prefill_buckets": [64]}, "buckets.prefill (context_encoding_buckets): needs 64, there is 16 32 64"),
-        ({"decode_buckets": [96]}, "buckets.decode (token_generation_buckets): needs 96, there is 32 64 96"),
-        ({"sampling": "device"}, "sampling (on_device_sampling_config): needs device, there is host"),
-        ({"quantize": "int8"}, "quantize (quantized): needs True, there is False"),
-        ({"quantize_kv": "fp8"}, "quantize_kv (kv_cache_quant): needs True, there is False"),
-        ({"fuse_qkv": True}, "fuse_qkv (fused_qkv): needs True, there is False"),
-        ({"engine_options": {"vocab_parallel": True}}, "engine_options.vocab_parallel: needs True, there is False"),
-        ({"draft_source": "ORIGINAL", "draft_k": 3}, "draft.k (speculation_length): needs 4, there is 0"),
+        ({"slots": 2}, "max_batch (batch_size): needs 2, found 4"),
+        ({"max_len": 64, "decode_buckets": [64]}, "max_len (seq_len): needs 64, found 96"),
+        ({"tp_degree": 1, "cores": [0]}, "tp_degree: needs 1, found 2"),
+        ({"dtype": "bf16"}, "dtype (torch_dtype): needs bfloat16, found float32"),
+        ({"prefill_buckets": [64]}, "buckets.prefill (context_encoding_buckets): needs 64, found 16 32 64"),
+        ({"decode_buckets": [96]}, "buckets.decode (token_generation_buckets): needs 96, found 32 64 96"),
+        ({"sampling": "device"}, "sampling (on_device_sampling_config): needs device, found host"),
+        ({"quantize": "int8"}, "quantize (quantized): needs True, found False"),
+        ({"quantize_kv": "fp8"}, "quantize_kv (kv_cache_quant): needs True, found False"),
+        ({"fuse_qkv": True}, "fuse_qkv (fused_qkv): needs True, found False"),
+        ({"engine_options": {"vocab_parallel": True}}, "engine_options.vocab_parallel: needs True, found False"),
+        ({"draft_source": "ORIGINAL", "draft_k": 3}, "draft.k (speculation_length): needs 4, found 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -225,20 +225,20 @@ def test_each_field_that_differs_is_told(
 def test_all_fields_that_differ_are_told_at_once(llama: Folder) -> None:
     """And what follows from them is not."""
     what = llama.refused(slots=2, dtype="bf16").what
-    assert "max_batch (batch_size): needs 2, there is 4" in what
-    assert "dtype (torch_dtype): needs bfloat16, there is float32" in what
+    assert "max_batch (batch_size): needs 2, found 4" in what
+    assert "dtype (torch_dtype): needs bfloat16, found float32" in what
     assert what.count("needs") == 2
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"padding_side": "left"}, "padding_side: needs right, there is left"),
-        ({"async_mode": True}, "async_mode: needs False, there is True"),
-        ({"qkv_kernel_enabled": True}, "engine_options.qkv_kernel_enabled: needs False, there is True"),
-        ({"of_another_version": 7}, "of_another_version: needs none, there is 7"),
-        ({"spec_batch_size": 3}, "max_batch (spec_batch_size): needs 4, there is 3"),
-        ({"logical_nc_config": 2}, "hosts.lnc (logical_nc_config): needs 1, there is 2"),
+        ({"padding_side": "left"}, "padding_side: needs right, found left"),
+        ({"async_mode": True}, "async_mode: needs False, found True"),
+        ({"qkv_kernel_enabled": True}, "engine_options.qkv_kernel_enabled: needs False, found True"),
+        ({"of_another_version": 7}, "of_another_version: needs none, found 7"),
+        ({"spec_batch_size": 3}, "max_batch (spec_batch_size): needs 4, found 3"),
+        ({"logical_nc_config": 2}, "hosts.lnc (logical_nc_config): needs 1, found 2"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -264,7 +264,7 @@ def test_the_config_of_another_model_is_told(llama: Folder) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
     error = llama.refused()
     assert error.id == "artifacts-mismatch"
-    assert "rms_norm_eps of config.json: needs 0.001, there is " in error.what
+    assert "rms_norm_eps of config.json: needs 0.001, found " in error.what
 
 
 def test_a_draft_is_compared_with_the_one_that_was_compiled(
@@ -274,8 +274,8 @@ def test_a_draft_is_compared_with_the_one_that_was_compiled(
     draft = {"draft_source": str(checkpoint("llama")), "draft_k": 3}
     given = Folder(tmp_path, checkpoint("llama"), **draft)
     assert answers(given.opened(), given.original) == []
-    assert "draft: needs none, there is one" in given.refused(draft_source=None, draft_k=0).what
-    assert "draft.k (speculation_length): needs 3, there is 4" in given.refused(draft_k=2).what
+    assert "draft: needs none, found one" in given.refused(draft_source=None, draft_k=0).what
+    assert "draft.k (speculation_length): needs 3, found 4" in given.refused(draft_k=2).what
 
 
 def test_a_neuron_config_that_the_version_does_not_read_is_told(llama: Folder, nxd: Neuron) -> None:
@@ -319,8 +319,8 @@ def test_the_compiler_is_compared_where_it_is_recorded(recorded: Folder, monkeyp
     monkeypatch.setattr(metadata, "version", lambda name: newer.get(name) or compiler(name))
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
     what = recorded.refused().what
-    assert "compiler version: needs 2.19.0, there is 2.16.372.0" in what
-    assert "compiler flags: needs -O1, there is none" in what
+    assert "compiler version: needs 2.19.0, found 2.16.372.0" in what
+    assert "compiler flags: needs -O1, found none" in what
 
 
 def test_a_program_that_has_changed_since_is_told(recorded: Folder) -> None:
@@ -414,7 +414,7 @@ def test_shards_of_another_kind_are_told(
 def test_what_the_shards_were_made_for_is_compared_where_it_is_recorded(llama: Folder) -> None:
     """Of neuron_config.json what decides how they are divided, and no shape of a graph."""
     llama.without("model.pt")
-    assert "fuse_qkv (fused_qkv): needs True, there is False" in llama.refused(fuse_qkv=True).what
+    assert "fuse_qkv (fused_qkv): needs True, found False" in llama.refused(fuse_qkv=True).what
     assert answers(llama.opened(slots=2), llama.original) == []
 
 
@@ -464,7 +464,7 @@ def only_head(given: Folder) -> Path:
     )
     folder = given.path.parent / "head"
     folder.mkdir()
-    for file in head(listing).files:
+    for file in metadata_files(listing).files:
         shutil.copy(given.path / file.name, folder)
     (folder / MARK).write_bytes(msgspec.json.encode(listing))
     assert not (folder / "model.pt").exists()
@@ -475,7 +475,7 @@ def test_a_source_that_is_not_fetched_yet_is_verified_by_its_head(llama: Folder)
     """By its small files and the names of all: what differs, what is missing, and what is as it should be."""
     llama.path = only_head(llama)
     assert llama.predicted().hit
-    with pytest.raises(EngineLoadError, match=r"max_batch \(batch_size\): needs 2, there is 4"):
+    with pytest.raises(EngineLoadError, match=r"max_batch \(batch_size\): needs 2, found 4"):
         llama.predicted(slots=2)
     listing = json.loads((llama.path / MARK).read_text())
     listing["files"] = [file for file in listing["files"] if file["name"] != SHARD.format(1)]
@@ -522,8 +522,8 @@ def test_what_the_hosts_environment_decides_is_left_to_the_host(
     [
         ("context_encoding_buckets", ["many"], "neuron_config.json in .* cannot be compared: ValueError"),
         ("token_generation_buckets", [float("inf")], "cannot be compared: OverflowError"),
-        ("max_length", "x", "max_len .*: needs 96, there is x"),
-        ("max_context_length", {}, "buckets.prefill .*: needs 64, there is "),
+        ("max_length", "x", "max_len .*: needs 96, found x"),
+        ("max_context_length", {}, "buckets.prefill .*: needs 64, found "),
     ],
 )
 def test_a_record_of_another_kind_is_no_match_and_no_crash(

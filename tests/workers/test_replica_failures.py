@@ -112,7 +112,7 @@ def test_taken_cores_are_told_with_their_owner(
     told = replica(tmp_path / "none.log")._explained(VAGUE, RuntimeError(TAKEN))
 
     assert (told.id, told.reaction) == ("cores-taken", Reaction.ELSEWHERE)
-    assert "nc2-nc3 were asked for, 1 of them" in told.what
+    assert "nc2-nc3 were requested, 1 of them" in told.what
     assert f"held: nc3 by pid {holder.pid} (python)" in told.what
 
 

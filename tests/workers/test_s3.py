@@ -17,8 +17,8 @@ from obstore.store import MemoryStore
 from tests.s3 import ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, FaultProxy, S3Server, s3_environment
 from workers.artifacts.fetch.retry_policy import RetryPolicy
 from workers.artifacts.sources.listing import SourceError
-from workers.artifacts.sources.s3 import WORK, Bucket, wrong_with
-from workers.artifacts.sources.s3_errors import by_code, of_obstore
+from workers.artifacts.sources.s3 import WORK, Bucket, name_problem
+from workers.artifacts.sources.s3_errors import from_obstore, from_response
 
 AT_ONCE = RetryPolicy(seconds=0.0)
 
@@ -49,21 +49,21 @@ def test_a_listing_has_every_file_and_no_folder(s3_server: S3Server, s3_proxy: F
     [
         ("a//b", "has an empty part"),
         ("a/", "has an empty part"),
-        ("../b", "leaves the folder"),
-        ("a/./b", "leaves the folder"),
-        ("a\nb", "a character that no file can have"),
-        ("a\x7fb", "a character that no file can have"),
-        (f"{WORK}/a", "is kept for what arrives"),
+        ("../b", "leads out of the folder"),
+        ("a/./b", "leads out of the folder"),
+        ("a\nb", "a control character"),
+        ("a\x7fb", "a control character"),
+        (f"{WORK}/a", "is reserved"),
         ("ä" * 128, "longer than 255 bytes"),
     ],
 )
 def test_a_key_that_is_no_file_name_is_known(name: str, why: str) -> None:
     """It might lead out of the folder."""
-    assert (why in wrong_with(name), wrong_with("a b/ä%+&.safetensors")) == (True, "")
+    assert (why in name_problem(name), name_problem("a b/ä%+&.safetensors")) == (True, "")
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [("m/../b", "leaves the folder"), ("m/a/b/c", "'m/a' is an object and a folder")]
+    ("key", "why"), [("m/../b", "leads out of the folder"), ("m/a/b/c", "'m/a' is both an object and a folder")]
 )
 def test_a_listing_with_such_a_key_is_refused(key: str, why: str, s3_server: S3Server, s3_proxy: FaultProxy) -> None:
     """Before anything is written."""
@@ -173,7 +173,7 @@ def test_what_is_not_there_is_told(id: str, url: str, name: str, s3_server: S3Se
 
 
 def test_an_s3_that_is_away_is_told(s3_server: S3Server, s3_proxy: FaultProxy) -> None:
-    """When the patience has ended."""
+    """After the retry deadline."""
     bucket = Bucket.of(s3_server.bucket(), AT_ONCE)
     s3_proxy.away()
     error = failed(bucket.files)
@@ -224,7 +224,7 @@ def test_what_can_never_be_asked_for_is_given_up_at_once() -> None:
     """Whatever key that may be."""
     with pytest.raises(ValueError, match="path") as refused:
         obstore.get(MemoryStore(), "a\x7fb")
-    told = of_obstore(refused.value, "models", "a\x7fb")
+    told = from_obstore(refused.value, "models", "a\x7fb")
     assert told is not None
     assert told.id == "s3-key-unsafe"
 
@@ -247,7 +247,7 @@ def test_what_can_never_be_asked_for_is_given_up_at_once() -> None:
 )
 def test_each_answer_of_s3_has_its_meaning(code: str, status: int, id: str | None) -> None:
     """None: another attempt may go better."""
-    error = by_code(code, status, "", "s3:GetObject", "bucket", "key")
+    error = from_response(code, status, "", "s3:GetObject", "bucket", "key")
     assert (error and error.id) == id
 
 
@@ -261,13 +261,13 @@ def test_each_answer_of_s3_has_its_meaning(code: str, status: int, id: str | Non
 )
 def test_credentials_that_are_not_accepted_are_no_missing_permission(code: str, said: str) -> None:
     """No change of a policy would help."""
-    assert said in str(by_code(code, 403, "", "s3:GetObject", "bucket", "key"))
+    assert said in str(from_response(code, 403, "", "s3:GetObject", "bucket", "key"))
 
 
 def test_a_missing_permission_for_the_key_of_the_encryption_is_named() -> None:
     """S3 tells it in its message; the rest of that is not handed on."""
-    error = by_code("AccessDenied", 403, "kms:Decrypt", "s3:GetObject", "bucket", "key")
-    assert str(error) == "s3-denied: kms:Decrypt on s3://bucket/key is not allowed; the policy of the role needs it"
+    error = from_response("AccessDenied", 403, "kms:Decrypt", "s3:GetObject", "bucket", "key")
+    assert str(error) == "s3-denied: kms:Decrypt on s3://bucket/key is not allowed; allow it in the policy of the role"
 
 
 def test_patience_grows_is_spread_and_ends() -> None:
@@ -285,10 +285,12 @@ def test_patience_grows_is_spread_and_ends() -> None:
     def tell(silent_s: float, why: str) -> None:
         told.append((silent_s, why))
 
-    patience = RetryPolicy(seconds=30.0, first_s=0.1, longest_s=5.0, clock=lambda: now[0], wait=wait, told=tell)
-    assert [patience.pause_s(attempt, 1.0) for attempt in (0, 1, 2, 99)] == [0.1, 0.2, 0.4, 5.0]
-    assert patience.pause_s(2, 0.0) == 0.2
-    waiting = patience.begin()
+    retry_policy = RetryPolicy(
+        seconds=30.0, first_s=0.1, longest_s=5.0, clock=lambda: now[0], wait=wait, on_silence=tell
+    )
+    assert [retry_policy.pause_s(attempt, 1.0) for attempt in (0, 1, 2, 99)] == [0.1, 0.2, 0.4, 5.0]
+    assert retry_policy.pause_s(2, 0.0) == 0.2
+    waiting = retry_policy.begin()
     attempts = 0
     while waiting.again(attempts, threading.Event(), "Timeout"):
         attempts += 1

@@ -114,11 +114,11 @@ def test_a_second_load_transfers_nothing(tmp_path: Path) -> None:
 
 
 def test_it_is_found_without_asking_the_source(tmp_path: Path) -> None:
-    """`held` gives the newest of a source, or the one of a revision."""
+    """`newest` returns the newest of a source, or the one of a revision."""
     store = Store(tmp_path)
     first = store.get(FakeRemote(FILES, revision="1"))
     newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}, revision="2"))
-    found = [store.held("s3://models/one"), store.held("s3://models/one", "1"), store.held("s3://models/other")]
+    found = [store.newest("s3://models/one"), store.newest("s3://models/one", "1"), store.newest("s3://models/other")]
     assert [one.key if one else None for one in found] == [newer.key, first.key, None]
 
 
@@ -127,7 +127,11 @@ def test_a_commit_that_changes_no_file_is_the_same_artifact(tmp_path: Path) -> N
     store = Store(tmp_path)
     first, same = store.get(FakeRemote(FILES, revision="1")), FakeRemote(FILES, revision="2")
     assert (store.get(same).folder, store.get(same).revision, same.moved) == (first.folder, "2", [])
-    assert [store.held("s3://models/one", commit) for commit in "123"] == [*store.artifacts(), *store.artifacts(), None]
+    assert [store.newest("s3://models/one", commit) for commit in "123"] == [
+        *store.artifacts(),
+        *store.artifacts(),
+        None,
+    ]
     store.get(FakeRemote(FILES, revision="1"))
     assert store.artifacts()[0].earlier == ("2",)
 
@@ -324,7 +328,7 @@ def test_a_flipped_bit_is_found_and_its_file_fetched_again(tmp_path: Path) -> No
     artifact = store.get(FakeRemote(FILES))
     flip(Path(artifact.folder) / BIG)
     assert store.verify(artifact.key) == [BIG]
-    assert store.held("s3://models/one") is None
+    assert store.newest("s3://models/one") is None
     remote = FakeRemote(FILES)
     assert content(store.get(remote)) == FILES
     assert remote.moved == [BIG]
@@ -406,7 +410,7 @@ def test_after_a_crash_of_the_machine_contents_are_read_before_they_are_trusted(
     remote.moved.clear()
     assert content(store.get(remote)) == FILES
     assert remote.moved == [BIG]
-    monkeypatch.setattr(store, "_proven", None)
+    monkeypatch.setattr(store, "_verified", None)
     store.get(remote)
 
 
@@ -494,7 +498,7 @@ def test_even_the_dearest_goes_when_nobody_uses_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("workers.artifacts.store.store._whole_fetch_s", lambda size, moved, seconds: next(costs))
     for number in range(6):
         Store(tmp_path, budget=2100, grace_s=0).get(FakeRemote({"a": os.urandom(1000)}, f"s3://models/{number}"))
-    assert Store(tmp_path).held("s3://models/0") is None
+    assert Store(tmp_path).newest("s3://models/0") is None
 
 
 def test_what_is_used_is_never_removed(tmp_path: Path, fetcher: Fetchers) -> None:
@@ -571,7 +575,7 @@ def test_the_newest_is_what_was_fetched_last(tmp_path: Path, monkeypatch: pytest
     store.get(FakeRemote(FILES))
     monkeypatch.setattr(time, "time", lambda: now - 3600)
     newer = store.get(FakeRemote({**FILES, "config.json": b"[]"}))
-    found = store.held("s3://models/one")
+    found = store.newest("s3://models/one")
     assert found is not None
     assert found.key == newer.key
 
@@ -661,17 +665,17 @@ def test_who_waits_for_a_lock_whose_file_goes_gets_the_next_one(tmp_path: Path) 
     path, waits, holds, done = tmp_path / "lock", threading.Event(), threading.Event(), threading.Event()
 
     def second() -> None:
-        with locks.alone(path, None, waits.set):
+        with locks.exclusive(path, None, waits.set):
             holds.set()
             done.wait(DEADLINE_S)
 
     thread = threading.Thread(target=second)
-    with locks.alone(path):
+    with locks.exclusive(path):
         thread.start()
         assert waits.wait(DEADLINE_S)
         path.unlink()
     assert holds.wait(DEADLINE_S)
-    with locks.at_once(path) as free:
+    with locks.try_exclusive(path) as free:
         assert not free
     done.set()
     thread.join(DEADLINE_S)
@@ -679,7 +683,7 @@ def test_who_waits_for_a_lock_whose_file_goes_gets_the_next_one(tmp_path: Path) 
 
 def test_a_lock_ends_with_its_holder_and_not_with_a_child_of_it(tmp_path: Path) -> None:
     """A process that was forked meanwhile has the descriptor too."""
-    with locks.alone(tmp_path / "lock") as lock:
+    with locks.exclusive(tmp_path / "lock") as lock:
         childs = os.dup(lock)
     try:
         assert not locks.is_held(tmp_path / "lock")
@@ -688,7 +692,7 @@ def test_a_lock_ends_with_its_holder_and_not_with_a_child_of_it(tmp_path: Path) 
 
 
 def test_a_source_that_says_nothing_is_not_waited_for_when_asked_to_stop(tmp_path: Path) -> None:
-    """It may be silent for as long as its patience lasts."""
+    """It may be silent for as long as its retry deadline allows."""
     asked, stop, answer = threading.Event(), threading.Event(), threading.Event()
 
     class Silent(FakeRemote):
@@ -899,7 +903,7 @@ def test_what_fits_into_memory_is_loaded_from_there(tmp_path: Path) -> None:
     assert artifact.folder == str(tmp_path / "memory" / "artifacts" / artifact.key)
     assert content(artifact) == FILES
     assert (progress.moved, progress.status().done) == (artifact.bytes, artifact.bytes)
-    assert store.held("s3://models/one") == store.artifacts()[0]
+    assert store.newest("s3://models/one") == store.artifacts()[0]
     assert store.artifacts()[0].folder == artifact.folder
     remote.moved.clear()
     assert store.get(remote).folder == artifact.folder

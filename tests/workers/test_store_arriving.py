@@ -16,7 +16,7 @@ import pytest
 from tests.workers.fake_remote import DEADLINE_S, FakeRemote, Fetcher
 from workers import engines
 from workers.artifacts.fetch import arrival
-from workers.artifacts.fetch.arrival import coming, wait_for, wait_for_all, wait_for_small
+from workers.artifacts.fetch.arrival import pending_files, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.sources.listing import SourceError, Stopped
 from workers.artifacts.store.manifest import Artifact
 from workers.artifacts.store.store import Store
@@ -73,8 +73,8 @@ def gated(tmp_path: Path) -> Iterator[Callable[..., Gated]]:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set as soon as somebody finds that a file is still coming."""
-    event, real = threading.Event(), arrival.coming
+    """Set as soon as somebody finds that a file is still pending_files."""
+    event, real = threading.Event(), arrival.pending_files
 
     def told(folder: Path) -> frozenset[str]:
         found = real(folder)
@@ -82,14 +82,14 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
             event.set()
         return found
 
-    monkeypatch.setattr(arrival, "coming", told)
+    monkeypatch.setattr(arrival, "pending_files", told)
     return event
 
 
 def test_a_file_is_waited_for_until_it_is_whole(gated: Callable[..., Gated], looked: threading.Event) -> None:
     """Half of it is there, under another name; those before it are there already."""
     fetch = gated()
-    assert coming(fetch.folder) == {LAST}
+    assert pending_files(fetch.folder) == {LAST}
     assert wait_for(fetch.folder, "model-1.safetensors").read_bytes() == FILES["model-1.safetensors"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for, fetch.folder, LAST)
@@ -98,7 +98,7 @@ def test_a_file_is_waited_for_until_it_is_whole(gated: Callable[..., Gated], loo
         fetch.go_on()
         assert waiting.result(DEADLINE_S).read_bytes() == FILES[LAST]
     assert fetch.fetch.result(DEADLINE_S).folder == str(fetch.folder)
-    assert (fetch.store.growing("s3://models/one"), coming(fetch.folder)) == (None, frozenset())
+    assert (fetch.store.growing("s3://models/one"), pending_files(fetch.folder)) == (None, frozenset())
 
 
 def test_where_nothing_is_fetched_nothing_is_waited_for(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_all_of_it_is_waited_for_until_it_was_compared(
     fetch = gated()
     fetch.go_on()
     assert reached.wait(DEADLINE_S)
-    assert coming(fetch.folder) == frozenset()
+    assert pending_files(fetch.folder) == frozenset()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_all, fetch.folder)
         with pytest.raises(TimeoutError):
@@ -189,7 +189,7 @@ def test_of_a_fetch_that_ends_nobody_gets_the_whole(
     monkeypatch.setattr(arrival, "HANDOVER_S", 0.1)
     fetch = gated()
     fetch.end()
-    with pytest.raises(SourceError, match=r"fetch-ended: .* before all of it"):
+    with pytest.raises(SourceError, match=r"fetch-ended: .* before all files"):
         wait_for_all(fetch.folder)
 
 
@@ -200,7 +200,7 @@ def test_a_file_linked_from_another_version_is_waited_for_until_it_was_read(
     Store(tmp_path / "store").get(FakeRemote({**FILES, LAST: b"old"}))
     fetch = gated()
     assert (fetch.folder / "model-1.safetensors").exists()
-    assert coming(fetch.folder) == set(FILES)
+    assert pending_files(fetch.folder) == set(FILES)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_the_cpu_engine_loads_while_shards_arrive(
         loading = pool.submit(first_logits, fetch.folder)
         assert asked.wait(DEADLINE_S)
         assert not loading.done()
-        assert coming(fetch.folder) == {LAST_SHARD}
+        assert pending_files(fetch.folder) == {LAST_SHARD}
         fetch.go_on()
         assert loading.result(DEADLINE_S) == pytest.approx(first_logits(checkpoint("llama")), abs=1e-4)
 
@@ -307,7 +307,8 @@ def test_pickled_weights_that_arrive_are_waited_for(
 def test_the_engines_that_may_load_early_are_those_that_wait_for_files() -> None:
     """By what their modules use: the controller asks the set and not the engine."""
     folder = Path(engines.__file__).parent
-    waits = {path.stem for path in folder.glob("*.py") if "workers.artifacts.fetch.arrival" in path.read_text()}
+    modules = folder.glob("*/*.py")
+    waits = {path.parent.name for path in modules if "workers.artifacts.fetch.arrival" in path.read_text()}
     assert waits == LOADS_ARRIVING
 
 

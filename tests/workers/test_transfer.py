@@ -54,8 +54,8 @@ class Play:
         self.remote = self.of(self.url)
         self.listing = self.remote.listing()
 
-    def of(self, url: str, patience: RetryPolicy = QUICK) -> S3Remote:
-        return S3Remote(url, connections=4, span_bytes=SPAN, patience=patience)
+    def of(self, url: str, retry_policy: RetryPolicy = QUICK) -> S3Remote:
+        return S3Remote(url, connections=4, span_bytes=SPAN, retry_policy=retry_policy)
 
     def fetch(self, folder: Path, listing: Listing | None = None, remote: S3Remote | None = None) -> Progress:
         progress = Progress("test")
@@ -123,7 +123,7 @@ def test_small_files_come_first(play: Play, tmp_path: Path, monkeypatch: pytest.
     """A load can begin with them."""
     monkeypatch.setattr("workers.artifacts.fetch.transfer.SMALL_BYTES", 100)
     files = {"a-large": BIG, "z-small": b"1", "y-small": b"2"}
-    remote = S3Remote(play.server.bucket(files=files), connections=1, span_bytes=SPAN, patience=QUICK)
+    remote = S3Remote(play.server.bucket(files=files), connections=1, span_bytes=SPAN, retry_policy=QUICK)
     play.fetch(tmp_path, remote.listing(), remote)
     order = [seen.key for seen in play.proxy.requests if seen.method == "GET" and seen.key]
     assert order == ["y-small", "z-small"] + ["a-large"] * 11
@@ -131,7 +131,7 @@ def test_small_files_come_first(play: Play, tmp_path: Path, monkeypatch: pytest.
 
 def test_nothing_below_the_prefix_is_told(play: Play) -> None:
     """An object is no prefix."""
-    with pytest.raises(SourceError, match=r"^s3-not-found: there is nothing below s3://.*/m/empty/"):
+    with pytest.raises(SourceError, match=r"^s3-not-found: no objects below s3://.*/m/empty/"):
         play.of(f"{play.url}/empty").listing()
 
 
@@ -168,7 +168,7 @@ def uploaded(play: Play, kind: str, data: bytes) -> None:
 def test_a_flipped_byte_is_noticed_whatever_the_checksum(kind: str, play: Play, tmp_path: Path) -> None:
     """And the object fetched again: twice its bytes have come."""
     uploaded(play, kind, BIG)
-    remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN, patience=QUICK)
+    remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN, retry_policy=QUICK)
     listing = Listing(source="", files=tuple(file for file in remote.listing().files if file.name == kind))
     play.proxy.flip(f"k/{kind}", SIZE // 2)
     progress = play.fetch(tmp_path, listing, remote)
@@ -183,7 +183,7 @@ def test_an_upload_in_parts_is_verified(kind: str, parts: str, play: Play, tmp_p
     data = random.Random(2).randbytes(3 * PART + 70_000)
     kind = f"{kind} {parts}"
     uploaded(play, kind, data)
-    remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN // 2, patience=QUICK)
+    remote = S3Remote(play.url[:-1] + "k", connections=2, span_bytes=SPAN // 2, retry_policy=QUICK)
     listing = Listing(source="", files=tuple(file for file in remote.listing().files if file.name == kind))
     play.proxy.flip(f"k/{kind}", len(data) - 1)
     play.fetch(tmp_path, listing, remote)
@@ -194,7 +194,7 @@ def test_an_object_that_is_damaged_every_time_is_told(play: Play, tmp_path: Path
     """It never gets its name."""
     play.proxy.flip("m/model.safetensors", 5, times=99)
     error = play.failed(tmp_path)
-    assert (error.id, "m/model.safetensors has arrived 3 times" in str(error)) == ("s3-damaged", True)
+    assert (error.id, "m/model.safetensors failed its checksum 3 times" in str(error)) == ("s3-damaged", True)
     assert not (tmp_path / "model.safetensors").exists()
 
 
@@ -260,7 +260,7 @@ class Outage:
         self._seconds = seconds
         self._lock = threading.Lock()
         self.now = 0.0
-        self.patience = RetryPolicy(seconds=60.0, clock=lambda: self.now, wait=self._wait)
+        self.retry_policy = RetryPolicy(seconds=60.0, clock=lambda: self.now, wait=self._wait)
         held = play.proxy.hold("m/model.safetensors", SIZE // 2)
         self._breaker = threading.Thread(target=lambda: held.reached.wait(DEADLINE_S) and play.proxy.away())
         self._breaker.start()
@@ -277,14 +277,14 @@ class Outage:
 def test_s3_may_be_away_for_half_a_minute(play: Play, tmp_path: Path) -> None:
     """The fetch goes on by itself, and fetches nothing twice."""
     outage = Outage(play, 30.0)
-    progress = play.fetch(tmp_path, remote=play.of(play.url, outage.patience))
+    progress = play.fetch(tmp_path, remote=play.of(play.url, outage.retry_policy))
     assert (content(tmp_path), progress.moved, outage.now >= 30.0) == (FILES, play.listing.bytes, True)
 
 
 def test_an_s3_that_stays_away_is_told_and_what_had_come_is_kept(play: Play, tmp_path: Path) -> None:
     """The next fetch goes on from there."""
     outage = Outage(play, float("inf"))
-    error = play.failed(tmp_path, remote=play.of(play.url, outage.patience))
+    error = play.failed(tmp_path, remote=play.of(play.url, outage.retry_policy))
     kept = play.proxy.bytes()
     play.proxy.back()
     play.proxy.forget()
@@ -318,8 +318,8 @@ def test_a_missing_permission_names_the_action_and_the_key_and_no_secret(
     error = play.failed(tmp_path)
     bucket = play.url.split("/")[2]
     assert str(error) == (
-        f"s3-denied: s3:GetObject on s3://{bucket}/{key} is not allowed; the policy of the role needs s3:GetObject on"
-        f" arn:aws:s3:::{bucket}/{key}"
+        f"s3-denied: s3:GetObject on s3://{bucket}/{key} is not allowed; allow s3:GetObject on"
+        f" arn:aws:s3:::{bucket}/{key} in the policy of the role"
     )
     said = f"{error} {error.__cause__} {caplog.text}"
     assert [mark for mark in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN, "Signature") if mark in said] == []
@@ -335,7 +335,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_comes(
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     error = play.failed(tmp_path)
-    assert (error.id, f"{play.listing.bytes} bytes are to come, 1000 are free" in str(error)) == ("s3-disk-full", True)
+    assert (error.id, f"{play.listing.bytes} bytes needed, 1000 free" in str(error)) == ("s3-disk-full", True)
     assert play.proxy.requests == []
 
 
@@ -492,9 +492,9 @@ def test_ranges_in_any_order_make_the_object(
         for one in spans:
             assembly.write(bytes(arrived[one.start : one.end]), one.start)
             assembly.accept(one, assembly.read(one))
-        assert (assembly.right(), assembly.content()) == (arrived == data, known_by(arrived, piece))
+        assert (assembly.is_valid(), assembly.content()) == (arrived == data, known_by(arrived, piece))
     assembly.publish()
-    assert ((tmp_path / "a").read_bytes(), assembly.found()) == (arrived, arrived == data)
+    assert ((tmp_path / "a").read_bytes(), assembly.is_already_complete()) == (arrived, arrived == data)
 
 
 def known_by(data: bytes, piece: int) -> str:
@@ -529,7 +529,7 @@ def test_a_fetch_that_has_ended_names_no_file_any_more(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its threads may still compare what has arrived, while the next fetch works in the same folder."""
-    comparing, go_on, right = threading.Event(), threading.Event(), Assembly.right
+    comparing, go_on, right = threading.Event(), threading.Event(), Assembly.is_valid
 
     def slow(assembly: Assembly) -> bool:
         if assembly.file.name == "model.safetensors":
@@ -537,7 +537,7 @@ def test_a_fetch_that_has_ended_names_no_file_any_more(
             assert go_on.wait(DEADLINE_S)
         return right(assembly)
 
-    monkeypatch.setattr(Assembly, "right", slow)
+    monkeypatch.setattr(Assembly, "is_valid", slow)
     monkeypatch.setattr("workers.artifacts.fetch.transfer.LEAVE_S", 0.01)
     before, stop = set(threading.enumerate()), threading.Event()
     threading.Thread(target=lambda: comparing.wait(DEADLINE_S) and stop.set()).start()
@@ -565,7 +565,7 @@ def test_what_is_read_from_the_disk_ends_when_it_is_to(tmp_path: Path) -> None:
     file = RemoteFile(name="a", size=SIZE, tag="")
     assembly = Assembly(file, tmp_path / "a", tmp_path / "work", checksum, [SIZE], SPAN, go_on)
     with pytest.raises(Stopped):
-        assembly.found()
+        assembly.is_already_complete()
     with pytest.raises(Stopped):
         assembly.read(assembly.spans[0])
     assert len(asked) == 2

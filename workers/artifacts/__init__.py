@@ -1,1 +1,1 @@
-"""Where models come from, and what of them this host keeps: sources, transfer, the store. No Ray, no torch."""
+"""Model artifacts: remote sources, transfer, and this host's store. Imports neither Ray nor torch."""

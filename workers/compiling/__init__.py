@@ -1,1 +1,1 @@
-"""Predicts, checks and compiles what a start needs, without its cores."""
+"""Predicts, checks and compiles what a start needs, without claiming cores."""

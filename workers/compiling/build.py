@@ -1,10 +1,9 @@
-"""What a start needs and can be had without its cores: ``python -m workers.compiling.build check``, ``predict`` and
-``compile``.
+"""Checks, predicts or compiles for a replica in the engine's interpreter: ``python -m workers.compiling.build CMD``.
 
-An ``Order`` comes as JSON on standard input, and lines of JSON go to standard output: ``check`` answers whether the
-start of that configuration could load what it names, ``predict`` what of it would be compiled, ``compile`` tells how
-far it is and how it ended. Runs in the engine's own interpreter, imports the engine's package only here, claims no
-core, and ends with its parent. ``check`` reads the headers of weights, ``predict`` no weights unless it is told to.
+Reads an ``Order`` as JSON from standard input and writes JSON lines to standard output: ``check`` reports whether a
+start of the config can load its files, ``predict`` what it would compile, ``compile`` its progress and result. Imports
+the engine's package, claims no core, and ends with its parent. ``check`` reads the headers of weights; ``predict``
+reads weights only on request.
 """
 
 from __future__ import annotations
@@ -37,89 +36,88 @@ from workers.messages.status import Failure
 from workers.neff_cache import compiled_cache
 from workers.neff_cache.compile_units import Buildable
 from workers.neff_cache.compiled_artifacts import Entry, entry, peek
-from workers.neff_cache.unavailable import say
+from workers.neff_cache.unavailable import log_unavailable
 from workers.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-GONE = "weights-missing"  # what ``compile`` fails with where it may not make what is nowhere
+GONE = "weights-missing"  # error of ``compile`` without ``make`` for missing artifacts
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be predicted or compiled."""
+    """The input of a command."""
 
     config: ReplicaConfig
-    parent: int = 0  # the pid of whoever waits for the answer; 0: nobody, it goes on by itself
-    read: bool = False  # of ``predict``: read the weights, where their digest is wanted and not known
-    push: bool = False  # of ``compile``: bring what is complete to the configuration's ``neff_cache``
-    make: bool = True  # of ``compile``: compile what is nowhere; False: it is trouble, since the weights are not here
+    parent: int = 0  # pid of the parent to end with; 0: none
+    read: bool = False  # ``predict``: read weights whose digests are needed and unknown
+    push: bool = False  # ``compile``: push complete artifacts to the config's ``neff_cache``
+    make: bool = True  # ``compile``: compile missing artifacts; False: an error, since the weights are not here
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Compiled artifacts that a start looks for."""
+    """A set of compiled artifacts that a start needs."""
 
     role: Literal["model", "draft"]
     source: str
-    manifest: dict[str, Any]  # all that they depend on
-    folder: str  # where they are kept on this host; empty: the package's own cache alone keeps them
-    complete: bool  # whether a whole set of that very manifest is there
-    ahead: bool  # whether they can be compiled without a device
-    # Files of the checkpoint whose digests the manifest lacks, since nobody has read them yet: then the folder is not
-    # known either, and is empty.
+    manifest: dict[str, Any]  # everything they depend on
+    folder: str  # their folder on this host; empty: kept by the package's own cache only
+    complete: bool  # a complete set of exactly this manifest is here
+    ahead: bool  # they can be compiled without a device
+    # Checkpoint files whose digests are not in the manifest yet; the folder is then unknown and empty.
     unread: list[str] = []
 
     @property
     def key(self) -> str:
-        """The name of its folder; empty where that is not known."""
+        """The name of the folder; empty if unknown."""
         return Path(self.folder).name
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
-    """The answer to ``check``: nothing was found that would keep a start from loading the model."""
+    """The result of ``check``: no problem that would prevent a load."""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, tag="predicted"):
-    """The answer to ``predict``."""
+    """The result of ``predict``."""
 
     engine: str
-    wanted: list[Wanted]  # empty: that engine compiles nothing
+    wanted: list[Wanted]  # empty: the engine compiles nothing
 
 
 class Working(msgspec.Struct, frozen=True, kw_only=True, tag="working"):
-    """How far ``compile`` is with one of the sets."""
+    """The progress of ``compile`` with one set."""
 
     key: str
     role: str
     phase: Literal["waiting", "looking", "compiling", "sending", "done"]
     done: int = 0  # graphs
-    total: int = 0  # graphs; 0: the package does not tell
+    total: int = 0  # graphs; 0: unknown
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True, tag="built"):
-    """All that can be compiled ahead is there."""
+    """The result of ``compile``: all sets that can be compiled without a device are here."""
 
     wanted: list[Wanted]
-    compiled: list[str] = []  # keys of those that had to be; the others were there
-    pulled: list[str] = []  # keys of those that came from the ``neff_cache``
-    pushed: list[str] = []  # keys of those that went there
-    unsent: list[Failure] = []  # why sets that are compiled did not go there, though they were to
-    warnings: list[str] = []  # of a ``neff_cache`` that gave no answer, in words
+    compiled: list[str] = []  # keys of the sets that were compiled
+    pulled: list[str] = []  # keys of the sets fetched from the ``neff_cache``
+    pushed: list[str] = []  # keys of the sets pushed to it
+    unsent: list[Failure] = []  # failed pushes
+    warnings: list[str] = []  # about an unavailable ``neff_cache``
     seconds: float
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """There is no answer."""
+    """The error of a command."""
 
     failure: Failure
 
 
-Told = Checked | Predicted | Working | Built | Trouble
-Tell = Callable[[Told], None]
+Reply = Checked | Predicted | Working | Built | Trouble
+Tell = Callable[[Reply], None]
 
 
 def check(config: ReplicaConfig) -> Checked:
-    """Look at all that a start of ``config`` needs beside its cores: tokenizer, config.json, the header of each file of
-    weights, the engine's package and what it says of the settings. Raises EngineLoadError, and what imports raise."""
+    """Checks all that a start of ``config`` needs except cores: tokenizer, config.json, headers of weights, the
+    engine's package and its view of the settings. Raises EngineLoadError, and errors of imports."""
     if config.engine == "echo":
         return Checked()
     hide_progress_bars()
@@ -137,78 +135,80 @@ def check(config: ReplicaConfig) -> Checked:
 
 
 def predict(config: ReplicaConfig, read: bool = False) -> Predicted:
-    """What a start of ``config`` would look for. The environment is that of the replica. Raises EngineLoadError."""
-    return Predicted(engine=config.engine, wanted=[_wanted(config, one) for one in _buildables(config, read)])
+    """Returns the artifacts that a start of ``config`` needs, in the replica's environment. Raises EngineLoadError."""
+    return Predicted(engine=config.engine, wanted=[_wanted(config, unit) for unit in _buildables(config, read)])
 
 
 def compile_all(config: ReplicaConfig, tell: Tell, push: bool = False, make: bool = True) -> Built:
-    """Make all that can be without a device: what is not there comes from the ``neff_cache``, else it is compiled.
+    """Provides all artifacts that need no device: missing ones are fetched from the ``neff_cache``, else compiled.
 
-    ``make`` False: nothing is compiled, of a model whose weights are not here; what is nowhere is weights-missing.
-    A ``neff_cache`` that gives no answer is gone on without; what was to be pushed there is told as ``unsent``. Raises
-    EngineLoadError, SourceError, and what the package raises.
+    ``make`` False: compiles nothing, since the weights are not here; missing artifacts raise weights-missing. An
+    unavailable ``neff_cache`` is skipped, and failed pushes are returned as ``unsent``. Raises EngineLoadError,
+    SourceError, and errors of the package.
     """
     began = time.monotonic()
     if config.compiled is None:
-        raise EngineLoadError("compiled-unwritable", "no folder is named for compiled artifacts", "set `compiled`")
+        raise EngineLoadError("compiled-unwritable", "there is no folder for compiled artifacts", "set `compiled`")
     done: dict[str, list[Any]] = {"compiled": [], "pulled": [], "pushed": [], "unsent": [], "warnings": []}
-    found = _buildables(config, read=make)
-    for one in found:
-        if one.make is None:
-            what = f"{config.engine} compiles {one.source} on its cores only, when a replica starts"
-            raise EngineLoadError("compile-needs-device", what, "start it: its own cache keeps what was compiled")
-        if one.kept:
-            _one(config, one if make else replace(one, make=_no_weights(one)), tell, push, done)
-    wanted = [_wanted(config, one) for one in found]
+    units = _buildables(config, read=make)
+    for unit in units:
+        if unit.make is None:
+            message = f"{config.engine} can compile {unit.source} only on its cores, when a replica starts"
+            raise EngineLoadError(
+                "compile-needs-device", message, "start a replica: the engine's cache keeps the result"
+            )
+        if unit.kept:
+            _provide(config, unit if make else replace(unit, make=_no_weights(unit)), tell, push, done)
+    wanted = [_wanted(config, unit) for unit in units]
     return Built(wanted=wanted, seconds=round(time.monotonic() - began, 3), **done)
 
 
-def _one(config: ReplicaConfig, one: Buildable, tell: Tell, push: bool, did: dict[str, list[Any]]) -> None:
-    """``did``: what was done, the fields of ``Built``; that of this set is added."""
+def _provide(config: ReplicaConfig, unit: Buildable, tell: Tell, push: bool, outcome: dict[str, list[Any]]) -> None:
+    """Provides one set, and adds the outcome to ``outcome``, by fields of ``Built``."""
     assert config.compiled is not None
-    assert one.make is not None
-    path = peek(Path(config.compiled), one.manifest).path
+    assert unit.make is not None
+    path = peek(Path(config.compiled), unit.manifest).path
     key = path.name
 
     def working(phase: Any, done: int = 0, total: int = 0) -> None:
-        tell(Working(key=key, role=one.role, phase=phase, done=done, total=total))
+        tell(Working(key=key, role=unit.role, phase=phase, done=done, total=total))
 
     if locks.is_held(path.with_name(f"{key}.lock")):
         working("waiting")
-    with entry(Path(config.compiled), one.manifest, one.is_whole) as held:
+    with entry(Path(config.compiled), unit.manifest, unit.is_whole) as held:
         if not held.complete:
             working("looking")
-            if _is_pulled(config, held, did["warnings"]):
-                did["pulled"].append(key)
+            if _is_pulled(config, held, outcome["warnings"]):
+                outcome["pulled"].append(key)
             else:
                 working("compiling")
-                one.make(held, lambda done, total: working("compiling", done, total))
-                did["compiled"].append(key)
+                unit.make(held, lambda done, total: working("compiling", done, total))
+                outcome["compiled"].append(key)
     if push and config.neff_cache:
         working("sending")
-        with entry(Path(config.compiled), one.manifest, one.is_whole) as held:  # with others now, and not alone
+        with entry(Path(config.compiled), unit.manifest, unit.is_whole) as held:  # with a shared lock now
             try:
                 if compiled_cache.push(held, config.neff_cache):
-                    did["pushed"].append(key)
-            except SourceError as error:  # what is compiled counts, and the next push sends it
-                did["unsent"].append(Failure(error.id, error.what, error.hint))
+                    outcome["pushed"].append(key)
+            except SourceError as error:  # the compile succeeded, and the next push sends it
+                outcome["unsent"].append(Failure(error.id, error.what, error.hint))
     working("done")
 
 
-def _no_weights(one: Buildable) -> Callable[..., None]:
+def _no_weights(unit: Buildable) -> Callable[..., None]:
     def make(*_: object) -> None:
-        what = f"what was compiled of {one.source} is not there any more, and its weights were not fetched"
-        raise EngineLoadError(GONE, what, "compile it again")
+        message = f"compiled artifacts of {unit.source} were removed, and its weights were not fetched"
+        raise EngineLoadError(GONE, message, "compile it again")
 
     return make
 
 
 def _is_pulled(config: ReplicaConfig, held: Entry, warnings: list[str]) -> bool:
-    """What is there can be compiled here as well: a cache that gives no answer keeps nobody from starting."""
+    """Tries to fetch the set; an unavailable cache is only a warning, since the set can be compiled here."""
     try:
         return config.neff_cache is not None and compiled_cache.pull(held, config.neff_cache)
     except SourceError as error:
-        warnings.append(say(config.neff_cache or "", error))
+        warnings.append(log_unavailable(config.neff_cache or "", error))
         return False
 
 
@@ -228,27 +228,27 @@ def _buildables(config: ReplicaConfig, read: bool) -> list[Buildable]:
         from workers.engines.nxd_inference.engine import buildables as of_nxd
 
         return of_nxd(config, read)
-    what = f"this version has no engine {config.engine!r}"
-    raise EngineLoadError("engine-not-installed", what, "use cpu, echo, transformers-neuronx or nxd-inference")
+    message = f"unknown engine {config.engine!r}"
+    raise EngineLoadError("engine-not-installed", message, "use cpu, echo, transformers-neuronx or nxd-inference")
 
 
-def _wanted(config: ReplicaConfig, one: Buildable) -> Wanted:
+def _wanted(config: ReplicaConfig, unit: Buildable) -> Wanted:
     place = None
-    if config.compiled is not None and one.kept and not one.unread:
-        place = peek(Path(config.compiled), one.manifest, one.is_whole)
+    if config.compiled is not None and unit.kept and not unit.unread:
+        place = peek(Path(config.compiled), unit.manifest, unit.is_whole)
     return Wanted(
-        role=one.role,
-        source=str(one.source),
-        manifest=dict(one.manifest),
+        role=unit.role,
+        source=str(unit.source),
+        manifest=dict(unit.manifest),
         folder="" if place is None else str(place.path),
         complete=place is not None and place.complete,
-        ahead=one.make is not None,
-        unread=list(one.unread),
+        ahead=unit.make is not None,
+        unread=list(unit.unread),
     )
 
 
-def answer(command: str, order: Order, tell: Tell) -> bool:
-    """Do it and tell of it; False: there was trouble. Never raises for what the model or the machine does."""
+def run(command: str, order: Order, tell: Tell) -> bool:
+    """Runs a command and reports its result; False: it failed. Reports errors of the model and the machine."""
     config = order.config
     try:
         if command == "check":
@@ -260,27 +260,27 @@ def answer(command: str, order: Order, tell: Tell) -> bool:
         return True
     except (EngineLoadError, SourceError) as error:
         failure = Failure(error.id, error.what, error.hint)
-        tell(Trouble(_explained(failure, error, config.log) if error.id in VAGUE else failure))
+        tell(Trouble(_with_known_fault(failure, error, config.log) if error.id in VAGUE else failure))
     except Exception as error:
         log.exception("%s of %s failed", command, config.model)
         if is_out_of_memory(error):
             want = out_of_memory(error, f"compiling {config.model}")
             tell(Trouble(Failure(want.id, want.what, want.hint)))
         else:
-            what = f"{command} of {config.model}: {type(error).__name__}: {error}"
+            message = f"{command} of {config.model}: {type(error).__name__}: {error}"
             id = "start-failed" if command == "check" else "compile-failed"
-            tell(Trouble(_explained(Failure(id, what, f"the log is {config.log}"), error, config.log)))
+            tell(Trouble(_with_known_fault(Failure(id, message, f"the log is {config.log}"), error, config.log)))
     return False
 
 
-def _explained(told: Failure, error: Exception, log_file: str) -> Failure:
-    """In the compiler's terms, where its output or the exception tells them."""
+def _with_known_fault(failure: Failure, error: Exception, log_file: str) -> Failure:
+    """Returns a more specific failure if the log or the exception shows a known fault."""
     words = host_facts.last_words(Path(log_file)) if log_file else []
-    return fault_of(error, words) or told
+    return fault_of(error, words) or failure
 
 
 def main(arguments: list[str]) -> int:
-    """Read the order, answer it. Exit code 0: done; 1: trouble, which is told; 2: not asked in the right way."""
+    """Reads the order and runs it. Exit code 0: done; 1: failed, with a ``Trouble`` line; 2: wrong usage."""
     if arguments not in (["check"], ["predict"], ["compile"]):
         sys.stderr.write("usage: python -m workers.compiling.build check|predict|compile < JSON\n")
         return 2
@@ -290,17 +290,17 @@ def main(arguments: list[str]) -> int:
     for name in NEVER_SET:
         os.environ.pop(name, None)
     os.environ.update(order.config.env)
-    return 0 if _answer_in_use(arguments[0], order, answering()) else 1
+    return 0 if _run_protected(arguments[0], order, answering()) else 1
 
 
-def _answer_in_use(command: str, order: Order, tell: Tell) -> bool:
-    """What is compiled from stays in the store until that is done."""
+def _run_protected(command: str, order: Order, tell: Tell) -> bool:
+    """Runs a command while it protects the config's sources from eviction."""
     try:
         with contextlib.ExitStack() as uses:
             for folder in (order.config.source, order.config.draft_source):
                 if folder is not None:
                     uses.enter_context(using(folder))
-            return answer(command, order, tell)
+            return run(command, order, tell)
     except SourceError as error:  # it was removed before
         tell(Trouble(Failure(error.id, error.what, error.hint)))
         return False

@@ -1,4 +1,4 @@
-"""What a host does ahead of the starts of its replicas: it looks what they would compile, and compiles it."""
+"""Checks, predicts and compiles on a host ahead of the starts of its replicas."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from workers.messages.status import Failure
 
 log = logging.getLogger(__name__)
 
-LOOKS = 8  # at most so many at once
-CPUS_FOR_ONE = 2  # the import of an engine's package keeps one busy, and replicas serve beside it
+LOOKS = 8  # maximum concurrent checks and predictions
+CPUS_FOR_ONE = 2  # importing an engine's package keeps one busy, while replicas serve
 
 
 class CompileService:
-    """Each thing once, for all replicas of a host that wait for it. Used by any number of threads."""
+    """Runs each job once for all waiting replicas of a host. Thread-safe."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class CompileService:
         looks: int | None = None,
         need: Callable[[ReplicaConfig], float] = need_gib,
     ) -> None:
-        """``turns``: which compiles run at once; None: as many as this host's memory allows. ``looks``: at most so many
-        at once; None: what its CPUs allow. ``need``: the memory that one compile takes, in GiB."""
+        """``turns``: limits concurrent compiles; None: by this host's memory. ``looks``: maximum concurrent checks and
+        predictions; None: by its CPUs. ``need``: memory of one compile, in GiB."""
         self._compiles: SingleFlight[Built | Failure] = SingleFlight()
         self._foresights: SingleFlight[prefetch.Foreseen] = SingleFlight()
         self._checks: SingleFlight[Checked | Failure] = SingleFlight()
@@ -41,19 +41,18 @@ class CompileService:
         self._need = need
 
     def compile(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Built | Failure | None:
-        """How compiling what is missing ended, or None while it goes on: see `Flights.ask`."""
+        """Compiles missing artifacts; None: still running after ``wait_s``. See `SingleFlight.join`."""
 
         def work(progress: Progress, stop: threading.Event) -> Built | Failure:
             need = self._need(config)
-            log.info("compiling %s needs some %.0f GiB of this host's memory", config.model, need)
+            log.info("compiling %s needs about %.0f GiB of this host's memory", config.model, need)
             with self._turns.turn(need, stop):
                 return prefetch.build(config, progress, stop)
 
-        return self._compiles.ask(waiter, prefetch.build_key(config), config.model, work, wait_s)
+        return self._compiles.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
 
     def foresee(self, waiter: str, config: ReplicaConfig, wait_s: float) -> prefetch.Foreseen | Failure | None:
-        """What the start of ``config`` would compile; likewise. Each look imports an engine's package, in a process of
-        its own."""
+        """Predicts what a start of ``config`` would compile, in a process of its own; None as in `compile`."""
 
         def work(_: Progress, stop: threading.Event) -> prefetch.Foreseen:
             with self._looks:
@@ -61,10 +60,10 @@ class CompileService:
                     raise Stopped(f"nobody waits for {config.model} any more")
                 return prefetch.foresee(config, stop)
 
-        return self._foresights.ask(waiter, prefetch.build_key(config), config.model, work, wait_s)
+        return self._foresights.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
 
     def check(self, waiter: str, config: ReplicaConfig, wait_s: float) -> Checked | Failure | None:
-        """Whether the start of ``config`` could load what it names; likewise."""
+        """Checks whether a start of ``config`` could load its files; None as in `compile`."""
 
         def work(_: Progress, stop: threading.Event) -> Checked | Failure:
             with self._looks:
@@ -72,15 +71,15 @@ class CompileService:
                     raise Stopped(f"nobody waits for {config.model} any more")
                 return prefetch.check(config, stop)
 
-        return self._checks.ask(waiter, prefetch.build_key(config), config.model, work, wait_s)
+        return self._checks.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
 
     def leave(self, waiter: str) -> None:
-        """It waits for nothing any more."""
+        """Removes a waiter from all jobs."""
         self._compiles.leave(waiter)
         self._foresights.leave(waiter)
         self._checks.leave(waiter)
 
 
 def looks_at_once(cpus: int) -> int:
-    """On a host of so many CPUs."""
+    """Returns the number of concurrent checks and predictions for a number of CPUs."""
     return max(2, min(LOOKS, cpus // CPUS_FOR_ONE))

@@ -1,4 +1,4 @@
-"""Which compiles of a host run at once: as many as its memory allows."""
+"""Limits the concurrent compiles of a host by its memory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from workers.messages.engine_protocol import EngineLoadError
 from workers.messages.replica_config import ReplicaConfig
 
 GIB = 2**30
-LOOK_S = 1.0  # between two looks at the memory, which others take and give back without a word
+LOOK_S = 1.0  # interval of memory checks, since other processes allocate and free it
 MOST = 256
 
 
 class Compile(Protocol):
-    """Something that is compiled."""
+    """A compile job."""
 
     @property
     def need_gib(self) -> float:
-        """Of the host's memory, while it is compiled."""
+        """The host memory that it needs, in GiB."""
         ...
 
 
@@ -37,11 +37,11 @@ C = TypeVar("C", bound=Compile)
 
 
 def startable(waiting: Sequence[C], running: Collection[Compile], *, memory_gib: float, jobs: int) -> tuple[C, ...]:
-    """Which of ``waiting``, in their order, are begun beside those that run.
+    """Returns the jobs of ``waiting``, in order, that can start beside the running ones.
 
     1. At most ``jobs`` run at once.
-    2. Their needs together stay within ``memory_gib``; one that does not fit lets those behind it pass.
-    3. A job that needs more than all of it runs alone: what it needs is an estimate.
+    2. The sum of their needs stays within ``memory_gib``; later jobs may overtake one that does not fit.
+    3. A job that needs more than the total runs alone, since its need is an estimate.
     """
     begun: list[C] = []
     used = sum(job.need_gib for job in running)
@@ -56,10 +56,10 @@ def startable(waiting: Sequence[C], running: Collection[Compile], *, memory_gib:
 
 
 def need_gib(config: ReplicaConfig, load_gib: float | None = None) -> float:
-    """What compiling for that replica takes of the host's memory, by the estimate of the plan: reading the checkpoint,
-    and one compiler. Its sources are folders of this host; ``load_gib`` is the spec's ``host_memory_gib``.
+    """Returns the host memory for compiling, in GiB, by the plan's estimate: reading the checkpoint and one compiler.
 
-    Of a checkpoint that the planner cannot read, only the process and its compiler are counted.
+    The config's sources are local folders; ``load_gib``: the spec's ``host_memory_gib``. For a checkpoint that the
+    planner cannot read, counts only the process and its compiler.
     """
     checkpoint, model = _checkpoint(config.source), _model(config, load_gib)
     if checkpoint is None or model is None:
@@ -70,10 +70,10 @@ def need_gib(config: ReplicaConfig, load_gib: float | None = None) -> float:
 
 
 def _model(config: ReplicaConfig, load_gib: float | None) -> ModelSpec | None:
-    """What of it decides about memory; None: no spec can say so, and the compile will tell what is wrong."""
-    told: dict[str, Any] = {
+    """Returns a spec with the fields that determine memory; None: they are invalid, which the compile will report."""
+    fields: dict[str, Any] = {
         "name": config.model,
-        "source": "/",  # the checkpoint is read apart
+        "source": "/",  # the checkpoint is passed separately
         "engine": config.engine,
         "dtype": config.dtype,
         "tp_degree": config.tp_degree,
@@ -83,13 +83,13 @@ def _model(config: ReplicaConfig, load_gib: float | None) -> ModelSpec | None:
         "host_memory_gib": load_gib,
     }
     try:
-        return ModelSpec(**told)
+        return ModelSpec(**fields)
     except ValueError:
         return None
 
 
 def free_gib() -> float:
-    """The memory of this host that nobody uses, and that this process may take."""
+    """Returns the free host memory that this process may use, in GiB."""
     return host_facts.available_memory() / GIB
 
 
@@ -99,19 +99,20 @@ class _Turn:
 
 
 class MemoryGate:
-    """Of all compiles of one host. Used by any number of threads."""
+    """Admits the compiles of one host. Thread-safe."""
 
     def __init__(self, memory_gib: Callable[[], float] = free_gib, jobs: int = MOST) -> None:
-        """``memory_gib`` tells what is free now. ``jobs``: at most so many at once."""
+        """``memory_gib``: returns the free memory. ``jobs``: maximum concurrent compiles."""
         self._free_gib, self._jobs = memory_gib, jobs
         self._waiting: list[_Turn] = []
         self._running: list[_Turn] = []
-        self._budget_gib = 0.0  # what was free when nothing was compiled
+        self._budget_gib = 0.0  # free memory when no compile was running
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def turn(self, need_gib: float, stop: threading.Event) -> Iterator[None]:
-        """Within it ``need_gib`` are the caller's; waits for them. Raises Stopped soon after ``stop`` is set."""
+        """Waits until ``need_gib`` are available and reserves them inside the context. Raises Stopped soon after
+        ``stop`` is set."""
         own = _Turn(need_gib)
         with self._changed:
             self._waiting.append(own)
@@ -121,7 +122,7 @@ class MemoryGate:
                     if own not in self._running:
                         self._changed.wait(LOOK_S)
                         if stop.is_set():
-                            raise Stopped("nobody waits for it to be compiled any more")
+                            raise Stopped("stopped while waiting for memory to compile")
             except BaseException:
                 if own in self._running:
                     self._running.remove(own)
@@ -137,8 +138,8 @@ class MemoryGate:
                 self._changed.notify_all()
 
     def _begin(self) -> None:
-        """Those that run have not taken all yet that they will, and others take memory too: so what is free now, and
-        what was free before they began, are both not to be passed."""
+        """Starts jobs within both the memory that was free before the running ones and the memory that is free now:
+        running jobs have not allocated all of theirs yet, and other processes allocate, too."""
         free, used = self._free_gib(), sum(turn.need_gib for turn in self._running)
         if not self._running:
             self._budget_gib = free
@@ -150,7 +151,7 @@ class MemoryGate:
 
 
 def _checkpoint(source: str | None) -> Checkpoint | None:
-    """None: there is none, or it is of a family that is not known."""
+    """Returns the checkpoint; None: there is none, or its family is unknown."""
     if source is None:
         return None
     try:

@@ -1,5 +1,4 @@
-"""What is done ahead of a start, in processes apart from whoever asks: checking what it needs beside its cores, finding
-out what would be compiled, and compiling it."""
+"""Runs checks, predictions and compiles ahead of a start, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import msgspec
 
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.sources.listing import Stopped
-from workers.compiling.build import Built, Checked, Order, Predicted, Told, Trouble, Working
+from workers.compiling.build import Built, Checked, Order, Predicted, Reply, Trouble, Working
 from workers.compiling.start_forecast import verdicts
 from workers.host import child_process, host_facts
 from workers.host.process_tree import end_marked
@@ -33,42 +32,42 @@ _OF_ONE_REPLICA = {"replica": 0, "epoch": 0, "socket": "", "token": "", "log": "
 
 
 class Foreseen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a start would find compiled."""
+    """The prediction of what a start would compile."""
 
-    missing: list[str] = []  # what could be compiled ahead and is not there, each in words; empty: nothing to do
-    trouble: str = ""  # why it could not be told; the start itself will find out, on its cores
+    missing: list[str] = []  # missing sets that can be compiled ahead, for display; empty: nothing to do
+    trouble: str = ""  # why the prediction failed; the start will find out on its cores
 
 
 def build_key(config: ReplicaConfig) -> str:
-    """Equal for configurations whose replicas look for the same compiled artifacts."""
+    """Returns a key that is equal for configs whose replicas need the same compiled artifacts."""
     plain = msgspec.to_builtins(msgspec.structs.replace(config, env={}, **_OF_ONE_REPLICA))
     return blake2s(json.dumps(plain, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
 def check(config: ReplicaConfig, stop: threading.Event | None = None) -> Checked | Failure:
-    """Whether a start of ``config`` could load what it names; see `build.check`. Blocks, for as long as the engine's
-    package takes to import. Raises Stopped soon after ``stop`` is set."""
+    """Checks whether a start of ``config`` could load its files; see `build.check`. Blocks while the engine's package
+    is imported. Raises Stopped soon after ``stop`` is set."""
     try:
-        for told in answers("check", config, stop or threading.Event(), FORESEE_S):
-            if isinstance(told, Checked):
-                return told
-            if isinstance(told, Trouble):
-                return told.failure
+        for reply in answers("check", config, stop or threading.Event(), FORESEE_S):
+            if isinstance(reply, Checked):
+                return reply
+            if isinstance(reply, Trouble):
+                return reply.failure
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         return Failure("start-failed", f"{config.model} cannot be checked: {type(error).__name__}: {error}")
-    what = f"the process that checked {config.model} ended without an answer"
-    return Failure("start-failed", what, f"its log is {config.log}")
+    message = f"the process that checked {config.model} ended without a result"
+    return Failure("start-failed", message, f"its log is {config.log}")
 
 
 def foresee(config: ReplicaConfig, stop: threading.Event | None = None) -> Foreseen:
-    """What would be missing. Blocks, for as long as the engine's package takes to import, and a cache elsewhere to
-    answer. Raises Stopped soon after ``stop`` is set."""
+    """Predicts what would be missing. Blocks while the engine's package is imported and a remote cache answers. Raises
+    Stopped soon after ``stop`` is set."""
     try:
-        told = list(answers("predict", config, stop or threading.Event(), FORESEE_S))
+        replies = list(answers("predict", config, stop or threading.Event(), FORESEE_S))
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         return Foreseen(trouble=f"{type(error).__name__}: {error}")
-    missing, trouble = [], "" if told else "the process that looked ended without a word"
-    for answer in told:
+    missing, trouble = [], "" if replies else "the process that predicts ended without a result"
+    for answer in replies:
         if isinstance(answer, Trouble):
             trouble = str(answer.failure)
         elif isinstance(answer, Predicted):
@@ -76,27 +75,32 @@ def foresee(config: ReplicaConfig, stop: threading.Event | None = None) -> Fores
     return Foreseen(missing=missing, trouble=trouble)
 
 
-def _missing(config: ReplicaConfig, told: Predicted) -> list[str]:
-    """What is to be compiled, or to be brought from where another host has compiled it; with the reason of `verify`."""
-    lacking = [one for one in told.wanted if one.ahead and not one.complete]
+def _missing(config: ReplicaConfig, predicted: Predicted) -> list[str]:
+    """Returns the sets to compile or to fetch from another host's push, each with the reason of its prediction."""
+    lacking = [artifacts for artifacts in predicted.wanted if artifacts.ahead and not artifacts.complete]
     if not lacking:
         return []
-    verdict = {(one.role, one.source): one.prediction for one in verdicts(config, told, os.environ, ahead=True)}
-    found = [(one, verdict[one.role, one.source]) for one in lacking]
-    return [f"{one.role}: {why.reason}" for one, why in found if not why.hit or why.where == "elsewhere"]
+    verdict = {
+        (artifacts.role, artifacts.source): artifacts.prediction
+        for artifacts in verdicts(config, predicted, os.environ, ahead=True)
+    }
+    predictions = [(artifacts, verdict[artifacts.role, artifacts.source]) for artifacts in lacking]
+    return [
+        f"{artifacts.role}: {why.reason}" for artifacts, why in predictions if not why.hit or why.where == "elsewhere"
+    ]
 
 
 def build(config: ReplicaConfig, progress: Progress, stop: threading.Event) -> Built | Failure:
-    """Compile what is missing. Raises Stopped soon after ``stop`` is set; its compilers are gone then."""
+    """Compiles missing sets. Raises Stopped soon after ``stop`` is set, when its compilers have ended."""
     progress.enter("compiling")
-    for told in answers("compile", config, stop):
-        if isinstance(told, Working) and told.total:
-            progress.expect(told.total, told.done)
-        elif isinstance(told, Built):
-            return told
-        elif isinstance(told, Trouble):
-            return told.failure
-    return Failure("compile-failed", f"the process that compiled {config.model} ended without a word", config.log)
+    for reply in answers("compile", config, stop):
+        if isinstance(reply, Working) and reply.total:
+            progress.expect(reply.total, reply.done)
+        elif isinstance(reply, Built):
+            return reply
+        elif isinstance(reply, Trouble):
+            return reply.failure
+    return Failure("compile-failed", f"the process that compiled {config.model} ended without a result", config.log)
 
 
 def answers(
@@ -107,9 +111,9 @@ def answers(
     *,
     push: bool = False,
     make: bool = True,
-) -> Iterator[Told]:
-    """What `workers.compiling.build` tells, run in a process of its own; ``push`` and ``make``: as in its ``Order``.
-    Blocks. Raises Stopped soon after ``stop`` is set, and OSError where no process can be started."""
+) -> Iterator[Reply]:
+    """Yields the output of `workers.compiling.build` in a process of its own; ``push``, ``make``: as in ``Order``.
+    Blocks. Raises Stopped soon after ``stop`` is set, and OSError if the process cannot be started."""
     config = msgspec.structs.replace(config, token="", credentials=None)
     order = Order(config=config, parent=os.getpid(), push=push, make=make)
     with _process(command, config) as process:
@@ -120,11 +124,11 @@ def answers(
         with process.stdin as stdin, contextlib.suppress(BrokenPipeError):
             stdin.write(msgspec.json.encode(order))
         for line in process.stdout:
-            yield msgspec.json.decode(line, type=Told)
+            yield msgspec.json.decode(line, type=Reply)
         process.wait()
         watch.join()
         if stop.is_set():
-            raise Stopped(f"nobody waits for {config.model} to be compiled any more")
+            raise Stopped(f"stopped {command} of {config.model}: it has no waiters left")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Whether the start of a replica will compile, told before any core is claimed and without reading weights."""
+"""Predicts whether the start of a replica will compile, without claiming cores or reading weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.compiling.build import Order, Predicted, Told, Trouble, Wanted
+from workers.compiling.build import Order, Predicted, Reply, Trouble, Wanted
 from workers.host.child_process import environment
 from workers.messages.replica_config import ReplicaConfig
 from workers.messages.status import Failure
@@ -19,13 +19,13 @@ from workers.neff_cache.candidates import candidates
 from workers.neff_cache.compile_units import compiles
 from workers.neff_cache.predict import Candidate, Prediction, predict
 
-GIVEN = "nxd-inference"  # an engine that compiles, but for a source that is compiled
+GIVEN = "nxd-inference"  # compiles, except for a precompiled source
 ASK_S = 120.0  # to import an engine's package on a busy host
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one set of artifacts that a replica needs: the model's own, or its draft's."""
+    """The prediction for one set of artifacts, the model's or its draft's."""
 
     role: str
     source: str
@@ -33,32 +33,35 @@ class Verdict:
 
 
 def verify(config: ReplicaConfig, *, read: bool = False, ahead: bool = False) -> list[Verdict] | Failure:
-    """Ask the interpreter of the engine what a start would need, and compare it with what is there. Blocks.
+    """Gets the needs of a start from the engine's interpreter and compares them with existing artifacts. Blocks.
 
-    With ``read`` the weights are read where a digest of them is wanted and not known.
+    ``read``: read weights whose digests are needed and unknown.
     """
-    told = needed(config, read=read) if compiles(config) else Predicted(engine=config.engine, wanted=[])
-    return told if isinstance(told, Failure) else verdicts(config, told, os.environ, ahead=ahead)
+    predicted = needed(config, read=read) if compiles(config) else Predicted(engine=config.engine, wanted=[])
+    return predicted if isinstance(predicted, Failure) else verdicts(config, predicted, os.environ, ahead=ahead)
 
 
 def verdicts(
-    config: ReplicaConfig, told: Predicted, environment: Mapping[str, str], *, ahead: bool = False
+    config: ReplicaConfig, predicted: Predicted, environment: Mapping[str, str], *, ahead: bool = False
 ) -> list[Verdict]:
-    """What ``python -m workers.compiling.build predict`` has answered, against what is there; ``environment`` is that
-    of the host. An engine that compiles nothing has one verdict."""
-    if not told.wanted:
+    """Compares the result of ``python -m workers.compiling.build predict`` with existing artifacts; ``environment``:
+    the host's. An engine that compiles nothing has one verdict."""
+    if not predicted.wanted:
         source = config.source or ""
-        if told.engine == GIVEN:
-            as_asked = "the source is compiled already, as the model asks"
-            return [Verdict("model", source, Prediction("hit", "source", as_asked, source))]
+        if predicted.engine == GIVEN:
+            reason = "the source is precompiled for the model's settings"
+            return [Verdict("model", source, Prediction("hit", "source", reason, source))]
         return [Verdict("model", source, predict(None, []))]
     env = {**environment, **config.env}
-    return [Verdict(one.role, one.source, _predicted(config, one, env, ahead)) for one in told.wanted]
+    return [
+        Verdict(artifacts.role, artifacts.source, _predicted(config, artifacts, env, ahead))
+        for artifacts in predicted.wanted
+    ]
 
 
 def needed(config: ReplicaConfig, *, read: bool = False) -> Predicted | Failure:
-    """The answer of ``python -m workers.compiling.build predict``, in the interpreter and the environment of the
-    replica."""
+    """Returns the result of ``python -m workers.compiling.build predict`` in the replica's interpreter and
+    environment."""
     order = Order(config=msgspec.structs.replace(config, token="", credentials=None), parent=os.getpid(), read=read)
     python = config.python or sys.executable
     try:
@@ -67,34 +70,36 @@ def needed(config: ReplicaConfig, *, read: bool = False) -> Predicted | Failure:
             input=msgspec.json.encode(order),
             capture_output=True,
             env=environment(config.env),
-            cwd="/",  # a folder `workers` where the user stands is not ours
+            cwd="/",  # the current folder may have another package `workers`
             timeout=None if read else ASK_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Failure("cache-not-verified", f"{python} does not tell what {config.model} needs: {error}")
+        return Failure("cache-not-verified", f"cannot run {python} to find out what {config.model} needs: {error}")
     for line in done.stdout.splitlines():
-        told = msgspec.json.decode(line, type=Told)
-        if isinstance(told, Trouble):
-            return told.failure
-        if isinstance(told, Predicted):
-            return told
+        reply = msgspec.json.decode(line, type=Reply)
+        if isinstance(reply, Trouble):
+            return reply.failure
+        if isinstance(reply, Predicted):
+            return reply
     words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    what = f"{python} ended with exit code {done.returncode}: {' '.join(words)[:300]}"
-    return Failure("cache-not-verified", what, "`corewright doctor SPEC` looks at that interpreter")
+    message = f"{python} ended with exit code {done.returncode}: {' '.join(words)[:300]}"
+    return Failure("cache-not-verified", message, "check that interpreter with `corewright doctor SPEC`")
 
 
-def _predicted(config: ReplicaConfig, one: Wanted, env: Mapping[str, str], ahead: bool) -> Prediction:
-    if one.unread:
-        reason = f"{len(one.unread)} files of the checkpoint are a part of it and were not read yet; --read reads them"
+def _predicted(config: ReplicaConfig, artifacts: Wanted, env: Mapping[str, str], ahead: bool) -> Prediction:
+    if artifacts.unread:
+        reason = f"{len(artifacts.unread)} files of the checkpoint need digests and are unread; read them with --read"
         return Prediction("compile", "nothing", reason)
     if config.compiled is None:
-        return Prediction("compile", "nothing", "nothing is kept")
+        return Prediction("compile", "nothing", "there is no folder for compiled artifacts")
     root = Path(config.compiled)
-    found = candidates(one.manifest, root, Path(one.source), env, kept=bool(one.folder), neff_cache=config.neff_cache)
-    if one.folder and not one.complete:  # by the engine's own look at the folder
-        found = [_incomplete(candidate, one.folder) for candidate in found]
-    return predict(one.manifest, found, one.source, ahead=ahead)
+    existing = candidates(
+        artifacts.manifest, root, Path(artifacts.source), env, kept=bool(artifacts.folder), neff_cache=config.neff_cache
+    )
+    if artifacts.folder and not artifacts.complete:  # by the engine's own check of the folder
+        existing = [_incomplete(candidate, artifacts.folder) for candidate in existing]
+    return predict(artifacts.manifest, existing, artifacts.source, ahead=ahead)
 
 
 def _incomplete(candidate: Candidate, folder: str) -> Candidate:

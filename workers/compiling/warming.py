@@ -1,4 +1,4 @@
-"""Bringing to a host what the start of a replica needs, before anybody starts it."""
+"""Fetches to a host what the start of a replica needs, ahead of the start."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from workers.neff_cache.sync import localized, place_at, pull
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
-    """What came for one replica."""
+    """What was fetched for one replica."""
 
     bytes: int = 0  # over the network
-    brought: tuple[str, ...] = ()  # in words
-    problem: str = ""  # why not all of it came
+    brought: tuple[str, ...] = ()  # for display
+    problem: str = ""  # why the rest could not be fetched
 
 
 def warm(
     config: ReplicaConfig, store: Store, stop: threading.Event, began: Callable[[str], Progress] = Progress
 ) -> Warmed:
-    """Fetch the model and its draft, then what was compiled of them elsewhere. Compiles nothing, and blocks.
+    """Fetches the model and its draft, then their compiled artifacts from remote caches. Compiles nothing; blocks.
 
-    ``began`` makes the progress of a fetch, of its source.
+    ``began`` creates the progress of a fetch from its source.
     """
     size, brought = 0, []
     try:
-        for what, count in _bring(config, store, stop, began):
+        for name, count in _bring(config, store, stop, began):
             size += count
-            brought.append(what)
+            brought.append(name)
     except (SourceError, EngineLoadError, OSError) as error:
         return Warmed(bytes=size, brought=tuple(brought), problem=str(error))
     return Warmed(bytes=size, brought=tuple(brought))
@@ -54,45 +54,47 @@ def warm(
 def _bring(
     config: ReplicaConfig, store: Store, stop: threading.Event, began: Callable[[str], Progress]
 ) -> Iterator[tuple[str, int]]:
-    """What came, and its bytes."""
+    """Fetches each item, and yields its name and size in bytes."""
     wanted = wanted_by(config)
-    landed = [None if one is None else ArtifactFetcher(store)(one, began(one.source), stop) for one in wanted]
-    for one, here in zip(wanted, landed, strict=True):
-        if one is not None and here is not None and here.moved:
-            yield one.source, here.moved
+    landed = [None if want is None else ArtifactFetcher(store)(want, began(want.source), stop) for want in wanted]
+    for want, artifact in zip(wanted, landed, strict=True):
+        if want is not None and artifact is not None and artifact.moved:
+            yield want.source, artifact.moved
     config = with_folders(config, wanted, (landed[0], landed[1]))
-    told = needed(config, read=True)
-    if isinstance(told, Failure):
-        raise EngineLoadError(told.id, told.what, told.hint)
-    yield from _compiled(config, told, stop)
+    predicted = needed(config, read=True)
+    if isinstance(predicted, Failure):
+        raise EngineLoadError(predicted.id, predicted.what, predicted.hint)
+    yield from _compiled(config, predicted, stop)
     if config.engine == CACHED and config.compiled is not None:
-        yield from _graphs(config, told, stop)
+        yield from _graphs(config, predicted, stop)
 
 
-def _compiled(config: ReplicaConfig, told: Predicted, stop: threading.Event) -> Iterator[tuple[str, int]]:
-    """Whole artifacts that another host has pushed."""
-    for one in told.wanted:
-        if not one.folder or one.complete or not config.neff_cache:
+def _compiled(config: ReplicaConfig, predicted: Predicted, stop: threading.Event) -> Iterator[tuple[str, int]]:
+    """Fetches complete artifacts that another host has pushed."""
+    for artifacts in predicted.wanted:
+        if not artifacts.folder or artifacts.complete or not config.neff_cache:
             continue
-        with entry(Path(one.folder).parent, one.manifest) as found:
-            if found.complete:
+        with entry(Path(artifacts.folder).parent, artifacts.manifest) as held:
+            if held.complete:
                 continue
             try:
-                is_here = compiled_cache.pull(found, config.neff_cache, stop)
+                is_here = compiled_cache.pull(held, config.neff_cache, stop)
             finally:
                 with contextlib.suppress(OSError):
-                    found.path.rmdir()  # where nothing came, nothing is left: it is empty only then
+                    held.path.rmdir()  # only if nothing was fetched, and it is empty
             if is_here:
-                size = sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file())
-                yield f"compiled {one.role}", size
+                size = sum(path.stat().st_size for path in held.path.rglob("*") if path.is_file())
+                yield f"compiled {artifacts.role}", size
 
 
-def _graphs(config: ReplicaConfig, told: Predicted, stop: threading.Event) -> Iterator[tuple[str, int]]:
-    """Entries of Neuron's cache, where the process would not use it where it is."""
+def _graphs(config: ReplicaConfig, predicted: Predicted, stop: threading.Event) -> Iterator[tuple[str, int]]:
+    """Fetches entries of a remote Neuron cache that is replaced by a local folder."""
     place = localized({**os.environ, **config.env}, keep_of(Path(config.compiled or "")))
-    for one in told.wanted if place is not None else ():
+    for artifacts in predicted.wanted if place is not None else ():
         assert place is not None
-        compiler = record_of(one.manifest).compiler
-        got = pull(place_at(place.location), place.path, record=name_of(one.manifest), compiler=compiler, stop=stop)
+        compiler = record_of(artifacts.manifest).compiler
+        got = pull(
+            place_at(place.location), place.path, record=name_of(artifacts.manifest), compiler=compiler, stop=stop
+        )
         if got.entries:
-            yield f"{len(got.entries)} graphs of the {one.role}", got.bytes
+            yield f"{len(got.entries)} graphs of the {artifacts.role}", got.bytes

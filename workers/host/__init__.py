@@ -1,1 +1,1 @@
-"""The host itself: its facts, processes, core claims, faults and files of others."""
+"""The host: its facts, processes, core claims, faults, and untrusted files."""

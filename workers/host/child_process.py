@@ -1,7 +1,7 @@
-"""A process apart that is asked once and answers in lines of JSON: both ends of it.
+"""Runs a child process that takes one request and replies with JSON lines: the parent's and the child's side.
 
-It reads what it is asked from standard input. Standard output is for its answers alone; all that libraries print goes
-to standard error, which is its log.
+The child reads the request from standard input. Standard output is reserved for replies; output of libraries goes to
+standard error, which is its log.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from workers.messages.replica_config import NEVER_SET
 def start(
     arguments: Sequence[str], *, python: str | None, env: Mapping[str, str], log_file: str
 ) -> subprocess.Popen[bytes]:
-    """``python -m ARGUMENTS``, with pipes for the question and the answers; ``python`` None: this interpreter.
+    """Starts ``python -m ARGUMENTS`` with pipes for the request and the replies; ``python`` None: this interpreter.
 
-    It is in a session of its own: Ctrl-C on the terminal reaches whoever asks, who then ends it. Raises OSError.
+    It runs in its own session: Ctrl-C on the terminal reaches only the parent, which ends it. Raises OSError.
     """
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError):  # there is none yet
+    with contextlib.suppress(OSError):  # no log yet
         host_facts.cut_log(Path(log_file))
-    words = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         return subprocess.Popen(
             [python or sys.executable, "-m", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=words,
+            stderr=log,
             env=environment(env),
-            cwd="/",  # a folder `workers` where somebody stands is not ours
+            cwd="/",  # the current folder may have another package `workers`
             start_new_session=True,
         )
     finally:
-        os.close(words)
+        os.close(log)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """That of this process, without what no replica has, and with ``env``."""
+    """Returns this process's environment without the variables that no replica gets, plus ``env``."""
     return {name: value for name, value in os.environ.items() if name not in NEVER_SET} | dict(env)
 
 
 def answering() -> Callable[[msgspec.Struct], None]:
-    """Of the process itself, once it has read what it is asked: makes its outputs and its log ready, and binds it to
-    the CPUs that its environment names. What it gives tells one answer."""
-    told = os.fdopen(os.dup(1), "wb")
+    """Sets up the child's output, log and CPU mask, after it has read the request; returns the function that sends a
+    reply."""
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     host_facts.mark_log(2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     host_facts.pin_to(os.environ.get("COREWRIGHT_CPUS"))
 
-    def tell(what: msgspec.Struct) -> None:
-        told.write(msgspec.json.encode(what) + b"\n")
-        told.flush()
+    def tell(reply: msgspec.Struct) -> None:
+        replies.write(msgspec.json.encode(reply) + b"\n")
+        replies.flush()
 
     return tell

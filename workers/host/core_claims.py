@@ -1,7 +1,7 @@
-"""A process's exclusive hold on emulated NeuronCores: one locked file for each core.
+"""Claims emulated NeuronCores for a process, with one locked file per core.
 
-The kernel releases a lock when its process ends, however it ends; so does the Neuron driver with real cores. A taken
-core gives the message of the Neuron runtime, so that whoever reads it reacts the same on both.
+The kernel releases the locks of a process that ends, as the Neuron driver does with real cores. A taken core raises the
+message of the Neuron runtime, so that both are handled alike.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from placements.facts.core_range import runs
 
-LOOK_S = 0.1  # whoever only looks (`held_cores`) has a lock for microseconds
+LOOK_S = 0.1  # `held_cores` holds a lock for microseconds
 
 
 class CoresTaken(Exception):
-    """Cores that another process holds. ``owners`` maps each taken core to the pid that wrote itself into its file."""
+    """Cores that other processes hold. ``owners``: taken core -> the owner's pid from the lock file."""
 
     def __init__(self, requested: list[int], owners: dict[int, int | None]) -> None:
-        # The runtime's own words: facts on `nrt_allocate_neuron_cores` in AWS's troubleshooting guide.
+        # The runtime's message; see `nrt_allocate_neuron_cores` in AWS's troubleshooting guide.
         super().__init__(
             f"nrt_allocate_neuron_cores NeuronCore(s) not available - "
             f"Requested:nc{requested[0]}-nc{requested[-1]} Available:{len(requested) - len(owners)}"
@@ -30,19 +30,19 @@ class CoresTaken(Exception):
 
     @property
     def held(self) -> str:
-        """Who holds which cores: `nc0-nc7 by pid 71, nc9 by pid 80`."""
-        told = []
+        """The holders for display: `nc0-nc7 by pid 71, nc9 by pid 80`."""
+        holders = []
         for cores, pid in runs(self.owners):
             last = f"-nc{cores.last}" if len(cores) > 1 else ""
-            told.append(f"nc{cores.first}{last} by pid {pid or 'unknown'}")
-        return ", ".join(told)
+            holders.append(f"nc{cores.first}{last} by pid {pid or 'unknown'}")
+        return ", ".join(holders)
 
 
 class CoreClaim:
-    """The locks of one process on its cores. Kept until ``release`` or the end of the process."""
+    """The locks of one process on its cores, until ``release`` or the end of the process."""
 
     def __init__(self, folder: Path, cores: Iterable[int]) -> None:
-        """Lock every core of ``cores`` in ``folder``, or none. Raises CoresTaken with the owners."""
+        """Locks all of ``cores`` in ``folder``, or none. Raises CoresTaken with the owners."""
         self.cores = sorted(cores)
         self._files: list[int] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +63,13 @@ class CoreClaim:
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Let all go before the process ends (the engine must be closed already)."""
+        """Releases all cores before the end of the process (the engine must be closed already)."""
         while self._files:
             os.close(self._files.pop())
 
 
 def held_cores(folder: Path) -> dict[int, int | None]:
-    """The cores in ``folder`` that a living process holds now, each with its owner's pid."""
+    """Returns the held cores of ``folder`` with their owners' pids."""
     held: dict[int, int | None] = {}
     for path in sorted(folder.glob("nc*.lock")):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -83,7 +83,7 @@ def held_cores(folder: Path) -> dict[int, int | None]:
 
 
 def _lock(descriptor: int, deadline: float) -> bool:
-    """Whether the lock is ours now. Tried until the deadline: someone may only look."""
+    """Tries to lock until the deadline, since `held_cores` may hold the lock briefly; returns whether it succeeded."""
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

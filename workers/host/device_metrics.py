@@ -1,6 +1,6 @@
-"""What the Neuron devices of this host measure: `neuron-monitor` runs once, and its latest line becomes families.
+"""Turns the latest line of a running `neuron-monitor` into metric families of this host's Neuron devices.
 
-Names and labels are those of `neuron-monitor-prometheus.py`, AWS's own exporter, so that its dashboards work.
+Names and labels are those of AWS's exporter, `neuron-monitor-prometheus.py`, so that its dashboards work.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from workers.messages.metric_family import FamilyKind, MetricFamily, Point
 log = logging.getLogger(__name__)
 
 PERIOD = "5s"  # the tool's own default
-STALE_S = 30.0  # an older line is told no more: better no number than a wrong one
-AGAIN_S = 30.0  # after the tool has ended by itself
+STALE_S = 30.0  # older lines are not reported: no value is better than a wrong one
+AGAIN_S = 30.0  # pause before a restart after the tool has exited
 MOST_LINE = 1 << 20  # bytes
 MEMORY = ("constants", "model_code", "model_shared_scratchpad", "runtime_memory", "tensors")
 ECC = ("mem_corrected", "mem_uncorrected", "sram_corrected", "sram_uncorrected")
-# The tool ends when its shell's standard input does, hence with the process that started it, however that one dies.
+# The shell kills the tool when its standard input closes, hence when the process that started it dies.
 WATCHED = '"$0" "$@" </dev/null & tool=$!; exec 1>&-; read -r _; kill -KILL "$tool"'
 
 
 class DeviceMonitor:
-    """Runs the tool from the first question on, where there are devices and the tool. Any thread."""
+    """Runs the tool from the first call on, if there are devices and the tool is installed. Thread-safe."""
 
     def __init__(self, places: Places | None = None) -> None:
         self._places = places or Places.of_this_host()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards the attributes below
         self._began = False
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._sample: tuple[float, MonitorSample] | None = None
         self._sums = Sums()
-        self._told = threading.Condition(self._lock)
+        self._arrived = threading.Condition(self._lock)
 
     def families(self) -> list[MetricFamily]:
-        """Of the latest line. Nothing before the first one, without the tool, or when it has been silent for long."""
+        """Returns the families of the latest line; none before the first line, without the tool, or if it is stale."""
         with self._lock:
             if not self._began:
                 self._began = True
@@ -57,12 +57,12 @@ class DeviceMonitor:
             return device_families(self._sample[1], self._sums)
 
     def wait_for_sample(self, deadline_s: float) -> bool:
-        """Whether a line has come by then."""
-        with self._told:
-            return self._told.wait_for(lambda: self._sample is not None, deadline_s)
+        """Returns whether a line has arrived within the deadline."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self._sample is not None, deadline_s)
 
     def close(self) -> None:
-        """End the tool; it is not started again."""
+        """Ends the tool for good."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -70,12 +70,12 @@ class DeviceMonitor:
             _end(process)
 
     def _keep_reading(self) -> None:
-        """On the thread that lives as long as this process."""
+        """Runs and restarts the tool, on a thread of its own."""
         if not any(self._places.dev.glob("neuron[0-9]*")):
             return
         path = find_tool("neuron-monitor", self._places.tools)
         if path is None:
-            log.info("neuron-monitor is not installed: the devices are not measured")
+            log.info("neuron-monitor is not installed: no device metrics")
             return
         with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
             json.dump({**CONFIG, "period": PERIOD}, config)
@@ -84,7 +84,7 @@ class DeviceMonitor:
                 time.sleep(AGAIN_S)
 
     def _run(self, command: list[str]) -> bool:
-        """Read until the tool ends. False when it must not be started again."""
+        """Reads until the tool exits. False: it must not be restarted."""
         with self._lock:
             if self._closed:
                 return False
@@ -103,25 +103,25 @@ class DeviceMonitor:
         assert process.stdout is not None
         for line in _lines(process.stdout):
             sample = parse_neuron_monitor(line)
-            with self._told:
+            with self._arrived:
                 self._sums.add(sample)
                 self._sample = time.monotonic(), sample
-                self._told.notify_all()
+                self._arrived.notify_all()
         _end(process)
         with self._lock:
             if not self._closed:
-                log.warning("neuron-monitor has ended; it is started again in %.0f s", AGAIN_S)
+                log.warning("neuron-monitor exited; restarting it in %.0f s", AGAIN_S)
             return not self._closed
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines as they come; one that is absurdly long is left out."""
-    whole = True
+    """Yields lines as they arrive; skips overlong ones."""
+    at_start = True
     while line := stream.readline(MOST_LINE):
         complete = line.endswith(b"\n")
-        if whole and complete:
+        if at_start and complete:
             yield line
-        whole = complete
+        at_start = complete
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -133,14 +133,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Sums:
-    """The tool tells errors and executions of each period; a counter is their sum."""
+    """Counters of errors and executions, summed over the periods of the tool's lines."""
 
     def __init__(self) -> None:
-        self.errors: Counter[tuple[str, str]] = Counter()  # by runtime tag and sort
+        self.errors: Counter[tuple[str, str]] = Counter()  # by runtime tag and kind
         self.executions: Counter[tuple[str, str]] = Counter()
 
     def add(self, sample: MonitorSample) -> None:
-        """One line. Of a process that is gone nothing is kept: its tag may be a pid, and pids go on for ever."""
+        """Adds one line. Drops processes that are gone: their tags may be pids, of which there is no end."""
         tags = {_tag(runtime) for runtime in sample.runtimes}
         for sums in (self.errors, self.executions):
             for key in [key for key in sums if key[0] not in tags]:
@@ -153,7 +153,7 @@ class Sums:
 
 
 def device_families(sample: MonitorSample, sums: Sums) -> list[MetricFamily]:
-    """What one line tells. A family of which it tells nothing has no series."""
+    """Returns the families of one line. A family without values has no series."""
     return list(_families(sample, sums))
 
 
@@ -225,7 +225,7 @@ def _families(sample: MonitorSample, sums: Sums) -> Iterable[MetricFamily]:
         labels = ("neuron_device_count", "neuroncore_per_device_count")
         yield family("neuron_hardware_info", "gauge", "Neuron Hardware Information", labels, [(counts, 1)])
     if sample.device_memory_bytes is not None and sample.cores_per_device:
-        # not of AWS's exporter: without it nobody could tell how full a core's memory is
+        # not in AWS's exporter; needed to compute how full a core's memory is
         help = "Memory of a Neuron device by its NeuronCores."
         share = sample.device_memory_bytes / sample.cores_per_device
         yield family("corewright_neuroncore_memory_total_bytes", "gauge", help, (), [((), share)])

@@ -1,4 +1,4 @@
-"""Reading files that others made: a checkpoint may hold a pipe, a device, or JSON that no reader survives."""
+"""Reads untrusted files safely: a checkpoint may contain pipes, devices, or JSON that crashes a parser."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_CONFIG_BYTES = 16 * 2**20  # of a config or an index; the largest index known has 9 MB
-MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest tokenizer.json known has 35 MB
-MAX_DEPTH = 64  # levels of JSON, far below where Python's own recursion ends
+MAX_CONFIG_BYTES = 16 * 2**20  # of a config or an index; the largest known index has 9 MB
+MAX_TOKENIZER_BYTES = 64 * 2**20  # the largest known tokenizer.json has 35 MB
+MAX_DEPTH = 64  # levels of JSON, far below Python's recursion limit
 
 
 def read_bytes(path: Path, most: int = MAX_CONFIG_BYTES) -> bytes:
-    """Returns the content of a regular file. Raises OSError, also for any other kind, which is not opened, and for more
-    than ``most`` bytes."""
+    """Returns the content of a regular file. Raises OSError, also for other file types, which are not opened, and for
+    more than ``most`` bytes."""
     check_regular(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without a wait, should it be a pipe by now
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not block if it has become a pipe
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(most + 1) or b""
     if len(data) > most:
@@ -27,8 +27,8 @@ def read_bytes(path: Path, most: int = MAX_CONFIG_BYTES) -> bytes:
 
 
 def read_json(path: Path, most: int = MAX_CONFIG_BYTES) -> Any:
-    """Returns the decoded content. Raises OSError as ``read_bytes``, and ValueError for anything but JSON of a usual
-    depth."""
+    """Returns the decoded JSON. Raises OSError as ``read_bytes``, and ValueError for invalid or too deeply nested
+    JSON."""
     data = read_bytes(path, most)
     try:
         value = json.loads(data.decode())
@@ -54,8 +54,8 @@ def check_regular(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises OSError for a folder that holds anything but regular files and folders: libraries would open it, and wait
-    for ever. A link that leads nowhere is passed over."""
+    """Raises OSError for a folder with anything but regular files and folders: libraries would open a pipe and block
+    forever. Ignores broken links."""
     for entry in os.scandir(folder):
         try:
             mode = entry.stat().st_mode

@@ -1,4 +1,4 @@
-"""What is asked of a host itself: its facts, the death of a process, the end of a log. No Ray inside."""
+"""Functions on this host: CPUs and memory, ends of processes, and logs. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from workers.host.process_tree import end_marked
 log = logging.getLogger(__name__)
 
 LOG_TAIL_BYTES = 64 * 1024
-MAX_LOG_BYTES = 64 * 2**20  # then what it holds is set aside
-MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray writes for its own log reader
+MAX_LOG_BYTES = 64 * 2**20  # a larger log is rotated
+MARKS = (":job_id:", ":actor_name:", ":task_name:")  # prefixes of lines that Ray writes for its log reader
 DMI_PRODUCT = "sys/devices/virtual/dmi/id/product_name"  # the instance type on EC2
 ROOT_VARIABLE = "COREWRIGHT_HOST_ROOT"
-START_MARK = ":corewright_start:"  # a line that a replica writes when it starts, and when it is ready
+START_MARK = ":corewright_start:"  # line that a replica writes when it starts and when it is ready
 HIDDEN = (*MARKS, START_MARK)
 LAST_WORDS = 400  # lines
-CGROUP = Path("/sys/fs/cgroup")  # of version 2
-LOOK_S = 0.01  # between two looks at processes that were killed
-ENDING_S = 1.0  # for a process whose connection has ended to be dead
+CGROUP = Path("/sys/fs/cgroup")  # cgroup v2
+LOOK_S = 0.01  # interval of checks of killed processes
+ENDING_S = 1.0  # for a process to exit after its connection has closed
 _SIGNAL = re.compile(r"\*\*\* (SIG[A-Z]+) received at ", re.ASCII)
 _PIDFD_INFO_EXIT = 1 << 3  # linux/pidfd.h
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 
 
 def host_root() -> Path:
-    """Where the host's own /dev, /sys and /opt/aws/neuron are: COREWRIGHT_HOST_ROOT in a container into which the host
-    is mounted, else "/"."""
+    """Returns the root of the host's /dev, /sys and /opt/aws/neuron: COREWRIGHT_HOST_ROOT in a container with the host
+    mounted, else "/"."""
     return Path("/") / os.environ.get(ROOT_VARIABLE, "")
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """The CPU ids that this process may use, ascending: the affinity mask, cut to the cgroup's quota where one is set.
+    """Returns the CPU ids that this process may use, ascending: its affinity mask, limited by the cgroup's quota.
 
-    Not ``os.cpu_count()``, which counts the machine and not the container.
+    ``os.cpu_count()`` would count the machine, not the container.
     """
     cpus = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()
@@ -56,15 +56,16 @@ def usable_cpus() -> tuple[int, ...]:
 
 
 def pin_to(cpus: str | None) -> None:
-    """Set the CPU mask of this process (a list as in "0-7,16"), for all threads that exist and are to come.
+    """Pins all current and future threads of this process to a list of CPUs, such as "0-7,16".
 
-    A plan for an instance type is for all of its CPUs; a container may have fewer. With none of them the mask stays.
+    A plan for an instance type assumes all of its CPUs; a container may have fewer. If it has none of these, the mask
+    is not changed.
     """
     if cpus is None:
         return
     mask = set(parse_cpulist(cpus) or ()) & os.sched_getaffinity(0)
     if not mask:
-        log.warning("this process may use none of the CPUs that were planned for it (%s): it keeps what it has", cpus)
+        log.warning("none of the planned CPUs (%s) are available to this process; its CPU mask is unchanged", cpus)
         return
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), mask)
@@ -79,21 +80,21 @@ def _cgroup_cpu_quota() -> int | None:
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that processes may still take: what the machine has free, cut to what the cgroup's limit leaves.
+    """Returns the available memory in bytes: the machine's, or the rest of the cgroup's limit if that is less.
 
-    Pages of files that nobody has read lately count as free in both: the kernel drops them.
+    Both include inactive page cache, which the kernel can drop.
     """
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):
         limit = int((cgroup / "memory.max").read_text())  # "max" without one
-        told = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used = int((cgroup / "memory.current").read_text()) - int(told.get("inactive_file", 0))
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
         free = min(free, limit - used)
     return max(0, int(free))
 
 
 def instance_type(dev: Path | None = None, product: Path | None = None) -> str | None:
-    """The EC2 instance type when this machine has Neuron devices, else None."""
+    """Returns the EC2 instance type if this machine has Neuron devices, else None."""
     dev, product = dev or host_root() / "dev", product or host_root() / DMI_PRODUCT
     if not any(dev.glob("neuron[0-9]*")):
         return None
@@ -104,22 +105,22 @@ def instance_type(dev: Path | None = None, product: Path | None = None) -> str |
 
 
 def confirm_death(pid: int, started: float, deadline_s: float) -> bool:
-    """Kill that very process if it lives, with all that it has started, and wait until they are gone.
+    """Kills a process and all its descendants, including compilers that it left behind, and waits until they are gone.
 
-    Compilers too that it left behind when it died. False when some of them are still there at the deadline.
+    ``started`` distinguishes it from a later process with the same pid. False: some still exist at the deadline.
     """
     deadline = time.monotonic() + deadline_s
-    left: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         if is_alive(pid, started):
             process = psutil.Process(pid)
-            left = [process, *process.children(recursive=True)]
-    for one in left:  # the root first: it would start others
+            processes = [process, *process.children(recursive=True)]
+    for victim in processes:  # the root first, since it could start others
         with contextlib.suppress(psutil.Error):
-            one.kill()
-    while any(map(_lives, left)) and time.monotonic() < deadline:  # a zombie is dead, though nobody may ask for it
+            victim.kill()
+    while any(map(_lives, processes)) and time.monotonic() < deadline:  # a zombie counts as dead
         time.sleep(LOOK_S)
-    return end_marked(pid, started, max(0.0, deadline - time.monotonic())) and not any(map(_lives, left))
+    return end_marked(pid, started, max(0.0, deadline - time.monotonic())) and not any(map(_lives, processes))
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -130,8 +131,8 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def cut_log(path: Path, most: int = MAX_LOG_BYTES) -> None:
-    """Set the content of a log that is too large aside, as `NAME.log.1`, and begin it anew. The log itself stays, since
-    descriptors of processes that know nothing of this append to it. Raises OSError."""
+    """Copies a log that is too large to `NAME.log.1` and truncates it. The file itself stays, since other processes
+    append to it through open descriptors. Raises OSError."""
     if path.stat().st_size <= most:
         return
     aside = path.with_name(f"{path.name}.1")
@@ -143,31 +144,32 @@ def cut_log(path: Path, most: int = MAX_LOG_BYTES) -> None:
 
 
 class Endings:
-    """How processes of this host ended, also those that are no children of this process.
+    """Finds out how processes of this host ended, including those that are not children of this process.
 
-    The kernel tells it who has held a pidfd of the process since before (Linux 6.15 and later). Else the log may: Ray's
-    handler writes the name of a signal that the process itself has caused.
+    The kernel reports the exit status to holders of a pidfd (Linux 6.15 and later). Else the log may show it: Ray's
+    handler writes the name of a signal that the process itself caused.
     """
 
     def __init__(self) -> None:
         self._pidfds: dict[tuple[int, float], int] = {}
 
     def attend(self, pid: int, started: float) -> None:
-        """Begin with a process that lives."""
+        """Starts to track a running process."""
         if (pid, started) not in self._pidfds:
             with contextlib.suppress(OSError):
                 self._pidfds[pid, started] = pidfd = os.pidfd_open(pid)
-                if not is_alive(pid, started):  # the pid is another's by now
+                if not is_alive(pid, started):  # the pid has been reused
                     os.close(pidfd)
                     del self._pidfds[pid, started]
 
     def forget(self, pid: int, started: float) -> None:
-        """It is dead, and nobody asks how it ended."""
+        """Stops tracking a process."""
         if (pidfd := self._pidfds.pop((pid, started), None)) is not None:
             os.close(pidfd)
 
     def of(self, pid: int, started: float, log: Path) -> str | None:
-        """Such as "was killed by SIGKILL" or "exited with code 1"; None where nothing tells. Waits for a second."""
+        """Returns how it ended, such as "was killed by SIGKILL" or "exited with code 1"; None: unknown. Waits up to a
+        second."""
         status = None
         if (pidfd := self._pidfds.get((pid, started))) is not None:
             deadline = time.monotonic() + ENDING_S
@@ -182,14 +184,14 @@ class Endings:
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """As of ``os.waitpid``; None while the process lives, and where the kernel does not tell."""
-    told = bytearray(64)  # struct pidfd_info: the mask first, the exit status last
-    struct.pack_into("=Q", told, 0, _PIDFD_INFO_EXIT)
+    """Returns the status as ``os.waitpid`` would; None: still running, or not supported by the kernel."""
+    buffer = bytearray(64)  # struct pidfd_info: the mask first, the exit status last
+    struct.pack_into("=Q", buffer, 0, _PIDFD_INFO_EXIT)
     try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, told)
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, buffer)
     except OSError:
         return None
-    mask, status = struct.unpack_from("=Q", told, 0)[0], struct.unpack_from("=i", told, 60)[0]
+    mask, status = struct.unpack_from("=Q", buffer, 0)[0], struct.unpack_from("=i", buffer, 60)[0]
     return int(status) if mask & _PIDFD_INFO_EXIT else None
 
 
@@ -197,12 +199,12 @@ def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"  # a real-time one
+        return f"signal {number}"  # a real-time signal
 
 
 def log_sigterm() -> None:
-    """Have this process name SIGTERM on stderr, as Ray's handler does with other signals, before what it does already
-    at that signal: under Ray it exits, which from outside looks like any other exit. Call it on the main thread."""
+    """Makes this process log SIGTERM to stderr before its existing handler runs, as Ray's handler does for other
+    signals: under Ray it exits, which looks like any other exit from outside. Call it on the main thread."""
     before = signal.getsignal(signal.SIGTERM)
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -215,17 +217,17 @@ def log_sigterm() -> None:
 
 
 def mark_log(descriptor: int) -> None:
-    """Write the line from which ``last_words`` reads on."""
+    """Writes the line after which ``last_words`` starts to read."""
     _write(descriptor, f"{START_MARK}\n")
 
 
 def _write(descriptor: int, line: str) -> None:
-    with contextlib.suppress(OSError):  # a log on a full disk: without the line the process goes on, or ends
+    with contextlib.suppress(OSError):  # a full disk: continue without the line
         os.write(descriptor, line.encode())
 
 
 def last_words(path: Path) -> list[str]:
-    """What the replica of that log has written since it started, or was ready: at most 400 lines and 64 KiB."""
+    """Returns the lines that a replica has logged since it started or was ready, at most 400 lines and 64 KiB."""
     try:
         lines = _end_of(path).splitlines()
     except FileNotFoundError:
@@ -242,7 +244,7 @@ def _end_of(path: Path) -> str:
 
 
 def log_tail(path: Path, lines: int) -> list[str]:
-    """The last ``lines`` lines of a log, without reading more than its last 64 KiB. Empty when there is no log."""
+    """Returns the last ``lines`` lines of a log, from its last 64 KiB. Empty if there is no log."""
     try:
         text = _end_of(path)
     except FileNotFoundError:
@@ -251,10 +253,10 @@ def log_tail(path: Path, lines: int) -> list[str]:
 
 
 def log_part(path: Path, offset: int | None, most: int, lines: int) -> tuple[str, int]:
-    """At most ``most`` bytes of a log from ``offset`` on, or without one its last ``lines`` lines; and the next offset.
+    """Returns up to ``most`` bytes of a log from ``offset``, or else its last ``lines`` lines; and the next offset.
 
-    A log that is shorter than ``offset`` was begun anew, and is read from its start. Ends at a line's end, unless one
-    line is longer than ``most``.
+    A log shorter than ``offset`` has been rotated and is read from its start. The part ends with a line, unless a line
+    is longer than ``most``.
     """
     try:
         with path.open("rb") as log:
@@ -264,13 +266,15 @@ def log_part(path: Path, offset: int | None, most: int, lines: int) -> tuple[str
             data = log.read(most)
     except FileNotFoundError:
         return "", 0
-    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == most else b"")
-    shown = [line for line in whole.decode(errors="replace").splitlines(keepends=True) if not line.startswith(HIDDEN)]
-    return "".join(shown if offset is not None else shown[-lines:]), begin + len(whole)
+    complete = data[: data.rfind(b"\n") + 1] or (data if len(data) == most else b"")
+    shown = [
+        line for line in complete.decode(errors="replace").splitlines(keepends=True) if not line.startswith(HIDDEN)
+    ]
+    return "".join(shown if offset is not None else shown[-lines:]), begin + len(complete)
 
 
 def command_of(pid: int | None) -> str | None:
-    """What that process was started as, or calls itself; None when it cannot be found out."""
+    """Returns the command line of a process; None: not readable."""
     if pid is None:
         return None
     try:

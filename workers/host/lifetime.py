@@ -1,7 +1,7 @@
-"""When a process began, by a clock that nobody sets: with its pid that names it until the machine is started again.
+"""Identifies processes by pid and start time since boot, which is unique until a reboot.
 
-Seconds since the epoch would not do. The kernel counts a start from the boot, and the time of the boot moves whenever
-the wall clock is set: each process would seem to be another one after the first correction by NTP.
+Seconds since the epoch would not work. The kernel counts a start time from the boot, and the boot time changes whenever
+the wall clock is set: after the first NTP correction each process would look like another one.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ import time
 from functools import cache
 from pathlib import Path
 
-SLACK_S = 1.0  # between two readings of one start
+SLACK_S = 1.0  # tolerance between two readings of one start time
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def since_boot() -> float:
-    """Seconds since the machine was started, those in which it was suspended too."""
+    """Returns the seconds since boot, including time in suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @cache
 def boot() -> str:
-    """The id of this run of the kernel; empty where it tells none."""
+    """Returns the kernel's boot id; empty if it has none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def process_start(pid: int) -> float | None:
-    """When the process began, in seconds since the machine was started, or None when it is gone. With the pid it names
-    a process, since pids are used again. A zombie is gone: the kernel has released all that it held."""
+    """Returns the start time of a process in seconds since boot; None: it is gone.
+
+    Identifies a process together with its pid, since pids are reused. A zombie counts as gone: the kernel has released
+    its resources.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -40,6 +43,6 @@ def process_start(pid: int) -> float | None:
 
 
 def is_alive(pid: int, started: float) -> bool:
-    """Whether that very process still lives."""
-    found = process_start(pid)
-    return found is not None and abs(found - started) < SLACK_S
+    """Returns whether the process with this pid and start time is still running."""
+    current = process_start(pid)
+    return current is not None and abs(current - started) < SLACK_S

@@ -1,4 +1,4 @@
-"""The codes that the Neuron runtime returns."""
+"""The status codes of the Neuron runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STATUS_NAMES: Mapping[int, str] = MappingProxyType(
         1: "failure",
         2: "invalid NEFF, instruction or input",
         3: "invalid handle",
-        4: "a resource could not be had",
+        4: "resource unavailable",
         5: "timeout",
         6: "hardware error",
         7: "queue full",
@@ -36,4 +36,4 @@ STATUS_NAMES: Mapping[int, str] = MappingProxyType(
         1206: "network proxy failed",
     }
 )
-"""NRT_STATUS of AWS's nrt_status.h, in words."""
+"""Descriptions of NRT_STATUS in AWS's nrt_status.h."""

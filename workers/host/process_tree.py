@@ -1,11 +1,11 @@
-"""The processes below a replica: compilers, which work on for an hour, and must not outlive whom they work for.
+"""Ends the processes below a replica with it, such as compilers, which may run for an hour.
 
-Nothing of the kernel ends a whole tree when its root is killed: a parent-death signal is not inherited, a process group
-can be left. So the root writes itself into the environment that its children get, and theirs: by that mark each is
-found, whoever has become its parent.
+The kernel cannot end a whole tree when its root is killed: a parent-death signal is not inherited, and a process can
+leave its group. So the root marks itself in the environment of its descendants, by which they are found even after
+their parent has changed.
 
-1. While a root compiles, a process of its own watches it (``watched``), and ends the tree when the root dies.
-2. Whoever must know that a replica is dead ends its tree by the same mark (``host.confirm_death``).
+1. While a root compiles, a watcher process (``watched``) ends the tree when the root dies.
+2. ``host_facts.confirm_death`` ends the tree of a dead replica by the same mark.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import psutil
 
 from workers.host.lifetime import SLACK_S, process_start
 
-MARK = "COREWRIGHT_ROOT"  # "PID@START": the root, and when it began in seconds since the epoch
+MARK = "COREWRIGHT_ROOT"  # "PID@START": the root and its start time (lifetime.py)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-QUIET_S = 0.2  # so long no process of the tree may have been found, for one that was just being started
-LOOK_S = 0.02  # between two looks
+QUIET_S = 0.2  # time without a process of the tree before it counts as ended, for one that is just starting
+LOOK_S = 0.02  # interval of the search
 END_S = 2.0  # for killed processes to be gone
 
 
 def end_with(parent: int) -> None:
-    """Be killed when ``parent`` ends, however it ends: the kernel sees to it. Says nothing of this one's children."""
+    """Makes the kernel kill this process when ``parent`` ends. Does not cover this process's children."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
@@ -40,7 +40,7 @@ def end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """What is started meanwhile ends with this process, however it ends; and with what is done here, if that fails."""
+    """Ends processes that are started inside the context when this process dies, or when the context raises."""
     pid = os.getpid()
     started = process_start(pid)
     assert started is not None
@@ -49,7 +49,7 @@ def watched() -> Iterator[None]:
         [sys.executable, "-m", "workers.host.process_tree", mark],
         stdin=subprocess.DEVNULL,
         env={name: value for name, value in os.environ.items() if name != MARK},
-        start_new_session=True,  # Ctrl-C, and whoever ends the group of this process, do not reach it
+        start_new_session=True,  # not reached by Ctrl-C or a kill of this process's group
     )
     os.environ[MARK] = mark
     try:
@@ -64,10 +64,10 @@ def watched() -> Iterator[None]:
 
 
 def end_marked(pid: int, started: float, deadline_s: float) -> bool:
-    """Kill the processes that bear the mark of that root. False: some are there still after ``deadline_s``."""
+    """Kills the processes with the mark of a root. False: some still exist after ``deadline_s``."""
     deadline = time.monotonic() + deadline_s
-    while found := marked(pid, started):
-        for process in found:
+    while processes := marked(pid, started):
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         if time.monotonic() >= deadline:
@@ -77,23 +77,23 @@ def end_marked(pid: int, started: float, deadline_s: float) -> bool:
 
 
 def marked(pid: int, started: float) -> list[psutil.Process]:
-    """Those of this user that live, this one excepted."""
-    found = []
+    """Returns this user's running processes with the mark, without this process and the root."""
+    processes = []
     for other in psutil.pids():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             process = psutil.Process(other)
             root, _, began = process.environ().get(MARK, "").partition("@")
             same = root == str(pid) and abs(float(began) - started) < SLACK_S
             if same and other not in (pid, os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def main(mark: str) -> None:
-    """Wait for the end of the root, which is this one's parent, and end its tree."""
+    """Waits for the end of the root, this process's parent, and ends its tree."""
     pid, _, started = mark.partition("@")
     with contextlib.suppress(ProcessLookupError):
-        handle = os.pidfd_open(int(pid))  # tells the end of a zombie too, and of one that others hold pipes of
+        handle = os.pidfd_open(int(pid))  # also becomes readable for a zombie, and while others hold its pipes
         if os.getppid() == int(pid):  # else it ended before the call
             waiting = select.poll()
             waiting.register(handle, select.POLLIN)

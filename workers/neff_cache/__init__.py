@@ -1,5 +1,5 @@
-"""Neuron's persistent cache of compiled graphs (NEFFs): what is in it, where it comes from, and what a start will find.
+"""Neuron's persistent cache of compiled graphs (NEFFs): its entries, transfer between hosts, and predictions of hits.
 
-``entries`` reads the cache, ``sync`` brings it to a host and back, ``record`` tells what a model was compiled from, and
-``predict`` says beforehand whether a start compiles. No Ray, no torch; ``sync`` alone reaches beyond this host.
+``entries`` reads the cache, ``sync`` copies it to and from a host, ``record`` describes what a model was compiled from,
+and ``predict`` predicts whether a start compiles. Imports neither Ray nor torch; only ``sync`` uses the network.
 """

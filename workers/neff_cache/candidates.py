@@ -1,4 +1,4 @@
-"""What was compiled and lies where a start looks for it: on this host, beside the model, and in its NEFF cache."""
+"""Finds compiled artifacts that a start could use: on this host, beside the model, and in the NEFF cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from workers.neff_cache.file_states import damaged
 from workers.neff_cache.predict import Candidate, has_more_buckets
 from workers.neff_cache.record import LOCK_FILE, Proof, Record, decoded, name_of, place_of, read_record, records_in
 from workers.neff_cache.sync import S3, Localized, localized, place_at, records_at
-from workers.neff_cache.unavailable import in_words
+from workers.neff_cache.unavailable import describe
 
-CACHED = "transformers-neuronx"  # the engine whose graphs are in Neuron's cache; the others keep whole folders
-BESIDE = "compiled"  # the folder of a checkpoint in which Optimum has left its NEFFs
+CACHED = "transformers-neuronx"  # the engine that uses Neuron's cache; the others keep complete folders
+BESIDE = "compiled"  # folder of a checkpoint with NEFFs from Optimum
 RETRIED = "--retry_failed_compilation"
 
 
@@ -31,58 +31,61 @@ def candidates(
     kept: bool = True,
     neff_cache: str | None = None,
 ) -> list[Candidate]:
-    """For a start that needs ``wanted``, with the artifacts of this host in ``root``. Reads small files, and of what
-    matches the NEFFs; asks a cache elsewhere for its list and its records. One that gives no answer is ``silent``.
+    """Returns the candidates for a start that needs ``wanted``; ``root``: this host's compiled artifacts.
 
-    ``kept`` false: of a model whose graphs are in the cache alone. ``neff_cache``: the model's, as its spec names it.
+    Reads small files, and the NEFFs of matching candidates; lists a remote cache and reads its records. A cache that
+    does not answer becomes a candidate with ``silent``. ``kept`` False: the model's graphs are only in the cache.
+    ``neff_cache``: as written in the spec.
     """
-    found = [*compiled_here(wanted, root)] if kept else []
+    results = [*compiled_here(wanted, root)] if kept else []
     cached_too = wanted.get("engine") == CACHED
     if kept and cached_too and (folder := given(source, environment)) is not None:
-        found.append(beside(folder))
+        results.append(beside(folder))
     if cached_too:
-        found += cached(wanted, environment, root)
+        results += cached(wanted, environment, root)
     else:
-        found += failed_here(wanted, environment, root)
-    known = any(one.silent or (one.manifest == wanted and not one.missing) for one in found)
-    if kept and neff_cache and not known:
+        results += failed_here(wanted, environment, root)
+    is_settled = any(
+        candidate.silent or (candidate.manifest == wanted and not candidate.missing) for candidate in results
+    )
+    if kept and neff_cache and not is_settled:
         try:
-            found += compiled_elsewhere(wanted, root, neff_cache)
+            results += compiled_elsewhere(wanted, root, neff_cache)
         except SourceError as error:
-            found.append(Candidate("elsewhere", neff_cache, None, silent=in_words(neff_cache, error)))
-    return found
+            results.append(Candidate("elsewhere", neff_cache, None, silent=describe(neff_cache, error)))
+    return results
 
 
 def compiled_here(wanted: Mapping[str, Any], root: Path) -> Iterator[Candidate]:
-    """The complete entries of ``root``; only of the wanted one the files are looked at."""
+    """Yields the complete entries of ``root``; verifies the files of the wanted one only."""
     for file in sorted(root.glob(f"*/{MANIFEST}")):
         folder = file.parent
         try:
             manifest = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        told = read_record(folder / LOCK_FILE)
+        record = read_record(folder / LOCK_FILE)
         is_it = folder.name == name_of(wanted)
-        missing = (LOCK_FILE,) if told is None else damaged(folder, told.files) if is_it else ()
-        yield Candidate("compiled", str(folder), manifest, "" if told is None else told.source, missing)
+        missing = (LOCK_FILE,) if record is None else damaged(folder, record.files) if is_it else ()
+        yield Candidate("compiled", str(folder), manifest, "" if record is None else record.source, missing)
 
 
 def compiled_elsewhere(wanted: Mapping[str, Any], root: Path, neff_cache: str) -> Iterator[Candidate]:
-    """The entry that another host has pushed, where it is finished. Raises SourceError."""
-    place = compiled_cache.where(peek(root, wanted), neff_cache)
+    """Yields the finished entry that another host has pushed, if any. Raises SourceError."""
+    place = compiled_cache.entry_location(peek(root, wanted), neff_cache)
     if not place.startswith(S3) and not Path(place).is_dir():
         return
-    there = place_at(place)
-    files = there.files()
+    remote = place_at(place)
+    files = remote.files()
     if {MANIFEST, LOCK_FILE} <= {file.name for file in files}:
-        told = decoded(there.read(LOCK_FILE))
-        if told is not None:
-            missing = compiled_cache.missing(files, told)
-            yield Candidate("elsewhere", there.url, told.manifest, told.source, missing)
+        record = decoded(remote.read(LOCK_FILE))
+        if record is not None:
+            missing = compiled_cache.missing(files, record)
+            yield Candidate("elsewhere", remote.url, record.manifest, record.source, missing)
 
 
 def given(source: Path, environment: Mapping[str, str]) -> Path | None:
-    """A folder of NEFFs that came with the model: Optimum's, or one that is named as the cache and holds them flat."""
+    """Returns a folder of NEFFs that came with the model: Optimum's, or a flat folder configured as the cache."""
     cache = compiler_cache.location(environment)
     for folder in (source / BESIDE, *([] if cache is None else [cache])):
         if any(folder.glob("*.neff")):
@@ -91,75 +94,77 @@ def given(source: Path, environment: Mapping[str, str]) -> Path | None:
 
 
 def beside(folder: Path) -> Candidate:
-    """The NEFFs of ``given``, with what their record proves."""
-    told = read_record(folder / LOCK_FILE)
-    if told is None:
+    """Returns the candidate of a folder from ``given``, with its record if there is one."""
+    record = read_record(folder / LOCK_FILE)
+    if record is None:
         return Candidate("source", str(folder), None)
-    return Candidate("source", str(folder), told.manifest, told.source, damaged(folder, told.files))
+    return Candidate("source", str(folder), record.manifest, record.source, damaged(folder, record.files))
 
 
 def failed_here(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
-    """The failures of this very manifest, for an engine whose graphs no other model finds in the cache."""
+    """Yields the recorded failures of this manifest, for an engine whose graphs are not shared between models."""
     place = localized(environment, keep_of(root))
     cache = compiler_cache.location(environment) if place is None else place.path
-    told = None if cache is None else read_record(place_of(cache, name_of(wanted)))
-    if cache is None or told is None or RETRIED in environment.get("NEURON_CC_FLAGS", "").split():
+    record = None if cache is None else read_record(place_of(cache, name_of(wanted)))
+    if cache is None or record is None or RETRIED in environment.get("NEURON_CC_FLAGS", "").split():
         return
     states = {entry.name: entry.state for entry in read_entries(cache)}
-    if failed := tuple(one for one in told.failed if _is_stuck(cache, one, states.get(one))):
-        yield Candidate("neff-cache", str(cache), told.manifest, told.source, failed, failed)
+    if failed := tuple(graph for graph in record.failed if _is_stuck(cache, graph, states.get(graph))):
+        yield Candidate("neff-cache", str(cache), record.manifest, record.source, failed, failed)
 
 
 def cached(wanted: Mapping[str, Any], environment: Mapping[str, str], root: Path) -> Iterator[Candidate]:
-    """What the records of the model's NEFF cache tell, those of one elsewhere too; one that is silent comes first."""
+    """Yields the candidates of the model's NEFF cache, local and remote; an unavailable one comes first."""
     place = localized(environment, keep_of(root))
     cache = compiler_cache.location(environment) if place is None else place.path
     if cache is None:
         return
     name = name_of(wanted)
-    known = {told.name: told for told in records_in(cache)}
-    afar: frozenset[str] = frozenset()
+    records = {record.name: record for record in records_in(cache)}
+    remote_graphs: frozenset[str] = frozenset()
     shown = str(cache) if place is None else place.location
-    proof = Proof(cache, known.values())
-    mine = known.get(name)
+    proof = Proof(cache, records.values())
+    mine = records.get(name)
     if place is not None and (mine is None or not mine.graphs or proof.missing(mine)):
         try:
-            afar = _add_afar(place, known)
-            proof = Proof(cache, known.values())
+            remote_graphs = _add_remote_records(place, records)
+            proof = Proof(cache, records.values())
         except SourceError as error:
-            yield Candidate("neff-cache", shown, None, silent=in_words(shown, error))
+            yield Candidate("neff-cache", shown, None, silent=describe(shown, error))
     states = {entry.name: entry.state for entry in read_entries(cache)}
     retried = RETRIED in environment.get("NEURON_CC_FLAGS", "").split()
-    for told in known.values():
-        if told.name == name or has_more_buckets(told.manifest, wanted):
-            missing = tuple(one for one in proof.missing(told) if one not in afar)
-            asked = () if retried else [one for one in (*told.graphs, *told.failed) if one not in afar]
-            failed = tuple(one for one in asked if _is_stuck(cache, one, states.get(one)))
-            missing = missing or told.failed  # what has failed once, and is tried again
-            locked = tuple(one for one in missing if states.get(one) is State.LOCKED)
-            yield Candidate("neff-cache", shown, told.manifest, told.source, missing, failed, locked)
+    for record in records.values():
+        if record.name == name or has_more_buckets(record.manifest, wanted):
+            missing = tuple(graph for graph in proof.missing(record) if graph not in remote_graphs)
+            graphs = (
+                () if retried else [graph for graph in (*record.graphs, *record.failed) if graph not in remote_graphs]
+            )
+            failed = tuple(graph for graph in graphs if _is_stuck(cache, graph, states.get(graph)))
+            missing = missing or record.failed  # failed before, and will be retried
+            locked = tuple(graph for graph in missing if states.get(graph) is State.LOCKED)
+            yield Candidate("neff-cache", shown, record.manifest, record.source, missing, failed, locked)
         else:
-            yield Candidate("neff-cache", shown, told.manifest, told.source)
+            yield Candidate("neff-cache", shown, record.manifest, record.source)
 
 
 def keep_of(root: Path) -> Path:
-    """Where the local folders of caches elsewhere are kept, beside the compiled artifacts in ``root``."""
+    """Returns the parent of the local folders of remote caches, beside the compiled artifacts in ``root``."""
     return root.parent / "neff"
 
 
-def _add_afar(place: Localized, known: dict[str, Record]) -> frozenset[str]:
-    """The names of finished entries elsewhere; its records are added to ``known``."""
-    there = place_at(place.location)
-    files = there.files()
-    for told in records_at(there, files):
-        mine = known.get(told.name)
+def _add_remote_records(place: Localized, records: dict[str, Record]) -> frozenset[str]:
+    """Returns the names of finished remote entries, and adds the remote records to ``known``."""
+    remote = place_at(place.location)
+    files = remote.files()
+    for record in records_at(remote, files):
+        mine = records.get(record.name)
         if mine is None or mine.failed:
-            known[told.name] = told
+            records[record.name] = record
     return frozenset(entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS)
 
 
 def _is_stuck(cache: Path, name: str, state: State | None) -> bool:
-    """Whether the compiler would not try it again, nor the start before it."""
+    """Returns whether an entry has a failure that neither the compiler nor the start retries."""
     return state is State.FAILED and not compiler_cache.was_killed(
         compiler_cache.tail_of(cache / name / compiler_cache.LOG)
     )

@@ -1,4 +1,4 @@
-"""One model's way through the NEFF cache: made ready before its graphs are compiled or taken, written down after."""
+"""Prepares the NEFF cache before a model is compiled, and records its graphs afterwards."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from workers.neff_cache.record import (
     records_in,
 )
 from workers.neff_cache.sync import URL, Localized, localized, place_at, pull, push
-from workers.neff_cache.unavailable import say
+from workers.neff_cache.unavailable import log_unavailable
 
 log = logging.getLogger(__name__)
 
 
 class CompileSession:
-    """Of one manifest. The environment of this process names the cache; the package reads it when it compiles."""
+    """The compile session of one manifest. The engine's package reads the cache's location from the environment."""
 
     def __init__(self, manifest: Mapping[str, Any], source: Path, root: Path | None, shared: bool = True) -> None:
-        """``root``: where compiled artifacts are kept, beside which local folders lie; None: there are none, and a
-        cache in S3 is left to the package. ``shared`` False: no other compile finds its graphs, since their keys hold a
-        path of this host, so that none are fetched (the ``--logfile`` of neuronx-distributed's ``ModelBuilder``)."""
+        """``root``: folder of compiled artifacts, beside the local folders of remote caches; None: the package uses a
+        cache in S3 directly. ``shared`` False: graphs are not fetched, since their keys contain a path of this host
+        (the ``--logfile`` of neuronx-distributed's ``ModelBuilder``)."""
         self._manifest = manifest
         self._source = str(source)
         self._place = None if root is None else localized(os.environ, keep_of(root))
@@ -47,12 +47,12 @@ class CompileSession:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Within it the package compiles what the cache does not have.
+        """The context in which the package compiles what the cache lacks.
 
-        1. What killed compilers have left is removed, and what is not as it was when it was compiled.
-        2. What is elsewhere is brought here, and the package told so. A cache that gives no answer is told in the log:
-           then what is not here is compiled. Raises EngineLoadError where this host's disk does not take it.
-        3. Failures of graphs are written down, for ``cache verify``.
+        1. Removes leftovers of killed compilers, and damaged entries.
+        2. Copies entries of a remote cache to this host and points the package to them. An unavailable cache is
+           logged, and the missing graphs are compiled. Raises EngineLoadError if this host's disk cannot be written.
+        3. Records failed graphs, for ``cache verify``.
         """
         if self._cache is None:
             yield
@@ -63,20 +63,20 @@ class CompileSession:
             _bring(self._place, self._manifest)
         self._uses = GraphUses(self._cache)
         try:
-            with _named(self._place):
+            with _package_pointed_to(self._place):
                 yield
         except Exception as error:
-            self._uses.keep_failure(self._manifest, self._source, error)  # 3
+            self._uses.record_failure(self._manifest, self._source, error)  # 3
             raise
 
-    def written_down(self, saved: Path | None = None, *, wait: bool = False) -> None:
-        """It was compiled: keep its record, and bring back what is new. ``saved``: where the package saved its NEFFs.
+    def record_compiled(self, saved: Path | None = None, *, wait: bool = False) -> None:
+        """Records a successful compile and pushes new entries. ``saved``: where the package saved its NEFFs.
 
-        That goes on in the background, and is begun anew by the next model that is compiled; with ``wait``, here.
-        Nothing of it fails a start.
+        The push runs in the background unless ``wait``, and the next compiled model starts another. Its errors do not
+        fail a start.
         """
         if self._uses is not None:
-            self._uses.keep(self._manifest, self._source, saved)
+            self._uses.record(self._manifest, self._source, saved)
         if self._place is None or self._place.why == "read-only":
             return
         sender = threading.Thread(target=_send, args=(self._place,), name="neff-push", daemon=True)
@@ -86,9 +86,9 @@ class CompileSession:
 
 
 @contextlib.contextmanager
-def _named(place: Localized | None) -> Iterator[None]:
-    """The folder that takes the place of a cache elsewhere is named to the package. Not for longer: the next model of
-    this process, as a draft, finds by that variable what is elsewhere."""
+def _package_pointed_to(place: Localized | None) -> Iterator[None]:
+    """Points the package to the local folder of a remote cache inside the context only: the next model of this
+    process, such as a draft, needs the original value."""
     before = os.environ.get(URL)
     if place is not None:
         os.environ[URL] = str(place.path)
@@ -102,25 +102,25 @@ def _named(place: Localized | None) -> Iterator[None]:
 
 
 def _has_all(cache: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether every graph of the manifest is here by its record: then nobody elsewhere is asked. What is damaged is
-    gone by then."""
-    told = read_record(place_of(cache, name_of(manifest)))
-    return told is not None and bool(told.graphs) and all(is_finished(cache, name) for name in told.graphs)
+    """Returns whether all graphs of the manifest's record are here, so that the remote cache is not needed. Damaged
+    ones have been removed before."""
+    record = read_record(place_of(cache, name_of(manifest)))
+    return record is not None and bool(record.graphs) and all(is_finished(cache, name) for name in record.graphs)
 
 
 def _bring(place: Localized, manifest: Mapping[str, Any]) -> None:
-    """Raises EngineLoadError."""
-    told = record_of(manifest)
+    """Pulls the graphs of the manifest. Raises EngineLoadError."""
+    record = record_of(manifest)
     try:
-        got = pull(place_at(place.location), place.path, record=told.name, compiler=told.compiler)
+        got = pull(place_at(place.location), place.path, record=record.name, compiler=record.compiler)
     except SourceError as error:
-        say(place.location, error)
+        log_unavailable(place.location, error)
         return
     except OSError as error:
-        what = f"the NEFF cache {place.location} cannot be kept in {place.path}: {error}"
-        raise EngineLoadError("compiled-unwritable", what, "is the disk full?") from error
+        message = f"cannot write the NEFF cache {place.location} to {place.path}: {error}"
+        raise EngineLoadError("compiled-unwritable", message, "check the free disk space") from error
     log.info(
-        "%d graphs (%.1f GB) came from the NEFF cache %s to %s",
+        "pulled %d graphs (%.1f GB) from the NEFF cache %s to %s",
         len(got.entries),
         got.bytes / 1e9,
         place.location,
@@ -132,15 +132,15 @@ def _send(place: Localized) -> None:
     try:
         sent = push(place.path, place_at(place.location))
     except (SourceError, OSError) as error:
-        log.warning("what was compiled is not in the NEFF cache %s: %s", place.location, error)
+        log.warning("cannot push compiled graphs to the NEFF cache %s: %s", place.location, error)
         return
-    log.info("%d graphs (%.1f GB) went to the NEFF cache %s", len(sent.entries), sent.bytes / 1e9, place.location)
+    log.info("pushed %d graphs (%.1f GB) to the NEFF cache %s", len(sent.entries), sent.bytes / 1e9, place.location)
 
 
 def _remove_damaged(cache: Path, manifest: Mapping[str, Any]) -> None:
-    """Of the graphs that the manifest may need, those that the compiler's wrapper would take though they have changed:
-    all of its model, for with other buckets it shares some of them."""
+    """Removes damaged graphs that the compiler's wrapper would use: all those of the model, since manifests with other
+    buckets share some of them."""
     records = records_in(cache)
     for name in Proof(cache, records).damaged(of_one_model(records, manifest)):
         if compiler_cache.remove(cache / name):
-            log.warning("removed %s: it is not what was compiled; it is compiled anew", cache / name)
+            log.warning("removed %s: its NEFF does not match its record; it will be compiled again", cache / name)

@@ -1,4 +1,4 @@
-"""What an engine compiles for a model, told without compiling it."""
+"""Describes what an engine would compile for a model, without compiling it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workers.neff_cache.compiled_artifacts import Entry
 
 
 def compiles(config: ReplicaConfig) -> bool:
-    """Whether its engine compiles anything that is kept."""
+    """Returns whether the config's engine compiles artifacts that are kept."""
     return config.engine != "echo" and (config.engine != "cpu" or bool(config.engine_options.get("compile")))
 
 
 Tell = Callable[[int, int], None]
-"""How many graphs are compiled, of how many."""
+"""Reports progress: compiled graphs, total graphs."""
 
 
 def _always(path: Path) -> bool:
@@ -26,13 +26,13 @@ def _always(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Buildable:
-    """One set of compiled artifacts that a start looks for."""
+    """A set of compiled artifacts that a start needs."""
 
     role: Literal["model", "draft"] = "model"
-    source: Path  # the folder of the checkpoint
-    manifest: Mapping[str, Any]  # all that they depend on, as JSON
-    is_whole: Callable[[Path], bool] = _always  # of an entry, what its manifest alone does not tell
-    # Compile into an entry that is held alone, and finish it; None: only a start can, on its cores.
+    source: Path  # checkpoint folder
+    manifest: Mapping[str, Any]  # everything the artifacts depend on, as JSON
+    is_whole: Callable[[Path], bool] = _always  # further check of an entry's completeness
+    # Compiles into an exclusively locked entry and finishes it; None: only a start can compile, on its cores.
     make: Callable[[Entry, Tell], None] | None = None
-    kept: bool = True  # False: the package's own cache is all that keeps them
-    unread: tuple[str, ...] = ()  # files whose digests the manifest wants, and which nobody has read yet
+    kept: bool = True  # False: kept by the package's own cache only
+    unread: tuple[str, ...] = ()  # files that must be read for their digests in the manifest

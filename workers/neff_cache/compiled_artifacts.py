@@ -1,4 +1,4 @@
-"""Compiled artifacts on this host: a folder for each manifest, complete or not there."""
+"""Compiled artifacts on this host: one folder per manifest, completed atomically."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from workers.neff_cache.record import LOCK_FILE, missing_files, name_of, plain_o
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "corewright.json"  # written last: a folder without it is what a compile that died has left
+MANIFEST = "corewright.json"  # written last: a folder without it was left by a killed compile
 
 
 class Stopwatch:
-    """Time that one thread spends, which others may read at any moment. Seconds."""
+    """Measures the time that one thread spends, in seconds; other threads may read it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._spent: tuple[float, float | None] = (0.0, None)  # before, and since when it runs: replaced as one
+        self._spent: tuple[float, float | None] = (0.0, None)  # total, start of the run: replaced as a pair
 
     @property
     def seconds(self) -> float:
-        """All the time that it has run."""
+        """The total running time."""
         before, since = self._spent
         return before if since is None else before + self._clock() - since
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """It runs inside; not to be entered twice."""
+        """Runs the stopwatch inside the context; not reentrant."""
         self._spent = (self._spent[0], self._clock())
         try:
             yield
@@ -48,7 +48,7 @@ class Stopwatch:
 
 
 SPENT = Stopwatch()
-"""How long this process, which holds one engine, has compiled, or waited for another that compiles the same."""
+"""How long this process has compiled, or waited for another process that compiles the same."""
 
 
 def _always(path: Path) -> bool:
@@ -57,7 +57,7 @@ def _always(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder of artifacts, locked for whoever holds it: with others while it is complete, else alone."""
+    """A locked folder of artifacts: the lock is shared if it is complete, else exclusive."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Entry:
 
     @property
     def complete(self) -> bool:
-        """Whether a compile of that very manifest has finished here, and left nothing missing."""
+        """Whether artifacts of exactly this manifest are finished here, with no file missing."""
         try:
             same = bool(json.loads((self.path / MANIFEST).read_text()) == self.manifest)
         except (OSError, ValueError):
@@ -73,14 +73,14 @@ class Entry:
         return same and missing_files(self.path) == () and self.is_whole(self.path)
 
     def finish(self, source: str = "", files: Mapping[str, Part] | None = None) -> None:
-        """Everything is in the folder, and from now on on the disk: after a power failure too.
+        """Marks the folder as complete and syncs it to disk, so that it survives a power failure.
 
-        ``source`` is the model's, for people. Beside the files lies then their record, with the digest of each;
-        ``files``: those, where they are known.
+        Writes the record with the digest of each file; ``files``: the digests, if known. ``source``: the model's
+        source, for display.
         """
-        made = record_of(self.manifest, source, files=files or parts(self.path, (MANIFEST, LOCK_FILE)))
+        record = record_of(self.manifest, source, files=files or parts(self.path, (MANIFEST, LOCK_FILE)))
         sync_folder(self.path)
-        write_record(self.path / LOCK_FILE, made)
+        write_record(self.path / LOCK_FILE, record)
         written = self.path / f"{MANIFEST}.new"
         written.write_text(json.dumps(self.manifest, indent=1, sort_keys=True))
         sync_to_disk(written)
@@ -89,7 +89,7 @@ class Entry:
         sync_to_disk(self.path.parent)
 
     def forget(self) -> None:
-        """What is here is of no use: it is removed by the next one who asks for it, when nobody holds it any more."""
+        """Marks the artifacts as unusable: the next process that needs them removes them once they are unlocked."""
         try:
             (self.path / MANIFEST).unlink(missing_ok=True)
         except OSError as error:
@@ -98,61 +98,61 @@ class Entry:
 
 @contextlib.contextmanager
 def entry(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = _always) -> Iterator[Entry]:
-    """The entry of ``manifest``, which names all that the artifacts depend on: engine, versions, shapes, flags.
+    """Holds the entry of ``manifest``, which lists all that the artifacts depend on: engine, versions, shapes, flags.
 
-    Many may hold a complete one. Who finds it otherwise holds it alone, emptied; whoever comes meanwhile waits, and
-    finds it complete. ``manifest`` is JSON. Raises EngineLoadError where ``root`` cannot be written, unless what is
-    asked for is there already.
+    A complete entry is held with a shared lock. An incomplete one is emptied and held exclusively; later callers wait
+    and then find it complete. ``manifest`` is JSON. Raises EngineLoadError if ``root`` cannot be written, unless the
+    entry is complete.
     """
-    found = peek(root, manifest, is_whole)
-    name = found.path.name
+    held = peek(root, manifest, is_whole)
+    name = held.path.name
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        if not found.complete:
+        if not held.complete:
             raise _unwritable(root, error) from error
-        lock = None  # made elsewhere, and given to this host to read: nobody here can empty it
+        lock = None  # read-only and complete: it cannot be emptied
     if lock is None:
-        yield found
+        yield held
         return
-    alone = False
+    exclusive = False
     with contextlib.suppress(OSError):
-        os.utime(lock)  # when it was last used, for ``cache prune``
+        os.utime(lock)  # the time of the last use, for ``cache prune``
     try:  # the kernel releases the lock with the process
-        alone = _hold(lock, found)
-        yield found
+        exclusive = _hold(lock, held)
+        yield held
     finally:
-        if alone:
+        if exclusive:
             os.ftruncate(lock, 0)
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked inside has it open as well
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked inside has it open, too
         os.close(lock)
 
 
 def peek(root: Path, manifest: Mapping[str, Any], is_whole: Callable[[Path], bool] = _always) -> Entry:
-    """The entry as it stands, not locked: for who only looks."""
+    """Returns the entry without a lock, for reading its state only."""
     plain = plain_of(manifest)
     return Entry(root / name_of(plain), plain, is_whole)
 
 
 def _unwritable(root: Path, error: OSError) -> EngineLoadError:
-    what = f"compiled artifacts cannot be kept in {root}: {error}"
-    return EngineLoadError("compiled-unwritable", what, "is the disk full, or does the folder belong to another user?")
+    message = f"cannot write compiled artifacts to {root}: {error}"
+    return EngineLoadError("compiled-unwritable", message, "check the free disk space and the owner of the folder")
 
 
-def _hold(lock: int, found: Entry) -> bool:
-    """Get hold of the entry; True: alone, and emptied."""
+def _hold(lock: int, held: Entry) -> bool:
+    """Locks the entry; True: exclusively, and emptied."""
     try:
-        _acquire(lock, fcntl.LOCK_SH, found.path)
-        while not found.complete:
-            _acquire(lock, fcntl.LOCK_EX, found.path)  # lets go of the other first, so that no two wait for each other
-            if not found.complete:
-                _begin(lock, found.path)
+        _acquire(lock, fcntl.LOCK_SH, held.path)
+        while not held.complete:
+            _acquire(lock, fcntl.LOCK_EX, held.path)  # releases the shared lock first, so that no two deadlock
+            if not held.complete:
+                _begin(lock, held.path)
                 return True
-            _acquire(lock, fcntl.LOCK_SH, found.path)  # somebody was faster
+            _acquire(lock, fcntl.LOCK_SH, held.path)  # another process was faster
     except OSError as error:
-        raise _unwritable(found.path.parent, error) from error
+        raise _unwritable(held.path.parent, error) from error
     return False
 
 
@@ -163,34 +163,34 @@ def _acquire(lock: int, kind: int, path: Path) -> None:
     except BlockingIOError:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
     began = time.monotonic()
-    log.info("waiting for another process that holds %s%s", path, f": {holder}" if holder else "")
+    log.info("waiting for the process that holds %s%s", path, f": {holder}" if holder else "")
     with SPENT.running():
         fcntl.flock(lock, kind)
     log.info("waited %.0f s for %s", time.monotonic() - began, path)
 
 
 def _begin(lock: int, path: Path) -> None:
-    """Empty the folder, and say in the lock's file who compiles, for those who wait."""
+    """Empties the folder, and writes the compiling process to the lock file for the logs of waiters."""
     with contextlib.suppress(FileNotFoundError):
-        (path / MANIFEST).unlink()  # first, so that a death in between leaves nothing complete
+        (path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing complete
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} compiles since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}".encode(), 0)
+    os.pwrite(lock, f"pid {os.getpid()}, compiling since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}".encode(), 0)
 
 
 @contextlib.contextmanager
-def compiling(what: str, where: str) -> Iterator[None]:
-    """Say in the log that ``what`` is compiled from now on, and when that ends. ``where`` says how to follow it.
+def compiling(name: str, where: str) -> Iterator[None]:
+    """Logs the start and the end of compiling ``name``. ``where`` describes how to follow it.
 
-    The compilers end with this process.
+    The compiler processes end with this process.
     """
     began = time.monotonic()
-    log.info("compiling %s; %s", what, where)
+    log.info("compiling %s; %s", name, where)
     try:
         with watched(), SPENT.running():
             yield
     except BaseException as error:
-        log.info("compiling %s failed after %.0f s: %s", what, time.monotonic() - began, type(error).__name__)
+        log.info("compiling %s failed after %.0f s: %s", name, time.monotonic() - began, type(error).__name__)
         raise
-    log.info("compiled %s in %.0f s", what, time.monotonic() - began)
+    log.info("compiled %s in %.0f s", name, time.monotonic() - began)

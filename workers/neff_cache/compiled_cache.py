@@ -1,10 +1,9 @@
-"""Compiled artifacts kept for other hosts: whole entries in a model's ``neff_cache``, a folder or ``s3://``.
+"""Shares complete compiled artifacts between hosts through a model's ``neff_cache``, a folder or ``s3://``.
 
-Below it, ``corewright/compiled/<name of the entry>/`` holds the files of the entry, each below a folder that is named
-by its digest, then the record that names them, and last the manifest: without either it is what an upload that died has
-left. What the record does not name is nobody's. So two hosts that send one entry at once overwrite no file of each
-other's, and a record is always one host's. Where files lie without these folders, as the hub has them, they are taken
-too.
+``corewright/compiled/<entry name>/`` holds each file of an entry below a folder named by its digest, then the record
+that lists them, and last the manifest; without both, the entry is an unfinished upload. Files that the record does not
+list are ignored. Two hosts that push one entry at once thus do not overwrite each other's files, and a record always
+belongs to one host. Files without digest folders, as on the hub, are accepted as well.
 """
 
 from __future__ import annotations
@@ -29,120 +28,119 @@ log = logging.getLogger(__name__)
 FOLDER = f"{OWN}/compiled"
 
 
-def pull(found: Entry, location: str, stop: threading.Event | None = None) -> bool:
-    """Bring the entry here, and finish it; ``found`` is held alone and empty. False: it is not there, or not whole.
+def pull(held: Entry, location: str, stop: threading.Event | None = None) -> bool:
+    """Fetches the entry and finishes it; ``held`` is held exclusively and empty. False: missing or incomplete there.
 
-    Raises SourceError where the place does not answer, and OSError where the folder cannot be written; the folder is
-    empty then.
+    Raises SourceError if the place does not answer, and OSError if the folder cannot be written; the folder is then
+    empty.
     """
-    place = place_at(where(found, location))
+    place = place_at(entry_location(held, location))
     files = _files(place)
     if not _is_finished(files):
         return False
-    if _manifest_at(place) != found.manifest:
-        return _refused(place, "its manifest is not that of its name")
-    told = decoded(place.read(LOCK_FILE))
-    if told is None or missing(files, told):
-        return _refused(place, "not all files of its record are there")
-    kept = _places(files, told)
+    if _manifest_at(place) != held.manifest:
+        return _refused(place, "its manifest does not match its name")
+    record = decoded(place.read(LOCK_FILE))
+    if record is None or missing(files, record):
+        return _refused(place, "files of its record are missing")
+    places = _places(files, record)
     try:
-        place.fetch(list({file.name: file for file in kept.values()}.values()), found.path, stop or threading.Event())
-        _settle(found.path, kept)
-        came = parts(found.path)
+        place.fetch(list({file.name: file for file in places.values()}.values()), held.path, stop or threading.Event())
+        _move_out_of_digest_folders(held.path, places)
+        pulled = parts(held.path)
     except BaseException:
-        _empty(found.path)  # what arrived would count as compiled here
+        _empty(held.path)  # partial content must not count as compiled here
         raise
-    if came != told.files:
-        _empty(found.path)
-        return _refused(place, "its files are not those of its record")
-    found.finish(told.source, came)
-    size = sum(part.size for part in came.values())
-    log.info("%s (%.1f MB) came from %s: nothing is compiled", found.path.name, size / 1e6, place.url)
+    if pulled != record.files:
+        _empty(held.path)
+        return _refused(place, "its files do not match its record")
+    held.finish(record.source, pulled)
+    size = sum(part.size for part in pulled.values())
+    log.info("pulled %s (%.1f MB) from %s", held.path.name, size / 1e6, place.url)
     return True
 
 
-def push(found: Entry, location: str) -> int:
-    """Bring a complete entry, which is held, to ``location``, unless all of one is there already. Bytes that were sent.
+def push(held: Entry, location: str) -> int:
+    """Pushes a complete, held entry to ``location`` unless it is there already; returns the bytes sent.
 
-    What an upload that died has brought is not sent again. Raises SourceError.
+    Resumes an interrupted upload. Raises SourceError.
     """
-    place = place_at(where(found, location))
+    place = place_at(entry_location(held, location))
     files = _files(place)
-    there = {file.name: file.size for file in files} if place.url not in DAMAGED else {}
-    if there and _is_whole(place, files, found):
+    present = {file.name: file.size for file in files} if place.url not in DAMAGED else {}
+    if present and _is_whole(place, files, held):
         return 0
-    told = read_record(found.path / LOCK_FILE)
-    if told is None:
-        raise SourceError("compiled-unwritable", f"{found.path} cannot be sent to {place.url}: it is not complete")
-    asked = {_key(name, part): (name, part.size) for name, part in sorted(told.files.items())}
-    wanted = {key: name for key, (name, size) in asked.items() if there.get(key) != size}
-    cache, base = place_at(location), f"{FOLDER}/{found.path.name}"  # files are staged beside all entries, in no one
+    record = read_record(held.path / LOCK_FILE)
+    if record is None:
+        raise SourceError("compiled-unwritable", f"cannot push {held.path} to {place.url}: it is not complete")
+    expected = {_key(name, part): (name, part.size) for name, part in sorted(record.files.items())}
+    unsent = {key: name for key, (name, size) in expected.items() if present.get(key) != size}
+    cache, base = place_at(location), f"{FOLDER}/{held.path.name}"  # staging is beside the entries, not inside one
     sent = 0
-    for key, name in (*wanted.items(), (LOCK_FILE, LOCK_FILE), (MANIFEST, MANIFEST)):
-        path = found.path / name
+    for key, name in (*unsent.items(), (LOCK_FILE, LOCK_FILE), (MANIFEST, MANIFEST)):
+        path = held.path / name
         try:
             cache.put(f"{base}/{key}", path)
             sent += path.stat().st_size
         except OSError as error:
-            raise SourceError("compiled-unwritable", f"{path} cannot be sent to {place.url}: {error}") from error
+            raise SourceError("compiled-unwritable", f"cannot push {path} to {place.url}: {error}") from error
     DAMAGED.discard(place.url)
-    log.info("%s (%.1f MB) went to %s", found.path.name, sent / 1e6, place.url)
+    log.info("pushed %s (%.1f MB) to %s", held.path.name, sent / 1e6, place.url)
     return sent
 
 
-def missing(files: Sequence[RemoteFile], told: Record) -> tuple[str, ...]:
-    """Of the files of an entry elsewhere, which has ``files``, those of its record that are not there as they were, by
-    name and size."""
-    there = _places(files, told)
-    return tuple(sorted(name for name in told.files if name not in there))
+def missing(files: Sequence[RemoteFile], record: Record) -> tuple[str, ...]:
+    """Returns the files of the record that are missing from a remote entry's ``files``, by name and size."""
+    present = _places(files, record)
+    return tuple(sorted(name for name in record.files if name not in present))
 
 
-def where(found: Entry, location: str) -> str:
-    """The folder, or the prefix, of that entry in the cache ``location``."""
-    return f"{location.rstrip('/')}/{FOLDER}/{found.path.name}"
+def entry_location(held: Entry, location: str) -> str:
+    """Returns the folder or prefix of the entry in the cache at ``location``."""
+    return f"{location.rstrip('/')}/{FOLDER}/{held.path.name}"
 
 
 def _key(name: str, part: Part) -> str:
     return f"{part.digest}/{name}"
 
 
-def _places(files: Sequence[RemoteFile], told: Record) -> dict[str, RemoteFile]:
-    """Where the files of a record lie."""
-    there = {file.name: file for file in files}
-    found: dict[str, RemoteFile] = {}
-    for name, part in told.files.items():
+def _places(files: Sequence[RemoteFile], record: Record) -> dict[str, RemoteFile]:
+    """Returns the remote files of a record by their names in the entry."""
+    by_name = {file.name: file for file in files}
+    places: dict[str, RemoteFile] = {}
+    for name, part in record.files.items():
         for key in (_key(name, part), name):
-            if key in there and there[key].size == part.size:
-                found.setdefault(name, there[key])
-    return found
+            if key in by_name and by_name[key].size == part.size:
+                places.setdefault(name, by_name[key])
+    return places
 
 
-def _settle(folder: Path, kept: Mapping[str, RemoteFile]) -> None:
-    """Move what has arrived out of the folders that are named by digests."""
-    for name, file in kept.items():
+def _move_out_of_digest_folders(folder: Path, places: Mapping[str, RemoteFile]) -> None:
+    """Moves fetched files out of their digest folders."""
+    for name, file in places.items():
         if file.name != name:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / file.name).rename(folder / name)
-    for digest in {file.name.partition("/")[0] for name, file in kept.items() if file.name != name}:
+    for digest in {file.name.partition("/")[0] for name, file in places.items() if file.name != name}:
         shutil.rmtree(folder / digest, ignore_errors=True)
 
 
-def _is_whole(place: CachePlace, files: Sequence[RemoteFile], found: Entry) -> bool:
-    if not _is_finished(files) or _manifest_at(place) != found.manifest:
+def _is_whole(place: CachePlace, files: Sequence[RemoteFile], held: Entry) -> bool:
+    if not _is_finished(files) or _manifest_at(place) != held.manifest:
         return False
-    told = decoded(place.read(LOCK_FILE))
-    return told is not None and not missing(files, told)
+    record = decoded(place.read(LOCK_FILE))
+    return record is not None and not missing(files, record)
 
 
 def _refused(place: CachePlace, why: str) -> bool:
-    """False. The next push of this process, which then has one of its own, replaces it."""
+    """Logs why the remote entry is unusable and returns False. The next push of this process replaces it."""
     log.warning("%s is not used: %s", place.url, why)
     DAMAGED.add(place.url)
     return False
 
 
 def _manifest_at(place: CachePlace) -> Any:
-    """None: it is no JSON."""
+    """Returns the remote manifest; None: it is not JSON."""
     try:
         return json.loads(place.read(MANIFEST))
     except ValueError:

@@ -1,15 +1,14 @@
-"""The persistent cache of the Neuron compiler, made ready for a load.
+"""Removes leftovers of killed compilers from the Neuron compiler's cache, so that models can load.
 
-Two things that stay in it when compilers are killed would keep a model from ever loading. AWS's page on the cache
-describes its folders; users report both.
+Two leftovers would block every later load of a model. AWS's page on the cache describes its folders; users report both.
 
-1. The lock of a graph (``*.lock``), when its compile was killed as a whole: the next one waits for it without end,
-   and says "Another process must be compiling" every minute.
-2. The failure of a graph (``model.log`` and no NEFF), when its compiler alone was killed: neither transformers-neuronx
-   nor NxD Inference from 0.3 on (``ModelBuilder.trace`` of neuronx-distributed) tries it again, as they would not where
-   the compiler cannot compile the graph.
+1. The lock of a graph (``*.lock``), if the whole compile was killed: the next compile waits forever and logs "Another
+   process must be compiling" every minute.
+2. The failure of a graph (``model.log`` and no NEFF), if only the compiler was killed: neither transformers-neuronx nor
+   NxD Inference from 0.3 on (``ModelBuilder.trace`` of neuronx-distributed) retries it, as if the compiler could not
+   compile the graph.
 
-Both are removed where the cache is a folder of this host. Nothing else is, and nothing ever in ``s3://``.
+Both are removed from a folder of this host; nothing else is, and nothing in ``s3://``.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ log = logging.getLogger(__name__)
 
 DEFAULT = "/var/tmp/neuron-compile-cache"
 COMPILER = "neuronx-cc"
-GRAPH = "MODULE_"  # folders of graphs, MODULE_<key>+<flags>, are called so, and the files that the compiler is given
+GRAPH = "MODULE_"  # prefix of graph folders, MODULE_<key>+<flags>, and of the compiler's input files
 GRAPHS = f"neuronxcc-*/{GRAPH}*"
 LOG, NEFF = "model.log", "model.neff"
 WRAPPER_FLAGS = frozenset(
     {"--cache_dir", "--no_cache", "--log_level", "--retry_failed_compilation"}
-)  # not the compiler's
-SETTLE_S = 2.0  # a graph that nobody compiles looks so for that long: between lock and compiler is less
+)  # not passed to the compiler
+SETTLE_S = 2.0  # a graph is idle if unchanged for so long; a compiler starts sooner after its lock
 LOG_TAIL = 64 * 1024
-# Other hosts' compilers work in these as well, and are not seen from here.
+# Shared file systems: compilers of other hosts use them and are not visible here.
 SHARED = frozenset(
     {"afs", "beegfs", "ceph", "cifs", "glusterfs", "lustre", "mountpoint-s3", "nfs", "nfs4", "s3fs", "smb3", "sshfs"}
 )
 
 
 def location(environment: Mapping[str, str]) -> Path | None:
-    """The folder of the cache; None: there is none, or it is elsewhere."""
+    """Returns the folder of the cache; None: no cache, or a remote one."""
     named = ""
     for flag in environment.get("NEURON_CC_FLAGS", "").split():
         if flag == "--no_cache":
@@ -58,87 +57,85 @@ def location(environment: Mapping[str, str]) -> Path | None:
 
 
 def make_ready(root: Path) -> None:
-    """Remove what killed compilers have left in ``root``, and say so in the log. What cannot be removed is left."""
+    """Removes leftovers of killed compilers from ``root`` and logs each; skips those that cannot be removed."""
     remove_stale_locks(root)
-    _forget_killed(root)
+    _remove_killed(root)
 
 
 def remove_stale_locks(root: Path) -> None:
-    """Those of graphs that no compiler of this host works at, and whose folders do not change either."""
+    """Removes the locks of graphs without a compiler on this host whose folders do not change."""
     first = _uncompiled(root)
     if not first:
         return
     if (kind := file_system(root)) in SHARED:
-        log.warning("%s is on %s and has locks: whether other hosts compile is not known, so they stay", root, kind)
+        log.warning("keeping the locks in %s: on %s, compilers of other hosts may be running", root, kind)
         return
     time.sleep(SETTLE_S)
     second = _uncompiled(root)
-    for lock, seen in first.items():
-        if second.get(lock) == seen and remove(lock):
+    for lock, content in first.items():
+        if second.get(lock) == content and remove(lock):
             log.warning(
-                "removed %s: no %s works at that graph, and whoever wants it would wait for ever", lock, COMPILER
+                "removed %s: no %s is running for that graph, and loads would wait for it forever", lock, COMPILER
             )
 
 
 def _uncompiled(root: Path) -> dict[Path, list[tuple[str, int, int]]]:
-    """The locks whose graph no compiler works at, each with what is in its folder: names, sizes, times."""
+    """Returns the locks of graphs without a compiler, with the names, sizes and times of the files in their folder."""
     locks = list(root.glob(f"{GRAPHS}/*.lock"))
     commands = compilers() if locks else []
     if any(GRAPH not in command for command in commands):
-        return {}  # it does not say what it compiles
+        return {}  # a compiler without its graph in its command line
     return {lock: _content(lock.parent) for lock in locks if not any(lock.parent.name in one for one in commands)}
 
 
 def _content(folder: Path) -> list[tuple[str, int, int]]:
-    found = []
+    content = []
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
             about = path.stat()
-            found.append((path.name, about.st_size, about.st_mtime_ns))
-    return found
+            content.append((path.name, about.st_size, about.st_mtime_ns))
+    return content
 
 
 def compilers() -> list[str]:
-    """The command lines of the compilers that run, of all users. Those of another container are not seen."""
-    found = []
+    """Returns the command lines of running compilers of all users. Those in other containers are not visible."""
+    commands = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            words = process.cmdline()  # a script of Python: the interpreter comes first
+            words = process.cmdline()  # a Python script: the interpreter comes first
             if any(Path(word).name == COMPILER for word in words[:3]):
-                found.append(" ".join(words))
-    return found
+                commands.append(" ".join(words))
+    return commands
 
 
 def file_system(path: Path) -> str:
-    """Its type, as ``mount`` shows it."""
+    """Returns the file system type of a path, as shown by ``mount``."""
     real, best, kind = path.resolve(), -1, ""
     for mount in psutil.disk_partitions(all=True):
         point = Path(mount.mountpoint)
-        if real.is_relative_to(point) and len(point.parts) >= best:  # of two on one point the later one counts
+        if real.is_relative_to(point) and len(point.parts) >= best:  # a later mount on the same point wins
             best, kind = len(point.parts), mount.fstype
     return kind.removeprefix("fuse.")
 
 
-def _forget_killed(root: Path) -> None:
-    """Failures that are none of the graph: the compiler was ended by a signal, as for want of memory."""
-    for told in root.glob(f"{GRAPHS}/{LOG}"):
-        folder = told.parent
+def _remove_killed(root: Path) -> None:
+    """Removes failures of compilers that were killed by a signal, such as by the OOM killer."""
+    for log_file in root.glob(f"{GRAPHS}/{LOG}"):
+        folder = log_file.parent
         if (folder / NEFF).exists() or any(folder.glob("*.lock")):
             continue
-        if was_killed(tail_of(told)) and remove(folder):
-            log.warning(
-                "removed %s: its %s was killed when it compiled that graph, which is tried again", folder, COMPILER
-            )
+        if was_killed(tail_of(log_file)) and remove(folder):
+            log.warning("removed %s: its %s was killed; the graph will be compiled again", folder, COMPILER)
 
 
 def was_killed(words: str) -> bool:
-    """Whether a failure's log tells that its compiler was ended by a signal, so that the graph is tried again."""
+    """Returns whether a failure's log shows that the compiler was killed by a signal, so that a retry makes sense."""
     fault = fault_of(RuntimeError(words))
     return fault is not None and fault.id == "compiler-killed"
 
 
 def tail_of(path: Path) -> str:
-    """The end of a log; empty where it cannot be read."""
+    """Returns the end of a log; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL))
@@ -148,15 +145,15 @@ def tail_of(path: Path) -> str:
 
 
 def remove(path: Path) -> bool:
-    """A file or a folder. False: it is gone already, or stays, which the log tells."""
+    """Removes a file or a folder. False: it was gone already, or could not be removed, which is logged."""
     try:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
     except FileNotFoundError:
-        return False  # another load was faster
+        return False  # another process was faster
     except OSError as error:
-        log.warning("%s was left by a compile that was killed, and cannot be removed: %s", path, error)
+        log.warning("cannot remove %s, left by a killed compile: %s", path, error)
         return False
     return True

@@ -1,8 +1,8 @@
-"""The entries of Neuron's persistent cache: one folder for each graph, compiler and set of flags.
+"""Reads the entries of Neuron's persistent cache: one folder per graph, compiler and set of flags.
 
 ``<root>/neuronxcc-<version>/MODULE_<key>+<flags>/``, where ``key`` comes from the graph (20 hex digits from
-transformers-neuronx, a longer decimal from torch-xla) and ``flags`` is the beginning of the MD5 of the flags. AWS's
-page on the cache and the package's own code tell the files.
+transformers-neuronx, a longer decimal from torch-xla) and ``flags`` is a prefix of the MD5 of the flags. Sources of the
+file names: AWS's page on the cache and the package's own code.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from workers.neff_cache.file_states import about
 DONE = "model.done"
 FLAGS = "compile_flags.json"
 COMPILERS = "neuronxcc-"
-OWN = "corewright"  # the folder beside those of the compilers, where corewright keeps its own
-WORDS = 200  # characters of a log that a table shows
+OWN = "corewright"  # corewright's own folder, beside those of the compilers
+WORDS = 200  # characters of a log shown in tables
 
 
 class State(str, Enum):
-    """What a start that needs the graph meets."""
+    """The state of an entry, for a start that needs the graph."""
 
-    SUCCESS = "SUCCESS"  # model.neff and model.done: it is taken
-    FAILED = "FAILED"  # model.log and no NEFF: the start fails, for the compiler does not try again
-    LOCKED = "LOCKED"  # somebody compiles it: the start waits
-    STALE = "STALE"  # locked, and no compiler of this host works at it: the start removes the lock and compiles
-    EMPTY = "EMPTY"  # it is compiled
+    SUCCESS = "SUCCESS"  # model.neff and model.done: a hit
+    FAILED = "FAILED"  # model.log and no NEFF: the start fails, since the compiler does not retry
+    LOCKED = "LOCKED"  # being compiled: the start waits
+    STALE = "STALE"  # locked, but no compiler of this host is running: the start removes the lock and compiles
+    EMPTY = "EMPTY"  # the start compiles it
 
 
 class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them, as it was found."""
+    """A snapshot of one entry."""
 
     name: str  # "neuronxcc-2.16.372.0+4a9b2326/MODULE_cd73c69136bf675613f6+2c2d707e"
     state: State
     bytes: int
-    changed_at: float  # the last change of a file; seconds since the epoch; 0: nobody tells
-    flags: tuple[str, ...] | None = None  # that the compiler was given; None: not told
+    changed_at: float  # the last change of a file; seconds since the epoch; 0: unknown
+    flags: tuple[str, ...] | None = None  # compiler flags; None: unknown
     words: str = ""  # the last line of a failure's log
 
     @property
     def compiler(self) -> str:
-        """Its version."""
+        """The compiler's version."""
         return self.name.partition("/")[0].removeprefix(COMPILERS)
 
     @property
@@ -58,17 +58,17 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Of the graph."""
+        """The key of the graph."""
         return self.module.removeprefix(compiler_cache.GRAPH).partition("+")[0]
 
     @property
     def flags_key(self) -> str:
-        """Of the flags; ``d41d8cd9`` where there were none."""
+        """The key of the flags; ``d41d8cd9``: no flags."""
         return self.module.partition("+")[2]
 
 
 def state_of(names: Collection[str], at_work: bool = True) -> State:
-    """By the names of an entry's files. ``at_work``: whether a compiler may be at it, as far as this host can see."""
+    """Returns the state by the names of an entry's files. ``at_work``: whether a compiler may be running for it."""
     if NEFF in names and DONE in names:
         return State.SUCCESS
     if any(name.endswith(".lock") for name in names):
@@ -77,40 +77,40 @@ def state_of(names: Collection[str], at_work: bool = True) -> State:
 
 
 def read_entries(root: Path, now: float | None = None) -> tuple[CacheEntry, ...]:
-    """Those of a folder of this host, by name; none where there is no folder.
+    """Returns the entries of a local folder, by name; none if the folder does not exist.
 
-    A lock is called stale when no compiler of this host works at the graph, its folder has not changed for two seconds
-    and lies on a file system of this host alone.
+    A lock is stale if no compiler of this host is running for the graph, its folder has not changed for two seconds,
+    and the file system is not shared with other hosts.
     """
     folders = sorted(path for path in root.glob(compiler_cache.GRAPHS) if path.is_dir())
     locked = any(path.name.endswith(".lock") for folder in folders for path in _files(folder))
     commands = compiler_cache.compilers() if locked else []
     shared = locked and compiler_cache.file_system(root) in compiler_cache.SHARED
-    unnamed = any(compiler_cache.GRAPH not in command for command in commands)  # it does not say what it compiles
+    unnamed = any(compiler_cache.GRAPH not in command for command in commands)  # its graph is unknown
     at = time.time() if now is None else now
-    found = []
+    entries = []
     for folder in folders:
         busy = shared or unnamed or any(folder.name in command for command in commands)
-        found.append(_read(folder, busy, at))
-    return tuple(found)
+        entries.append(_read(folder, busy, at))
+    return tuple(entries)
 
 
 def read_entry(root: Path, name: str) -> CacheEntry:
-    """One of them by its name. A lock of it counts as somebody's at work. EMPTY where it is not there."""
+    """Returns one entry by name; EMPTY if it does not exist. A lock counts as a running compiler."""
     return _read(root / name, True, time.time())
 
 
 def listed_entries(files: Iterable[RemoteFile]) -> tuple[CacheEntry, ...]:
-    """Those of a cache elsewhere, by the names and sizes of its files. Who is at work there is not seen."""
+    """Returns the entries of a remote cache by the names and sizes of its files. Remote compilers are not visible."""
     folders: dict[str, list[RemoteFile]] = {}
     for file in files:
-        name, _, rest = file.name.rpartition("/")
-        if name.startswith(COMPILERS) and name.count("/") == 1 and rest:
+        name, _, leaf_name = file.name.rpartition("/")
+        if name.startswith(COMPILERS) and name.count("/") == 1 and leaf_name:
             folders.setdefault(name, []).append(file)
     return tuple(
         CacheEntry(
             name=name,
-            # a NEFF without a byte is what a host that lost its power may have pushed
+            # an empty NEFF may have been pushed by a host after a power failure
             state=state_of({leaf for file in held if (leaf := file.name.rpartition("/")[2]) != NEFF or file.size}),
             bytes=sum(file.size for file in held),
             changed_at=0.0,
@@ -123,15 +123,15 @@ def listed_entries(files: Iterable[RemoteFile]) -> tuple[CacheEntry, ...]:
 def _read(folder: Path, busy: bool, now: float) -> CacheEntry:
     sizes, changed = {}, 0.0
     for path in _files(folder):
-        if (found := about(path)) is None:
-            continue  # it went meanwhile
-        sizes[path.name] = found.st_size
-        changed = max(changed, found.st_mtime)
-    if not sizes and (found := about(folder)) is not None:
-        changed = found.st_mtime  # a compile that just begins makes the folder first
+        if (status := about(path)) is None:
+            continue  # removed meanwhile
+        sizes[path.name] = status.st_size
+        changed = max(changed, status.st_mtime)
+    if not sizes and (status := about(folder)) is not None:
+        changed = status.st_mtime  # a starting compile creates the folder first
     state = state_of(sizes, busy or now - changed < compiler_cache.SETTLE_S)
     if state is State.SUCCESS and not sizes[NEFF]:
-        state = State.EMPTY  # what a power failure leaves of a file that was never written to the disk
+        state = State.EMPTY  # after a power failure: the file was never synced to disk
     lines = compiler_cache.tail_of(folder / LOG).split("\n") if state is State.FAILED else []
     words = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return CacheEntry(
@@ -153,7 +153,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _flags(file: Path) -> tuple[str, ...] | None:
     try:
-        told = json.loads(file.read_text())
+        flags = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    return tuple(map(str, told)) if isinstance(told, list) else None
+    return tuple(map(str, flags)) if isinstance(flags, list) else None

@@ -1,4 +1,4 @@
-"""Files as they were: sizes and digests, and what of it is gone or other now."""
+"""Records sizes and digests of files, finds changed ones, and syncs files to disk."""
 
 from __future__ import annotations
 
@@ -13,54 +13,57 @@ from pathlib import Path
 
 import msgspec
 
-BLOCK = 1 << 22  # bytes read at once
-READERS = 4  # files read at the same time: hashing keeps a thread busy
-# What a start reads anyway, and is small enough to be proven each time. Weights, hundreds of gigabytes, are not.
+BLOCK = 1 << 22  # read size in bytes
+READERS = 4  # files read in parallel: hashing keeps a thread busy
+# Files that a start reads anyway, small enough to verify each time. Weights of hundreds of gigabytes are not.
 PROGRAMS = (".neff", ".pt", ".so")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One file."""
+    """The recorded state of one file."""
 
     size: int  # bytes
     digest: str  # BLAKE2b of 16 bytes, in hex
 
 
 def part_of(path: Path) -> Part:
-    """Reads the file. Raises OSError."""
+    """Reads a file and returns its state. Raises OSError."""
     return Part(path.stat().st_size, digest(path))
 
 
 def digest(path: Path) -> str:
-    """Of a file's content. Raises OSError."""
-    found = blake2b(digest_size=16)
+    """Returns the digest of a file's content. Raises OSError."""
+    content = blake2b(digest_size=16)
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            content.update(block)
+    return content.hexdigest()
 
 
 def parts(folder: Path, without: Collection[str] = ()) -> dict[str, Part]:
-    """Every file below ``folder`` but those named; by its path within it. Reads all of them. Raises OSError."""
+    """Reads all files below ``folder`` except those in ``without``; returns their states by relative path. Raises
+    OSError."""
     names = (path.relative_to(folder).as_posix() for path, _ in files_below(folder))
-    kept = [name for name in names if name not in without]
+    included = [name for name in names if name not in without]
     with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip(kept, pool.map(lambda name: part_of(folder / name), kept), strict=True))
+        return dict(zip(included, pool.map(lambda name: part_of(folder / name), included), strict=True))
 
 
 def damaged(folder: Path, files: Mapping[str, Part]) -> tuple[str, ...]:
-    """Those that are missing, or of another size; and of programs those with another content."""
+    """Returns the files that are missing or have another size, and programs with another content."""
     wrong = [name for name, part in files.items() if _size(folder / name) != part.size]
     proven = [name for name in files if name.endswith(PROGRAMS) and name not in wrong]
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(lambda name: _digest(folder / name) == files[name].digest, proven)
-        wrong += [name for name, same in zip(proven, found, strict=True) if not same]
+        matches = pool.map(lambda name: _digest(folder / name) == files[name].digest, proven)
+        wrong += [name for name, same in zip(proven, matches, strict=True) if not same]
     return tuple(sorted(wrong))
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have a file's content, or the names in a folder, survive a power failure. A file that went meanwhile, and a file
-    system that has no such call, are passed over; raises OSError where the disk did not take it."""
+    """Syncs a file's content, or a folder's names, to disk, so that it survives a power failure.
+
+    Ignores a missing file and a file system without fsync; raises OSError if the write fails.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -75,7 +78,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The same for all that is below it."""
+    """Syncs a folder and everything below it to disk."""
     for path, _, names in os.walk(folder):
         for name in names:
             sync_to_disk(Path(path, name))
@@ -83,7 +86,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def about(path: Path) -> os.stat_result | None:
-    """None: it is not there, or went meanwhile; compilers make and remove files all the time."""
+    """Returns the stat of a path; None: it does not exist. Compilers create and remove files at any time."""
     try:
         return path.stat()
     except OSError:
@@ -91,15 +94,15 @@ def about(path: Path) -> os.stat_result | None:
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """In the order of their paths; folders and files that go meanwhile are passed over."""
+    """Yields the regular files below a folder, sorted by path; skips those that disappear meanwhile."""
     for path in sorted(Path(held, name) for held, _, names in os.walk(folder) for name in names):
-        if (found := about(path)) is not None and stat.S_ISREG(found.st_mode):
-            yield path, found
+        if (status := about(path)) is not None and stat.S_ISREG(status.st_mode):
+            yield path, status
 
 
 def _size(path: Path) -> int:
-    found = about(path)
-    return -1 if found is None else found.st_size
+    status = about(path)
+    return -1 if status is None else status.st_size
 
 
 def _digest(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""Which entries of the cache a model's graphs are, found out while the model is compiled or taken from there.
+"""Finds the cache entries that a model uses, by watching the cache while the model is compiled or loaded.
 
-Nothing tells it: the folders are named by a digest of the graph's text, the files that a model saves by another one.
+No API reports them: folders are named by a digest of the graph's text, and a model's saved files by another digest.
 """
 
 from __future__ import annotations
@@ -23,81 +23,84 @@ from workers.neff_cache.record import Record, place_of, record_of, write_record
 log = logging.getLogger(__name__)
 
 LONG_AGO = 86400 * 10**9  # ns since the epoch
-CLOCK = 10**9  # ns: by so much the times of files may lag behind the clock
+CLOCK = 10**9  # ns: tolerance for file times that lag behind the clock
 
 
 class GraphUses:
-    """Of one cache, from before a model is compiled. Two that load the same graphs at once see each other's reads."""
+    """Watches one cache from before a model is compiled. Concurrent loads of the same graphs see each other's reads."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
         self._failed = {
-            path: found.st_mtime_ns
+            path: status.st_mtime_ns
             for path in cache.glob(f"{compiler_cache.GRAPHS}/{LOG}")
-            if (found := about(path)) is not None
+            if (status := about(path)) is not None
         }
         self._began = time.time_ns() - CLOCK
-        # when each was read last, before it was marked; None: it cannot be marked
+        # time of the last read before marking; None: cannot be marked
         self._before = {path: _marked(path) for path in cache.glob(f"{compiler_cache.GRAPHS}/{NEFF}")}
 
-    def keep(self, manifest: Mapping[str, Any], source: str, saved: Path | None = None) -> Record | None:
-        """It was compiled: write the record of ``manifest`` into the cache. ``saved``: the folder with the model's
-        NEFFs, where the package has saved them. None where nothing is to be written down, or it cannot be."""
-        graphs = self._new_or_read() if saved is None else self._same_as(saved)
-        self._put_back()
+    def record(self, manifest: Mapping[str, Any], source: str, saved: Path | None = None) -> Record | None:
+        """Writes the record of a compiled ``manifest`` into the cache and returns it; None: no graphs, or not
+        writable. ``saved``: the folder with the model's NEFFs, if the package saved them."""
+        graphs = self._new_or_read() if saved is None else self._equal_to_saved(saved)
+        self._restore_times()
         return None if not graphs else self._write(record_of(manifest, source, graphs=graphs))
 
-    def keep_failure(self, manifest: Mapping[str, Any], source: str, error: BaseException) -> Record | None:
-        """It could not be compiled: write down which graphs that was due to."""
-        told = set(re.findall(r"MODULE_[^\s/]+", str(error)))
-        found = []
+    def record_failure(self, manifest: Mapping[str, Any], source: str, error: BaseException) -> Record | None:
+        """Records which graphs of ``manifest`` could not be compiled."""
+        modules = set(re.findall(r"MODULE_[^\s/]+", str(error)))
+        failures = []
         for path in sorted(self._cache.glob(f"{compiler_cache.GRAPHS}/{LOG}")):
             if (now := about(path)) is None:
                 continue
             is_new = self._failed.get(path) != now.st_mtime_ns
-            if (is_new or path.parent.name in told) and not compiler_cache.was_killed(compiler_cache.tail_of(path)):
-                found.append(f"{path.parent.parent.name}/{path.parent.name}")
-        self._put_back()
-        return None if not found else self._write(record_of(manifest, source, failed=tuple(found)))
+            if (is_new or path.parent.name in modules) and not compiler_cache.was_killed(compiler_cache.tail_of(path)):
+                failures.append(f"{path.parent.parent.name}/{path.parent.name}")
+        self._restore_times()
+        return None if not failures else self._write(record_of(manifest, source, failed=tuple(failures)))
 
-    def _write(self, made: Record) -> Record | None:
+    def _write(self, record: Record) -> Record | None:
         try:
-            write_record(place_of(self._cache, made.name), made)
+            write_record(place_of(self._cache, record.name), record)
         except OSError as error:
-            log.warning("what was compiled is not written down, so that `cache verify` will not know it: %s", error)
+            log.warning("cannot record the compiled graphs; `cache verify` will not find them: %s", error)
             return None
-        return made
+        return record
 
-    def _same_as(self, saved: Path) -> dict[str, Part]:
-        """The finished entries whose NEFF has the very bytes of a saved file."""
-        wished = [part_of(path) for path in saved.glob("*.neff")]
-        sizes = {part.size for part in wished}
-        found = {}
+    def _equal_to_saved(self, saved: Path) -> dict[str, Part]:
+        """Returns the finished entries whose NEFF equals a saved file."""
+        saved_parts = [part_of(path) for path in saved.glob("*.neff")]
+        sizes = {part.size for part in saved_parts}
+        graphs = {}
         for entry in read_entries(self._cache):
             if entry.state is not State.SUCCESS:
                 continue
             file = self._cache / entry.name / NEFF
             with contextlib.suppress(FileNotFoundError):  # it went meanwhile
-                if file.stat().st_size in sizes and (part := part_of(file)) in wished:
-                    found[entry.name] = part
-        return found if {part.digest for part in found.values()} == {part.digest for part in wished} else {}
+                if file.stat().st_size in sizes and (part := part_of(file)) in saved_parts:
+                    graphs[entry.name] = part
+        return graphs if {part.digest for part in graphs.values()} == {part.digest for part in saved_parts} else {}
 
     def _new_or_read(self) -> dict[str, Part]:
-        """Where files do not tell when they were read, all that is there: then one that goes later makes a compile
-        probable that is none."""
-        tells = not os.statvfs(self._cache).f_flag & os.ST_NOATIME
-        found = {}
+        """Returns the entries that were created or read since the start.
+
+        On a file system without access times, all entries; `cache verify` may then predict a compile for a graph that
+        the model does not need.
+        """
+        has_access_times = not os.statvfs(self._cache).f_flag & os.ST_NOATIME
+        graphs = {}
         for entry in read_entries(self._cache):
             if entry.state is not State.SUCCESS:
                 continue
             file = self._cache / entry.name / NEFF
             with contextlib.suppress(FileNotFoundError):  # it went meanwhile
-                if not tells or self._before.get(file) is None or file.stat().st_atime_ns >= self._began:
-                    found[entry.name] = part_of(file)
-        return found
+                if not has_access_times or self._before.get(file) is None or file.stat().st_atime_ns >= self._began:
+                    graphs[entry.name] = part_of(file)
+        return graphs
 
-    def _put_back(self) -> None:
-        """The times of what nobody has read since: ``cache prune`` goes by them."""
+    def _restore_times(self) -> None:
+        """Restores the access times of unread files, which ``cache prune`` uses."""
         for path, before in self._before.items():
             now = about(path)
             if before is not None and before > LONG_AGO and now is not None and now.st_atime_ns == LONG_AGO:
@@ -106,10 +109,10 @@ class GraphUses:
 
 
 def _marked(path: Path) -> int | None:
-    """Have the next read of the file be seen in its times. When it was read last, in ns since the epoch; None: it went
-    meanwhile, or it cannot be marked, for it is another user's.
+    """Sets the access time back, so that the next read is visible; returns the old one in ns since the epoch.
 
-    By its manual, a mount with ``relatime`` (Linux's default) notes the first read after the time was set back.
+    None: the file is gone or belongs to another user. By its manual, a ``relatime`` mount (Linux's default) updates the
+    access time on the first read after it was set back.
     """
     try:
         before = path.stat()

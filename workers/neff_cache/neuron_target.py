@@ -1,4 +1,4 @@
-"""What the Neuron compiler compiles for on this machine: a part of what compiled artifacts depend on."""
+"""Detects the target of the Neuron compiler on this machine, on which compiled artifacts depend."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TARGETS = {"inf2": "trn1", "trn1": "trn1", "trn1n": "trn1", "trn2": "trn2", "trn
 
 @dataclass(frozen=True)
 class NeuronTarget:
-    """Code loads only where both are the same (AWS's page on logical NeuronCores)."""
+    """A compile target. Code loads only on a machine where both fields match (AWS's page on logical NeuronCores)."""
 
-    name: str | None  # of the compiler's --target; None where the machine does not tell its type
-    lnc: int | str | None  # physical cores in a logical one; a text where the variable holds no number
+    name: str | None  # the compiler's --target; None: the instance type is unknown
+    lnc: int | str | None  # physical cores per logical core; a string if the variable is not a number
 
 
-def here() -> NeuronTarget:
-    """By the environment, else by the instance type; a type that is not known is a target of its own."""
+def current() -> NeuronTarget:
+    """Returns the target by the environment, else by the instance type; an unknown type is its own target."""
     family = (host_facts.instance_type() or "").partition(".")[0]
     name = os.environ.get(OVERRIDE) or TARGETS.get(family, family) or None
-    told = next(filter(None, map(os.environ.get, LNC)), None)
-    if told is None:
+    lnc = next(filter(None, map(os.environ.get, LNC)), None)
+    if lnc is None:
         return NeuronTarget(name, {"trn1": 1, "trn2": 2}.get(name or ""))
-    return NeuronTarget(name, int(told) if told.isdecimal() else told)
+    return NeuronTarget(name, int(lnc) if lnc.isdecimal() else lnc)

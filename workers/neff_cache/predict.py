@@ -1,4 +1,4 @@
-"""Whether a start will have to compile, by what it needs and what is there. Pure."""
+"""Predicts whether a start will compile, from the artifacts it needs and the candidates it has. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 Where = Literal["compiled", "elsewhere", "source", "neff-cache", "nothing"]
 Outcome = Literal["hit", "compile", "fail"]
 
-# The fields of manifests, by the names that people have for them.
+# Display names of manifest fields.
 NAMES = {
     "versions.neuronx-cc": "compiler version",
     "environment.NEURON_CC_FLAGS": "compiler flags",
@@ -22,94 +22,98 @@ NAMES = {
 }
 GROUPS = ("options.constructor.", "options.neuron.", "options.", "shapes.")
 DECODE, PREFILL = "options.constructor.n_positions", "options.constructor.context_length_estimate"
-LATER = "`corewright cache retry` has it tried again"
+LATER = "clear it with `corewright cache retry`"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A field of the manifest that is another; None: it is not there."""
+    """A field that differs between two manifests; None: the field is absent."""
 
     field: str
     wanted: Any
     found: Any
 
     def __str__(self) -> str:
-        return f"{self.field}: needs {_plain(self.wanted)}, there is {_plain(self.found)}"
+        return f"{self.field}: needs {_plain(self.wanted)}, found {_plain(self.found)}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that was compiled, and lies where a start looks for it."""
+    """A set of compiled artifacts in a place that a start checks."""
 
     where: Where
-    place: str  # its folder; of a cache elsewhere its URL
-    manifest: Mapping[str, Any] | None  # None: nothing tells what it was compiled from
-    source: str = ""  # of which model, as far as that is told
-    missing: tuple[str, ...] = ()  # files or graphs of it that are not there, or not as they were
-    failed: tuple[str, ...] = ()  # graphs that the compiler could not compile, and will not try again
-    locked: tuple[str, ...] = ()  # of the missing graphs, those that somebody compiles now
-    silent: str = ""  # why nobody knows what that place holds, in words; it has no manifest then
+    place: str  # folder, or URL of a remote cache
+    manifest: Mapping[str, Any] | None  # None: unknown
+    source: str = ""  # the model's source, if known
+    missing: tuple[str, ...] = ()  # files or graphs that are missing or damaged
+    failed: tuple[str, ...] = ()  # graphs that failed to compile and will not be retried
+    locked: tuple[str, ...] = ()  # missing graphs that are being compiled now
+    silent: str = ""  # why the content of the place is unknown; there is no manifest then
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a start will do."""
+    """The predicted outcome of a start."""
 
     outcome: Outcome
     where: Where
-    reason: str  # in words
+    reason: str  # for display
     place: str = ""
-    why: tuple[Difference, ...] = ()  # how the nearest that is there differs
+    why: tuple[Difference, ...] = ()  # how the nearest candidate differs
     missing: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
 
     @property
     def hit(self) -> bool:
-        """Nothing is compiled, and nothing refused."""
+        """Whether nothing is compiled or refused."""
         return self.outcome == "hit"
 
 
 def predict(
-    wanted: Mapping[str, Any] | None, there: Sequence[Candidate], source: str = "", *, ahead: bool = False
+    wanted: Mapping[str, Any] | None, candidates: Sequence[Candidate], source: str = "", *, ahead: bool = False
 ) -> Prediction:
-    """What a start that needs artifacts of the manifest ``wanted`` does, of the model ``source``. As it looks itself:
+    """Predicts the outcome of a start that needs the manifest ``wanted`` for the model ``source``.
 
-    1. An engine that compiles nothing (None) finds all that it needs.
-    2. Whole artifacts of just this manifest are taken: of those that were compiled here, else from the model's
-       ``neff_cache``, from where they are brought before the start.
-    3. NEFFs beside the model are taken when their record proves them to be its own, and else refused; with ``ahead``,
-       when it is compiled ahead of time, they do not matter.
-    4. The cache gives the graphs, when all are there; one that the compiler has failed at fails again. A model with
-       fewer buckets has no graphs that one with more has not: there is one for each bucket.
-    5. Else it compiles. The nearest of what is there tells why, and so does a place that gave no answer.
+    Checks the candidates in the order of the start itself:
+
+    1. An engine that compiles nothing (None) is a hit.
+    2. Complete artifacts of exactly this manifest are used: compiled on this host, else from the model's
+       ``neff_cache``, from which they are fetched before the start.
+    3. NEFFs beside the model are used if their record matches, and refused otherwise; ignored with ``ahead``, when the
+       model is compiled ahead of time.
+    4. The cache is a hit if it has all graphs; a graph that failed to compile fails again. The graphs of a model with
+       fewer buckets are a subset of those with more: there is one per bucket.
+    5. Else the start compiles. The reason names the differences from the nearest candidate, and unavailable places.
     """
     if wanted is None:  # 1
         return Prediction("hit", "nothing", "the engine compiles nothing")
-    for one in _same(wanted, there, "compiled"):  # 2
-        if not one.missing:
-            return Prediction("hit", "compiled", "it was compiled on this host", one.place)
-    for one in _same(wanted, there, "elsewhere"):
-        if one.missing:
+    for candidate in _same(wanted, candidates, "compiled"):  # 2
+        if not candidate.missing:
+            return Prediction("hit", "compiled", "it was compiled on this host", candidate.place)
+    for candidate in _same(wanted, candidates, "elsewhere"):
+        if candidate.missing:
             continue
-        return Prediction("hit", "elsewhere", "its neff_cache holds what another host compiled", one.place)
-    beside = [one for one in there if one.where == "source"]
+        return Prediction("hit", "elsewhere", "its neff_cache has artifacts compiled by another host", candidate.place)
+    beside = [candidate for candidate in candidates if candidate.where == "source"]
     if beside and not ahead:  # 3
         return _beside(wanted, beside)
-    for one in _same(wanted, there, "neff-cache"):  # 4
-        if one.failed:
-            reason = f"the cache holds a compilation that has failed; {LATER}"
-            return Prediction("fail", one.where, reason, one.place, failed=one.failed)
-        if not one.missing:
-            return Prediction("hit", one.where, "the cache has all of its graphs", one.place)
-    for one in there:
-        if one.where == "neff-cache" and not one.missing and not one.failed and has_more_buckets(one.manifest, wanted):
-            return Prediction("hit", one.where, "the cache has its graphs, among those of more buckets", one.place)
-    told = _compiles(wanted, [one for one in there if one.where != "source"], source)  # 5
-    return replace(told, reason="; ".join(dict.fromkeys([told.reason, *(one.silent for one in there if one.silent)])))
+    for candidate in _same(wanted, candidates, "neff-cache"):  # 4
+        if candidate.failed:
+            reason = f"the cache has a failed compilation; {LATER}"
+            return Prediction("fail", candidate.where, reason, candidate.place, failed=candidate.failed)
+        if not candidate.missing:
+            return Prediction("hit", candidate.where, "the cache has all of its graphs", candidate.place)
+    caches = [candidate for candidate in candidates if candidate.where == "neff-cache"]
+    for cache in caches:
+        if not cache.missing and not cache.failed and has_more_buckets(cache.manifest, wanted):
+            return Prediction("hit", cache.where, "the cache has its graphs, as part of more buckets", cache.place)
+    prediction = _compiles(wanted, [candidate for candidate in candidates if candidate.where != "source"], source)  # 5
+    unavailable = [candidate.silent for candidate in candidates if candidate.silent]
+    return replace(prediction, reason="; ".join(dict.fromkeys([prediction.reason, *unavailable])))
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Field by field, in the order of their names; lists count as one value."""
+    """Returns the fields that differ, sorted by name; a list counts as one value."""
     ours, theirs = flat(wanted), flat(found)
     return tuple(
         Difference(named(path), ours.get(path), theirs.get(path))
@@ -119,70 +123,68 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Di
 
 
 def flat(manifest: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"versions": {"torch": "2"}} as {"versions.torch": "2"}."""
-    found: dict[str, Any] = {}
+    """Flattens a manifest: {"versions": {"torch": "2"}} becomes {"versions.torch": "2"}."""
+    fields: dict[str, Any] = {}
     for name, value in manifest.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            fields |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            fields[f"{prefix}{name}"] = value
+    return fields
 
 
 def named(path: str) -> str:
-    """A field as people call it."""
+    """Returns the display name of a field."""
     if path in NAMES:
         return NAMES[path]
     short = next((path.removeprefix(group) for group in GROUPS if path.startswith(group)), path)
     return NAMES.get(short, short)
 
 
-def _same(wanted: Mapping[str, Any], there: Sequence[Candidate], where: Where) -> list[Candidate]:
-    return [one for one in there if one.where == where and one.manifest == wanted]
+def _same(wanted: Mapping[str, Any], candidates: Sequence[Candidate], where: Where) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.where == where and candidate.manifest == wanted]
 
 
 def has_more_buckets(found: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    """Whether one with the manifest ``found`` has all graphs that ``wanted`` needs, and others. Beside them all is the
-    same, and so is the longest one that is decoded: the length of the KV cache."""
+    """Returns whether ``found`` has all buckets of ``wanted`` and more, and is otherwise equal, including the longest
+    decode bucket, which is the length of the KV cache."""
     ours, theirs = flat(wanted), flat(found or {})
-    others = [path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)]
-    if not others or not set(others) <= {DECODE, PREFILL}:
+    differing = [path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path)]
+    if not differing or not set(differing) <= {DECODE, PREFILL}:
         return False
     lists = [(ours.get(path), theirs.get(path)) for path in (DECODE, PREFILL)]
-    known = [(few, many) for few, many in lists if isinstance(few, list) and isinstance(many, list) and few and many]
-    same_length = len(known) == len(lists) and max(ours[DECODE]) == max(theirs[DECODE])
-    return same_length and all(set(few) <= set(many) for few, many in known)
+    pairs = [(few, many) for few, many in lists if isinstance(few, list) and isinstance(many, list) and few and many]
+    same_length = len(pairs) == len(lists) and max(ours[DECODE]) == max(theirs[DECODE])
+    return same_length and all(set(few) <= set(many) for few, many in pairs)
 
 
 def _beside(wanted: Mapping[str, Any], beside: Sequence[Candidate]) -> Prediction:
-    for one in beside:
-        if one.manifest == wanted and not one.missing:
-            return Prediction("hit", "source", "NEFFs beside the model are proven to be its own", one.place)
-    one = beside[0]
-    if one.manifest is None:
-        reason = "nothing proves which compiler, flags and shapes the NEFFs beside the model were made for"
-        return Prediction("fail", "source", reason, one.place)
-    why = differences(wanted, one.manifest)
-    reason = (
-        "the NEFFs beside the model were compiled otherwise" if why else "of the NEFFs beside the model some are bad"
-    )
-    return Prediction("fail", "source", reason, one.place, why, one.missing)
+    for candidate in beside:
+        if candidate.manifest == wanted and not candidate.missing:
+            return Prediction("hit", "source", "the NEFFs beside the model match their record", candidate.place)
+    candidate = beside[0]
+    if candidate.manifest is None:
+        reason = "the NEFFs beside the model have no record of their compiler, flags and shapes"
+        return Prediction("fail", "source", reason, candidate.place)
+    why = differences(wanted, candidate.manifest)
+    reason = "the NEFFs beside the model were compiled differently" if why else "NEFFs beside the model are damaged"
+    return Prediction("fail", "source", reason, candidate.place, why, candidate.missing)
 
 
-def _compiles(wanted: Mapping[str, Any], there: Sequence[Candidate], source: str) -> Prediction:
+def _compiles(wanted: Mapping[str, Any], candidates: Sequence[Candidate], source: str) -> Prediction:
     related = [
-        (one, one.manifest)
-        for one in there
-        if one.manifest is not None
-        and one.manifest.get("engine") == wanted.get("engine")
-        and (one.source == source or _model(one.manifest) == _model(wanted))
+        (candidate, candidate.manifest)
+        for candidate in candidates
+        if candidate.manifest is not None
+        and candidate.manifest.get("engine") == wanted.get("engine")
+        and (candidate.source == source or _model(candidate.manifest) == _model(wanted))
     ]
     if not related:
-        return Prediction("compile", "nothing", "nothing of this model was compiled")
+        return Prediction("compile", "nothing", "this model has not been compiled")
     nearest, manifest = min(related, key=lambda pair: len(differences(wanted, pair[1])))
     if why := differences(wanted, manifest):
-        return Prediction("compile", nearest.where, "it was compiled otherwise", nearest.place, why)
-    reason = "somebody compiles it now" if nearest.locked else "parts of it are missing or damaged"
+        return Prediction("compile", nearest.where, "it was compiled differently", nearest.place, why)
+    reason = "another process is compiling it" if nearest.locked else "parts of it are missing or damaged"
     return Prediction("compile", nearest.where, reason, nearest.place, missing=nearest.missing)
 
 

@@ -1,4 +1,4 @@
-"""Looking after caches and compiled artifacts: what is of no use to anybody goes, what failed may be tried again."""
+"""Prunes NEFF caches and compiled artifacts, and clears failures for a retry."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from workers.neff_cache.entries import CacheEntry, State, listed_entries, read_e
 from workers.neff_cache.file_states import about, files_below
 from workers.neff_cache.record import LOCK_FILE, Record, missing_files, place_of, read_record, records_in
 
-YOUNG_S = 3600.0  # an entry without a NEFF may be that of a compile that just begins
+YOUNG_S = 3600.0  # a younger entry without a NEFF may be a compile that has just started
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """One folder of compiled artifacts."""
+    """A folder of compiled artifacts."""
 
     name: str
-    state: str  # whole, damaged, unfinished; compiling: somebody holds it alone
+    state: str  # whole, damaged, unfinished; compiling: locked exclusively
     bytes: int
-    used_at: float  # when a process last asked for it; seconds since the epoch
+    used_at: float  # time of the last use; seconds since the epoch
     record: Record | None = None
     damaged: tuple[str, ...] = ()
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was removed, or would be."""
+    """An item that was removed, or would be in a dry run."""
 
     path: str
     why: str
@@ -42,45 +42,48 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept_in(root: Path) -> list[Kept]:
-    """The compiled artifacts of this host. Reads programs, to compare them with their digests."""
+    """Returns the compiled artifacts of this host. Reads programs to verify their digests."""
     return [_kept(folder) for folder in sorted(root.glob("*")) if folder.is_dir()]
 
 
 def prune_compiled(root: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
-    """Those that nobody holds and that are unfinished, damaged, or were not asked for in that time."""
-    for seen in kept_in(root):
+    """Removes unlocked artifacts that are unfinished, damaged, or unused for ``older_than_s``."""
+    for kept in kept_in(root):
         if dry_run:
-            if why := _useless(seen, older_than_s):
-                yield Removed(path=str(root / seen.name), why=why, bytes=seen.bytes)
-        elif _useless(seen, older_than_s) and (gone := _removed_alone(root, seen.name, older_than_s)) is not None:
-            yield gone
+            if why := _reason_to_remove(kept, older_than_s):
+                yield Removed(path=str(root / kept.name), why=why, bytes=kept.bytes)
+        elif (
+            _reason_to_remove(kept, older_than_s)
+            and (removed := _remove_unused(root, kept.name, older_than_s)) is not None
+        ):
+            yield removed
 
 
 def prune_cache(cache: Path, older_than_s: float, dry_run: bool = False) -> Iterator[Removed]:
-    """Stale locks, entries without anything in them, graphs that were not read in that time, and records of which
-    nothing is left. Failures stay: they tell why."""
+    """Removes stale locks, empty entries, graphs not read for ``older_than_s``, and records without remaining graphs.
+    Keeps failures, which explain why a start fails."""
     now = time.time()
     if not dry_run:
         before = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
         compiler_cache.remove_stale_locks(cache)
-        left = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
-        yield from (Removed(path=str(cache / name), why="its lock was stale") for name in sorted(before - left))
+        stale = {entry.name for entry in read_entries(cache) if entry.state is State.STALE}
+        yield from (Removed(path=str(cache / name), why="its lock was stale") for name in sorted(before - stale))
     started: dict[str, float] = {}
-    for told in records_in(cache):
-        started |= {name: max(told.made_at, started.get(name, 0.0)) for name in told.graphs}
+    for record in records_in(cache):
+        started |= {name: max(record.made_at, started.get(name, 0.0)) for name in record.graphs}
     for entry in read_entries(cache):
-        why = _why(cache, entry, now, older_than_s, started.get(entry.name, 0.0))
+        why = _reason_to_prune(cache, entry, now, older_than_s, started.get(entry.name, 0.0))
         if why and (dry_run or compiler_cache.remove(cache / entry.name)):
             yield Removed(path=str(cache / entry.name), why=why, bytes=entry.bytes)
-    for told in records_in(cache):
-        file = place_of(cache, told.name)
-        is_left = any((cache / name).exists() for name in (*told.graphs, *told.failed))
-        if not is_left and now - told.made_at > YOUNG_S and (dry_run or compiler_cache.remove(file)):
+    for record in records_in(cache):
+        file = place_of(cache, record.name)
+        is_left = any((cache / name).exists() for name in (*record.graphs, *record.failed))
+        if not is_left and now - record.made_at > YOUNG_S and (dry_run or compiler_cache.remove(file)):
             yield Removed(path=str(file), why="none of its graphs is left", bytes=0)
 
 
 def retry(cache: Path, names: Collection[str] = (), dry_run: bool = False) -> Iterator[Removed]:
-    """Forget failures, all or those of the graphs named: the next start compiles them again."""
+    """Removes failures, all or those of the named graphs, so that the next start compiles them again."""
     for entry in read_entries(cache):
         is_meant = not names or entry.name in names or entry.module in names
         if entry.state is State.FAILED and is_meant and (dry_run or compiler_cache.remove(cache / entry.name)):
@@ -88,7 +91,7 @@ def retry(cache: Path, names: Collection[str] = (), dry_run: bool = False) -> It
 
 
 def retry_in_bucket(url: str, names: Collection[str] = (), dry_run: bool = False) -> Iterator[Removed]:
-    """The same in S3, where a compiler has left failures that worked there itself. Raises SourceError."""
+    """Removes failures from a cache in S3, left by compilers that use it directly. Raises SourceError."""
     from workers.artifacts.sources.s3 import Bucket
 
     bucket = Bucket.of(url)
@@ -101,34 +104,34 @@ def retry_in_bucket(url: str, names: Collection[str] = (), dry_run: bool = False
             yield Removed(path=f"{bucket.url}/{entry.name}", why="failed", bytes=entry.bytes)
 
 
-def _why(cache: Path, entry: CacheEntry, now: float, older_than_s: float, started_at: float) -> str:
-    """Why it goes; empty: it stays. ``started_at``: when a start last wrote down that it is the graph of its model,
-    for not every file system tells when a file was read; 0: never."""
+def _reason_to_prune(cache: Path, entry: CacheEntry, now: float, older_than_s: float, started_at: float) -> str:
+    """Returns why an entry is removed; empty: it is kept. ``started_at``: the last record of a start that uses it,
+    since not every file system has access times; 0: never."""
     if entry.state is State.EMPTY and now - entry.changed_at > YOUNG_S:
         return "nothing was compiled"
     if entry.state is State.STALE:
         return "its lock is stale"
     if entry.state is State.SUCCESS:
-        found = about(cache / entry.name / NEFF)
-        used = max(entry.changed_at, started_at, 0.0 if found is None else found.st_atime)
+        status = about(cache / entry.name / NEFF)
+        used = max(entry.changed_at, started_at, 0.0 if status is None else status.st_atime)
         if now - used > older_than_s:
             return f"not read for {(now - used) / 86400:.0f} days"
     return ""
 
 
-def _useless(one: Kept, older_than_s: float) -> str:
-    """Why it goes; empty: it stays."""
-    age = time.time() - one.used_at
-    if one.state == "whole":
+def _reason_to_remove(kept: Kept, older_than_s: float) -> str:
+    """Returns why artifacts are removed; empty: they are kept."""
+    age = time.time() - kept.used_at
+    if kept.state == "whole":
         return f"not used for {age / 86400:.0f} days" if age > older_than_s else ""
-    return "" if one.state == "compiling" else one.state
+    return "" if kept.state == "compiling" else kept.state
 
 
 def _kept(folder: Path, is_mine: bool = False) -> Kept:
-    """``is_mine``: the caller holds it alone."""
-    told = read_record(folder / LOCK_FILE)
-    missing = (LOCK_FILE,) if told is None else missing_files(folder)
-    size = sum(found.st_size for _, found in files_below(folder))
+    """Reads the state of a folder; ``is_mine``: the caller holds its exclusive lock."""
+    record = read_record(folder / LOCK_FILE)
+    missing = (LOCK_FILE,) if record is None else missing_files(folder)
+    size = sum(status.st_size for _, status in files_below(folder))
     try:
         json.loads((folder / MANIFEST).read_text())
         finished = True
@@ -143,8 +146,8 @@ def _kept(folder: Path, is_mine: bool = False) -> Kept:
         name=folder.name,
         state=state,
         bytes=size,
-        used_at=max((found.st_mtime for path in (folder, lock) if (found := about(path)) is not None), default=0.0),
-        record=told,
+        used_at=max((status.st_mtime for path in (folder, lock) if (status := about(path)) is not None), default=0.0),
+        record=record,
         damaged=missing or (),
     )
 
@@ -163,10 +166,10 @@ def _is_held(lock: Path) -> bool:
         os.close(descriptor)
 
 
-def _removed_alone(root: Path, name: str, older_than_s: float) -> Removed | None:
-    """None: somebody holds it, or it is of use by now: a compile may have ended since it was looked at.
+def _remove_unused(root: Path, name: str, older_than_s: float) -> Removed | None:
+    """Locks and removes a folder; None: it is in use, or a compile has finished in it meanwhile.
 
-    The manifest goes first, so that a death in between leaves nothing complete.
+    Removes the manifest first, so that a kill in between leaves nothing complete.
     """
     try:
         lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -175,7 +178,7 @@ def _removed_alone(root: Path, name: str, older_than_s: float) -> Removed | None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         now = _kept(root / name, is_mine=True)
-        if not (why := _useless(now, older_than_s)):
+        if not (why := _reason_to_remove(now, older_than_s)):
             return None
         (root / name / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(root / name)

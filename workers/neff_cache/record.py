@@ -1,9 +1,7 @@
-"""What a model was compiled from, and what came of it: a lock file beside each model's compiled artifacts, and one in
-each cache that its graphs lie in.
+"""Records what a model was compiled from and the resulting files: a lock file beside artifacts and in each cache.
 
-The names of NEFFs tell neither their compiler nor their flags, and no name tells which model a graph belongs to. The
-record does, so that a start that would compile is known beforehand, and one that would load what does not match is
-refused.
+The names of NEFFs show neither their compiler nor their flags, and no name shows the model of a graph. With the record,
+a start that would compile is known in advance, and artifacts that do not match are refused.
 """
 
 from __future__ import annotations
@@ -41,34 +39,34 @@ LAYOUT = ("group_query_attention", "fuse_qkv", "fused_qkv", "quant", "kv_cache_q
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one manifest. The fields up to ``layout`` repeat for people what is in it."""
+    """The record of one manifest. The fields up to ``layout`` repeat parts of it for readers."""
 
     name: str  # of the entry of compiled artifacts
-    source: str  # of the model, on the host that compiled it
+    source: str  # the model's, on the host that compiled it
     engine: str
-    compiler: str  # its version; empty: it has none
+    compiler: str  # version; empty: none
     flags: str  # NEURON_CC_FLAGS
     target: str | None  # trn1, trn2
     lnc: int | str | None
     tp_degree: int | None
     dtype: str | None
     shapes: dict[str, Any]  # slots and buckets, by the package's names
-    layout: dict[str, Any]  # how tensors lie and are sharded, as far as the spec says it
+    layout: dict[str, Any]  # tensor layouts and sharding options
     manifest: dict[str, Any]
     files: dict[str, Part] = {}  # beside the record
-    graphs: dict[str, Part] = {}  # of a cache: the name of an entry -> its model.neff
-    failed: tuple[str, ...] = ()  # entries of a cache that the compiler could not compile
+    graphs: dict[str, Part] = {}  # cache entry name -> its model.neff
+    failed: tuple[str, ...] = ()  # cache entries that the compiler could not compile
     made_at: float = 0.0  # seconds since the epoch
 
 
 def plain_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """As it is when it has been JSON."""
-    found: dict[str, Any] = json.loads(json.dumps(manifest))
-    return found
+    """Returns the manifest after a round trip through JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(manifest))
+    return plain
 
 
 def name_of(manifest: Mapping[str, Any]) -> str:
-    """20 hex digits, equal for equal manifests."""
+    """Returns 20 hex digits, equal for equal manifests."""
     return blake2s(json.dumps(plain_of(manifest), sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
@@ -80,12 +78,12 @@ def record_of(
     graphs: Mapping[str, Part] | None = None,
     failed: tuple[str, ...] = (),
 ) -> Record:
-    """Made now, of a manifest as the engines make them; of another the fields for people are empty."""
+    """Creates a record of an engine's manifest; for other manifests the repeated fields are empty."""
     plain = plain_of(manifest)
-    told = _mapping(plain, "options")
-    options = {**told, **_mapping(told, "constructor"), **_mapping(told, "neuron")}
+    given_options = _mapping(plain, "options")
+    options = {**given_options, **_mapping(given_options, "constructor"), **_mapping(given_options, "neuron")}
     degree, lnc = options.get("tp_degree"), plain.get("lnc")
-    dtypes = (_text(one) for one in (options.get("amp"), options.get("torch_dtype"), plain.get("dtype")))
+    dtypes = (_text(dtype) for dtype in (options.get("amp"), options.get("torch_dtype"), plain.get("dtype")))
     versions, environment = _mapping(plain, "versions"), _mapping(plain, "environment")
     return Record(
         name=name_of(plain),
@@ -116,17 +114,17 @@ def _number(value: object) -> int | None:
 
 
 def _mapping(of: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = of.get(name)
-    return found if isinstance(found, dict) else {}
+    value = of.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def place_of(cache: Path, name: str) -> Path:
-    """Where a cache keeps the record of that name."""
+    """Returns the path of a record in a cache."""
     return cache / OWN / f"{name}{SUFFIX}"
 
 
 def write_record(file: Path, record: Record) -> None:
-    """Whole or not at all, and on the disk. Raises OSError."""
+    """Writes a record atomically and syncs it to disk. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     written = file.with_name(f"{file.name}.{os.getpid()}.new")
     written.write_bytes(encoded(record))
@@ -136,12 +134,12 @@ def write_record(file: Path, record: Record) -> None:
 
 
 def encoded(record: Record) -> bytes:
-    """For a file that people read."""
+    """Returns the record as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1)
 
 
 def read_record(file: Path) -> Record | None:
-    """None where there is none, or what is there is no record."""
+    """Reads a record; None: the file is missing or not a record."""
     try:
         return decoded(file.read_bytes())
     except OSError:
@@ -156,66 +154,66 @@ def decoded(data: bytes) -> Record | None:
 
 
 def records_in(cache: Path) -> tuple[Record, ...]:
-    """All that a cache of this host keeps, the newest first."""
-    found = [told for file in sorted((cache / OWN).glob(f"*{SUFFIX}")) if (told := read_record(file)) is not None]
-    return tuple(sorted(found, key=lambda told: -told.made_at))
+    """Returns all records of a local cache, the newest first."""
+    records = [record for file in sorted((cache / OWN).glob(f"*{SUFFIX}")) if (record := read_record(file)) is not None]
+    return tuple(sorted(records, key=lambda told: -told.made_at))
 
 
 def missing_files(folder: Path) -> tuple[str, ...] | None:
-    """Of the files that the record in ``folder`` names, those that are not as they were; None: there is no record."""
-    told = read_record(folder / LOCK_FILE)
-    return None if told is None else damaged(folder, told.files)
+    """Returns the missing or changed files of the record in ``folder``; None: there is no record."""
+    record = read_record(folder / LOCK_FILE)
+    return None if record is None else damaged(folder, record.files)
 
 
 def missing_graphs(cache: Path, record: Record) -> tuple[str, ...]:
-    """The entries of the record that are not finished in ``cache``, or have another NEFF than they had."""
+    """Returns the entries of the record that are not finished in ``cache``, or whose NEFF differs."""
     return tuple(name for name, part in record.graphs.items() if not is_finished(cache, name, part))
 
 
 def of_one_model(records: Iterable[Record], manifest: Mapping[str, Any]) -> list[Record]:
-    """Those of the same model and compiler as ``manifest``: they name the graphs that its start may take."""
-    wanted = record_of(manifest)
+    """Returns the records with the model and compiler of ``manifest``: a start may use their graphs."""
+    expected = record_of(manifest)
     return [
-        told
-        for told in records
-        if told.compiler == wanted.compiler and told.manifest.get("model") == wanted.manifest.get("model")
+        record
+        for record in records
+        if record.compiler == expected.compiler and record.manifest.get("model") == expected.manifest.get("model")
     ]
 
 
 class Proof:
-    """What all records of a cache say of its NEFFs. Each NEFF is read once, when it is first asked for.
+    """Verifies the NEFFs of a cache against all of its records. Each NEFF is read once, on first use.
 
-    A graph that two models share may have been compiled anew by the second: then the first one's record is of another
-    NEFF, and the graph is good none the less.
+    A graph shared by two models may have been compiled again for the second one. The first record then has another
+    digest, but the graph is still good.
     """
 
     def __init__(self, cache: Path, records: Iterable[Record]) -> None:
         self._cache = cache
         self._known: dict[str, list[Part]] = {}
-        for told in records:
-            for name, part in told.graphs.items():
+        for record in records:
+            for name, part in record.graphs.items():
                 self._known.setdefault(name, []).append(part)
         self._parts: dict[str, Part | None] = {}
 
     def is_good(self, name: str) -> bool:
-        """Whether a start would take it, and some record tells its very NEFF."""
+        """Returns whether the entry is finished and its NEFF matches at least one record."""
         return name in self._known and is_finished(self._cache, name) and self.part(name) in self._known[name]
 
     def is_refuted(self, name: str) -> bool:
-        """Whether there are records of it, and none tells its NEFF."""
+        """Returns whether the entry has records but its NEFF matches none of them."""
         return name in self._known and not self.is_good(name)
 
     def damaged(self, records: Iterable[Record]) -> list[str]:
-        """Of the graphs of these records those that the compiler's wrapper would take, though none tells that NEFF."""
-        names = dict.fromkeys(name for told in records for name in told.graphs)
+        """Returns the graphs of these records that the compiler's wrapper would use although no record matches."""
+        names = dict.fromkeys(name for record in records for name in record.graphs)
         return [name for name in names if looks_finished(self._cache, name) and self.is_refuted(name)]
 
     def missing(self, record: Record) -> tuple[str, ...]:
-        """Of the graphs of one of the records those that are not good."""
+        """Returns the graphs of the record that are not good."""
         return tuple(name for name in record.graphs if not self.is_good(name))
 
     def part(self, name: str) -> Part | None:
-        """Its NEFF; None: it cannot be read."""
+        """Returns the state of the entry's NEFF; None: it cannot be read."""
         if name not in self._parts:
             try:
                 self._parts[name] = part_of(self._cache / name / NEFF)
@@ -225,12 +223,12 @@ class Proof:
 
 
 def is_finished(cache: Path, name: str, part: Part | None = None) -> bool:
-    """Whether a start would take that entry; with ``part``, whether it has the very NEFF."""
+    """Returns whether the entry is finished; with ``part``, also whether its NEFF matches."""
     if read_entry(cache, name).state is not State.SUCCESS:
         return False
     return part is None or not damaged(cache / name, {NEFF: part})
 
 
 def looks_finished(cache: Path, name: str) -> bool:
-    """Whether the compiler's wrapper would take it, whatever it holds."""
+    """Returns whether the compiler's wrapper would use the entry, regardless of its content."""
     return (cache / name / NEFF).exists() and (cache / name / DONE).exists()

@@ -1,8 +1,8 @@
-"""Bringing a NEFF cache to this host, and what was compiled here back: finished entries only, each of them at once.
+"""Copies finished entries of a NEFF cache to this host and newly compiled ones back, each atomically.
 
-Several hosts must not compile against one S3 URL, for how Neuron's own S3 cache locks is not public; and of a cache on
-a network file system nobody sees which compilers are at work. So a process gets a folder of this host in both cases,
-and where the cache can only be read as well.
+Several hosts must not compile against one S3 URL, since the locking of Neuron's own S3 cache is not documented; and a
+cache on a network file system does not show which compilers of other hosts are running. A process therefore gets a
+folder of this host in both cases, and also for a read-only cache.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ log = logging.getLogger(__name__)
 
 URL = "NEURON_COMPILE_CACHE_URL"
 S3 = "s3://"
-STAGED = "staged-"  # what is just being pushed to a folder
-STRAY_S = 86400.0  # older ones are what pushes that were killed have left
-INCOMING = "incoming"  # in the folder of a cache that is corewright's own: what is just being fetched
-# Begins the names of empty files beside a NEFF elsewhere: the digest of what was compiled follows. Two hosts that send
-# one graph at once leave two, and one of their NEFFs.
+STAGED = "staged-"  # prefix of files during a push to a folder
+STRAY_S = 86400.0  # older ones were left by killed pushes
+INCOMING = "incoming"  # work folder of a pull
+# Prefix of empty marker files beside a remote NEFF; the digest of the compiled NEFF follows. Two hosts that push one
+# graph at once leave two markers, and one of their NEFFs.
 DIGEST = "corewright."
-PULLING, PUSHING = "sync.lock", "push.lock"  # there too: an upload of gigabytes keeps no start waiting
+PULLING, PUSHING = "sync.lock", "push.lock"  # separate, so that an upload of gigabytes does not delay a start
 
 DAMAGED: set[str] = set()
-"""What this process has found elsewhere to be other than it was compiled, as URL/NAME: its next push replaces it."""
+"""Remote entries that this process found damaged, as URL/NAME: its next push replaces them."""
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True):
-    """What was moved."""
+    """The result of a pull or a push."""
 
     entries: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Synced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachePlace(Protocol):
-    """A cache elsewhere. Names are as in ``workers.artifacts.sources.listing``; every method blocks, and raises
+    """A remote cache. Names are as in ``workers.artifacts.sources.listing``; every method blocks and raises
     SourceError."""
 
     @property
@@ -78,36 +78,36 @@ class CachePlace(Protocol):
     def files(self) -> Sequence[RemoteFile]: ...
     def read(self, name: str) -> bytes: ...
     def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
-        """Bring them into ``folder``, whole and verified, going on from what an earlier fetch left; nothing else."""
+        """Fetches the files into ``folder``, complete and verified; resumes an earlier fetch."""
         ...
 
     def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
-        """Upload an entry so that whoever looks meanwhile sees no finished one; ``digest`` is that of its NEFF.
+        """Uploads an entry so that readers never see a partial one as finished; ``digest``: of its NEFF.
 
-        False: somebody has finished it by now, or compiles it there. ``replaced``: a finished one is replaced.
+        False: the entry is finished already, or is being compiled there. ``replaced``: replaces a finished one.
         """
         ...
 
     def put(self, name: str, path: Path) -> None:
-        """Upload a file, which appears whole. Raises OSError too, where it cannot be read."""
+        """Uploads a file atomically. Also raises OSError if it cannot be read."""
         ...
 
     def put_bytes(self, name: str, data: bytes) -> None: ...
 
 
 def place_at(location: str) -> CachePlace:
-    """``s3://bucket/prefix``, or a folder. Raises SourceError."""
+    """Opens the cache at ``s3://bucket/prefix`` or in a folder. Raises SourceError."""
     return BucketPlace(location) if location.startswith(S3) else FolderPlace(Path(location.removeprefix("file://")))
 
 
 class BucketPlace:
-    """A prefix in S3."""
+    """A cache below a prefix in S3."""
 
     def __init__(self, url: str) -> None:
         from workers.artifacts.sources.s3 import Bucket
 
-        self._patience = RetryPolicy(seconds=PATIENCE_S)
-        self._bucket = Bucket.of(url, self._patience)
+        self._retry_policy = RetryPolicy(seconds=PATIENCE_S)
+        self._bucket = Bucket.of(url, self._retry_policy)
 
     @property
     def url(self) -> str:
@@ -123,17 +123,17 @@ class BucketPlace:
         from workers.artifacts.fetch.transfer import S3Remote
 
         listing = Listing(source=self.url, files=tuple(sorted(files, key=lambda file: file.name)))
-        S3Remote(self.url, patience=self._patience).fetch(listing, folder, Progress(self.url), stop)
+        S3Remote(self.url, retry_policy=self._retry_policy).fetch(listing, folder, Progress(self.url), stop)
 
     def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
-        """``model.done`` comes last: without it an entry is none."""
+        """Uploads ``model.done`` last: without it the entry is not finished."""
         from workers.artifacts.sources.s3 import Bucket
 
-        there = {file.name for file in Bucket.of(f"{self.url}/{name}", self._patience).files()}
-        if DONE in there and not replaced:  # another host was faster
+        present = {file.name for file in Bucket.of(f"{self.url}/{name}", self._retry_policy).files()}
+        if DONE in present and not replaced:  # another host was faster
             return False
         self._bucket.put_bytes(f"{name}/{DIGEST}{digest}", b"")
-        for file in (*(one for one in files if one != DONE), DONE):
+        for file in (*(leaf for leaf in files if leaf != DONE), DONE):
             self._bucket.put(f"{name}/{file}", folder / file)
         return True
 
@@ -145,7 +145,7 @@ class BucketPlace:
 
 
 class FolderPlace:
-    """A folder, as of a network file system."""
+    """A cache in a folder, such as on a network file system."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -155,21 +155,21 @@ class FolderPlace:
         return str(self._root)
 
     def files(self) -> Sequence[RemoteFile]:
-        found = []
-        with _told("neff-cache-unreadable", self.url):
+        listed = []
+        with _source_errors("neff-cache-unreadable", self.url):
             if not self._root.is_dir():
-                raise NotADirectoryError(f"{self._root} is no folder")
+                raise NotADirectoryError(f"{self._root} is not a folder")
             for path, about in files_below(self._root):
                 name = path.relative_to(self._root).as_posix()
-                found.append(RemoteFile(name=name, size=about.st_size, tag=str(about.st_mtime_ns)))
-        return found
+                listed.append(RemoteFile(name=name, size=about.st_size, tag=str(about.st_mtime_ns)))
+        return listed
 
     def read(self, name: str) -> bytes:
-        with _told("neff-cache-unreadable", self.url):
+        with _source_errors("neff-cache-unreadable", self.url):
             return (self._root / name).read_bytes()
 
     def fetch(self, files: Sequence[RemoteFile], folder: Path, stop: threading.Event) -> None:
-        with _told("neff-cache-unreadable", self.url):
+        with _source_errors("neff-cache-unreadable", self.url):
             shutil.rmtree(folder, ignore_errors=True)
             for file in files:
                 (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class FolderPlace:
 
     def put_entry(self, name: str, folder: Path, files: Sequence[str], digest: str, replaced: bool = False) -> bool:
         target = self._root / name
-        with _told("neff-cache-unwritable", self.url):
+        with _source_errors("neff-cache-unwritable", self.url):
             if _is_compiled(target) or (is_finished(self._root, name) and not replaced):
                 return False
             staged = self._staged()
@@ -191,13 +191,13 @@ class FolderPlace:
         return True
 
     def put(self, name: str, path: Path) -> None:
-        with path.open("rb"), _told("neff-cache-unwritable", self.url):
+        with path.open("rb"), _source_errors("neff-cache-unwritable", self.url):
             staged = self._staged()
             shutil.copyfile(path, staged)
             self._move(staged, name)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        with _told("neff-cache-unwritable", self.url):
+        with _source_errors("neff-cache-unwritable", self.url):
             staged = self._staged()
             staged.write_bytes(data)
             self._move(staged, name)
@@ -209,29 +209,29 @@ class FolderPlace:
         staged.replace(target)
 
     def _staged(self) -> Path:
-        """Where something may lie until it is whole; it is made as the umask has it, for other hosts' users read it.
-        What pushes that were killed have left goes."""
+        """Returns a new staging path, with permissions by the umask, since users of other hosts read it. Removes
+        leftovers of killed pushes."""
         own = self._root / OWN
         own.mkdir(parents=True, exist_ok=True)
         for stray in own.glob(f"{STAGED}*"):
-            if (found := about(stray)) is not None and time.time() - found.st_mtime > STRAY_S:
+            if (status := about(stray)) is not None and time.time() - status.st_mtime > STRAY_S:
                 compiler_cache.remove(stray)
         return own / f"{STAGED}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
 class Localized:
-    """A cache that a process does not use where it is."""
+    """A cache that is replaced by a folder of this host."""
 
-    location: str  # as the spec names it
-    path: Path  # the folder of this host that takes its place
+    location: str  # as written in the spec
+    path: Path  # the folder of this host
     why: Literal["s3", "shared", "read-only"]
 
 
 def localized(environment: Mapping[str, str], keep: Path) -> Localized | None:
-    """The folder below ``keep`` that a process with this environment uses; None: it uses the cache where it is.
+    """Returns the folder below ``keep`` for a process with this environment; None: it uses its cache directly.
 
-    A ``--cache_dir`` in NEURON_CC_FLAGS is left alone: the flags are a part of what graphs are found by.
+    A ``--cache_dir`` in NEURON_CC_FLAGS is not replaced: the flags are part of the cache key of graphs.
     """
     flags = environment.get("NEURON_CC_FLAGS", "").split()
     if any(flag == "--no_cache" or flag.startswith("--cache_dir=") for flag in flags):
@@ -251,8 +251,10 @@ def localized(environment: Mapping[str, str], keep: Path) -> Localized | None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Tried out: modes do not tell of a file system that is mounted to be read. Of a folder that is to be made, whether
-    it can be."""
+    """Returns whether files can be created in a folder, or in its nearest existing parent.
+
+    Creates a file to find out: permissions do not show a read-only mount.
+    """
     try:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -273,68 +275,68 @@ def pull(
     compiler: str = "",
     stop: threading.Event | None = None,
 ) -> Synced:
-    """Bring the finished entries that ``local`` lacks. One at a time on a host; who waits finds all there.
+    """Copies the finished entries that ``local`` lacks. One pull at a time runs on a host; later ones then find them.
 
-    Where there is a record of the name ``record``, only its graphs; else those of the version ``compiler``, or all.
-    Finished entries of ``local`` stay as they are, and so does what somebody compiles there. Raises SourceError, and
-    OSError where ``local`` cannot be written.
+    With a remote record named ``record``, only its graphs; else those of the version ``compiler``, or all. Finished
+    and currently compiling entries of ``local`` are not touched. Raises SourceError, and OSError if ``local`` cannot be
+    written.
     """
     stop = stop or threading.Event()
-    with _alone(local, PULLING, stop):
+    with _serialized(local, PULLING, stop):
         try:
             return _pulled(place, local, record, compiler, stop)
         except SourceError as error:
             if error.id != "s3-changed":
                 raise
-        return _pulled(place, local, record, compiler, stop)  # another host has sent a graph since they were listed
+        return _pulled(place, local, record, compiler, stop)  # another host has pushed a graph since the listing
 
 
 def _pulled(place: CachePlace, local: Path, record: str, compiler: str, stop: threading.Event) -> Synced:
     files = place.files()
     named = _graphs_of(place, files, record)
-    wanted = [
+    missing = [
         entry.name
         for entry in listed_entries(files)
         if entry.state is State.SUCCESS
         and (entry.name in named if named is not None else not compiler or entry.compiler == compiler)
         and read_entry(local, entry.name).state not in (State.SUCCESS, State.LOCKED)
     ]
-    told = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
+    expected = {name: [part.digest] for name, part in (named or {}).items()} | _digests(files)
     incoming = local / OWN / INCOMING
-    moved = [file for file in files if file.name.rpartition("/")[0] in wanted and _belongs(file.name)]
-    came = []
+    moved = [file for file in files if file.name.rpartition("/")[0] in missing and _belongs(file.name)]
+    pulled = []
     if moved:
         place.fetch(moved, incoming, stop)
-    for name in wanted:
-        if name in told and digest(incoming / name / NEFF) not in told[name]:
-            log.warning("%s of %s is not taken: its NEFF is not what was compiled", name, place.url)
+    for name in missing:
+        if name in expected and digest(incoming / name / NEFF) not in expected[name]:
+            log.warning("skipping %s of %s: its NEFF does not match its recorded digest", name, place.url)
             DAMAGED.add(f"{place.url}/{name}")
             continue
         move_in(incoming / name, local / name)
-        came.append(name)
+        pulled.append(name)
     shutil.rmtree(incoming, ignore_errors=True)
-    records = _pull_records(place, files, local, came)
-    return Synced(entries=tuple(came), records=records, bytes=sum(file.size for file in moved))
+    records = _pull_records(place, files, local, pulled)
+    return Synced(entries=tuple(pulled), records=records, bytes=sum(file.size for file in moved))
 
 
 def push(local: Path, place: CachePlace) -> Synced:
-    """Bring back the finished entries that ``place`` lacks, then the records whose graphs are all there.
+    """Uploads the finished entries that ``place`` lacks, then the records whose graphs are all there.
 
-    What is not as its record has it stays here. No finished entry is replaced, but for one that this process has found
-    damaged. Raises SourceError.
+    Entries that do not match their record are skipped. Finished remote entries are replaced only if this process found
+    them damaged. Raises SourceError.
     """
-    with _alone(local, PUSHING, threading.Event()):
+    with _serialized(local, PUSHING, threading.Event()):
         files = place.files()
-        there = {entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS}
+        present = {entry.name for entry in listed_entries(files) if entry.state is State.SUCCESS}
         proof = Proof(local, records_in(local))
         sent, size = [], 0
         for entry in read_entries(local):
             at = f"{place.url}/{entry.name}"
-            if entry.state is not State.SUCCESS or (entry.name in there and at not in DAMAGED):
+            if entry.state is not State.SUCCESS or (entry.name in present and at not in DAMAGED):
                 continue
             part = proof.part(entry.name)
             if part is None or proof.is_refuted(entry.name):
-                log.warning("%s is not sent to %s: its NEFF is not what was compiled", entry.name, place.url)
+                log.warning("not pushing %s to %s: its NEFF does not match its record", entry.name, place.url)
                 continue
             folder = local / entry.name
             names = sorted(path.name for path in folder.iterdir() if path.is_file() and _belongs(path.name))
@@ -342,25 +344,25 @@ def push(local: Path, place: CachePlace) -> Synced:
                 DAMAGED.discard(at)
                 sent.append(entry.name)
                 size += entry.bytes
-        records = _push_records(local, place, {file.name for file in files}, there | set(sent))
+        records = _push_records(local, place, {file.name for file in files}, present | set(sent))
     return Synced(entries=tuple(sent), records=records, bytes=size)
 
 
 def records_at(place: CachePlace, files: Sequence[RemoteFile]) -> Iterator[Record]:
-    """The records of a cache elsewhere, of which ``files`` are."""
+    """Yields the records of a remote cache with these files."""
     for file in files:
-        if _is_record(file.name) and (told := decoded(place.read(file.name))) is not None:
-            yield told
+        if _is_record(file.name) and (record := decoded(place.read(file.name))) is not None:
+            yield record
 
 
 def move_in(staged: Path, target: Path) -> None:
-    """Put a finished entry in its place, at once, and on the disk. One that is finished there stays, and the other is
-    thrown away. Raises OSError."""
+    """Moves a finished entry to its place atomically and syncs it to disk. If a finished one is there, it stays and
+    the staged one is discarded. Raises OSError."""
     sync_folder(staged)
     target.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(2):
         try:
-            staged.rename(target)  # takes the place of an empty folder, and of no other
+            staged.rename(target)  # replaces only an empty folder
             break
         except OSError:
             if is_finished(target.parent, target.name):
@@ -370,65 +372,65 @@ def move_in(staged: Path, target: Path) -> None:
             elif not staged.is_dir():
                 raise
     sync_to_disk(target.parent)
-    for left in (staged, staged.with_name(f"{staged.name}.before")):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (staged, staged.with_name(f"{staged.name}.before")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _pull_records(
-    place: CachePlace, files: Sequence[RemoteFile], local: Path, came: Collection[str]
+    place: CachePlace, files: Sequence[RemoteFile], local: Path, pulled: Collection[str]
 ) -> tuple[str, ...]:
-    """Those that are new, and of whose graphs every one is here by now.
+    """Copies new records whose graphs are all here now.
 
-    The digests are those of what is here, of earlier records as well: two hosts that compile a graph at once do not
-    make the same bytes of it.
+    Digests are replaced by those of the local NEFFs, in earlier records as well: two hosts that compile the same graph
+    produce different bytes.
     """
-    for known in records_in(local):
-        if fresh := {name: part_of(local / name / NEFF) for name in known.graphs if name in came}:
-            write_record(place_of(local, known.name), msgspec.structs.replace(known, graphs=known.graphs | fresh))
-    new = [file for file in files if _is_record(file.name) and not _is_good(local, local / file.name)]
-    kept = []
-    for told in records_at(place, new):
-        if told.graphs and all(is_finished(local, name) for name in told.graphs):
-            graphs = {name: part_of(local / name / NEFF) for name in told.graphs}
-            write_record(place_of(local, told.name), msgspec.structs.replace(told, graphs=graphs))
-            kept.append(told.name)
-    return tuple(kept)
+    for record in records_in(local):
+        if fresh := {name: part_of(local / name / NEFF) for name in record.graphs if name in pulled}:
+            write_record(place_of(local, record.name), msgspec.structs.replace(record, graphs=record.graphs | fresh))
+    new = [file for file in files if _is_record(file.name) and not _is_complete_record(local, local / file.name)]
+    written = []
+    for remote_record in records_at(place, new):
+        if remote_record.graphs and all(is_finished(local, name) for name in remote_record.graphs):
+            graphs = {name: part_of(local / name / NEFF) for name in remote_record.graphs}
+            write_record(place_of(local, remote_record.name), msgspec.structs.replace(remote_record, graphs=graphs))
+            written.append(remote_record.name)
+    return tuple(written)
 
 
 def _digests(files: Sequence[RemoteFile]) -> dict[str, list[str]]:
-    """Of the entries elsewhere whose senders have told what was compiled."""
-    found: dict[str, list[str]] = {}
+    """Returns the digests of NEFFs by entry, from the marker files."""
+    digests: dict[str, list[str]] = {}
     for file in files:
         name, _, leaf = file.name.rpartition("/")
         if leaf.startswith(DIGEST):
-            found.setdefault(name, []).append(leaf.removeprefix(DIGEST))
-    return found
+            digests.setdefault(name, []).append(leaf.removeprefix(DIGEST))
+    return digests
 
 
-def _graphs_of(place: CachePlace, files: Sequence[RemoteFile], record: str) -> Mapping[str, Part] | None:
-    """None: there is no such record."""
-    named = [file for file in files if file.name == f"{OWN}/{record}{SUFFIX}"]
-    return next((told.graphs for told in records_at(place, named) if told.graphs), None)
+def _graphs_of(place: CachePlace, files: Sequence[RemoteFile], name: str) -> Mapping[str, Part] | None:
+    """Returns the graphs of the remote record; None: there is no such record."""
+    named = [file for file in files if file.name == f"{OWN}/{name}{SUFFIX}"]
+    return next((record.graphs for record in records_at(place, named) if record.graphs), None)
 
 
-def _is_good(local: Path, file: Path) -> bool:
-    told = read_record(file)
-    return told is not None and not told.failed and all(is_finished(local, name) for name in told.graphs)
+def _is_complete_record(local: Path, file: Path) -> bool:
+    record = read_record(file)
+    return record is not None and not record.failed and all(is_finished(local, name) for name in record.graphs)
 
 
-def _push_records(local: Path, place: CachePlace, there: set[str], finished: set[str]) -> tuple[str, ...]:
+def _push_records(local: Path, place: CachePlace, present: set[str], finished: set[str]) -> tuple[str, ...]:
     sent = []
-    for told in records_in(local):
-        name = f"{OWN}/{told.name}{SUFFIX}"
-        if name in there or not told.graphs or told.failed or not finished.issuperset(told.graphs):
+    for record in records_in(local):
+        name = f"{OWN}/{record.name}{SUFFIX}"
+        if name in present or not record.graphs or record.failed or not finished.issuperset(record.graphs):
             continue
-        place.put_bytes(name, encoded(told))
-        sent.append(told.name)
+        place.put_bytes(name, encoded(record))
+        sent.append(record.name)
     return tuple(sent)
 
 
 def _belongs(name: str) -> bool:
-    """To a finished entry: no lock, and no log of a failure before; no digest, for records keep it here."""
+    """Returns whether a file is part of a finished entry: not a lock, a log of an earlier failure, or a marker."""
     file = name.rpartition("/")[2]
     return not file.endswith(".lock") and file != LOG and not file.startswith(DIGEST)
 
@@ -438,33 +440,33 @@ def _is_record(name: str) -> bool:
 
 
 def _is_compiled(folder: Path) -> bool:
-    """Whether somebody is at work in an entry of a folder of many hosts: it has a lock, of this day at least."""
-    seen = [about(lock) for lock in folder.glob("*.lock")]
-    return any(found is not None and time.time() - found.st_mtime < STRAY_S for found in seen)
+    """Returns whether a host is compiling an entry of a shared folder: it has a lock of the last 24 hours."""
+    statuses = [about(lock) for lock in folder.glob("*.lock")]
+    return any(lock_status is not None and time.time() - lock_status.st_mtime < STRAY_S for lock_status in statuses)
 
 
 def _copy(source: Path, target: Path, stop: threading.Event) -> None:
-    """Raises Stopped soon after ``stop`` is set, and OSError."""
-    with source.open("rb", buffering=0) as given, target.open("wb") as made:
-        while block := given.read(BLOCK):
+    """Copies a file. Raises OSError, and Stopped soon after ``stop`` is set."""
+    with source.open("rb", buffering=0) as reader, target.open("wb") as writer:
+        while block := reader.read(BLOCK):
             if stop.is_set():
                 raise Stopped
-            made.write(block)
+            writer.write(block)
 
 
 @contextlib.contextmanager
-def _alone(local: Path, lock: str, stop: threading.Event) -> Iterator[None]:
-    """One pull and one push of that folder at a time, of all processes and threads; the kernel ends it with the
-    process. Raises Stopped when ``stop`` is set meanwhile."""
+def _serialized(local: Path, lock: str, stop: threading.Event) -> Iterator[None]:
+    """Serializes the pulls, or the pushes, of a folder across processes and threads; the kernel releases the lock with
+    the process. Raises Stopped when ``stop`` is set meanwhile."""
     own = local / OWN
     own.mkdir(parents=True, exist_ok=True)
-    with locks.alone(own / lock, stop, lambda: log.info("waiting for another process that syncs %s", local)):
+    with locks.exclusive(own / lock, stop, lambda: log.info("waiting for another process that syncs %s", local)):
         yield
 
 
 @contextlib.contextmanager
-def _told(id: str, where: str) -> Iterator[None]:
+def _source_errors(id: str, where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SourceError(id, f"the NEFF cache {where}: {error}", "is the folder mounted, and whose is it?") from error
+        raise SourceError(id, f"the NEFF cache {where}: {error}", "check its mount and owner") from error

@@ -1,6 +1,6 @@
-"""A cache that gives no answer: whoever would have asked it goes on without it, and says so.
+"""Reports a remote cache that does not answer; its users continue without it.
 
-What it holds can be compiled, or lies on this host already: that it is away costs time, and no start.
+Its entries can be compiled or may be on this host already, so an unavailable cache costs time but no start.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from workers.artifacts.sources.listing import SourceError
 
 log = logging.getLogger(__name__)
 
-AWAY = frozenset({"s3-unreachable", "neff-cache-unreadable"})  # passes by itself; anything else somebody has to mend
-PATIENCE_S = 60.0  # with a cache that does not answer: shorter than with a model, which nothing takes the place of
+AWAY = frozenset({"s3-unreachable", "neff-cache-unreadable"})  # transient; other errors need a fix
+PATIENCE_S = 60.0  # retry deadline; shorter than for a model, which has no substitute
 
-_said: set[tuple[str, str]] = set()  # location and id, of what this process has logged
-_saying = threading.Lock()
+_logged: set[tuple[str, str]] = set()  # locations and error ids that this process has logged
+_lock = threading.Lock()
 
 
-def in_words(location: str, error: SourceError) -> str:
-    """Why nobody knows what the cache at ``location`` holds."""
-    shown = location if "@" not in location else f"s3://{location.rpartition('@')[2]}"  # no user and no password
+def describe(location: str, error: SourceError) -> str:
+    """Describes why the content of the cache at ``location`` is unknown."""
+    shown = location if "@" not in location else f"s3://{location.rpartition('@')[2]}"  # without user and password
     how = "does not answer" if error.id in AWAY else "cannot be used"
     return f"the cache at {shown.partition('?')[0]} {how}: {error}"
 
 
-def say(location: str, error: SourceError) -> str:
-    """The same, for the log too: once in a process, and as an error where it does not pass by itself."""
-    words = in_words(location, error)
-    with _saying:
-        is_new = (location, error.id) not in _said
-        _said.add((location, error.id))
+def log_unavailable(location: str, error: SourceError) -> str:
+    """Describes the error and logs it once per process; as an error unless it is transient."""
+    text = describe(location, error)
+    with _lock:
+        is_new = (location, error.id) not in _logged
+        _logged.add((location, error.id))
     if is_new:
-        log.log(logging.WARNING if error.id in AWAY else logging.ERROR, "%s; it goes on without it", words)
-    return words
+        log.log(logging.WARNING if error.id in AWAY else logging.ERROR, "%s; continuing without it", text)
+    return text

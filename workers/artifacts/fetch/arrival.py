@@ -1,9 +1,9 @@
-"""Loading an artifact while the rest of it arrives.
+"""Lets a replica load an artifact while the rest of it is still being fetched.
 
-A file appears under its name when it is whole, so whoever loads from a folder that is being fetched waits for each file
-before it is read, and before it serves for the whole of it: only then was all of it compared with what is listed.
-Of a folder of no store, and of an artifact that is whole, nothing is ever waited for. The folder has its last name from
-the start; what makes it whole is a manifest (store.py).
+A file appears under its final name when it is complete. A loader therefore waits for each file before it reads it, and
+for the whole artifact before it serves requests: only then has all of it been verified against the listing. Complete
+artifacts and folders outside a store need no waiting. The folder has its final name from the start; a manifest marks it
+as complete (store.py).
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from workers.artifacts.store.artifact_uses import uses_of
 
 LOOK_S = 0.05
 HANDOVER_S = 15.0
-"""Between a fetch that dies and another one that goes on with it: a host's actor that is killed is started again within
-some seconds, and is asked again at once. Of a fetch that fails, replicas are told otherwise."""
+"""Longest gap between a fetch that dies and the one that resumes it: a host actor that was killed restarts within
+seconds and is called again at once. A fetch that fails is reported to replicas by other means."""
 SMALL_BYTES = 16 * 2**20  # files up to it are fetched first
 
 
-def coming(folder: Path) -> frozenset[str]:
-    """The names of the files that are being fetched into ``folder`` and that are not whole yet."""
-    going = manifest.growing(folder)
-    if going is None:
+def pending_files(folder: Path) -> frozenset[str]:
+    """Returns the names of the files that are being fetched into ``folder`` and are not complete yet."""
+    fetch = manifest.unfinished(folder)
+    if fetch is None:
         return frozenset()
-    return frozenset(file.name for file in going.listing.files if not _is_here(folder, file.name, going))
+    return frozenset(file.name for file in fetch.listing.files if not _is_here(folder, file.name, fetch))
 
 
 def wait_for(folder: Path, name: str, stop: threading.Event | None = None) -> Path:
-    """The file, as soon as it is whole. One that is not being fetched is not waited for, be it there or not.
+    """Waits until the file is complete and returns its path; returns at once if it is not being fetched.
 
-    Raises SourceError (fetch-ended) where the fetch ends without it, and Stopped.
+    Raises SourceError (fetch-ended) if the fetch ends without it, and Stopped.
     """
-    _wait_while(lambda: name in coming(folder), folder, f"{name} was there", stop)
+    _wait_while(lambda: name in pending_files(folder), folder, f"{name} arrived", stop)
     return folder / name
 
 
 def wait_for_all(folder: Path, stop: threading.Event | None = None) -> None:
-    """Until it is whole: every file is there, and is what it should be. As `wait_for`."""
-    _wait_while(lambda: manifest.growing(folder) is not None, folder, "all of it was there", stop)
+    """Waits until the artifact is complete and verified. Raises as `wait_for`."""
+    _wait_while(lambda: manifest.unfinished(folder) is not None, folder, "all files arrived", stop)
 
 
 def wait_for_small(folder: Path, stop: threading.Event | None = None) -> None:
-    """Until all but the large files are there: the config, the tokenizer, the index of the shards. As `wait_for`."""
-    going = manifest.growing(folder)
-    for name in _small(going) if going is not None else ():
+    """Waits for the small files: the config, the tokenizer, the index of the shards. Raises as `wait_for`."""
+    fetch = manifest.unfinished(folder)
+    for name in _small(fetch) if fetch is not None else ():
         wait_for(folder, name, stop)
 
 
-def _wait_while(lacks: Callable[[], bool], folder: Path, what: str, stop: threading.Event | None) -> None:
-    """Until ``what``, for as long as somebody fetches into the folder."""
+def _wait_while(lacks: Callable[[], bool], folder: Path, state: str, stop: threading.Event | None) -> None:
+    """Waits while ``lacks()`` and a fetch into the folder is running; ``what`` names the awaited state in errors."""
     stop, since, uses = stop or threading.Event(), time.monotonic(), uses_of(folder)
     while uses is not None and lacks():
         now = time.monotonic()
         if locks.is_held(uses.flight(folder.name)):
             since = now
         elif now - since > HANDOVER_S and lacks():
-            ended = f"the fetch of {folder} has ended before {what}"
-            raise SourceError("fetch-ended", ended, "the next start goes on with it")
+            message = f"the fetch into {folder} ended before {state}"
+            raise SourceError("fetch-ended", message, "the next start resumes it")
         if stop.wait(LOOK_S):
-            raise Stopped(f"stopped before {what}")
+            raise Stopped(f"stopped before {state}")
 
 
 def _small(going: manifest.Fetch) -> Iterable[str]:
@@ -72,5 +72,5 @@ def _small(going: manifest.Fetch) -> Iterable[str]:
 
 
 def _is_here(folder: Path, name: str, going: manifest.Fetch) -> bool:
-    """One that was linked from another artifact is read before the folder is whole, and may turn out to be damaged."""
+    # Seeds are linked from other artifacts and are verified last; they may turn out to be damaged.
     return name not in going.seeds and (folder / name).exists()

@@ -1,4 +1,4 @@
-"""Bringing what a replica loads to this host: from its store, or from where it comes."""
+"""Provides the artifacts that a replica loads on this host, from its store or from their source."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from workers.messages.replica_config import Origin, ReplicaConfig
 
 
 class WantedArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be brought to a host."""
+    """An artifact that a host must have."""
 
-    source: str  # as the spec names it
-    revision: str | None = None  # of the hub
-    artifact: str = ""  # the key of the very content that is meant; empty: what there is now
+    source: str  # as written in the spec
+    revision: str | None = None  # hub sources only
+    artifact: str = ""  # the key of the exact content; empty: the source's current content
     allow_pickle: bool = False
     trust_remote_code: bool = False
 
 
 class FetchedArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """It is here, whole and verified."""
+    """An artifact that is on this host, complete and verified."""
 
     folder: str
     artifact: str  # the key of its content
     bytes: int
-    moved: int = 0  # bytes that came over the network for it
+    moved: int = 0  # bytes transferred over the network
     seconds: float = 0.0
-    warning: str = ""  # it may not be what the source has now
-    flight: str = ""  # a name of the fetch, which several may have waited for
+    warning: str = ""  # why it may differ from the source's current content
+    flight: str = ""  # the id of the fetch, which several callers may share
 
 
 class ArrivingArtifact(msgspec.Struct, frozen=True, kw_only=True):
-    """It is being fetched, into a folder that can be loaded from meanwhile: see arriving.py."""
+    """An artifact that is being fetched into a folder that can be loaded from meanwhile (arrival.py)."""
 
     folder: str
-    artifact: str  # the key of the content that is listed
+    artifact: str  # the key of the listed content
     bytes: int
-    left: int  # bytes that are still to come
-    moved: int  # bytes that came over the network so far
+    left: int  # remaining bytes
+    moved: int  # bytes transferred over the network so far
 
     @property
     def landed(self) -> FetchedArtifact:
-        """As it will be."""
+        """The same artifact as it will be when the fetch has finished."""
         return FetchedArtifact(folder=self.folder, artifact=self.artifact, bytes=self.bytes)
 
 
 def wanted_by(config: ReplicaConfig) -> tuple[WantedArtifact | None, WantedArtifact | None]:
-    """What must be brought for the model and for its draft; None: it is a folder, or there is none."""
+    """Returns the artifacts to fetch for the model and for its draft; None: a local folder, or no draft."""
     return (
         _wanted(config, config.source, config.revision, config.origin),
         _wanted(config, config.draft_source, config.draft_revision, config.draft_origin),
@@ -87,13 +87,13 @@ def with_folders(
     wanted: tuple[WantedArtifact | None, WantedArtifact | None],
     landed: tuple[FetchedArtifact | None, FetchedArtifact | None],
 ) -> ReplicaConfig:
-    """The configuration as its replica is told: it loads what has landed for ``wanted``, which is `wanted_by` it."""
-    (model, draft), (model_here, draft_here) = wanted, landed
-    if model is not None and model_here is not None:
-        config = msgspec.structs.replace(config, source=model_here.folder, origin=_origin(model, model_here))
-    if draft is not None and draft_here is not None:
+    """Returns the config with the sources replaced by the folders that hold ``wanted``, the result of `wanted_by`."""
+    (model, draft), (model_artifact, draft_artifact) = wanted, landed
+    if model is not None and model_artifact is not None:
+        config = msgspec.structs.replace(config, source=model_artifact.folder, origin=_origin(model, model_artifact))
+    if draft is not None and draft_artifact is not None:
         config = msgspec.structs.replace(
-            config, draft_source=draft_here.folder, draft_origin=_origin(draft, draft_here)
+            config, draft_source=draft_artifact.folder, draft_origin=_origin(draft, draft_artifact)
         )
     return config
 
@@ -104,9 +104,10 @@ def meanwhile(
     landed: Sequence[FetchedArtifact | None],
     going: ArrivingArtifact,
 ) -> ReplicaConfig | None:
-    """As ``with_folders``, while ``going`` arrives: the one of ``wanted`` that comes after those that have ``landed``.
+    """Returns the config of an early start: as ``with_folders``, while ``going`` is still being fetched.
 
-    None: another one is still to be fetched after it, or it is not the very content that is meant.
+    ``going`` is the artifact of ``wanted`` that follows those that have ``landed``. None: another one must be fetched
+    after it, or it is not the exact content that is wanted.
     """
     now, *later = wanted[len(landed) :]
     if now is None or any(later) or now.artifact not in ("", going.artifact):
@@ -120,37 +121,39 @@ def _origin(wanted: WantedArtifact, landed: FetchedArtifact) -> Origin:
 
 
 class ArtifactFetcher:
-    """Brings what is wanted into the store of a host. Used by any number of threads."""
+    """Fetches wanted artifacts into the store of a host. Thread-safe."""
 
-    def __init__(self, store: Store, opened: Callable[[WantedArtifact, RetryPolicy], Remote] | None = None) -> None:
-        """``opened`` makes the source of what is wanted, with this patience; None: by its name, as `open_remote`."""
+    def __init__(self, store: Store, opener: Callable[[WantedArtifact, RetryPolicy], Remote] | None = None) -> None:
+        """``opener`` opens the source of an artifact with a retry policy; None: `open_remote`."""
         self._store = store
-        self._opened = opened or _opened
-        self._going: dict[WantedArtifact, Path] = {}  # what is fetched from its source now, and to where
+        self._open = opener or _open
+        self._going: dict[WantedArtifact, Path] = {}  # running fetches and their folders
 
     def __call__(self, wanted: WantedArtifact, progress: Progress, stop: threading.Event) -> FetchedArtifact:
-        """It is in the store. Raises SourceError and Stopped.
+        """Returns the artifact from the store, after fetching it if needed. Raises SourceError and Stopped.
 
-        1. The very content that is meant, where it is here, without a question to anybody; offline what is here of the
-           hub's, since the hub's own cache may hold less of it.
-        2. What the source has now.
-        3. Where the source is away: the newest of it that is here, with a warning.
+        1. The exact content that is wanted, if the store has it, without a request; for hub sources in offline mode,
+           the store's newest version, since the hub's own cache may hold less.
+        2. The source's current content.
+        3. If the source is unavailable: the store's newest version, with a warning.
         """
         began, warning = time.monotonic(), ""
-        remote: Remote = _Told(self._opened(wanted, RetryPolicy(told=progress.tell)), self._going, wanted)
-        same = self._here(wanted.artifact or self._offline(wanted), remote)
+        remote: Remote = _TrackedRemote(
+            self._open(wanted, RetryPolicy(on_silence=progress.report_silence)), self._going, wanted
+        )
+        stored = self._stored(wanted.artifact or self._offline_key(wanted), remote)
         try:
-            found = self._store.get(same or remote, progress, stop)  # 1, 2
+            artifact = self._store.get(stored or remote, progress, stop)  # 1, 2
         except SourceError as error:
-            held = self._store.held(wanted.source, wanted.revision or "") if error.id in AWAY and not same else None
-            newest = None if held is None else self._here(held.key, remote)
+            held = self._store.newest(wanted.source, wanted.revision or "") if error.id in AWAY and not stored else None
+            newest = None if held is None else self._stored(held.key, remote)
             if newest is None:
                 raise
-            found, warning = self._store.get(newest, progress, stop), str(error)  # 3
+            artifact, warning = self._store.get(newest, progress, stop), str(error)  # 3
         return FetchedArtifact(
-            folder=found.folder,
-            artifact=found.key,
-            bytes=found.bytes,
+            folder=artifact.folder,
+            artifact=artifact.key,
+            bytes=artifact.bytes,
             moved=progress.moved,
             seconds=time.monotonic() - began,
             warning=warning,
@@ -158,42 +161,42 @@ class ArtifactFetcher:
         )
 
     def arriving(self, wanted: WantedArtifact, progress: Progress) -> ArrivingArtifact | None:
-        """What can be loaded from already, where somebody calls this object with that ``progress``; None: nothing.
+        """Returns the artifact that the call with this ``progress`` is fetching, if loading can begin; else None.
 
-        Another one that fetches the same does not count, since nobody knows how fast that is.
+        A fetch of the same artifact by another process does not count, since its rate is unknown.
         """
         folder, status = self._going.get(wanted), progress.status()
         if folder is None or status.phase != "fetching" or not status.total:
             return None
-        left = max(0, status.total - status.done)
+        remaining = max(0, status.total - status.done)
         return ArrivingArtifact(
-            folder=str(folder), artifact=folder.name, bytes=status.total, left=left, moved=progress.moved
+            folder=str(folder), artifact=folder.name, bytes=status.total, left=remaining, moved=progress.moved
         )
 
-    def _offline(self, wanted: WantedArtifact) -> str:
-        """The key of what counts for the hub while nobody may ask it; empty: it may be asked, or nothing is here."""
+    def _offline_key(self, wanted: WantedArtifact) -> str:
+        """Returns the key to use in the hub's offline mode; empty: the hub is online, or the store has nothing."""
         if not is_offline() or wanted.source.startswith("s3://") or wanted.trust_remote_code:
-            return ""  # the last: nobody knows whether what is here was fetched with its code
-        held = self._store.held(wanted.source, wanted.revision or "")
+            return ""  # the store does not record whether remote code was fetched as well
+        held = self._store.newest(wanted.source, wanted.revision or "")
         return "" if held is None else held.key
 
-    def _here(self, key: str, remote: Remote) -> _Here | None:
-        kept = manifest.published(self._store.root / "artifacts" / key) if key else None
-        return None if kept is None else _Here(kept.listing(), remote)
+    def _stored(self, key: str, remote: Remote) -> _StoredListing | None:
+        published = manifest.published(self._store.root / "artifacts" / key) if key else None
+        return None if published is None else _StoredListing(published.listing(), remote)
 
 
-def _opened(wanted: WantedArtifact, patience: RetryPolicy) -> Remote:
+def _open(wanted: WantedArtifact, retry_policy: RetryPolicy) -> Remote:
     return open_remote(
         wanted.source,
         wanted.revision,
         allow_pickle=wanted.allow_pickle,
         trust_remote_code=wanted.trust_remote_code,
-        patience=patience,
+        retry_policy=retry_policy,
     )
 
 
-class _Told:
-    """A source that tells to where it is being fetched."""
+class _TrackedRemote:
+    """A source that records the folder it is being fetched into."""
 
     def __init__(self, remote: Remote, going: dict[WantedArtifact, Path], wanted: WantedArtifact) -> None:
         self._remote = remote
@@ -208,12 +211,12 @@ class _Told:
         try:
             self._remote.fetch(listing, folder, progress, stop)
         finally:
-            if self._going.get(self._wanted) == folder:  # a later one of the same name may fetch other content
+            if self._going.get(self._wanted) == folder:  # a later fetch of the same source may have other content
                 del self._going[self._wanted]
 
 
-class _Here:
-    """A source of which is listed what is here already; only what turns out to be damaged is fetched."""
+class _StoredListing:
+    """A source that lists what the store has already; only damaged files are fetched from the remote."""
 
     def __init__(self, listing: Listing, remote: Remote) -> None:
         self._listing = listing

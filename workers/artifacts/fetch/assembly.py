@@ -1,4 +1,4 @@
-"""One object that grows on this disk, out of ranges that arrive in any order."""
+"""Assembles one object on disk from ranges that arrive in any order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from workers.artifacts.sources.listing import RemoteFile, SourceError
 from workers.artifacts.store.content_digest import PIECE_BYTES, Content, of_pieces, piece
 from workers.artifacts.store.range_ledger import RangeLedger, Span
 
-READ_BYTES = 2**20  # of what is read again from the disk, at once
+READ_BYTES = 2**20  # read size for data that is read back from disk
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
-class Summing:
-    """What is computed of one range's bytes, as they come."""
+class RangeChecksum:
+    """The checksum and digest of one range, updated as its bytes arrive."""
 
     def __init__(self, algorithm: str, *, hashed: bool) -> None:
         self._add = crc_of(algorithm)
@@ -41,12 +41,12 @@ class Summing:
 
     @property
     def digest(self) -> bytes:
-        """As a piece of the content; empty where its ranges are none."""
+        """The digest of the range as a piece of the content; empty if ranges are not pieces."""
         return b"" if self._piece is None else self._piece.digest()
 
 
 class _Part:
-    """What was uploaded at once; of an object whose parts do not matter there is one."""
+    """One part of a multipart upload; an object whose parts do not matter has a single one."""
 
     def __init__(self, start: int, size: int, span_bytes: int) -> None:
         self.size = size
@@ -56,7 +56,7 @@ class _Part:
 
 
 class Assembly:
-    """Written at ``work``, and beside it a ledger; moved to ``target`` when it is whole and right."""
+    """A file written at ``work`` with a range ledger beside it; moved to ``target`` when complete and verified."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Assembly:
         checksum: Checksum | None,
         sizes: Sequence[int],
         span_bytes: int,
-        go_on: Callable[[], None] = _nothing,
+        go_on: Callable[[], None] = _no_op,
     ) -> None:
-        """``sizes``: of the parts that the checksum is made of. ``span_bytes``: the most that is asked for at once.
-        ``go_on`` is called again and again by whatever reads from the disk, and raises where that is to end."""
+        """``sizes``: sizes of the parts that the checksum covers. ``span_bytes``: largest range of one request.
+        ``go_on`` is called between disk reads and raises to abort them."""
         self.file = file
         self.checksum = checksum
         self.algorithm = checksum.algorithm if checksum is not None and checksum.combines else OF_RANGES
-        self.damaged = 0  # so often it was whole and wrong
+        self.damaged = 0  # how many times it was complete with a wrong checksum
         self._target = target
         self._work = work
         self._lock = threading.Lock()
@@ -88,22 +88,22 @@ class Assembly:
             for part in self._parts:
                 part.follower = OrderedHash(part.spans, partial(hash_of, checksum.algorithm), self._read)
         self._follower_of = {span: part.follower for part in self._parts for span in part.spans}
-        self._digests: dict[Span, bytes] = {}  # of the pieces of the content, where the ranges are those
+        self._digests: dict[Span, bytes] = {}  # piece digests, if ranges are pieces of the content
         by_pieces = span_bytes == PIECE_BYTES and all(span.start % PIECE_BYTES == 0 for span in self.spans)
         self._content = None if by_pieces else OrderedHash(self.spans, Content, self._read)
         self._ledger = RangeLedger(work.with_name(f"{work.name}.ranges"), file, self.algorithm)
 
-    def noted(self) -> dict[Span, int]:
-        """What an earlier attempt has left, and its CRCs: to be checked before it is accepted."""
+    def recorded_ranges(self) -> dict[Span, int]:
+        """Returns the ranges and CRCs that an earlier attempt left; they must be verified before `accept`."""
         if not self._work.exists():
             return {}
-        known = set(self.spans)
-        return {span: crc for span, crc in self._ledger.read().items() if span in known}
+        expected = set(self.spans)
+        return {span: crc for span, crc in self._ledger.read().items() if span in expected}
 
     def write(self, data: Any, at: int) -> None:
         """Raises SourceError s3-disk-full, s3-disk-unwritable."""
         try:
-            file = self._opened()
+            file = self._open()
             view = memoryview(data)
             while view:
                 count = os.pwrite(file, view, at)
@@ -111,40 +111,40 @@ class Assembly:
         except OSError as error:
             raise disk_error(error, self._work.parent, self.file.size) from error
 
-    def summing(self) -> Summing:
-        """For a range that is to come."""
-        return Summing(self.algorithm, hashed=self._content is None)
+    def new_checksum(self) -> RangeChecksum:
+        """Returns an empty checksum for a range that is to arrive."""
+        return RangeChecksum(self.algorithm, hashed=self._content is None)
 
-    def read(self, span: Span) -> Summing:
-        """Of the range as the disk holds it."""
-        found = self.summing()
+    def read(self, span: Span) -> RangeChecksum:
+        """Returns the checksum of the range as it is on disk."""
+        checksum = self.new_checksum()
         for data in self._read(span):
-            found.add(data)
-        return found
+            checksum.add(data)
+        return checksum
 
-    def accept(self, span: Span, found: Summing, noted: bool = False) -> bool:
-        """The range is written, or was found as ``noted``. True: it was the last one."""
-        if not noted:
+    def accept(self, span: Span, checksum: RangeChecksum, recorded: bool = False) -> bool:
+        """Records a range that was written, or that was ``recorded`` earlier. True: all ranges are complete."""
+        if not recorded:
             try:
-                self._ledger.note(span, found.crc)
+                self._ledger.note(span, checksum.crc)
             except OSError as error:
                 raise disk_error(error, self._work.parent, self.file.size) from error
         with self._lock:
-            self._sums[span], self._digests[span] = found.crc, found.digest
+            self._sums[span], self._digests[span] = checksum.crc, checksum.digest
             last = len(self._sums) == len(self.spans)
         for follower in (self._follower_of[span], self._content):
             if follower is not None:
                 follower.go_on(self._sums)
         return last
 
-    def right(self) -> bool:
-        """When all ranges are accepted: whether the content is what S3 says. Without a checksum nobody knows better."""
+    def is_valid(self) -> bool:
+        """Returns whether the content matches S3's checksum, once all ranges are accepted. True without a checksum."""
         if self.checksum is None:
             return True
         return self.checksum.fits([self._digest(part) for part in self._parts], [part.size for part in self._parts])
 
-    def forget(self) -> None:
-        """All that has arrived is of no use."""
+    def discard(self) -> None:
+        """Discards everything that has arrived."""
         self.damaged += 1
         self._ledger.remove()
         with self._lock:
@@ -155,15 +155,15 @@ class Assembly:
                 follower.forget()
 
     def content(self) -> str:
-        """When all ranges are accepted: the digest of the content (content.py), in hex."""
+        """Returns the content digest (content_digest.py) in hex, once all ranges are accepted."""
         if self._content is not None:
             return self._content.digest(self._sums).hex()
         return of_pieces([self._digests[span] for span in self.spans]).hex()
 
     def publish(self) -> None:
-        """Under its name. Nothing of the work is left."""
+        """Moves the file to its final name and removes the work files."""
         try:
-            self._opened()  # also of an object without a byte
+            self._open()  # creates the file of an empty object
             self.close()
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self._work.replace(self._target)
@@ -178,8 +178,8 @@ class Assembly:
             os.close(file)
         self._ledger.close()
 
-    def found(self) -> bool:
-        """Whether ``target`` is there already, and right by a checksum: all of it is read."""
+    def is_already_complete(self) -> bool:
+        """Returns whether ``target`` exists with the right checksum. Reads all of it."""
         if self.checksum is None or not self._target.is_file() or self._target.stat().st_size != self.file.size:
             return False
         digests = []
@@ -190,10 +190,10 @@ class Assembly:
                     crc_of(self.algorithm),
                     None if self.checksum.combines else hash_of(self.checksum.algorithm),
                 )
-                left = part.size
-                while left and (data := file.read(min(left, READ_BYTES))):
+                remaining = part.size
+                while remaining and (data := file.read(min(remaining, READ_BYTES))):
                     self._go_on()
-                    left -= len(data)
+                    remaining -= len(data)
                     if hashed is None:
                         crc = add(data, crc)
                     else:
@@ -201,7 +201,7 @@ class Assembly:
                 digests.append(crc.to_bytes(CRC_BYTES[self.algorithm], "big") if hashed is None else hashed.digest())
         return self.checksum.fits(digests, [part.size for part in self._parts])
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         with self._lock:
             if self._data < 0:
                 self._data = os.open(self._work, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -209,7 +209,7 @@ class Assembly:
             return self._data
 
     def _read(self, span: Span) -> Iterator[bytes]:
-        file = self._opened()
+        file = self._open()
         for at in range(span.start, span.end, READ_BYTES):
             self._go_on()
             yield os.pread(file, min(READ_BYTES, span.end - at), at)
@@ -225,12 +225,12 @@ class Assembly:
 
 
 def disk_error(error: OSError, folder: Path, size: int) -> SourceError:
-    """What the disk complains of. ``size``: of what was to be written."""
+    """Returns the SourceError of a disk error; ``size``: bytes that were to be written."""
     if error.errno in FULL:
         free = shutil.disk_usage(folder).free if folder.exists() else 0
         return SourceError(
             "s3-disk-full",
-            f"{folder}: no room for {size} bytes, {free} are free ({os.strerror(error.errno or 0)})",
-            "free some of the disk, or move the store to a larger one",
+            f"{folder}: {size} bytes needed, {free} free ({os.strerror(error.errno or 0)})",
+            "free disk space, or move the store to a larger disk",
         )
     return SourceError("s3-disk-unwritable", f"{folder}: {os.strerror(error.errno or 0)}", "see docs/artifacts.md")

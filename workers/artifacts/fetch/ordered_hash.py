@@ -1,4 +1,4 @@
-"""A hash that must see the bytes in order, while their ranges arrive in any."""
+"""Computes an order-dependent hash of data whose ranges arrive in any order."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from workers.artifacts.store.range_ledger import Span
 
 
 class OrderedHash:
-    """Hashes what has no gap before it, as soon as somebody has a moment. May be used by any number of threads."""
+    """Hashes ranges in order as soon as all earlier ones have arrived. Thread-safe."""
 
     def __init__(self, spans: Sequence[Span], new: Callable[[], Hash], read: Callable[[Span], Iterable[bytes]]) -> None:
-        """``spans`` in their order. ``read`` gives the bytes of one that has arrived."""
+        """``spans``: in order. ``read`` yields the bytes of a span that has arrived."""
         self._spans = spans
         self._new = new
         self._read = read
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._hash = new()
         self._done = 0
 
     def go_on(self, arrived: Container[Span], wait: bool = False) -> None:
-        """As far as the spans have arrived; not ``wait``: unless somebody else does it just now."""
+        """Hashes up to the first missing span; without ``wait``, returns at once if another thread is hashing."""
         if not self._lock.acquire(blocking=wait):
             return
         try:
@@ -34,11 +34,11 @@ class OrderedHash:
             self._lock.release()
 
     def digest(self, arrived: Container[Span]) -> bytes:
-        """When all have arrived."""
+        """Returns the hash, once all spans have arrived."""
         self.go_on(arrived, wait=True)
         return self._hash.digest()
 
     def forget(self) -> None:
-        """They arrive again."""
+        """Starts over: all spans are to arrive again."""
         with self._lock:
             self._hash, self._done = self._new(), 0

@@ -1,4 +1,4 @@
-"""What a host does for those that wait for it, each thing once at a time: fetching an artifact, compiling ahead."""
+"""Runs each job of a host once for all its waiters: a fetch of an artifact, a compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from workers.messages.status import Failure, Reaction
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 30.0  # who has not asked for so long has gone; a controller that is started again asks within ten seconds
+LEASE_S = 30.0  # a waiter that has not polled for so long is gone; a restarted controller polls within ten seconds
 WATCH_S = 1.0
-HOPELESS = frozenset({"pickle-refused", "remote-code-refused", "name-unsafe", "layout-unknown", "revision-without-hub"})
-"""Problems that only another spec mends."""
+PERMANENT = frozenset(
+    {"pickle-refused", "remote-code-refused", "name-unsafe", "layout-unknown", "revision-without-hub"}
+)
+"""Errors that only a change of the spec fixes."""
 
 End = TypeVar("End")
 Work = Callable[[Progress, threading.Event], End]
@@ -28,54 +30,52 @@ Work = Callable[[Progress, threading.Event], End]
 @dataclass
 class _Flight(Generic[End]):
     progress: Progress
-    waiters: dict[str, float] = field(default_factory=dict)  # and when each of them has asked last
+    waiters: dict[str, float] = field(default_factory=dict)  # waiter -> time of its last poll
     stop: threading.Event = field(default_factory=threading.Event)
-    ended: End | Failure | None = None
+    outcome: End | Failure | None = None
 
 
 class SingleFlight(Generic[End]):
-    """Goes on with each for as long as somebody waits for it. Used by any number of threads."""
+    """Jobs by key, each running for as long as it has waiters. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._flights: dict[Hashable, _Flight[End]] = {}  # that somebody waits for
+        self._flights: dict[Hashable, _Flight[End]] = {}  # those with waiters
         self._changed = threading.Condition()
         self._watching = False
 
-    def ask(self, waiter: str, key: Hashable, name: str, work: Work[End], wait_s: float) -> End | Failure | None:
-        """How ``key`` ended; None while it goes on, after ``wait_s``. Who asks again as the same ``waiter`` goes on
-        waiting.
+    def join(self, waiter: str, key: Hashable, name: str, work: Work[End], wait_s: float) -> End | Failure | None:
+        """Returns the outcome of job ``key``; None: still running after ``wait_s``, so call again.
 
-        ``work`` is done where nobody waits for that key yet. Its end is told to each of those that waited; who asks
-        after them begins anew.
+        Starts ``work`` if the key has no waiters yet. Each waiter gets the outcome once; a later call starts anew.
         """
         with self._changed:
             flight = self._flights.get(key)
-            if flight is None or (flight.ended is not None and waiter not in flight.waiters):
+            if flight is None or (flight.outcome is not None and waiter not in flight.waiters):
                 flight = self._begin(key, name, work)
             flight.waiters[waiter] = self._clock()
-            self._changed.wait_for(lambda: flight.ended is not None, wait_s)
-            if flight.ended is not None:
+            self._changed.wait_for(lambda: flight.outcome is not None, wait_s)
+            if flight.outcome is not None:
                 self._leave(waiter, key, flight)
-            return flight.ended
+            return flight.outcome
 
     def leave(self, waiter: str) -> None:
-        """It waits for nothing any more. What nobody else waits for is stopped."""
+        """Removes a waiter from all jobs, and stops the jobs that have no other waiters."""
         with self._changed:
             for key, flight in list(self._flights.items()):
                 if waiter in flight.waiters:
                     self._leave(waiter, key, flight)
 
     def progress(self) -> list[FetchStatus]:
-        """How far each is that goes on."""
+        """Returns the status of each running job."""
         with self._changed:
-            return [flight.progress.status() for flight in self._flights.values() if flight.ended is None]
+            return [flight.progress.status() for flight in self._flights.values() if flight.outcome is None]
 
-    def of(self, key: Hashable) -> Progress | None:
-        """How far that one is; None where it does not go on."""
+    def progress_of(self, key: Hashable) -> Progress | None:
+        """Returns the progress of job ``key``; None: it is not running."""
         with self._changed:
             flight = self._flights.get(key)
-            return None if flight is None or flight.ended is not None else flight.progress
+            return None if flight is None or flight.outcome is not None else flight.progress
 
     def _begin(self, key: Hashable, name: str, work: Work[End]) -> _Flight[End]:
         flight: _Flight[End] = _Flight(Progress(name))
@@ -87,19 +87,19 @@ class SingleFlight(Generic[End]):
         return flight
 
     def _fly(self, name: str, flight: _Flight[End], work: Work[End]) -> None:
-        ended: End | Failure
+        outcome: End | Failure
         try:
-            ended = work(flight.progress, flight.stop)
+            outcome = work(flight.progress, flight.stop)
         except Stopped:
-            ended = Failure("nobody-waits", f"nobody waits for {name} any more")
+            outcome = Failure("nobody-waits", f"stopped {name}: it has no waiters left")
         except SourceError as error:
-            reaction = Reaction.STOP if error.id in HOPELESS else Reaction.RETRY
-            ended = Failure(error.id, error.what, error.hint, reaction)
-        except BaseException as error:  # a panic of a Rust library is no Exception, and many wait for an end
-            log.exception("%s has failed", name)
-            ended = Failure("fetch-failed", f"{name}: {type(error).__name__}: {error}")
+            reaction = Reaction.STOP if error.id in PERMANENT else Reaction.RETRY
+            outcome = Failure(error.id, error.what, error.hint, reaction)
+        except BaseException as error:  # a panic of a Rust library is not an Exception, and waiters need an outcome
+            log.exception("%s failed", name)
+            outcome = Failure("fetch-failed", f"{name}: {type(error).__name__}: {error}")
         with self._changed:
-            flight.ended = ended
+            flight.outcome = outcome
             self._changed.notify_all()
 
     def _leave(self, waiter: str, key: Hashable, flight: _Flight[End]) -> None:
@@ -108,16 +108,16 @@ class SingleFlight(Generic[End]):
             return
         if self._flights.get(key) is flight:
             del self._flights[key]
-        if flight.ended is None:
+        if flight.outcome is None:
             flight.stop.set()
 
     def _watch(self) -> None:
         while True:
             time.sleep(WATCH_S)
-            self.look()
+            self.drop_expired_waiters()
 
-    def look(self) -> None:
-        """Stop what nobody has asked for lately."""
+    def drop_expired_waiters(self) -> None:
+        """Drops waiters that have not polled within the lease."""
         now = self._clock()
         with self._changed:
             for key, flight in list(self._flights.items()):

@@ -1,15 +1,15 @@
-"""A prefix of S3 as a source: its objects come in parallel ranges, are verified as they come, and go on after a kill.
+"""Fetches an S3 prefix in parallel ranges, verifies them as they arrive, and resumes after a kill.
 
-1. A HeadObject of each file tells its checksum.
-2. Ranges are asked for by many connections at once, small files first, then some files at a time in the order of names,
-   so that a load may begin with what is there. Each is written at its place as it comes, its CRC and the digest of the
-   content computed from the same bytes.
-3. A range that is whole is noted in the file's ledger. Where a fetch begins anew, ranges that are noted, and whose CRC
-   the disk still has, are not asked for again.
-4. When all ranges of a file are there, their CRCs combine to that of the object. If it is S3's, the file gets its name;
-   else all of it is fetched again.
-5. What fails for a moment (5xx, resets, timeouts) is tried again, from the byte that was reached, with growing pauses;
-   as long as anything arrives from S3 at all, nobody gives up.
+1. HeadObject returns the checksum of each file.
+2. Many connections fetch ranges at once: small files first, then a few files at a time in the order of their names, so
+   that a load can begin early. Each range is written in place as it arrives; its CRC and content digest are computed
+   from the same bytes.
+3. A complete range is recorded in the file's ledger. A resumed fetch skips recorded ranges whose CRC still matches the
+   disk.
+4. When all ranges of a file are complete, their CRCs are combined. If the result matches S3's checksum, the file gets
+   its final name; else all of it is fetched again.
+5. Transient failures (5xx, resets, timeouts) are retried from the last byte received, with growing pauses, for as long
+   as anything arrives from S3.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from workers.artifacts.fetch.assembly import Assembly, Summing, disk_error
+from workers.artifacts.fetch.assembly import Assembly, RangeChecksum, disk_error
 from workers.artifacts.fetch.progress import Progress
 from workers.artifacts.fetch.retry_policy import Retry, RetryPolicy
-from workers.artifacts.sources.checksums import Checksum, told
+from workers.artifacts.sources.checksums import Checksum, checksum_of
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.artifacts.sources.s3 import WORK, Bucket
-from workers.artifacts.sources.s3_errors import changed, is_short, of_obstore, unreachable
+from workers.artifacts.sources.s3_errors import changed, from_obstore, is_short, unreachable
 from workers.artifacts.store.content_digest import PIECE_BYTES
 from workers.artifacts.store.range_ledger import Span
 
 log = logging.getLogger(__name__)
 
-SPAN_BYTES = PIECE_BYTES  # of one request; 8 to 16 MB is what AWS recommends
-CHUNK_BYTES = 2**18  # that are handed on at once: they are still in the CPU's cache when they are written
-SMALL_BYTES = 2**24  # files up to this size come first
-FILES_AT_ONCE = 4  # those who write to one and the same file wait for each other: a tenth of the CPU time
-ATTEMPTS = 3  # to get an object whose checksum is right
-SHORT_ATTEMPTS = 4  # to get a byte that S3 says is there
-STOP_S = 0.1  # between two looks whether somebody has asked for the end
-LEAVE_S = 1.0  # for threads to end; those that wait for a dead connection end later by themselves
+SPAN_BYTES = PIECE_BYTES  # range of one request; AWS recommends 8 to 16 MB
+CHUNK_BYTES = 2**18  # small enough to stay in the CPU's cache until it is written
+SMALL_BYTES = 2**24  # files up to this size are fetched first
+FILES_AT_ONCE = 4  # writers of a single file wait for each other: a tenth of the CPU time
+ATTEMPTS = 3  # per object, to get the right checksum
+SHORT_ATTEMPTS = 4  # per range, to get a byte that the listing promises
+STOP_S = 0.1  # interval of the check for a stop
+LEAVE_S = 1.0  # for threads to end; those that wait for a dead connection end later
 
 
 def usual_connections() -> int:
-    """85 to 90 MB/s each: 128 fill 100 Gb/s, which hosts with many CPUs have, 20 the 15 Gb/s of the smallest."""
+    """Returns the default for this machine. At 85 to 90 MB/s each, 128 fill the 100 Gb/s of hosts with many CPUs, and
+    20 the 15 Gb/s of the smallest."""
     return min(128, max(20, 4 * (os.cpu_count() or 1)))
 
 
@@ -61,43 +62,43 @@ class S3Remote:
         *,
         connections: int | None = None,
         span_bytes: int = SPAN_BYTES,
-        patience: RetryPolicy | None = None,
+        retry_policy: RetryPolicy | None = None,
     ) -> None:
-        """``connections``: at once, None: what fits the machine. ``patience``: with an S3 that does not answer. Raises
+        """``connections``: None: by the machine's size. ``retry_policy``: retries when S3 does not answer. Raises
         SourceError s3-url-wrong."""
-        self._patience = patience or RetryPolicy()
-        self.bucket = Bucket.of(url, self._patience)
+        self._retry_policy = retry_policy or RetryPolicy()
+        self.bucket = Bucket.of(url, self._retry_policy)
         self._connections = connections or usual_connections()
         self._span_bytes = span_bytes
 
     def listing(self) -> Listing:
-        """Raises SourceError, s3-not-found where there is nothing below the prefix."""
+        """Returns all objects below the prefix. Raises SourceError; s3-not-found if there are none."""
         files = self.bucket.files()
         if not files:
-            raise SourceError("s3-not-found", f"there is nothing below {self.bucket.url}/", "is the path right?")
+            raise SourceError("s3-not-found", f"no objects below {self.bucket.url}/", "check the path")
         return Listing(source=self.bucket.url, files=tuple(files))
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        """See `Remote`. Files of ``folder`` that are of no use are replaced."""
+        """See `Remote`. Replaces files of ``folder`` that do not match the listing."""
         workers = min(self._connections, sum(1 + file.size // self._span_bytes for file in listing.files))
-        fetch = _Fetch(self.bucket, listing, folder, progress, self._patience.begin(), self._span_bytes)
+        fetch = _Fetch(self.bucket, listing, folder, progress, self._retry_policy.begin(), self._span_bytes)
         fetch.run(workers, stop)
 
 
 class _Halted(Exception):
-    """Somebody else has failed, or wants the end."""
+    """Another thread has failed, or the fetch is to stop."""
 
 
 class _Reading:
-    """How far a range has come."""
+    """The position within a range that is being read."""
 
-    def __init__(self, start: int, summing: Summing) -> None:
+    def __init__(self, start: int, checksum: RangeChecksum) -> None:
         self.at = start
-        self.summing = summing  # of what lies before
+        self.checksum = checksum  # of the bytes before it
 
 
 class _Fetch:
-    """One run of ``S3Remote.fetch``: jobs in the order of their urgency, and the threads that do them."""
+    """One run of ``S3Remote.fetch``: a priority queue of jobs, and the threads that run them."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class _Fetch:
         self._waiting = waiting
         self._span_bytes = span_bytes
         self._halt = threading.Event()
-        self._naming = threading.Lock()  # held by who gives a file its name
-        self._changed = threading.Condition()  # guards what follows
+        self._naming = threading.Lock()  # held while a file gets its final name
+        self._changed = threading.Condition()  # guards the attributes below
         self._jobs: list[tuple[tuple[int, int, int], int, Callable[[], None]]] = []
         self._serial = count()
         self._left = len(listing.files)
@@ -153,15 +154,15 @@ class _Fetch:
             if needed > (free := shutil.disk_usage(self._folder).free):
                 raise SourceError(
                     "s3-disk-full",
-                    f"{self._folder}: {needed} bytes are to come, {free} are free",
-                    "free some of the disk, or move the store to a larger one",
+                    f"{self._folder}: {needed} bytes needed, {free} free",
+                    "free disk space, or move the store to a larger disk",
                 )
         except OSError as error:
             raise disk_error(error, self._folder, self._listing.bytes) from error
-        whole = self._whole()
+        completed = self._completed()
         ordered = sorted(self._listing.files, key=lambda file: (file.size > SMALL_BYTES, file.name))
         for number, file in enumerate(ordered):
-            if _line(file) in whole and _size(self._folder / file.name) == file.size:
+            if _line(file) in completed and _size(self._folder / file.name) == file.size:
                 self._progress.add(file.size)
                 self._left -= 1
             else:
@@ -178,7 +179,7 @@ class _Fetch:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._running, LEAVE_S)
         with self._naming:
-            pass  # from now on nobody does: another fetch may work in the same folder
+            pass  # no rename happens after this: another fetch may use the same folder
 
     # The threads
 
@@ -219,34 +220,34 @@ class _Fetch:
         return lambda: self._head(file, number, damaged)
 
     def _head(self, file: RemoteFile, number: int, damaged: int) -> None:
-        """``damaged``: so often it has arrived, and its checksum did not fit."""
+        """Starts a file; ``damaged``: how many times it has arrived with a wrong checksum."""
         head = self._bucket.head(file.name, stop=self._halt)
         if head["ContentLength"] != file.size or head["ETag"].strip('"') != file.tag:
             raise changed(self._bucket.bucket, self._bucket.key(file.name))
         self._waiting.arrived()
-        checksum, sizes = self._told(file, head, exact=damaged > 0)
+        checksum, sizes = self._checksum(file, head, exact=damaged > 0)
         if checksum is None:
-            log.info("%s/%s has no checksum that can be compared", self._bucket.url, file.name)
+            log.info("%s/%s has no checksum to verify against", self._bucket.url, file.name)
         work = self._work / blake2s(f"{file.name}\0{file.tag}".encode(), digest_size=16).hexdigest()
         target = self._folder / file.name
         assembly = Assembly(file, target, work, checksum, sizes, self._span_bytes, self._go_on)
         assembly.damaged = damaged
-        if assembly.found():
+        if assembly.is_already_complete():
             self._progress.add(file.size)
             return self._done(assembly)
         with self._changed:
             self._open[file.name] = assembly
-        noted = assembly.noted()
+        recorded = assembly.recorded_ranges()
         for span in assembly.spans:
-            job = self._span_job(assembly, number, span, noted.get(span))
+            job = self._span_job(assembly, number, span, recorded.get(span))
             self._push((1, number // FILES_AT_ONCE, span.start), job)
         if not assembly.spans:
             self._finish(assembly, number)
         return None
 
-    def _told(self, file: RemoteFile, head: dict[str, Any], exact: bool) -> tuple[Checksum | None, list[int]]:
-        """The checksum, and the sizes of the parts that it is made of. Not ``exact``: two requests at most."""
-        checksum, parts = told(head)
+    def _checksum(self, file: RemoteFile, head: dict[str, Any], exact: bool) -> tuple[Checksum | None, list[int]]:
+        """Returns the checksum and the sizes of the parts it covers. Without ``exact``: at most two requests."""
+        checksum, parts = checksum_of(head)
         if checksum is None or checksum.composite is False or parts == 1:
             return checksum, [file.size]
         sizes = self._part_sizes(file, parts, exact)
@@ -255,10 +256,10 @@ class _Fetch:
         return (None if checksum.composite else checksum), [file.size]
 
     def _part_sizes(self, file: RemoteFile, parts: int, exact: bool) -> list[int] | None:
-        """Of a multipart upload; None: the server does not tell.
+        """Returns the part sizes of a multipart upload; None: the server does not report them.
 
-        All but the last are equal in almost every upload. Where the first and the last look so, the others are not
-        asked for, unless that has turned out wrong (``exact``).
+        In almost every upload all parts but the last have one size. If the first and the last part agree with that,
+        the others are not requested, unless the assumption has failed before (``exact``).
         """
 
         def ask(part: int) -> int:
@@ -272,19 +273,19 @@ class _Fetch:
         sizes = [first, *(ask(part) for part in range(2, parts + 1))] if first < file.size else []
         return sizes if sum(sizes) == file.size else None
 
-    def _span_job(self, assembly: Assembly, number: int, span: Span, noted: int | None = None) -> Callable[[], None]:
-        if noted is None:
+    def _span_job(self, assembly: Assembly, number: int, span: Span, recorded: int | None = None) -> Callable[[], None]:
+        if recorded is None:
             return lambda: self._fetch(assembly, number, span)
-        return lambda: self._check(assembly, number, span, noted)
+        return lambda: self._check(assembly, number, span, recorded)
 
     def _check(self, assembly: Assembly, number: int, span: Span, crc: int) -> None:
-        """A range that an earlier attempt has left."""
-        found = assembly.read(span)
-        if found.crc != crc:
+        """Verifies a range that an earlier attempt left, and fetches it if its CRC differs."""
+        checksum = assembly.read(span)
+        if checksum.crc != crc:
             return self._fetch(assembly, number, span)
         self._progress.add(span.size)
-        self._waiting.arrived()  # nobody was asked meanwhile
-        if assembly.accept(span, found, noted=True):
+        self._waiting.arrived()  # S3 was not called meanwhile: its silence does not count
+        if assembly.accept(span, checksum, recorded=True):
             self._finish(assembly, number)
         return None
 
@@ -292,15 +293,15 @@ class _Fetch:
         from obstore.exceptions import BaseError
 
         key = self._bucket.key(assembly.file.name)
-        reading = _Reading(span.start, assembly.summing())
+        reading = _Reading(span.start, assembly.new_checksum())
         attempt = short = 0
         while reading.at < span.end:
             before, last = reading.at, None
             try:
                 self._read(assembly, key, reading, span.end)
             except (BaseError, OSError, ValueError) as error:
-                if known := of_obstore(error, self._bucket.bucket, key):
-                    raise known from None  # obstore's text may hold what must not be told
+                if fatal := from_obstore(error, self._bucket.bucket, key):
+                    raise fatal from None  # obstore's text may hold secrets
                 last = error
             if reading.at > before:
                 attempt = short = 0
@@ -311,11 +312,11 @@ class _Fetch:
             if (last or attempt) and not self._waiting.again(attempt, self._halt, type(last).__name__ if last else ""):
                 raise unreachable("s3:GetObject", self._bucket.bucket, key, self._waiting.silent_s, last) from None
             self._go_on()
-        if assembly.accept(span, reading.summing):
+        if assembly.accept(span, reading.checksum):
             self._finish(assembly, number)
 
     def _read(self, assembly: Assembly, key: str, reading: _Reading, end: int) -> None:
-        """As far as the answer goes."""
+        """Reads until the response ends, which may be before ``end``."""
         import obstore
 
         options: Any = {"range": (reading.at, end), "if_match": f'"{assembly.file.tag}"'}
@@ -325,29 +326,29 @@ class _Fetch:
             self._progress.transferred(size)
             self._waiting.arrived()
             assembly.write(chunk, reading.at)
-            reading.summing.add(chunk)
+            reading.checksum.add(chunk)
             reading.at += size
             self._progress.add(size)
 
     def _finish(self, assembly: Assembly, number: int) -> None:
-        right, content = assembly.right(), assembly.content()
-        if right:
+        valid, content = assembly.is_valid(), assembly.content()
+        if valid:
             with self._naming:
                 self._go_on()
                 self._progress.digests[assembly.file.name] = content
                 assembly.publish()
             return self._done(assembly)
         self._go_on()
-        log.warning("%s/%s has arrived damaged", self._bucket.url, assembly.file.name)
-        assembly.forget()
+        log.warning("checksum mismatch for %s/%s", self._bucket.url, assembly.file.name)
+        assembly.discard()
         if assembly.damaged >= ATTEMPTS:
-            raise self._damaged(assembly, f"has arrived {ATTEMPTS} times with another checksum than S3 says")
+            raise self._damaged(assembly, f"failed its checksum {ATTEMPTS} times")
         self._progress.add(-assembly.file.size)
         assembly.close()
         return self._push((0, number, 0), self._head_job(assembly.file, number, assembly.damaged))
 
     def _done(self, assembly: Assembly) -> None:
-        self._note(assembly.file)
+        self._record(assembly.file)
         with self._changed:
             self._open.pop(assembly.file.name, None)
             self._left -= 1
@@ -368,15 +369,15 @@ class _Fetch:
         where = f"{self._bucket.url}/{assembly.file.name}"
         return SourceError("s3-damaged", f"{where} {how}", "upload it again")
 
-    # Files that have got their name
+    # Complete files
 
-    def _whole(self) -> set[str]:
+    def _completed(self) -> set[str]:
         try:
             return set((self._work / "whole").read_text().splitlines())
         except (OSError, UnicodeDecodeError):
             return set()
 
-    def _note(self, file: RemoteFile) -> None:
+    def _record(self, file: RemoteFile) -> None:
         try:
             with self._changed, (self._work / "whole").open("a") as record:
                 record.write(f"{_line(file)}\n")
@@ -396,5 +397,5 @@ def _size(path: Path) -> int:
 
 
 def _used(folder: Path) -> int:
-    """Bytes of disk that the files below a folder take."""
+    """Returns the disk usage of the files below a folder, in bytes."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

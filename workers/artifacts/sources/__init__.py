@@ -1,1 +1,1 @@
-"""Where models come from: S3 and the Hugging Face hub."""
+"""Model sources: S3 and the Hugging Face Hub."""

@@ -1,4 +1,4 @@
-"""What S3 tells of an object's content, and how it is computed from ranges that arrive in any order."""
+"""Checksums of S3 objects, computed from ranges that arrive in any order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-CRC_BYTES = {"crc64nvme": 8, "crc32c": 4, "crc32": 4}  # these of neighbours combine: ranges may arrive in any order
-# As HeadObject names them, the cheapest first: on one core 40, 26, 2.3, 1.6, 1.5 GB/s (awscrt and hashlib).
+CRC_BYTES = {"crc64nvme": 8, "crc32c": 4, "crc32": 4}  # CRCs of adjacent ranges can be combined
+# Names in HeadObject, the cheapest first: on one core 40, 26, 2.3, 1.6, 1.5 GB/s (awscrt and hashlib).
 FIELDS = {
     "crc64nvme": "ChecksumCRC64NVME",
     "crc32c": "ChecksumCRC32C",
@@ -22,42 +22,42 @@ FIELDS = {
 }
 MD5 = re.compile(r"[0-9a-f]{32}")
 MULTIPART = re.compile(r"([0-9a-f]{32})-(\d+)")
-OF_RANGES = "crc32c"  # of ranges where S3's own algorithm does not combine
+OF_RANGES = "crc32c"  # for ranges if S3's algorithm cannot be combined
 
 
 class Checksum(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one object, as S3 tells it."""
+    """The checksum of one object as S3 reports it."""
 
     algorithm: str  # of FIELDS, or md5
     value: bytes
-    composite: bool | None  # the value is that of the parts' values, one after the other; None: S3 does not say
+    composite: bool | None  # a checksum of the concatenated part checksums; None: S3 does not say
 
     @property
     def combines(self) -> bool:
         return self.algorithm in CRC_BYTES
 
     def fits(self, parts: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Whether the object whose parts have these digests and sizes is the right one."""
-        found = []
+        """Returns whether an object whose parts have these digests and sizes matches."""
+        candidates = []
         if self.composite is not False:
-            found.append(digest(self.algorithm, b"".join(parts)))
+            candidates.append(digest(self.algorithm, b"".join(parts)))
         if self.composite is not True and (self.combines or len(parts) == 1):
-            found.append(combined(self.algorithm, parts, sizes) if self.combines else parts[0])
-        return self.value in found
+            candidates.append(combined(self.algorithm, parts, sizes) if self.combines else parts[0])
+        return self.value in candidates
 
 
 class Hash(Protocol):
-    """One of hashlib's."""
+    """A hashlib hash object."""
 
     def update(self, data: bytes | memoryview, /) -> Any: ...
     def digest(self) -> bytes: ...
 
 
-def told(head: Mapping[str, Any]) -> tuple[Checksum | None, int]:
-    """The best checksum in an answer to HeadObject (with ChecksumMode), and the number of parts it was uploaded in.
+def checksum_of(head: Mapping[str, Any]) -> tuple[Checksum | None, int]:
+    """Returns the best checksum in a HeadObject response (with ChecksumMode), and the number of uploaded parts.
 
-    None: there is none that can be compared. The ETag is the MD5 of the content, or of its parts' MD5s, except where S3
-    has encrypted it by KMS or by a key of the client's, and in directory buckets, whose ETags look otherwise.
+    None: no usable checksum. The ETag is the MD5 of the content, or of its parts' MD5s, except with KMS or
+    customer-provided encryption keys, and in directory buckets, whose ETags have another format.
     """
     tag = str(head.get("ETag", "")).strip('"')
     multipart = MULTIPART.fullmatch(tag)
@@ -84,26 +84,26 @@ def _decoded(text: str) -> bytes | None:
 
 
 def crc_of(algorithm: str) -> Callable[[Any, int], int]:
-    """Its function: of some bytes, going on from the CRC of those before them (0: there are none)."""
+    """Returns the CRC function: of bytes, continuing the CRC of those before them (0: none)."""
     from awscrt import checksums  # type: ignore[import-untyped]
 
-    found: Callable[[Any, int], int] = getattr(checksums, algorithm)
-    return found
+    function: Callable[[Any, int], int] = getattr(checksums, algorithm)
+    return function
 
 
 def combined(algorithm: str, parts: Sequence[bytes], sizes: Sequence[int]) -> bytes:
-    """The CRC of the parts one after the other, from theirs."""
+    """Returns the CRC of the concatenated parts from the CRCs of the parts."""
     from awscrt import checksums
 
     combine: Callable[[int, int, int], int] = getattr(checksums, f"combine_{algorithm}")
-    whole = 0
+    crc = 0
     for part, size in zip(parts, sizes, strict=True):
-        whole = combine(whole, int.from_bytes(part, "big"), size)
-    return whole.to_bytes(CRC_BYTES[algorithm], "big")
+        crc = combine(crc, int.from_bytes(part, "big"), size)
+    return crc.to_bytes(CRC_BYTES[algorithm], "big")
 
 
 def hash_of(algorithm: str) -> Hash:
-    """A new one, of those that do not combine."""
+    """Returns a new hash object of an algorithm that cannot be combined."""
     return hashlib.new(algorithm, usedforsecurity=False)
 
 

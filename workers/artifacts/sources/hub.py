@@ -1,7 +1,7 @@
-"""A model of the Hugging Face hub, or of another server that speaks its API (HF_ENDPOINT).
+"""Fetches models from the Hugging Face Hub, or from another server with its API (HF_ENDPOINT).
 
-huggingface_hub asks and fetches: with the token that it finds (HF_TOKEN, or the file that ``hf auth login`` wrote), and
-by Xet where the server has it. Its exceptions hold addresses that are signed, so no text of theirs is repeated here.
+huggingface_hub makes the requests, with the token that it finds (HF_TOKEN, or the file that ``hf auth login`` wrote),
+and with Xet if the server supports it. Its exceptions may hold signed URLs, so their texts are never repeated here.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from workers.artifacts.sources.layout import INDEX, PICKLES, checked
 from workers.artifacts.sources.listing import Listing, RemoteFile, SourceError, Stopped
 from workers.host import foreign_files
 
-ASK_S = 10.0  # for one answer about a model
-TRIES = 3  # of a file that arrives damaged
+ASK_S = 10.0  # timeout of a metadata request
+TRIES = 3  # of a file that fails verification
 AT_ONCE = 8  # files
-SMALL_BYTES = 16 * 2**20  # files up to it come first
+SMALL_BYTES = 16 * 2**20  # files up to this size are fetched first
 _WEIGHTS = PICKLES | {".safetensors"}
-STAGING = ".fetching"  # in the folder: what is not verified yet
+STAGING = ".fetching"  # subfolder of unverified files
 
 _T = TypeVar("_T")
 
 
 class HubRemote:
-    """See ``Remote``. ``revision`` None is the branch main."""
+    """A model of the hub as a ``Remote``. ``revision`` None: the branch main."""
 
     def __init__(
         self,
@@ -48,134 +48,134 @@ class HubRemote:
         revision: str | None = None,
         *,
         offline: bool | None = None,
-        patience: RetryPolicy | None = None,
+        retry_policy: RetryPolicy | None = None,
     ) -> None:
         self._source = source
         self._revision = revision
         self._offline = is_offline() if offline is None else offline
-        self._patience = patience or RetryPolicy()
+        self._retry_policy = retry_policy or RetryPolicy()
 
     def listing(self) -> Listing:
-        """What the revision holds now, with the commit that it stands at. Offline: what this machine's cache has."""
+        """Returns the files of the revision and its commit. Offline: from the hub's cache on this machine."""
         if self._offline:
             return _cached(self._source, self._revision)
-        info = self._asked(lambda: _api().model_info(self._source, **self._wanted))
+        info = self._retried(lambda: _api().model_info(self._source, **self._request))
         files = [_file(sibling) for sibling in info.siblings or ()]
-        found = tuple(sorted(files, key=lambda file: file.name))
-        return checked(Listing(source=self._source, revision=info.sha or "", files=found))
+        files_by_name = tuple(sorted(files, key=lambda file: file.name))
+        return checked(Listing(source=self._source, revision=info.sha or "", files=files_by_name))
 
     @property
-    def _wanted(self) -> dict[str, Any]:
+    def _request(self) -> dict[str, Any]:
         return {"revision": self._revision, "files_metadata": True, "timeout": ASK_S}
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        """See ``Remote.fetch``. A file that was whole stays, and one that was cut off begins anew. Small files come
-        first, then the others by name."""
-        here = [file for file in listing.files if _is_whole(folder / file.name, file)]
-        progress.expect(listing.bytes, sum(file.size for file in here))
+        """See ``Remote.fetch``. Keeps complete files and restarts partial ones. Small files are fetched first, then
+        the others by name."""
+        complete = [file for file in listing.files if _is_whole(folder / file.name, file)]
+        progress.expect(listing.bytes, sum(file.size for file in complete))
         progress.enter("fetching")
-        missing = sorted(set(listing.files) - set(here), key=lambda file: (file.size > SMALL_BYTES, file.name))
+        missing = sorted(set(listing.files) - set(complete), key=lambda file: (file.size > SMALL_BYTES, file.name))
         shutil.rmtree(folder / STAGING, ignore_errors=True)
         failed = threading.Event()
 
-        def bring(file: RemoteFile) -> None:
+        def fetch_file(file: RemoteFile) -> None:
             if failed.is_set():
                 return
             try:
-                self._bring(listing, file, folder, progress, stop)
+                self._fetch_file(listing, file, folder, progress, stop)
             except BaseException:
                 failed.set()
                 raise
 
         try:
             with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hub") as pool:
-                for done in [pool.submit(bring, file) for file in missing]:
+                for done in [pool.submit(fetch_file, file) for file in missing]:
                     done.result()
         finally:
             shutil.rmtree(folder / STAGING, ignore_errors=True)
 
-    def _bring(
+    def _fetch_file(
         self, listing: Listing, file: RemoteFile, folder: Path, progress: Progress, stop: threading.Event
     ) -> None:
-        """One file, verified, under its name. Raises SourceError, Stopped, and OSError of the disk."""
+        """Fetches and verifies one file. Raises SourceError, Stopped, and OSError of the disk."""
         target, staged = folder / file.name, folder / STAGING / hashlib.sha1(file.name.encode()).hexdigest()
-        arriving = _Arriving(progress, stop)
+        transfer = _FileTransfer(progress, stop)
         for _ in range(TRIES):
-            arriving.check()
+            transfer.check()
             if self._offline:
                 fetched = self._copied(listing, file, staged)
             else:
-                fetched = self._asked(lambda: self._download(listing, file, staged, arriving), arriving)
-            if _is_genuine(fetched, file):
-                arriving.finish(file.size)
+                fetched = self._retried(lambda: self._download(listing, file, staged, transfer), transfer)
+            if _matches(fetched, file):
+                transfer.finish(file.size)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 fetched.replace(target)
                 return
-            arriving.forget()
+            transfer.forget()
             shutil.rmtree(staged, ignore_errors=True)
-        what = f"{file.name} of {listing.source} arrived {TRIES} times with another content than the hub tells"
-        raise SourceError("hub-damaged", what, "is there a proxy in between? try again later")
+        message = f"{file.name} of {listing.source} failed verification {TRIES} times: its content is not the hub's"
+        raise SourceError("hub-damaged", message, "check for a proxy that changes content; try again later")
 
     def _copied(self, listing: Listing, file: RemoteFile, staged: Path) -> Path:
-        """From the hub's cache on this machine."""
+        """Copies a file from the hub's cache on this machine."""
         source = _snapshot(self._source, listing.revision) / file.name
         copy = staged / file.name
         copy.parent.mkdir(parents=True, exist_ok=True)
         try:
             shutil.copyfile(source, copy)
         except FileNotFoundError:
-            raise _away_offline(self._source, f"has no {file.name} any more") from None
+            raise _offline_error(self._source, f"no longer has {file.name}") from None
         return copy
 
-    def _download(self, listing: Listing, file: RemoteFile, staged: Path, arriving: _Arriving) -> Path:
+    def _download(self, listing: Listing, file: RemoteFile, staged: Path, transfer: _FileTransfer) -> Path:
         from huggingface_hub import hf_hub_download
 
-        be_silent()
+        silence_loggers()
         download: Callable[..., str] = hf_hub_download
-        told = {"tqdm_class": arriving.bar()} if "tqdm_class" in inspect.signature(download).parameters else {}
-        arriving.forget()
+        progress_bar = {"tqdm_class": transfer.bar()} if "tqdm_class" in inspect.signature(download).parameters else {}
+        transfer.forget()
         place = {"local_dir": staged, "cache_dir": _cache(), "endpoint": _endpoint(), "etag_timeout": ASK_S}
         try:
-            return Path(download(self._source, file.name, revision=listing.revision, **place, **told))
-        except RuntimeError as error:  # Xet's is a plain one, whatever has happened
-            if full := _OF_THE_DISK.search(str(error)):
+            return Path(download(self._source, file.name, revision=listing.revision, **place, **progress_bar))
+        except RuntimeError as error:  # Xet raises a plain RuntimeError for every failure
+            if full := _DISK_FULL.search(str(error)):
                 raise OSError(int(full[1]), os.strerror(int(full[1])), str(staged)) from None
             raise
 
-    def _asked(self, work: Callable[[], _T], arriving: _Arriving | None = None) -> _T:
-        """The result of ``work``, tried again while the hub is away for no longer than the patience."""
-        waiting, attempt = self._patience.begin(), 0
+    def _retried(self, work: Callable[[], _T], transfer: _FileTransfer | None = None) -> _T:
+        """Returns the result of ``work``, retried while the hub is unreachable, up to the retry deadline."""
+        retry, attempt = self._retry_policy.begin(), 0
         while True:
-            before = arriving.last if arriving else 0
+            before = transfer.last if transfer else 0
             try:
-                found = work()
-                waiting.arrived()
-                return found
+                result = work()
+                retry.arrived()
+                return result
             except Stopped:
                 raise
-            except Exception as error:  # of huggingface_hub's HTTP library, which is another one in each major version
-                told = _told(error, self._source, self._revision)
-                if told is None:
+            except Exception as error:  # each major version of huggingface_hub has another HTTP library
+                source_error = _source_error(error, self._source, self._revision)
+                if source_error is None:
                     raise
-                if arriving and arriving.last != before:
-                    waiting.arrived()
+                if transfer and transfer.last != before:
+                    retry.arrived()
                     attempt = 0
-                stop = arriving.stop if arriving else threading.Event()
-                if told.id != "hub-unreachable" or not waiting.again(attempt, stop, told.what):
-                    raise told from None
-                if arriving:
-                    arriving.check()
+                stop = transfer.stop if transfer else threading.Event()
+                if source_error.id != "hub-unreachable" or not retry.again(attempt, stop, source_error.what):
+                    raise source_error from None
+                if transfer:
+                    transfer.check()
                 attempt += 1
 
 
-class _Arriving:
-    """One file on its way."""
+class _FileTransfer:
+    """A file that is being fetched."""
 
     def __init__(self, progress: Progress, stop: threading.Event) -> None:
         self._progress = progress
         self.stop = stop
-        self._count = 0  # bytes that count as arrived
-        self.last = 0  # bytes that came, those of earlier tries as well
+        self._count = 0  # bytes counted as arrived
+        self.last = 0  # bytes transferred, earlier attempts included
 
     def check(self) -> None:
         if self.stop.is_set():
@@ -191,7 +191,7 @@ class _Arriving:
         self._progress.transferred(max(0, count))
 
     def forget(self) -> None:
-        """What arrived is of no use."""
+        """Discards what has arrived."""
         self._progress.add(-self._count)
         self._count = 0
 
@@ -200,8 +200,8 @@ class _Arriving:
         self._count = size
 
     def bar(self) -> type:
-        """A progress bar as huggingface_hub wants one, which shows nothing, and counts."""
-        arriving, base = self, import_module("huggingface_hub.utils.tqdm").tqdm
+        """Returns a tqdm class for huggingface_hub that displays nothing and counts bytes."""
+        transfer, base = self, import_module("huggingface_hub.utils.tqdm").tqdm
 
         class Counted(base):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -210,19 +210,19 @@ class _Arriving:
                 super().__init__(*args, **kwargs)
 
             def update(self, n: float | None = 1) -> bool | None:
-                arriving.add(int(n or 0))
+                transfer.add(int(n or 0))
                 return None
 
             def update_transfer(self, n: float) -> None:
-                arriving.moved(int(n))
+                transfer.moved(int(n))
 
         return Counted
 
 
 def is_offline() -> bool:
-    """Whether huggingface_hub may not use the network: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE."""
-    told = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return told.upper() in ("1", "ON", "YES", "TRUE")
+    """Returns whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids huggingface_hub the network."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _endpoint() -> str | None:
@@ -232,12 +232,12 @@ def _endpoint() -> str | None:
 def _api() -> Any:
     from huggingface_hub import HfApi
 
-    be_silent()
+    silence_loggers()
     return HfApi(endpoint=_endpoint())
 
 
-def be_silent() -> None:
-    """What these libraries log are addresses and headers, with signatures and the token."""
+def silence_loggers() -> None:
+    """Silences libraries that log URLs and headers with signatures and tokens."""
     for name in ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock"):
         logger = logging.getLogger(name)
         logger.setLevel(max(logging.ERROR, logger.level))
@@ -252,29 +252,29 @@ def _file(sibling: Any) -> RemoteFile:
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:
-    """Under its name a file stands only verified."""
+    # A file gets its final name only after verification.
     try:
         return path.stat().st_size == file.size
     except OSError:
         return False
 
 
-def _is_genuine(path: Path, file: RemoteFile) -> bool:
-    algorithm, _, wanted = file.checksum.partition(":")
+def _matches(path: Path, file: RemoteFile) -> bool:
+    algorithm, _, expected = file.checksum.partition(":")
     size = path.stat().st_size
     if size != file.size:
         return False
     digest = hashlib.sha256() if algorithm == "sha256" else hashlib.sha1(f"blob {size}\0".encode())
-    if not wanted:
+    if not expected:
         return True
     with path.open("rb") as stream:
         while block := stream.read(2**20):
             digest.update(block)
-    return digest.hexdigest() == wanted
+    return digest.hexdigest() == expected
 
 
 def _cached(source: str, revision: str | None) -> Listing:
-    """What the hub's cache on this machine holds of it. Raises SourceError ``hub-offline``."""
+    """Returns the listing of the hub's cache on this machine. Raises SourceError ``hub-offline``."""
     folder = _snapshot(source, revision)
     files = []
     for path in sorted(folder.rglob("*")):
@@ -285,14 +285,14 @@ def _cached(source: str, revision: str | None) -> Listing:
             files.append(RemoteFile(name=name, size=size, tag=tag, checksum=kind + tag if kind else ""))
     names = {file.name for file in files}
     if not any(PurePosixPath(name).suffix in _WEIGHTS for name in names):
-        raise _away_offline(source, "holds no weights of it")  # tokenizers are kept there without a model
+        raise _offline_error(source, "has no weights for it")  # the cache may hold a tokenizer without its model
     if INDEX in names:
         try:
             shards = set(dict(foreign_files.read_json(folder / INDEX)["weight_map"]).values())
         except (OSError, ValueError, LookupError, TypeError):
-            raise _away_offline(source, f"has no {INDEX} that can be read") from None
+            raise _offline_error(source, f"has no readable {INDEX}") from None
         if shards - names:
-            raise _away_offline(source, f"lacks {min(shards - names)}")
+            raise _offline_error(source, f"lacks {min(shards - names)}")
     return checked(Listing(source=source, revision=folder.name, files=tuple(files)))
 
 
@@ -300,12 +300,12 @@ def _snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    be_silent()
+    silence_loggers()
     try:
-        found = snapshot_download(source, revision=revision, cache_dir=_cache(), local_files_only=True)
+        folder = snapshot_download(source, revision=revision, cache_dir=_cache(), local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
-        raise _away_offline(source, "does not hold it" + (f" at {revision}" if revision else "")) from None
-    return Path(found)
+        raise _offline_error(source, "does not have it" + (f" at {revision}" if revision else "")) from None
+    return Path(folder)
 
 
 def _cache() -> str | None:
@@ -314,54 +314,54 @@ def _cache() -> str | None:
     return str(Path(home) / "hub") if (home := os.environ.get("HF_HOME")) else None
 
 
-def _away_offline(source: str, what: str) -> SourceError:
+def _offline_error(source: str, reason: str) -> SourceError:
     hint = "unset HF_HUB_OFFLINE, or fill the cache with `hf download`"
-    return SourceError("hub-offline", f"{source}: HF_HUB_OFFLINE is set, and this machine's cache {what}", hint)
+    return SourceError("hub-offline", f"{source}: HF_HUB_OFFLINE is set, and this machine's cache {reason}", hint)
 
 
-_OF_THE_DISK = re.compile(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b")
-_OF_THE_WAY = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+_DISK_FULL = re.compile(rf"os error ({errno.ENOSPC}|{errno.EDQUOT})\b")
+_NETWORK_ERRORS = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
 
 
-def _told(error: Exception, source: str, revision: str | None) -> SourceError | None:
-    """``error`` in our words; None for what is not the hub's, nor of the way there."""
+def _source_error(error: Exception, source: str, revision: str | None) -> SourceError | None:
+    """Returns the SourceError of an error of the hub or of the network; None for any other."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # why the hub was not asked, or did not answer
+        error = error.__cause__  # why the hub was not called, or did not answer
     host = urlsplit(_endpoint() or "https://huggingface.co").hostname
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return _away_offline(source, "was not asked")
+        return _offline_error(source, "was not read")
     if isinstance(error, errors.GatedRepoError):
-        hint = "accept its terms on its page, with the account that HF_TOKEN belongs to"
-        return SourceError("hub-denied", f"{host} gives {source} only to who has accepted its terms", hint)
+        hint = "accept the terms on its page, with the account of HF_TOKEN"
+        return SourceError("hub-denied", f"{source} on {host} requires acceptance of its terms", hint)
     if isinstance(error, errors.RevisionNotFoundError):
-        what = f"{source} has no revision {revision!r} on {host}"
-        return SourceError("hub-not-found", what, "a revision is a branch, a tag or a whole commit")
+        message = f"{source} has no revision {revision!r} on {host}"
+        return SourceError("hub-not-found", message, "a revision is a branch, a tag or a full commit hash")
     if isinstance(error, errors.RepositoryNotFoundError):
-        hint = "is the id right? a private model needs HF_TOKEN, or `hf auth login`; a path begins with ./ or /"
-        return SourceError("hub-not-found", f"{host} has no model {source}, or does not show it to you", hint)
+        hint = "check the id; a private model needs HF_TOKEN or `hf auth login`; a path begins with ./ or /"
+        return SourceError("hub-not-found", f"{host} has no model {source}, or it is private", hint)
     if isinstance(error, errors.EntryNotFoundError) and status is not None:
-        return SourceError("hub-not-found", f"a file of {source} is not on {host} any more", "start again")
+        return SourceError("hub-not-found", f"a file of {source} is no longer on {host}", "start again")
     if status in (401, 403):
-        return SourceError("hub-denied", f"{host} refuses {source} with {status}", "is HF_TOKEN right?")
+        return SourceError("hub-denied", f"{host} refuses {source} with {status}", "check HF_TOKEN")
     if status is not None and status not in (408, 429) and status < 500:
-        return SourceError("hub-refused", f"{host} answers {status} for {source}", "is HF_ENDPOINT right?")
+        return SourceError("hub-refused", f"{host} answers {status} for {source}", "check HF_ENDPOINT")
     if isinstance(error, errors.FileMetadataError):
-        return SourceError("hub-refused", f"{host} does not speak as a hub does", "is HF_ENDPOINT right?")
+        return SourceError("hub-refused", f"{host} does not answer with the hub's API", "check HF_ENDPOINT")
     if isinstance(error, errors.HFValidationError):
-        return SourceError("hub-not-found", f"{source} is no id of the hub", "write org/model")
-    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, _OF_THE_WAY):
+        return SourceError("hub-not-found", f"{source} is not a valid hub id", "write org/model")
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, _NETWORK_ERRORS):
         return None  # of the disk
-    # A RuntimeError tells that the client was closed, which all threads share, or it is Xet's, with a signed address.
+    # A RuntimeError means that the shared client was closed, or comes from Xet, with a signed URL in its text.
     library = type(error).__module__.partition(".")[0]
     if (
         status is not None
         or isinstance(error, OSError | RuntimeError)
         or library in ("httpx", "httpx2", "httpcore", "requests")
     ):
-        why = f"answers {status}" if status is not None else f"is not reached ({type(error).__name__})"
-        hint = "is the network there? is HF_ENDPOINT right? HF_HUB_OFFLINE=1 takes what this machine has"
+        why = f"answers {status}" if status is not None else f"is unreachable ({type(error).__name__})"
+        hint = "check the network and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use this machine's cache"
         return SourceError("hub-unreachable", f"{host} {why} for {source}", hint)
     return None

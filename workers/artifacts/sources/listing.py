@@ -1,4 +1,4 @@
-"""What a remote source consists of, before any of it is fetched."""
+"""Listings of remote sources, and the protocol of a source."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from workers.artifacts.fetch.progress import Progress
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a source."""
 
-    name: str  # its path within the source, with slashes; never absolute, never with ".."
+    name: str  # path within the source, with slashes; never absolute, never with ".."
     size: int  # bytes
     tag: str  # changes when the content does: an ETag, a git blob id, a sha256
-    checksum: str = ""  # "ALGORITHM:VALUE" of the whole content as the source tells it; empty: it tells none
+    checksum: str = ""  # "ALGORITHM:VALUE" of the content as the source reports it; empty: none
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """All files of a source at one moment, sorted by name."""
+    """A snapshot of all files of a source, sorted by name."""
 
-    source: str  # as the spec names it; holds no credentials
-    revision: str = ""  # the commit that a hub's branch or tag stood at
+    source: str  # as written in the spec; holds no credentials
+    revision: str = ""  # the commit that the hub's branch or tag pointed to
     files: tuple[RemoteFile, ...]
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """The total size of all files."""
         return sum(file.size for file in self.files)
 
     @property
     def key(self) -> str:
-        """32 hex digits: equal where source, names, sizes and tags are."""
-        told = [self.source, *(f"{file.name}\0{file.size}\0{file.tag}" for file in self.files)]
-        return blake2s("\n".join(told).encode(), digest_size=16).hexdigest()
+        """32 hex digits: equal if source, names, sizes and tags are equal."""
+        parts = [self.source, *(f"{file.name}\0{file.size}\0{file.tag}" for file in self.files)]
+        return blake2s("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 class SourceError(Exception):
-    """A source cannot be listed or fetched. ``id`` is in docs/errors.md; the texts hold no credentials."""
+    """A source that cannot be listed or fetched. ``id`` is in docs/errors.md; the texts hold no credentials."""
 
     def __init__(self, id: str, what: str, hint: str = "") -> None:
         super().__init__(f"{id}: {what}" + (f"; {hint}" if hint else ""))
@@ -51,20 +51,20 @@ class SourceError(Exception):
 
 
 class Stopped(Exception):
-    """Somebody has asked for the end of a fetch; what has arrived is kept for the next one."""
+    """The caller stopped a fetch; what has arrived is kept for the next one."""
 
 
 class Remote(Protocol):
-    """A source elsewhere. Both methods block, and raise SourceError."""
+    """A remote source. Both methods block and raise SourceError."""
 
     def listing(self) -> Listing:
-        """What there is now: small requests only."""
+        """Returns the current files; makes small requests only."""
         ...
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        """Bring every file of ``listing`` into ``folder``, whole and verified, under its name.
+        """Fetches every file of ``listing`` into ``folder``, complete and verified, under its name.
 
-        Goes on from what an earlier, interrupted fetch has left in ``folder``, and leaves nothing else in it when it
-        returns. Raises Stopped soon after ``stop`` is set.
+        Resumes an earlier, interrupted fetch into ``folder``, and leaves nothing else in it. Raises Stopped soon after
+        ``stop`` is set.
         """
         ...

@@ -1,4 +1,4 @@
-"""Opening a source: the hub, or S3, by the form of its name; what is fetched of it is chosen here for both."""
+"""Opens a source by the form of its name, the hub or S3, and selects the files that are fetched."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from workers.artifacts.sources.listing import Listing, Remote, SourceError
 
 
 class Selected:
-    """A source, of which only the files of the model are seen."""
+    """A source restricted to the files of the model."""
 
     def __init__(self, source: str, remote: Remote, *, allow_pickle: bool, trust_remote_code: bool) -> None:
-        self._source = source.rstrip("/")  # which means nothing: by one name it is found again
+        self._source = source.rstrip("/")  # normalized, so that the same source has one name
         self._remote = remote
         self._allow_pickle = allow_pickle
         self._trust_remote_code = trust_remote_code
 
     def listing(self) -> Listing:
-        """See ``Remote.listing``. Raises SourceError ``pickle-refused`` and ``name-unsafe`` too."""
-        found = msgspec.structs.replace(self._remote.listing(), source=self._source)
-        return selected(found, allow_pickle=self._allow_pickle, trust_remote_code=self._trust_remote_code)
+        """See ``Remote.listing``. Also raises SourceError ``pickle-refused`` and ``name-unsafe``."""
+        listing = msgspec.structs.replace(self._remote.listing(), source=self._source)
+        return selected(listing, allow_pickle=self._allow_pickle, trust_remote_code=self._trust_remote_code)
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
         """See ``Remote.fetch``."""
@@ -40,15 +40,15 @@ def open_remote(
     offline: bool | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
-    patience: RetryPolicy | None = None,
+    retry_policy: RetryPolicy | None = None,
 ) -> Remote:
-    """What is at ``source``: s3://bucket/prefix, or a hub id. Asks nobody yet.
+    """Opens ``source``, s3://bucket/prefix or a hub id, without a request.
 
-    ``revision`` is of the hub: a branch, tag or commit. ``offline`` None: as HF_HUB_OFFLINE says; a hub id is then
-    looked for in the hub's own cache on this machine. Credentials come from the environment of this process, as boto3
-    and huggingface_hub find them. ``patience``: with a source that does not answer.
+    ``revision``: a branch, tag or commit of the hub. ``offline`` None: as set by HF_HUB_OFFLINE; an offline hub id is
+    read from the hub's own cache on this machine. Credentials come from the environment of this process, as boto3 and
+    huggingface_hub find them. ``retry_policy``: retries when the source does not answer.
 
-    Raises SourceError, and ValueError for a path, which nobody has to fetch.
+    Raises SourceError, and ValueError for a path, which needs no fetch.
     """
     kind = source_kind(source)
     if kind == "path":
@@ -57,12 +57,12 @@ def open_remote(
     if kind == "hub":
         from workers.artifacts.sources.hub import HubRemote
 
-        remote = HubRemote(source, revision, offline=offline, patience=patience)
+        remote = HubRemote(source, revision, offline=offline, retry_policy=retry_policy)
     else:
         if revision is not None:
-            what = f"{source} has no revision {revision!r}: only the hub has branches, tags and commits"
-            raise SourceError("revision-without-hub", what, "name another prefix instead")
+            message = f"{source} has no revision {revision!r}: only the hub has branches, tags and commits"
+            raise SourceError("revision-without-hub", message, "use another prefix instead")
         from workers.artifacts.fetch.transfer import S3Remote
 
-        remote = S3Remote(source, patience=patience)
+        remote = S3Remote(source, retry_policy=retry_policy)
     return Selected(source, remote, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)

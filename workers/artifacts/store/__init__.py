@@ -1,1 +1,1 @@
-"""The artifacts that a host keeps, within a budget of disk."""
+"""The artifact store of a host, within a disk budget."""

@@ -1,4 +1,4 @@
-"""Who uses the artifacts of a store, and when each was last used."""
+"""Tracks the users of a store's artifacts with file locks, and when each artifact was last used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from workers.artifacts.store import locks
 
 
 class ArtifactUses:
-    """The locks of a store's artifacts: ``<key>.flight`` is held by who fetches it, ``<key>.use`` by all who read it.
+    """The locks of a store's artifacts: ``<key>.flight`` is held during a fetch, ``<key>.use`` by all readers.
 
-    What the second says is when that was, and at which level of the store (see budget.py). ``room`` is held by who
-    decides what must go, and says the level.
+    The use file records the time of the last use and the store's level then (see budget.py). ``room`` is held during
+    eviction and records the level.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class ArtifactUses:
 
     @contextlib.contextmanager
     def hold(self, key: str, stop: threading.Event | None = None) -> Iterator[None]:
-        """It is used inside. Where the store can only be read, nothing is held: nobody can remove anything either."""
+        """Marks an artifact as used inside the context. A read-only store needs no lock: nothing can be removed."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(exist_ok=True)
         try:
@@ -50,20 +50,20 @@ class ArtifactUses:
             yield
 
     def is_busy(self, key: str) -> bool:
-        """Whether anybody fetches or uses it."""
+        """Returns whether the artifact is being fetched or used."""
         return locks.is_held(self.flight(key)) or locks.is_held(self.use(key))
 
     def known(self) -> set[str]:
-        """The keys of all that there are locks of."""
+        """Returns the keys of all lock files."""
         return {path.stem for path in self.folder.glob("*.*") if path.suffix in (".flight", ".use")}
 
     def forget(self, key: str) -> None:
-        """By who holds both alone: it is not here any more."""
+        """Removes the locks of a removed artifact. The caller holds both exclusively."""
         for path in (self.flight(key), self.use(key)):
             path.unlink(missing_ok=True)
 
     def last(self, key: str) -> tuple[float, float]:
-        """When it was last used, in seconds since the epoch, and at which level; 0 where that is not known."""
+        """Returns the time of the last use, in seconds since the epoch, and the level then; 0 if unknown."""
         try:
             at, level = self.use(key).read_text().split()
             return float(at), float(level)
@@ -77,27 +77,26 @@ class ArtifactUses:
             return 0.0
 
     def set_level(self, level: float) -> None:
-        """By who holds the room."""
+        """Records the level. The caller holds ``room``."""
         with self.room.open("r+") as file:
-            file.write(f"{level:<20.6e}\n")  # always as long: read and written in one step
+            file.write(f"{level:<20.6e}\n")  # fixed length: read and written in one step
 
     def _touch(self, lock: int) -> None:
-        with contextlib.suppress(OSError):  # it can only be read
+        with contextlib.suppress(OSError):  # read-only
             os.pwrite(lock, f"{time.time():<20.6f} {self.level():<20.6e}\n".encode(), 0)
 
 
 def uses_of(folder: Path) -> ArtifactUses | None:
-    """The locks of the store that ``folder`` is an artifact of; None: it is none of a store."""
-    kept = folder.parent.parent / "locks"
-    return ArtifactUses(kept) if folder.parent.name == "artifacts" and kept.is_dir() else None
+    """Returns the locks of the store that holds ``folder``; None: it is not an artifact of a store."""
+    locks_folder = folder.parent.parent / "locks"
+    return ArtifactUses(locks_folder) if folder.parent.name == "artifacts" and locks_folder.is_dir() else None
 
 
 @contextlib.contextmanager
 def using(folder: str | Path) -> Iterator[None]:
-    """What is in ``folder``, an artifact's, stays there for all processes, until the end of this one at the latest.
+    """Protects an artifact's ``folder`` from removal by any process inside the context, or until this process ends.
 
-    A folder of no store is nobody's to remove, and nothing is done. Raises SourceError (store-gone) where the artifact
-    was removed before; get it again.
+    Does nothing for a folder outside a store. Raises SourceError (store-gone) if the artifact was removed before.
     """
     folder = Path(folder)
     uses = uses_of(folder)
@@ -106,6 +105,6 @@ def using(folder: str | Path) -> Iterator[None]:
         return
     with uses.hold(folder.name):
         if not folder.is_dir():
-            what = f"{folder} was removed to make room for another artifact"
-            raise SourceError("store-gone", what, "the next start fetches it again")
+            message = f"{folder} was removed to make room for another artifact"
+            raise SourceError("store-gone", message, "the next start will fetch it again")
         yield

@@ -1,4 +1,4 @@
-"""Contents by their digests: equal files of several artifacts exist once."""
+"""Stores file contents by digest, so that equal files of several artifacts exist once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from workers.artifacts.sources.listing import Stopped
 from workers.artifacts.store.content_digest import Content
 
-BLOCK = 1 << 20  # bytes read at once: they are still in the CPU's cache when they are hashed
+BLOCK = 1 << 20  # read size; small enough to stay in the CPU's cache while it is hashed
 
 
-DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})  # of the disk, or of its file system's own checksums
+DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})  # bad disk blocks, or checksum errors of the file system
 
 
 def _never() -> bool:
@@ -23,7 +23,7 @@ def _never() -> bool:
 
 
 def is_of(path: Path, digest: str, stopped: Callable[[], bool] = _never) -> bool:
-    """Whether the file has that content. One that the disk cannot read any more has not. Raises OSError and Stopped."""
+    """Returns whether the file has that content; False if the disk cannot read it. Raises OSError and Stopped."""
     try:
         return digest_of(path, stopped) == digest
     except OSError as error:
@@ -33,22 +33,23 @@ def is_of(path: Path, digest: str, stopped: Callable[[], bool] = _never) -> bool
 
 
 def digest_of(path: Path, stopped: Callable[[], bool] = _never) -> str:
-    """Of its content (content.py), 64 hex digits. Raises Stopped. Takes 0.3 CPU seconds for a GB of the page cache.
+    """Returns the content digest (content_digest.py), 64 hex digits. Raises Stopped.
 
-    It is read, not mapped: a file that is cut short meanwhile must not kill the process.
+    Takes 0.3 CPU seconds per GB from the page cache. Reads instead of mapping the file: a concurrent truncation must
+    not kill the process.
     """
-    found = Content()
+    content = Content()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(max(1, min(BLOCK, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(buffer):
             if stopped():
-                raise Stopped(f"stopped while {path} was read")
-            found.update(buffer[:count])
-    return found.digest().hex()
+                raise Stopped(f"stopped while reading {path}")
+            content.update(buffer[:count])
+    return content.digest().hex()
 
 
 class Blobs:
-    """The folder of contents. Each file is named by its digest, and linked into the artifacts that have it."""
+    """The folder of contents. Each file is named by its digest and hard-linked into the artifacts that have it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -57,13 +58,13 @@ class Blobs:
         return self.root / digest
 
     def keep(self, path: Path, digest: str) -> bool:
-        """``path``, whose content has just been found to have that digest, shares it with all others that have it.
+        """Deduplicates ``path``, whose content was just verified to have that digest.
 
-        A content that was here before is read first: False when it has been damaged, and has now been replaced.
+        Verifies existing content first; False: it was damaged and has been replaced.
         """
         blob = self.path(digest)
-        path.chmod(0o444)  # writing to it would change it under other names too
-        with contextlib.suppress(OSError):  # a file system without links, or too many of them: it stays by itself
+        path.chmod(0o444)  # a write would change all links
+        with contextlib.suppress(OSError):  # no hard links, or too many: the file stays separate
             try:
                 os.link(path, blob)
             except FileExistsError:
@@ -76,7 +77,7 @@ class Blobs:
         return True
 
     def link(self, digest: str, size: int, path: Path) -> bool:
-        """Make ``path`` out of a content that is here; whether it is. Its content is not read."""
+        """Links existing content to ``path`` without reading it; False: it does not exist with that size."""
         try:
             if self.path(digest).stat().st_size != size:
                 return False
@@ -87,9 +88,10 @@ class Blobs:
         return True
 
     def sweep(self) -> int:
-        """Remove what no artifact has; bytes. One that an artifact has is linked there before it comes here."""
+        """Removes content that no artifact has; returns the freed bytes. Content is always linked to its artifact
+        before it is added here, so a link count of 1 means unused."""
         freed = 0
-        for half in self.root.glob(".*"):  # of a process that died between two steps of `_replace`
+        for half in self.root.glob(".*"):  # left by a process that died in `_replace`
             half.unlink(missing_ok=True)
         for blob in self.root.glob("*"):
             with contextlib.suppress(FileNotFoundError):
@@ -101,7 +103,7 @@ class Blobs:
 
     @staticmethod
     def _replace(path: Path, content: Path) -> None:
-        """``path`` becomes a name of ``content``, in one step."""
+        """Atomically makes ``path`` a hard link to ``content``."""
         name = path.with_name(f".{uuid.uuid4().hex}")
         os.link(content, name)
         name.replace(path)

@@ -1,8 +1,8 @@
-"""Which artifacts go when room is wanted: those that cost least to bring back. Pure.
+"""Chooses the artifacts to evict: those that are cheapest to fetch again. Pure.
 
-Greedy-dual (Young 1994; with sizes, Cao and Irani 1997): an artifact's credit is what a GiB of it costs to bring back,
-plus the level at which it was last used. The level is the credit of the last one that went, so it rises, and what is
-not used is passed by it sooner or later, however dear it was.
+Greedy-dual (Young 1994; with sizes, Cao and Irani 1997): an artifact's credit is the cost of fetching a GiB of it
+again, plus the level at its last use. The level is the credit of the last evicted artifact; it rises, so any unused
+artifact is evicted eventually, however expensive it is.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 GIB = float(1 << 30)
-FIXED_S = 1.0  # of each reload, however small: to list, to connect, to publish
+FIXED_S = 1.0  # fixed cost of a reload: listing, connecting, publishing
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What may go, or may not."""
+    """An artifact of the store, as eviction sees it."""
 
     key: str
-    files: Mapping[str, int]  # content -> bytes; one that several entries have exists once
-    reload_s: float  # how long it takes to bring it back
-    level: float = 0.0  # the store's, when it was last used
+    files: Mapping[str, int]  # content -> bytes; content shared by several entries exists once
+    reload_s: float  # cost of fetching it again
+    level: float = 0.0  # of the store at the last use
     used_at: float = 0.0  # seconds since the epoch
-    spare: bool = True  # nobody uses it
+    spare: bool = True  # not in use
 
     @property
     def bytes(self) -> int:
-        """Of all its files, those of others as well."""
+        """The size of all its files, shared ones included."""
         return sum(self.files.values())
 
     @property
     def credit(self) -> float:
-        """Seconds a GiB above the level."""
+        """Seconds per GiB, plus the level."""
         return self.level + self.reload_s * GIB / max(self.bytes, 1)
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to go."""
+    """The artifacts to evict."""
 
     keys: tuple[str, ...] = ()  # the cheapest first
     freed: int = 0  # bytes
-    level: float = 0.0  # of the store afterwards
+    level: float = 0.0  # the store's level afterwards
 
 
-def held(entries: Iterable[Entry]) -> int:
-    """Bytes that they need together."""
+def occupied_bytes(entries: Iterable[Entry]) -> int:
+    """Returns the bytes that the entries occupy together."""
     return sum({content: size for entry in entries for content, size in entry.files.items()}.values())
 
 
-def to_free(entries: Sequence[Entry], want: int, level: float = 0.0) -> Eviction | None:
-    """What must go for at least ``want`` bytes; None: all that may go is less.
+def choose_evictions(entries: Sequence[Entry], want: int, level: float = 0.0) -> Eviction | None:
+    """Returns what to evict to free at least ``want`` bytes; None: the unused artifacts are not enough.
 
-    The cheapest go first; then those stay after all whose room is not needed since a larger one went. ``level`` is the
-    store's now.
+    Takes the cheapest first, then puts back those that are not needed because a larger one was taken later.
+    ``level``: the store's current level.
     """
     if want <= 0:
         return Eviction(level=level)
@@ -85,7 +85,7 @@ def to_free(entries: Sequence[Entry], want: int, level: float = 0.0) -> Eviction
 
 
 class _Freed:
-    """What goes, and the bytes of it that nobody else has: counted as it changes, for stores of hundreds of models."""
+    """The bytes that an eviction frees, without shared content; incremental, for stores with hundreds of models."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._users = Counter(content for entry in entries for content in entry.files)

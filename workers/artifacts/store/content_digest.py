@@ -1,8 +1,8 @@
-"""The digest that a content is known by.
+"""Computes content digests from pieces that may be hashed in any order.
 
-Of at most ``PIECE_BYTES``: its BLAKE3. Of more: the BLAKE3 of the BLAKE3s of its pieces, one after the other, under a
-context of its own, so that no file is taken for the list of another's pieces. So a range that arrives can be hashed
-while it is in the CPU's cache, whichever it is; for a BLAKE3 of the whole all would have to be read again, in order.
+Content of at most ``PIECE_BYTES``: its BLAKE3. Larger: the BLAKE3 of the concatenated BLAKE3s of its pieces, with a
+context of its own, so that no file is mistaken for the piece list of another. Each arriving range can be hashed
+while it is in the CPU's cache; a BLAKE3 of the whole would need another read of all of it, in order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ CONTEXT = "corewright 2026-11-22 contents by pieces of 8 MiB"
 
 
 def piece() -> Hash:
-    """Of at most ``PIECE_BYTES``."""
+    """Returns a hash object for one piece of at most ``PIECE_BYTES``."""
     from blake3 import blake3
 
     return blake3()
 
 
 def of_pieces(digests: Sequence[bytes]) -> bytes:
-    """Of a content whose pieces have these digests: of the last one at most ``PIECE_BYTES``, of the others so many."""
+    """Returns the digest of a content from the digests of its pieces: ``PIECE_BYTES`` each, the last one at most."""
     from blake3 import blake3
 
     if not digests:
@@ -32,12 +32,12 @@ def of_pieces(digests: Sequence[bytes]) -> bytes:
 
 
 class Content:
-    """Its digest, of bytes that come in order."""
+    """The hash object of a content whose bytes arrive in order."""
 
     def __init__(self) -> None:
         self._done: list[bytes] = []
         self._piece = piece()
-        self._left = PIECE_BYTES  # of the piece
+        self._left = PIECE_BYTES  # in the current piece
 
     def update(self, data: bytes | memoryview, /) -> None:
         view = memoryview(data)
@@ -51,5 +51,5 @@ class Content:
             view = view[len(part) :]
 
     def digest(self) -> bytes:
-        """32 bytes."""
+        """Returns 32 bytes."""
         return of_pieces([*self._done, self._piece.digest()])

@@ -1,4 +1,4 @@
-"""Room for artifacts: what takes how much of it, and what goes when more is wanted."""
+"""Makes room for artifacts: accounts for disk usage and evicts artifacts when more is needed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from workers.artifacts.sources.listing import Listing, SourceError
 from workers.artifacts.store import locks, manifest
 from workers.artifacts.store.artifact_uses import ArtifactUses
 from workers.artifacts.store.blobs import Blobs
-from workers.artifacts.store.budget import FIXED_S, Entry, held, to_free
+from workers.artifacts.store.budget import FIXED_S, Entry, choose_evictions, occupied_bytes
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 60.0  # between the end of a fetch and the process that holds its folder
-SPARE_BYTES, SPARE_SHARE = 1 << 30, 0.05  # of the disk are left to journals and logs, whichever is less
-REMEDY = "a larger disk or budget, or fewer models at a time: what replicas use is never removed"
+GRACE_S = 60.0  # for a process to lock the folder of a finished fetch
+SPARE_BYTES, SPARE_SHARE = 1 << 30, 0.05  # disk space left for journals and logs: the smaller of the two
+REMEDY = "use a larger disk or budget, or fewer models at a time: artifacts in use are never removed"
 
 
 class DiskRoom:
-    """Of one store. Whoever makes room holds ``uses.room``, alone."""
+    """The disk space of one store. Callers that make room hold ``uses.room`` exclusively."""
 
     def __init__(self, root: Path, budget: int | None, grace_s: float, above: DiskRoom | None = None) -> None:
-        """``above``: that of the copies in memory, which go with what they are copies of."""
+        """``above``: the room of the copies in memory, which are removed together with their originals."""
         self.root = root
         self.artifacts = root / "artifacts"
         self.uses = ArtifactUses(root / "locks")
@@ -38,121 +38,124 @@ class DiskRoom:
         self._above = above
 
     def folders(self) -> list[Path]:
-        """Of all artifacts, whole or not."""
+        """Returns the folders of all artifacts, complete or not."""
         try:
             return sorted(self.artifacts.iterdir())
         except FileNotFoundError:
             return []
 
     def make(self, folder: Path, listing: Listing) -> None:
-        """For what is still to come of ``listing`` into ``folder``, which says so. Raises SourceError (store-full)."""
+        """Makes room for the rest of ``listing`` in ``folder``, where a fetch is recorded. Raises SourceError
+        (store-full)."""
         while (lacking := max(self._over_budget(), self._lacking_on_disk(folder, listing))) > 0:
             if self._evict(lacking):
                 continue
-            kept = held(entry for entry in self._entries() if not entry.spare and entry.key != folder.name)
+            in_use = occupied_bytes(entry for entry in self._entries() if not entry.spare and entry.key != folder.name)
             room = f"a budget of {size_text(self._budget)} (store_bytes)" if self._budget is not None else "no budget"
-            room += f", {size_text(shutil.disk_usage(self.root).free)} free on its disk, and {size_text(kept)} in use"
-            what = f"{listing.source} needs {size_text(listing.bytes)}; {self.root} has {room}"
-            raise SourceError("store-full", what, REMEDY)
+            room += f", {size_text(shutil.disk_usage(self.root).free)} free on its disk, and {size_text(in_use)} in use"
+            message = f"{listing.source} needs {size_text(listing.bytes)}; {self.root} has {room}"
+            raise SourceError("store-full", message, REMEDY)
 
     def make_more(self, folder: Path, listing: Listing) -> None:
-        """The disk is full in the middle of it: others have filled it. As `make`."""
+        """Makes room again after other programs have filled the disk during a fetch. Raises as `make`."""
         disk = shutil.disk_usage(self.root)
         if not self._evict(max(1, self._lacking_on_disk(folder, listing) - _spare(disk.total))):
-            what = f"the disk of {self.root} is full, and {listing.source} needs {size_text(listing.bytes)}"
-            raise SourceError("store-full", what, REMEDY)
+            message = f"the disk of {self.root} is full, and {listing.source} needs {size_text(listing.bytes)}"
+            raise SourceError("store-full", message, REMEDY)
 
-    def remove(self, key: str, *, though_given: bool = False) -> bool:
-        """Whether nobody fetches it or uses it, so that it is gone now. Not ``though_given``: nor was it given to
-        anybody for ``grace_s``."""
+    def remove(self, key: str, *, ignore_grace: bool = False) -> bool:
+        """Removes an artifact and returns True; False: it is being fetched or used.
+
+        Without ``ignore_grace``, also False within ``grace_s`` after it was returned to a caller.
+        """
         folder = self.artifacts / key
         if not folder.is_dir():
             return True
-        with locks.at_once(self.uses.flight(key)) as free, locks.at_once(self.uses.use(key)) as unused:
+        with locks.try_exclusive(self.uses.flight(key)) as free, locks.try_exclusive(self.uses.use(key)) as unused:
             if not free or not unused or (self._above is not None and self._above.uses.is_busy(key)):
                 return False
-            whole = manifest.whole(folder)
-            if whole is not None and not though_given and self._is_given(key, whole):
-                return False  # who has chosen it has looked before
-            manifest.withdraw(folder)  # first: a death in between leaves nothing that looks whole
+            complete = manifest.complete(folder)
+            if complete is not None and not ignore_grace and self._is_in_grace(key, complete):
+                return False
+            manifest.unpublish(folder)  # first: a kill in between leaves nothing that looks complete
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)
             self.uses.forget(key)
         self.blobs.sweep()
         if self._above is not None:
-            self._above.remove(key, though_given=True)
+            self._above.remove(key, ignore_grace=True)
         return True
 
     def is_spare(self, key: str) -> bool:
-        """Whether `remove` would take it now."""
+        """Returns whether `remove` would remove it now."""
         return self._entry(self.artifacts / key).spare
 
     def sweep(self) -> None:
-        """Remove contents that no artifact has, and locks of artifacts that are not here."""
+        """Removes content without artifacts, and locks of artifacts that no longer exist."""
         self.blobs.sweep()
         for key in self.uses.known():
-            with locks.at_once(self.uses.flight(key)) as free, locks.at_once(self.uses.use(key)) as unused:
+            with locks.try_exclusive(self.uses.flight(key)) as free, locks.try_exclusive(self.uses.use(key)) as unused:
                 if free and unused and not (self.artifacts / key).exists():
                     self.uses.forget(key)
 
     def _over_budget(self) -> int:
-        return held(self._entries()) - self._budget if self._budget is not None else 0
+        return occupied_bytes(self._entries()) - self._budget if self._budget is not None else 0
 
     def _lacking_on_disk(self, folder: Path, listing: Listing) -> int:
-        """Bytes that must be freed for the rest of it, and for what others have begun to fetch."""
+        """Returns the bytes to free for the rest of this fetch and of other running fetches."""
         disk = shutil.disk_usage(self.root)
         promised = max(0, listing.bytes - _blocks(folder))
         for other in self.folders():
-            going = manifest.growing(other)
-            if other != folder and going is not None and locks.is_held(self.uses.flight(other.name)):
-                promised += max(0, going.listing.bytes - _blocks(other))
+            fetch = manifest.unfinished(other)
+            if other != folder and fetch is not None and locks.is_held(self.uses.flight(other.name)):
+                promised += max(0, fetch.listing.bytes - _blocks(other))
         return promised + _spare(disk.total) - disk.free
 
     def _evict(self, want: int) -> bool:
-        """Remove what costs least to bring back; False: not even all of it is enough."""
-        chosen = to_free(self._entries(), want, self.uses.level())
+        """Evicts the cheapest artifacts; False: even all unused ones are not enough."""
+        chosen = choose_evictions(self._entries(), want, self.uses.level())
         if chosen is None:
             return False
         for key in chosen.keys:
-            if self.remove(key):  # else somebody uses it since a moment ago
+            if self.remove(key):  # else it has come into use meanwhile
                 log.info("removed artifact %s to make room", key)
         self.uses.set_level(chosen.level)
         return True
 
     def _entries(self) -> list[Entry]:
-        """All that takes room."""
+        """Returns an entry for each artifact, incomplete ones included."""
         return [self._entry(folder) for folder in self.folders()]
 
     def _entry(self, folder: Path) -> Entry:
         key = folder.name
         busy = self.uses.is_busy(key) or (self._above is not None and self._above.uses.is_busy(key))
-        whole, going = manifest.published(folder), manifest.growing(folder)
-        if whole is not None:
+        published, fetch = manifest.published(folder), manifest.unfinished(folder)
+        if published is not None:
             used_at, level = self.uses.last(key)
             return Entry(
                 key=key,
-                files={file.digest: file.size for file in whole.files.values()},
-                reload_s=whole.fetch_s + FIXED_S,
+                files={file.digest: file.size for file in published.files.values()},
+                reload_s=published.fetch_s + FIXED_S,
                 level=level,
-                used_at=max(used_at, whole.fetched_at),
-                spare=not busy and not self._is_given(key, whole),
+                used_at=max(used_at, published.fetched_at),
+                spare=not busy and not self._is_in_grace(key, published),
             )
-        if going is None:
+        if fetch is None:
             return Entry(key=key, files={key: _blocks(folder)}, reload_s=0.0, spare=not busy)
-        sizes = {file.name: file.size for file in going.listing.files}
-        seeded = {digest: sizes[name] for name, digest in going.seeds.items() if name in sizes}
-        rest = (going.listing.bytes if busy else min(going.listing.bytes, _blocks(folder))) - sum(seeded.values())
-        return Entry(key=key, files={**seeded, key: max(0, rest)}, reload_s=0.0, spare=not busy)
+        sizes = {file.name: file.size for file in fetch.listing.files}
+        seeded = {digest: sizes[name] for name, digest in fetch.seeds.items() if name in sizes}
+        unshared = (fetch.listing.bytes if busy else min(fetch.listing.bytes, _blocks(folder))) - sum(seeded.values())
+        return Entry(key=key, files={**seeded, key: max(0, unshared)}, reload_s=0.0, spare=not busy)
 
-    def _is_given(self, key: str, whole: manifest.Manifest) -> bool:
-        """Whether somebody got it a moment ago, who may not hold it yet. A clock that is set back by less than the
-        grace changes nothing."""
-        used_at = max(self.uses.last(key)[0], whole.fetched_at)
+    def _is_in_grace(self, key: str, complete: manifest.Manifest) -> bool:
+        """Returns whether it was returned to a caller that may not have locked it yet. Tolerates a clock that is set
+        back by less than the grace period."""
+        used_at = max(self.uses.last(key)[0], complete.fetched_at)
         return abs(time.time() - used_at) < self._grace_s
 
 
-def says_full(error: BaseException | None) -> bool:
-    """Whether it, or what it comes from, is the want of disk."""
+def is_disk_full(error: BaseException | None) -> bool:
+    """Returns whether the error, or one of its causes, is a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -167,10 +170,10 @@ def _spare(disk: int) -> int:
 
 
 def _blocks(folder: Path) -> int:
-    """Bytes of the disk that the files of a folder take; those that are half there as much as is there."""
-    found = 0
-    for at, _, names in os.walk(folder):  # which does not mind that it goes meanwhile
+    """Returns the disk usage of a folder's files in bytes; sparse files count by their allocated blocks."""
+    size = 0
+    for at, _, names in os.walk(folder):  # tolerates a concurrent removal
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                found += Path(at, name).lstat().st_blocks * 512
-    return found
+                size += Path(at, name).lstat().st_blocks * 512
+    return size

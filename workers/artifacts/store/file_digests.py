@@ -1,4 +1,4 @@
-"""The digests of an artifact's files, taken of each as soon as it is whole, while others still arrive."""
+"""Computes the digest of each file of an artifact as soon as it is complete, while others still arrive."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Stamp = tuple[int, int, int]  # inode, size, time of the last change in ns
 
 
 class Digests:
-    """Of the files of ``folder`` with these names. Reads while it is entered."""
+    """Digests of the named files of ``folder``. Reads them in the background inside the context."""
 
-    def __init__(self, folder: Path, names: Iterable[str], told: Mapping[str, str], stop: threading.Event) -> None:
-        """``told``: those that whoever fetches tells of the bytes that it has written, each before its file appears."""
+    def __init__(self, folder: Path, names: Iterable[str], computed: Mapping[str, str], stop: threading.Event) -> None:
+        """``computed``: digests that the fetch computed from the written bytes, each set before its file appears."""
         self._folder = folder
-        self._told = told
+        self._computed = computed
         self._names = frozenset(names)
         self._stop = stop
         self._left = threading.Event()
@@ -40,18 +40,18 @@ class Digests:
         self._pool.shutdown(cancel_futures=True)
 
     def all(self) -> dict[str, str]:
-        """Of all that are there now; empty for one that the disk cannot read. Raises Stopped and OSError."""
-        there = [name for name in sorted(self._names) if (self._folder / name).exists()]
-        for name in there:
+        """Returns the digests of all present files; empty for an unreadable one. Raises Stopped and OSError."""
+        present = [name for name in sorted(self._names) if (self._folder / name).exists()]
+        for name in present:
             self._read(name)
-        return {name: self._of(name) for name in there}
+        return {name: self._of(name) for name in present}
 
     def _of(self, name: str) -> str:
         if name not in self._reading:
-            return self._told[name]
+            return self._computed[name]
         stamp, digest = self._reading[name].result()
         path = self._folder / name
-        return digest if stamp == _stamp(path) else digest_of(path, self._ended)  # replaced by another one since
+        return digest if stamp == _stamp(path) else digest_of(path, self._ended)  # replaced meanwhile
 
     def _watch(self) -> None:
         while not self._left.wait(LOOK_S):
@@ -61,7 +61,7 @@ class Digests:
 
     def _read(self, name: str) -> None:
         with self._lock:
-            if name not in self._reading and name not in self._told:
+            if name not in self._reading and name not in self._computed:
                 self._reading[name] = self._pool.submit(self._digest, self._folder / name)
 
     def _digest(self, path: Path) -> tuple[Stamp, str]:

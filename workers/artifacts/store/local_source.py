@@ -1,4 +1,4 @@
-"""An artifact of this host as a source: for its copy in memory."""
+"""Serves an artifact of this host as a source, for its copy in memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from workers.artifacts.store.blobs import DAMAGE
 from workers.artifacts.store.manifest import Artifact
 
 AT_ONCE = 4  # files
-DIGEST = "content:"  # of the checksums of its files: the digest that the store knows them by (content.py) comes after
-PIECE = 1 << 26  # bytes between two looks whether somebody has asked for the end
+DIGEST = "content:"  # checksum prefix; followed by the store's digest of the file (content_digest.py)
+PIECE = 1 << 26  # bytes between two checks for a stop
 
 
 class LocalSource:
-    """Keeps `Remote`: what is fetched from it is a copy."""
+    """Implements `Remote`: a fetch copies the files."""
 
     def __init__(self, artifact: Artifact) -> None:
         self._artifact = artifact
 
     def listing(self) -> Listing:
         """See `Remote`."""
-        one = self._artifact
+        artifact = self._artifact
         files = [
             RemoteFile(name=name, size=size, tag=digest, checksum=f"{DIGEST}{digest}")
-            for name, (size, digest) in sorted(one.files.items())
+            for name, (size, digest) in sorted(artifact.files.items())
         ]
-        return Listing(source=one.source, revision=one.revision, files=tuple(files))
+        return Listing(source=artifact.source, revision=artifact.revision, files=tuple(files))
 
     def fetch(self, listing: Listing, folder: Path, progress: Progress, stop: threading.Event) -> None:
-        """See `Remote`. Raises OSError too."""
+        """See `Remote`. Also raises OSError."""
         lacking = [file for file in listing.files if not manifest.is_file(folder / file.name, file.size)]
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="copying") as pool:
             for done in [pool.submit(self._copy, file, folder / file.name, progress, stop) for file in lacking]:
@@ -59,5 +59,5 @@ class LocalSource:
         except OSError as error:
             if error.errno not in DAMAGE:
                 raise
-            what = f"the disk cannot read {source.name} any more"
-            raise SourceError("store-incomplete", what, "it is fetched again") from error
+            message = f"{source.name} cannot be read from disk: {os.strerror(error.errno)}"
+            raise SourceError("store-incomplete", message, "it will be fetched again") from error

@@ -1,6 +1,6 @@
-"""Locks of files: among the threads of one process as among processes, released by the kernel with their holder.
+"""File locks between threads and between processes; the kernel releases those of a process that dies.
 
-Who holds one alone may unlink its file; who waits for it then takes the file of that name which comes after it.
+The holder of an exclusive lock may unlink its file; waiters then lock the next file of that name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workers.artifacts.sources.listing import Stopped
 
-WAIT_S = 0.05  # between two tries; a blocking flock could not be told to stop
+WAIT_S = 0.05  # between two attempts; a blocking flock could not be interrupted
 READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
@@ -24,10 +24,10 @@ def _nothing() -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path, stop: threading.Event | None = None, waiting: Callable[[], None] = _nothing) -> Iterator[int]:
-    """Hold ``path`` alone; its descriptor. ``waiting`` is called once if another holds it.
+def exclusive(path: Path, stop: threading.Event | None = None, waiting: Callable[[], None] = _nothing) -> Iterator[int]:
+    """Holds an exclusive lock on ``path``; yields its descriptor. ``waiting`` is called once if it has to wait.
 
-    Raises Stopped when ``stop`` is set meanwhile, and OSError where the file can neither be made nor opened.
+    Raises Stopped when ``stop`` is set meanwhile, and OSError if the file can neither be created nor opened.
     """
     with _held(path, fcntl.LOCK_EX, stop, waiting) as lock:
         yield lock
@@ -35,23 +35,23 @@ def alone(path: Path, stop: threading.Event | None = None, waiting: Callable[[],
 
 @contextlib.contextmanager
 def shared(path: Path, stop: threading.Event | None = None) -> Iterator[int]:
-    """Hold ``path`` together with others who do not want it alone; else as `alone`."""
+    """Holds a shared lock on ``path``; else as `exclusive`."""
     with _held(path, fcntl.LOCK_SH, stop, _nothing) as lock:
         yield lock
 
 
 @contextlib.contextmanager
-def at_once(path: Path) -> Iterator[bool]:
-    """Hold ``path`` alone if nobody else holds it: whether that is so."""
-    lock = _opened(path)
+def try_exclusive(path: Path) -> Iterator[bool]:
+    """Tries to hold an exclusive lock on ``path`` without waiting; yields whether it is held."""
+    lock = _open(path)
     try:
-        yield _try(lock, fcntl.LOCK_EX) and _is_at(lock, path)
+        yield _try(lock, fcntl.LOCK_EX) and _is_current(lock, path)
     finally:
-        _let_go(lock)
+        _release(lock)
 
 
 def is_held(path: Path) -> bool:
-    """Whether anybody holds it, alone or with others. It is held for a moment to find out."""
+    """Returns whether the lock is held, exclusive or shared. Takes the lock for a moment to find out."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -59,32 +59,32 @@ def is_held(path: Path) -> bool:
     try:
         return not _try(lock, fcntl.LOCK_EX)
     finally:
-        _let_go(lock)
+        _release(lock)
 
 
 @contextlib.contextmanager
 def _held(path: Path, kind: int, stop: threading.Event | None, waiting: Callable[[], None]) -> Iterator[int]:
-    stop, told = stop or threading.Event(), False
-    lock = _opened(path)
+    stop, notified = stop or threading.Event(), False
+    lock = _open(path)
     try:
-        while not (_try(lock, kind) and _is_at(lock, path)):
-            if not _is_at(lock, path):
-                _let_go(lock)
+        while not (_try(lock, kind) and _is_current(lock, path)):
+            if not _is_current(lock, path):
+                _release(lock)
                 lock = -1
-                lock = _opened(path)
+                lock = _open(path)
                 continue
-            if not told:
-                told = True
+            if not notified:
+                notified = True
                 waiting()
             if stop.wait(WAIT_S):
-                raise Stopped(f"stopped while another held {path}")
+                raise Stopped(f"stopped while waiting for the lock {path}")
         yield lock
     finally:
-        _let_go(lock)
+        _release(lock)
 
 
-def _opened(path: Path) -> int:
-    """A descriptor of its own: locks belong to it, and not to the process."""
+def _open(path: Path) -> int:
+    """Opens a new descriptor: flock locks belong to it, not to the process."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
@@ -93,14 +93,14 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough for a lock
 
 
-def _let_go(lock: int) -> None:
-    """Not by closing it alone: a child that was forked meanwhile has the descriptor too."""
+def _release(lock: int) -> None:
+    """Unlocks explicitly, since a child that was forked meanwhile keeps the descriptor open."""
     if lock >= 0:
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
-def _is_at(lock: int, path: Path) -> bool:
+def _is_current(lock: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:

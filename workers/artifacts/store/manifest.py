@@ -1,4 +1,4 @@
-"""What the folder of an artifact says of itself: that it is whole, or that its fetch goes on."""
+"""Reads and writes the state of an artifact's folder: complete, or being fetched."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ import msgspec
 from workers.artifacts.sources.listing import Listing, RemoteFile
 from workers.host import lifetime
 
-WHOLE = "corewright-artifact.json"  # written last: a folder without it is a fetch that goes on, or that died
+WHOLE = "corewright-artifact.json"  # written last: a folder without it is an unfinished fetch
 GROWING = "corewright-fetch.json"  # written first
 OURS = frozenset({WHOLE, GROWING, f"{WHOLE}.new", f"{GROWING}.new"})
 
-EARLIER = 64  # commits that are remembered
+EARLIER = 64  # commits kept per artifact
 
 Kind = TypeVar("Kind")
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole artifact of this host."""
+    """A complete artifact of this host."""
 
     key: str
     source: str
     revision: str = ""
     earlier: tuple[str, ...] = ()  # commits that had the same files
-    folder: str  # its files lie there under the source's names
+    folder: str  # holds the files under the source's names
     bytes: int
     files: Mapping[str, tuple[int, str]]  # name -> bytes and digest
     fetched_at: float  # seconds since the epoch
     used_at: float
-    fetch_s: float  # seconds that its fetch took; what was there before is reckoned in at the rate of the rest
+    fetch_s: float  # seconds of a complete fetch, extrapolated if part of it was there before
 
 
 class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of an artifact."""
+    """A file of an artifact."""
 
     size: int  # bytes
-    digest: str  # of its content (content.py), in hex
+    digest: str  # content digest (content_digest.py) in hex
     tag: str = ""  # the source's
     checksum: str = ""  # the source's
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in WHOLE."""
+    """The content of the file WHOLE."""
 
     source: str
     revision: str = ""
-    earlier: tuple[str, ...] = ()  # commits that had the same files, the last one first
+    earlier: tuple[str, ...] = ()  # commits that had the same files, the latest first
     files: Mapping[str, KeptFile]
     fetched_at: float
     fetch_s: float
-    boot: str  # that of the machine in which all files were last compared with their digests
+    boot: str  # id of the boot in which all files were last verified
 
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files.values())
 
-    def moved_on(self, revision: str) -> Manifest:
-        """The same files stand at another commit now."""
-        before = [one for one in (self.revision, *self.earlier) if one != revision]
+    def with_revision(self, revision: str) -> Manifest:
+        """Returns the manifest with ``revision`` as the current commit of the same files."""
+        before = [commit for commit in (self.revision, *self.earlier) if commit != revision]
         return msgspec.structs.replace(self, revision=revision, earlier=tuple(before[:EARLIER]))
 
     def listing(self) -> Listing:
-        """What was fetched."""
+        """Returns the listing that was fetched."""
         files = [
             RemoteFile(name=name, size=file.size, tag=file.tag, checksum=file.checksum)
             for name, file in sorted(self.files.items())
@@ -90,63 +90,62 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in GROWING: what is being fetched into the folder, or was, when the fetch ended too early."""
+    """The content of the file GROWING: an unfinished fetch into the folder, running or interrupted."""
 
     listing: Listing
     boot: str
-    seeds: Mapping[str, str] = {}  # name -> digest of files that were not fetched, but linked from what was here
+    seeds: Mapping[str, str] = {}  # name -> digest of files linked from other artifacts instead of fetched
 
 
-def whole(folder: Path) -> Manifest | None:
-    """Of a folder that was published, and whose files are all there at their sizes."""
-    found = _read(folder / WHOLE, Manifest)
-    if found is None:
+def complete(folder: Path) -> Manifest | None:
+    """Returns the manifest if all files are present with their sizes; else None."""
+    manifest = _read(folder / WHOLE, Manifest)
+    if manifest is None:
         return None
-    sound = all(is_file(folder / name, file.size) for name, file in found.files.items())
-    return found if sound else None
+    is_complete = all(is_file(folder / name, file.size) for name, file in manifest.files.items())
+    return manifest if is_complete else None
 
 
 def published(folder: Path) -> Manifest | None:
-    """The same, whatever has become of its files."""
+    """Returns the manifest without a check of the files; None: not published."""
     return _read(folder / WHOLE, Manifest)
 
 
-def growing(folder: Path) -> Fetch | None:
-    """The fetch that goes on in the folder, or that did not end well."""
+def unfinished(folder: Path) -> Fetch | None:
+    """Returns the unfinished fetch into the folder, running or interrupted; None: there is none."""
     return None if (folder / WHOLE).exists() else _read(folder / GROWING, Fetch)
 
 
 def begin(folder: Path, listing: Listing, seeds: Mapping[str, str]) -> None:
-    """``listing`` is fetched into the folder from now on. What is there stays."""
+    """Records that ``listing`` is being fetched into the folder. Existing files stay."""
     _write(folder / GROWING, msgspec.json.encode(Fetch(listing=listing, boot=lifetime.boot(), seeds=seeds)))
 
 
 def publish(folder: Path, manifest: Manifest) -> None:
-    """The folder is whole.
+    """Marks the folder as complete.
 
-    Nothing is synchronised with the disk: after a crash of the machine the boot is another one, and then files are
-    compared with their digests before they are trusted. To wait for the disk instead would cost a minute for 14 GB on
-    a volume of 250 MB/s, while the load that follows reads from memory.
+    Does not sync to disk: after a reboot the boot id differs, and files are verified before use. A sync would take a
+    minute for 14 GB on a volume with 250 MB/s, while the load that follows reads from the page cache.
     """
     _write(folder / WHOLE, msgspec.json.encode(manifest))
     (folder / GROWING).unlink(missing_ok=True)
 
 
-def regrow(folder: Path) -> None:
-    """A whole folder becomes one whose fetch has ended too early: what is left must have the digests that it had."""
-    found = published(folder)
-    if found is not None:
-        begin(folder, found.listing(), {name: file.digest for name, file in found.files.items()})
-    withdraw(folder)
+def reopen(folder: Path) -> None:
+    """Turns a complete folder into an unfinished fetch; the remaining files must still match their digests."""
+    manifest = published(folder)
+    if manifest is not None:
+        begin(folder, manifest.listing(), {name: file.digest for name, file in manifest.files.items()})
+    unpublish(folder)
 
 
-def withdraw(folder: Path) -> None:
-    """The folder is not whole any more."""
+def unpublish(folder: Path) -> None:
+    """Marks the folder as incomplete."""
     (folder / WHOLE).unlink(missing_ok=True)
 
 
 def is_file(path: Path, size: int) -> bool:
-    """Whether it is a file of its own, no link to elsewhere, of so many bytes."""
+    """Returns whether the path is a regular file, not a symlink, of that size."""
     try:
         about = path.lstat()
     except OSError:
@@ -155,20 +154,20 @@ def is_file(path: Path, size: int) -> bool:
 
 
 def without_ours(listing: Listing) -> Listing:
-    """A source may be a copy of a store's folder; its word is not ours."""
+    """Returns the listing without manifests, which a source that is a copy of a store's folder may have."""
     files = tuple(file for file in listing.files if file.name not in OURS)
     return listing if len(files) == len(listing.files) else msgspec.structs.replace(listing, files=files)
 
 
 def kept(file: RemoteFile, digest: str) -> KeptFile:
-    """``file``, whose content has that digest."""
+    """Returns the record of a file with that content digest."""
     return KeptFile(size=file.size, digest=digest, tag=file.tag, checksum=file.checksum)
 
 
 def _write(path: Path, content: bytes) -> None:
     written = path.with_name(f"{path.name}.new")
     written.write_bytes(content)
-    os.replace(written, path)  # noqa: PTH105 - read as one step
+    os.replace(written, path)  # noqa: PTH105 - atomic for readers
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:

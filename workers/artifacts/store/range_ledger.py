@@ -1,4 +1,4 @@
-"""Which ranges of an object are on this disk: a small file beside the data, which survives the process."""
+"""Records on disk which ranges of an object have arrived, so that a fetch can resume after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.artifacts.sources.listing import RemoteFile
 
 
 class Span(msgspec.Struct, frozen=True, order=True):
-    """Bytes of an object that are asked for at once."""
+    """The byte range of one request."""
 
     start: int
     end: int  # exclusive
@@ -24,40 +24,40 @@ class Span(msgspec.Struct, frozen=True, order=True):
 
 
 class RangeLedger:
-    """Lines of ``START END CRC``, each written after its data.
+    """A file of lines ``START END CRC``, each written after its data.
 
-    Whatever ends the process, what stands here was handed to the kernel. What a crash of the whole machine then loses,
-    the CRC tells.
+    Data of a recorded range was written to the kernel before, however the process ends. The CRC detects what a crash
+    of the machine loses.
     """
 
     def __init__(self, path: Path, file: RemoteFile, algorithm: str) -> None:
-        """What stands at ``path`` counts if it is of the same object and the same algorithm of CRCs."""
+        """A ledger at ``path`` is used if it is of the same object and the same CRC algorithm."""
         self._path = path
         self._title = f"{file.tag} {file.size} {algorithm}\n"
         self._lock = threading.Lock()
         self._file = -1
 
     def read(self) -> dict[Span, int]:
-        """The ranges that were whole, and their CRCs."""
+        """Returns the complete ranges and their CRCs."""
         try:
             lines = self._path.read_text().splitlines(keepends=True)
         except (OSError, UnicodeDecodeError):
             return {}
         if not lines or lines[0] != self._title:
             return {}
-        found = {}
+        ranges = {}
         for line in lines[1:]:
-            with contextlib.suppress(ValueError):  # a line that was cut off, or whatever else is no entry
+            with contextlib.suppress(ValueError):  # a truncated line
                 start, end, crc = line.split(" ")
                 if line.endswith("\n"):
-                    found[Span(int(start), int(end))] = int(crc, 16)
-        return found
+                    ranges[Span(int(start), int(end))] = int(crc, 16)
+        return ranges
 
     def note(self, span: Span, crc: int) -> None:
-        """Its data has been written."""
+        """Records a range whose data has been written."""
         with self._lock:
             if self._file < 0:
-                self._file = self._opened()
+                self._file = self._open()
             os.write(self._file, f"{span.start} {span.end} {crc:x}\n".encode())
 
     def close(self) -> None:
@@ -70,14 +70,14 @@ class RangeLedger:
         self.close()
         self._path.unlink(missing_ok=True)
 
-    def _opened(self) -> int:
-        """To go on with what is there, if it is of this object."""
+    def _open(self) -> int:
+        """Opens the ledger for appending; clears it if it is of another object."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         file = os.open(self._path, flags, 0o644)
-        there = os.pread(file, len(self._title), 0)
-        if there.decode(errors="replace") != self._title:
+        header = os.pread(file, len(self._title), 0)
+        if header.decode(errors="replace") != self._title:
             os.ftruncate(file, 0)
             os.write(file, self._title.encode())
         else:
-            os.write(file, b"\n")  # ends a line that was cut off
+            os.write(file, b"\n")  # terminates a truncated line
         return file

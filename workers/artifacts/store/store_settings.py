@@ -1,4 +1,4 @@
-"""What a host may keep of artifacts, as a value that crosses processes."""
+"""The settings of a host's artifact store, as a value that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a host keeps what it has fetched, and how much of it."""
+    """The location and the limits of a host's store."""
 
     root: str
-    budget: int | None = None  # bytes on disk; None: what the disk has
-    memory: str | None = None  # a folder of a tmpfs
-    memory_budget: int | None = None  # bytes there
+    budget: int | None = None  # bytes on disk; None: the disk's free space
+    memory: str | None = None  # a tmpfs folder
+    memory_budget: int | None = None  # bytes in it
 
     def open(self) -> Store:
-        """Makes no folder."""
+        """Opens the store without creating folders."""
         from workers.artifacts.store.store import Store
 
         memory = None if self.memory is None else Path(self.memory)

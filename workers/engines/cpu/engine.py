@@ -23,7 +23,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
-from workers.artifacts.fetch.arrival import coming, wait_for, wait_for_all, wait_for_small
+from workers.artifacts.fetch.arrival import pending_files, wait_for, wait_for_all, wait_for_small
 from workers.artifacts.sources.listing import SourceError
 from workers.batching.buckets import checked_buckets, default_decode_buckets, default_prefill_buckets
 from workers.engines import CPU_PACKAGES
@@ -658,7 +658,7 @@ def _family(settings: dict[str, Any], path: Path, trust_remote_code: bool) -> Fa
 def _weight_files(path: Path, allow_pickle: bool) -> tuple[list[Path], bool]:
     """Returns the files that transformers will read, and whether they are pickles (only without safetensors)."""
     safe, pickle = path / "model.safetensors", path / "pytorch_model.bin"
-    pending = coming(path)  # first: a file that arrives meanwhile is then seen twice, not missed
+    pending = pending_files(path)  # first: a file that arrives meanwhile is then seen twice, not missed
     is_there = {
         file: any(one.exists() or one.name in pending for one in (file, _index_of(file))) for file in (safe, pickle)
     }

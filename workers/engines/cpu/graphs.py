@@ -195,10 +195,10 @@ def _folder_for_a_copy() -> Iterator[Path]:
             about = stale.lstat()
             is_ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
             if is_ours and time.time() - about.st_mtime > YOUNG_S:
-                with locks.at_once(stale / HELD) as is_free:
+                with locks.try_exclusive(stale / HELD) as is_free:
                     if is_free:
                         shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory(prefix=COPY) as copy, locks.alone(Path(copy, HELD)):
+    with tempfile.TemporaryDirectory(prefix=COPY) as copy, locks.exclusive(Path(copy, HELD)):
         yield Path(copy)
 
 

@@ -48,7 +48,7 @@ def foretold(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The manifest, and the files that it lacks the digests of: with ``read`` False only digests that are kept in
     ``root`` are used. The place of an unknown one is empty."""
-    target = neuron_target.here()
+    target = neuron_target.current()
     sources = [one for one in (settings.source, settings.draft_source, settings.quantized_source) if one is not None]
     digests, unread = [], []
     for source in sources if root is not None else []:

@@ -35,7 +35,7 @@ READ = ("NEURON_CC_FLAGS", "XLA_HANDLE_SPECIAL_SCALAR", "UNSAFE_FP8FNCAST")
 def manifest(path: Path, options: Mapping[str, Any], speculation: list[int]) -> dict[str, Any]:
     """Everything that the graphs of the model in ``path``, and their NEFFs, depend on. Weights do not, and neither does
     how many are compiled at once."""
-    target = neuron_target.here()
+    target = neuron_target.current()
     neuron = {name: value for name, value in (options.get("neuron") or {}).items() if name != AT_ONCE}
     return {
         "engine": "transformers-neuronx",
@@ -82,7 +82,7 @@ def start_from(root: Path, wanted: Mapping[str, Any], source: Path, model: Any) 
         with visit.compiling(), compiling(f"{source} {WITH}", WHERE):
             model.to_neuron()
         _keep(found, source, model)
-        visit.written_down(found.path)
+        visit.record_compiled(found.path)
         return False
 
 
@@ -92,7 +92,7 @@ def compile_ahead(found: Entry, source: Path, model: Any) -> None:
     with visit.compiling(), compiling(f"{source} {WITH}", WHERE):
         model.cpu_compile()
     _keep(found, source, model)
-    visit.written_down(found.path, wait=True)
+    visit.record_compiled(found.path, wait=True)
 
 
 def compile_now(source: Path, model: Any, wanted: Mapping[str, Any], root: Path | None) -> None:
@@ -100,7 +100,7 @@ def compile_now(source: Path, model: Any, wanted: Mapping[str, Any], root: Path 
     visit = CompileSession(wanted, source, root)
     with visit.compiling(), compiling(f"{source} {WITH}", WHERE):
         model.to_neuron()
-    visit.written_down()
+    visit.record_compiled()
 
 
 def _keep(found: Entry, source: Path, model: Any) -> None:

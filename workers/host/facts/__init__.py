@@ -1,1 +1,1 @@
-"""What a host is made of, as its tools and its kernel tell: read with deadlines, and never by raising."""
+"""Facts of a host from its tools and its kernel, read with deadlines and without raising."""

@@ -1,17 +1,17 @@
-"""Lists of ids as the kernel and the Neuron runtime write them: "0-47,96-143"."""
+"""Parses lists of ids in the format of the kernel and the Neuron runtime: "0-47,96-143"."""
 
 from __future__ import annotations
 
 import re
 
-MOST_IDS = 2**14  # more CPUs than any machine has; keeps a broken list from filling the memory
+MOST_IDS = 2**14  # more CPUs than any machine has; limits the memory that an invalid list can take
 _PART = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 def parse_cpulist(text: str) -> tuple[int, ...] | None:
-    """The ids, ascending, each once. () for an empty list, None for what is none.
+    """Returns the distinct ids, ascending; () for an empty list, None for an invalid one.
 
-    The form of /sys/devices/system/node/node*/cpulist (a memory-only node has an empty one) and of
+    The format of /sys/devices/system/node/node*/cpulist (empty for a memory-only node) and of
     ``NEURON_RT_VISIBLE_CORES`` (Neuron Runtime Configuration: "7", "3-6", "3,4,5,6", "3-5,6").
     """
     ids: set[int] = set()

@@ -1,4 +1,4 @@
-"""HostFacts: all that is known of one host, put together from what its tools, its driver and its kernel told."""
+"""Combines the readings of a host's tools, driver and kernel into HostFacts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from workers.host.facts.sections import Findings, excerpt
 from workers.host.facts.sysfs import Sysfs, SysfsDevice
 from workers.host.facts.versions import Versions
 
-# Tools that have devices open without holding a core. neuron-ls lists them where it is asked for all processes.
+# Tools that open devices without holding a core. neuron-ls lists them among all processes.
 ONLOOKERS = frozenset({"neuron-ls", "neuron-monitor", "neuron-top"})
-ONE_CORE_SIZE = frozenset({"Inf2", "Trn1"})  # where a logical core is a physical one
+ONE_CORE_SIZE = frozenset({"Inf2", "Trn1"})  # families whose logical cores are physical cores
 
 
 class ProcessDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel tells of a process. None is what this user may not read."""
+    """A process as the kernel shows it. None: not readable by this user."""
 
     command: str | None = None
     visible_cores: str | None = None  # its NEURON_RT_VISIBLE_CORES
 
 
 class Readings(msgspec.Struct, frozen=True, kw_only=True):
-    """What each source told. None is a source that this host does not have."""
+    """The reading of each source. None: the host does not have the source."""
 
-    cpus: tuple[int, ...]  # that may be used
+    cpus: tuple[int, ...]  # usable CPUs
     memory_bytes: int
     numa: tuple[NumaNode, ...] = ()
     product: str | None = None  # the machine's name in its firmware: on EC2 the instance type
@@ -43,31 +43,31 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NeuronProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that has Neuron devices open."""
+    """A process that has Neuron devices open."""
 
     pid: int
     devices: tuple[int, ...]
-    cores: tuple[int, ...] | None = None  # those it was told to take; None when that is not known
-    command: str = ""  # "" when it cannot be read, as for a process of another container
+    cores: tuple[int, ...] | None = None  # its NEURON_RT_VISIBLE_CORES; None: unknown
+    command: str = ""  # "": not readable, such as for a process of another container
     runtime_version: str | None = None
 
     @property
     def holds_cores(self) -> bool:
-        """Not so for the tools that only look on."""
+        """Whether it may hold cores; monitoring tools do not."""
         words = self.command.split()
         return self.runtime_version is not None or not words or words[0].rsplit("/", 1)[-1] not in ONLOOKERS
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of one host. ``problems`` says what could not be read, where, and how to mend it."""
+    """The facts of one host. ``problems``: what could not be read, where, and how to fix it."""
 
     instance_type: str | None  # None without Neuron devices
     devices: tuple[Device, ...]  # ascending
     processes: tuple[NeuronProcess, ...]  # ascending by pid
     versions: Versions
-    cpus: tuple[int, ...]  # that may be used, ascending
+    cpus: tuple[int, ...]  # usable CPUs, ascending
     numa: tuple[NumaNode, ...]
-    memory_bytes: int  # that may be used
+    memory_bytes: int  # usable memory
     monitor: MonitorSample | None  # None without neuron-monitor
     sysfs: tuple[SysfsDevice, ...]
     problems: tuple[str, ...]
@@ -79,23 +79,23 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ecc(self) -> tuple[Ecc, ...]:
-        """ECC events of each device: the driver's own counters, and neuron-monitor's where the driver has none."""
+        """ECC events of each device: the driver's counters, else neuron-monitor's."""
         merged = {ecc.device: ecc for ecc in (self.monitor.ecc if self.monitor else ())}
         for device in self.sysfs:
-            told = {name: count for name, count in msgspec.structs.asdict(device.ecc).items() if count is not None}
-            merged[device.index] = msgspec.structs.replace(merged.get(device.index, device.ecc), **told)
+            counts = {name: count for name, count in msgspec.structs.asdict(device.ecc).items() if count is not None}
+            merged[device.index] = msgspec.structs.replace(merged.get(device.index, device.ecc), **counts)
         return tuple(ecc for _, ecc in sorted(merged.items()))
 
 
 class Owner(NamedTuple):
-    """Who holds a core."""
+    """The process that holds a core."""
 
     pid: int
     command: str
 
 
 def combine(readings: Readings) -> HostFacts:
-    """Facts from readings. Pure, and never raises: where two sources disagree, ``problems`` says so."""
+    """Combines readings. Pure; never raises. Disagreements between sources become ``problems``."""
     findings = Findings()
     ls, monitor = readings.neuron_ls, readings.monitor
     sysfs = readings.sysfs.devices if readings.sysfs else ()
@@ -122,12 +122,12 @@ def combine(readings: Readings) -> HostFacts:
 
 
 def owners(facts: HostFacts) -> dict[int, Owner]:
-    """Which process holds which logical core of the host. Cores that nothing is known to hold are left out.
+    """Returns the owner of each logical core that is known to be held.
 
-    1. A core on which neuron-monitor sees a process's memory or work is that process's.
-    2. Else it is of the process that was told to take it (NEURON_RT_VISIBLE_CORES) and has its device open.
-    3. Else, of a process that has its device open and of which neither 1 nor 2 gives any core: neuron-ls tells
-       devices only. Of several the one with the lowest pid is named.
+    1. The process whose memory or utilization neuron-monitor reports on the core.
+    2. Else the process that has the core in its NEURON_RT_VISIBLE_CORES and the device open.
+    3. Else a process that has the device open and owns no core by 1 or 2, since neuron-ls reports devices only. The
+       lowest pid if there are several.
     """
     commands = {process.pid: process.command for process in facts.processes}
     held: dict[int, int] = {}
@@ -139,9 +139,9 @@ def owners(facts: HostFacts) -> dict[int, Owner]:
     for process in holders:  # 2
         for core in process.cores or ():
             held.setdefault(core, process.pid)
-    known = {*held.values(), *(process.pid for process in holders if process.cores is not None)}
+    owning_pids = {*held.values(), *(process.pid for process in holders if process.cores is not None)}
     for process in holders:  # 3
-        if process.pid not in known:
+        if process.pid not in owning_pids:
             for device in facts.devices:
                 for core in device.cores if device.index in process.devices else ():
                     held.setdefault(core, process.pid)
@@ -149,12 +149,12 @@ def owners(facts: HostFacts) -> dict[int, Owner]:
 
 
 def _by_memory(runtimes: Iterable[Runtime]) -> list[Runtime]:
-    """Those with most on the devices first: two on one core are a process and its remains."""
+    """Sorts by device memory, the largest first: two runtimes on one core are a process and remains of another."""
     return sorted(runtimes, key=lambda runtime: (-(runtime.device_bytes or 0), runtime.pid))
 
 
 def _processes(readings: Readings, devices: tuple[Device, ...], findings: Findings) -> tuple[NeuronProcess, ...]:
-    """One for each pid of neuron-ls and neuron-monitor."""
+    """Returns a process for each pid of neuron-ls and neuron-monitor."""
     listed: dict[int, list[DeviceProcess]] = {}
     for process in readings.neuron_ls.processes if readings.neuron_ls else ():
         listed.setdefault(process.pid, []).append(process)
@@ -180,8 +180,8 @@ def _process(
     if cores and not {device_of.get(core) for core in cores} <= opened:
         findings.add(
             f"process {pid}:",
-            f"has NEURON_RT_VISIBLE_CORES={excerpt(detail.visible_cores)}, but is seen on "
-            f"{_named(opened)}; its cores are taken from what is seen",
+            f"has NEURON_RT_VISIBLE_CORES={excerpt(detail.visible_cores)}, but is on "
+            f"{_named(opened)}; the variable is ignored",
         )
         cores = None
     return NeuronProcess(
@@ -200,7 +200,7 @@ def _named(devices: set[int]) -> str:
 def _devices_of_driver(
     sysfs: tuple[SysfsDevice, ...], monitor: MonitorSample | None, findings: Findings
 ) -> tuple[Device, ...]:
-    """Devices from the driver alone, where neuron-ls tells none."""
+    """Returns devices from the driver alone, if neuron-ls lists none."""
     devices = []
     for device in sysfs:
         count = monitor.cores_per_device if monitor else None
@@ -209,7 +209,7 @@ def _devices_of_driver(
         if count is None or count > 1024:
             findings.add(
                 f"sysfs: neuron{device.index}:",
-                "its logical cores are not known without neuron-ls; install aws-neuronx-tools",
+                "its logical cores are unknown without neuron-ls; install aws-neuronx-tools",
             )
             count = 0
         devices.append(
@@ -230,7 +230,7 @@ def _compare_counts(
     monitor: MonitorSample | None,
     findings: Findings,
 ) -> None:
-    remedy = "one of them is of another release, or a device is lost (`dmesg | grep neuron`)"
+    remedy = "their releases differ, or a device is lost (`dmesg | grep neuron`)"
     if sysfs and len(sysfs) != len(devices):
         findings.add("devices:", f"neuron-ls lists {len(devices)}, the driver {len(sysfs)}; {remedy}")
     if monitor is None:
@@ -247,20 +247,20 @@ def _compare_counts(
 
 
 def _instance_type(readings: Readings, findings: Findings) -> str | None:
-    """neuron-ls, neuron-monitor, the firmware: the first that says it."""
+    """Returns the instance type of the first source that has it: neuron-ls, neuron-monitor, the firmware."""
     sources = {
         "neuron-ls": readings.neuron_ls and readings.neuron_ls.instance_type,
         "neuron-monitor": readings.monitor and readings.monitor.instance_type,
         "the firmware": readings.product,
     }
-    told = {source: name for source, name in sources.items() if name}
-    if len(set(told.values())) > 1:
-        said = ", ".join(f"{source} {excerpt(name)}" for source, name in told.items())
-        findings.add("instance type:", f"the sources differ: {said}; the first is used")
-    return next(iter(told.values()), None)
+    names = {source: name for source, name in sources.items() if name}
+    if len(set(names.values())) > 1:
+        listing = ", ".join(f"{source} {excerpt(name)}" for source, name in names.items())
+        findings.add("instance type:", f"the sources differ: {listing}; the first is used")
+    return next(iter(names.values()), None)
 
 
 def _versions(versions: Versions, processes: tuple[NeuronProcess, ...]) -> Versions:
-    """The runtime is often not a package of the system but inside the engine's image; then a process tells it."""
+    """Fills in the runtime's version from a running process: it is often in the engine's image, not a package."""
     running = [process.runtime_version for process in processes if process.runtime_version]
     return versions if versions.runtime or not running else msgspec.structs.replace(versions, runtime=running[0])

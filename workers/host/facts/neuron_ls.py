@@ -1,4 +1,4 @@
-"""What ``neuron-ls --json-output`` tells: the devices, and the processes that have them open."""
+"""Parses ``neuron-ls --json-output``: the devices, and the processes that have them open."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import msgspec
 from workers.host.facts.cpu_list import parse_cpulist
 from workers.host.facts.sections import Findings, Section, decode, described, elements
 
-MOST_CORES = 1024  # of one device; more is a broken number
+MOST_CORES = 1024  # per device; a larger number is invalid
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One Neuron device (/dev/neuron<index>). None is what could not be read."""
+    """A Neuron device (/dev/neuron<index>). None: not readable."""
 
     index: int
-    cores: tuple[int, ...]  # the ids of its logical cores on the host, as NEURON_RT_VISIBLE_CORES counts them
-    memory_bytes: int | None = None  # HBM of the whole device
+    cores: tuple[int, ...]  # ids of its logical cores on the host, as in NEURON_RT_VISIBLE_CORES
+    memory_bytes: int | None = None  # HBM of the device
     lnc: int | None = None  # physical cores per logical one; only on Trn2 and later
     connected_to: tuple[int, ...] = ()
     bdf: str | None = None  # PCI address: "0000:cc:00.0", in older releases "cc:00.0"
@@ -24,12 +24,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nc_count(self) -> int:
-        """How many logical cores it has."""
+        """The number of its logical cores."""
         return len(self.cores)
 
 
 class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process that has one device open. neuron-ls tells the device, not which of its cores."""
+    """A process that has a device open. neuron-ls reports the device, not the cores."""
 
     pid: int
     device: int
@@ -38,7 +38,7 @@ class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NeuronLs(msgspec.Struct, frozen=True, kw_only=True):
-    """All of one output."""
+    """A parsed output."""
 
     devices: tuple[Device, ...] = ()  # ascending
     processes: tuple[DeviceProcess, ...] = ()
@@ -47,7 +47,7 @@ class NeuronLs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_neuron_ls(output: str | bytes) -> NeuronLs:
-    """Read one output. Never raises: what cannot be read is named in ``problems``."""
+    """Parses an output. Never raises; ``problems`` lists what cannot be read."""
     findings = Findings()
     value = decode(output, "neuron-ls: the output", findings)
     sections = _device_sections(value, findings)
@@ -58,12 +58,14 @@ def parse_neuron_ls(output: str | bytes) -> NeuronLs:
         index = section.integer("neuron_device")
         if index is None or index in devices:
             if index is not None:
-                findings.add(section.where, f"tells of device {index} a second time, and is left out")
+                findings.add(section.where, f"repeats device {index} and is ignored")
             continue
         devices[index] = _device(section, index)
         processes += _processes(section, index)
     if value == []:
-        findings.add("neuron-ls: the list of devices", "is empty; is the driver loaded (`lsmod | grep neuron`)?")
+        findings.add(
+            "neuron-ls: the list of devices", "is empty; check that the driver is loaded (`lsmod | grep neuron`)"
+        )
     _check_distinct(devices, findings)
     return NeuronLs(
         devices=tuple(device for _, device in sorted(devices.items())),
@@ -74,22 +76,26 @@ def parse_neuron_ls(output: str | bytes) -> NeuronLs:
 
 
 def _device_sections(value: object, findings: Findings) -> list[Section]:
-    """The objects of the devices, in any of three forms.
+    """Returns the objects of the devices, from any of three formats.
 
-    1. An array with one object per device (Neuron LS User Guide, --json-output), which later releases also gave
-       ``instance_type`` and ``instance_id`` of their own.
-    2. An object with top-level fields and the devices in one of them (announced for Neuron 2.34 as
-       ``--output-format json``, its keys not published): the array whose objects have a ``neuron_device``.
-    3. An object without devices, which can only tell an error.
+    1. An array with one object per device (Neuron LS User Guide, --json-output); later releases add ``instance_type``
+       and ``instance_id`` to each.
+    2. An object with the devices in one of its fields (announced for Neuron 2.34 as ``--output-format json``, keys not
+       published): the array whose objects have a ``neuron_device``.
+    3. An object without devices, which can only report an error.
     """
     if not isinstance(value, dict):
         return [section for section in elements(value, "neuron-ls: device", findings) if section.present]
-    whole = Section(value, "neuron-ls: the output", findings)
-    whole.report_error()
+    root = Section(value, "neuron-ls: the output", findings)
+    root.report_error()
     for key, inside in value.items():
-        if isinstance(inside, list) and any(isinstance(one, dict) and "neuron_device" in one for one in inside):
-            return [one for one in elements(inside, f"neuron-ls: {described(key)}", findings) if one.present]
-    if not whole.has("error"):
+        if isinstance(inside, list) and any(
+            isinstance(element, dict) and "neuron_device" in element for element in inside
+        ):
+            return [
+                element for element in elements(inside, f"neuron-ls: {described(key)}", findings) if element.present
+            ]
+    if not root.has("error"):
         findings.add("neuron-ls: the output", "is an object without a list of devices")
     return []
 
@@ -97,11 +103,11 @@ def _device_sections(value: object, findings: Findings) -> list[Section]:
 def _instance_type(value: object, sections: list[Section]) -> str | None:
     top = Section(value, "neuron-ls: ", Findings()) if isinstance(value, dict) else None
     places = [*([top] if top else []), *sections]
-    return next((found for place in places if (found := place.text("instance_type", may_be_absent=True))), None)
+    return next((name for place in places if (name := place.text("instance_type", may_be_absent=True))), None)
 
 
 def _device(section: Section, index: int) -> Device:
-    """Field names of the Neuron LS User Guide and of the outputs that the tool was seen to give."""
+    """Parses a device; field names from the Neuron LS User Guide and from observed outputs."""
     return Device(
         index=index,
         cores=_cores(section, index),
@@ -115,7 +121,7 @@ def _device(section: Section, index: int) -> Device:
 
 
 def _cores(section: Section, index: int) -> tuple[int, ...]:
-    """The ids as told, else counted from ``nc_count`` on the assumption that every device has as many."""
+    """Returns the core ids, else ids counted from ``nc_count``, assuming that all devices have equally many."""
     count = section.integer("nc_count")
     ids = section.integers("neuroncore_ids", may_be_absent=True)
     if ids:
@@ -123,15 +129,15 @@ def _cores(section: Section, index: int) -> tuple[int, ...]:
             section.findings.add(section.where, f"has nc_count {count} but {len(ids)} neuroncore_ids, which are used")
         return tuple(sorted(set(ids)))
     if count is None or count > MOST_CORES or index > MOST_CORES:
-        section.findings.add(section.place("neuroncore_ids"), "is missing or empty, and so is a usable nc_count")
+        section.findings.add(section.place("neuroncore_ids"), "is missing or empty, without a usable nc_count")
         return ()
-    if not section.raw("neuroncore_ids"):  # else it is named already
+    if not section.raw("neuroncore_ids"):  # else it is a finding already
         section.findings.add(section.place("neuroncore_ids"), "is missing or empty; the ids are counted from nc_count")
     return tuple(range(index * count, (index + 1) * count))
 
 
 def _numa_node(section: Section) -> int | None:
-    """A number that the tool writes as a text; "-1" stands for none."""
+    """Parses a number that the tool writes as a string; "-1" means none."""
     key = "numa_node"
     value = section.raw(key)
     text = str(value) if isinstance(value, int) else section.text(key, may_be_absent=True)
@@ -152,13 +158,13 @@ def _cpu_affinity(section: Section) -> tuple[int, ...]:
 
 
 def _processes(section: Section, device: int) -> list[DeviceProcess]:
-    found = []
+    processes = []
     for process in section.sections("neuron_processes", may_be_absent=True):
         pid = process.integer("pid")
         if pid is None:
             continue
         version = process.text("neuron_runtime_version", may_be_absent=True)
-        found.append(
+        processes.append(
             DeviceProcess(
                 pid=pid,
                 device=device,
@@ -166,14 +172,14 @@ def _processes(section: Section, device: int) -> list[DeviceProcess]:
                 runtime_version=None if version == "NA" else version,
             )
         )
-    return found
+    return processes
 
 
 def _check_distinct(devices: dict[int, Device], findings: Findings) -> None:
-    seen: dict[int, int] = {}
+    device_of: dict[int, int] = {}
     for index, device in sorted(devices.items()):
         for core in device.cores:
-            if core in seen:
-                findings.add("neuron-ls: neuroncore_ids", f"give core {core} to devices {seen[core]} and {index}")
+            if core in device_of:
+                findings.add("neuron-ls: neuroncore_ids", f"give core {core} to devices {device_of[core]} and {index}")
                 break
-            seen[core] = index
+            device_of[core] = index

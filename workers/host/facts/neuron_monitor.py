@@ -1,5 +1,8 @@
-"""What one line of ``neuron-monitor`` tells: cores in use, memory by class, errors. Field names: Neuron Monitor User
-Guide, "The JSON output format". The guide's own sample is not valid JSON, and any section may be missing."""
+"""Parses a line of ``neuron-monitor``: cores in use, memory by class, errors.
+
+Field names: Neuron Monitor User Guide, "The JSON output format". The guide's own sample is not valid JSON, and any
+section may be missing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import msgspec
 
 from workers.host.facts.sections import Findings, Section, decode
 
-# All that is read below. Without a configuration the tool reports every 5 s, and its first line lacks groups.
+# The groups that are read below. Without a config the tool reports every 5 s, and its first line lacks groups.
 CONFIG = {
     "period": "1s",
     "neuron_runtimes": [
@@ -29,7 +32,7 @@ INSTANCE_LABELS = {
 
 
 class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How one process uses one logical core of the host."""
+    """The use of one logical core by one process."""
 
     core: int
     utilization: float | None = None  # percent of the period
@@ -37,12 +40,12 @@ class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_use(self) -> bool:
-        """Whether anything of that process is on the core: some releases list every core for every process."""
+        """Whether the process uses the core: some releases list every core for every process."""
         return bool(self.utilization) or any(self.memory.values())
 
 
 class Runtime(msgspec.Struct, frozen=True, kw_only=True):
-    """One process with the Neuron runtime. Counts are of the period, not since its start."""
+    """A process with the Neuron runtime. Counts are per period, not since its start."""
 
     pid: int
     tag: str | None = None  # NEURON_PROCESS_TAG, else the pid
@@ -56,7 +59,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ecc(msgspec.Struct, frozen=True, kw_only=True):
-    """ECC events of one device since the driver was loaded. None is what was not told."""
+    """The ECC events of one device since the driver was loaded. None: not reported."""
 
     device: int
     mem_corrected: int | None = None
@@ -67,24 +70,24 @@ class Ecc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MonitorSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading."""
+    """One parsed line."""
 
     runtimes: tuple[Runtime, ...] = ()
     ecc: tuple[Ecc, ...] = ()
     memory_total_bytes: int | None = None  # of the host
     memory_used_bytes: int | None = None
     instance_type: str | None = None
-    instance: dict[str, str] = {}  # id, name, availability zone, region, subnet: as the companion scripts label them
+    instance: dict[str, str] = {}  # id, name, availability zone, region, subnet, with the labels of AWS's exporter
     device_type: str | None = None  # "inferentia2", "trainium", "trainium2"
     device_count: int | None = None
     device_memory_bytes: int | None = None  # of each device
-    cores_per_device: int | None = None  # logical ones
+    cores_per_device: int | None = None  # logical cores
     lnc: int | None = None
     problems: tuple[str, ...] = ()
 
 
 def parse_neuron_monitor(line: str | bytes) -> MonitorSample:
-    """Read one line. Never raises: what cannot be read is named in ``problems``."""
+    """Parses one line. Never raises; ``problems`` lists what cannot be read."""
     findings = Findings()
     value = decode(line, "neuron-monitor: the line", findings)
     root = Section(value, "neuron-monitor: ", findings)
@@ -93,7 +96,7 @@ def parse_neuron_monitor(line: str | bytes) -> MonitorSample:
     system = root.section("system_data")
     memory = system.section("memory_info")
     counters = system.section("neuron_hw_counters")
-    instance = root.section("instance_info")  # this and the next are there whatever is configured
+    instance = root.section("instance_info")  # this and the next do not depend on the config
     hardware = root.section("neuron_hardware_info")
     return MonitorSample(
         runtimes=tuple(runtime for runtime in runtimes if runtime is not None),
@@ -133,7 +136,7 @@ def _runtime(section: Section) -> Runtime | None:
 
 
 def _core_uses(report: Section, used: Section) -> tuple[CoreUse, ...]:
-    """Utilization and memory of each core that either section names."""
+    """Returns the utilization and memory of each core in either section."""
     counters = report.section("neuroncore_counters").numbered("neuroncores_in_use")
     memory = used.section("usage_breakdown").numbered("neuroncore_memory_usage")
     return tuple(
@@ -147,7 +150,7 @@ def _core_uses(report: Section, used: Section) -> tuple[CoreUse, ...]:
 
 
 def _error_summary(stats: Section) -> dict[str, int]:
-    """Errors by sort. The guide's sample says "numerical" and its text "numeric"."""
+    """Returns error counts by kind. The guide's sample has "numerical" and its text "numeric"."""
     errors = stats.section("error_summary").amounts()
     if "numeric" in errors:
         errors.setdefault("numerical", errors.pop("numeric"))
@@ -155,7 +158,7 @@ def _error_summary(stats: Section) -> dict[str, int]:
 
 
 def _latency(stats: Section) -> dict[str, float]:
-    """Of whole executions, host and device together. Null while nothing is executed."""
+    """Returns the latency of complete executions, host and device together. Null while idle."""
     latency = stats.raw("latency_stats")
     total = latency.get("total_latency") if isinstance(latency, dict) else None
     if not isinstance(total, dict):
@@ -164,18 +167,18 @@ def _latency(stats: Section) -> dict[str, float]:
 
 
 def _instance(instance: Section) -> dict[str, str]:
-    """By the label that neuron-monitor-prometheus.py gives each of them."""
-    told = {label: instance.text(key, may_be_absent=True) for label, key in INSTANCE_LABELS.items()}
-    return {label: text for label, text in told.items() if text is not None}
+    """Returns the instance's properties by their labels in neuron-monitor-prometheus.py."""
+    properties = {label: instance.text(key, may_be_absent=True) for label, key in INSTANCE_LABELS.items()}
+    return {label: text for label, text in properties.items() if text is not None}
 
 
 def _ecc(counters: Section) -> tuple[Ecc, ...]:
     devices = counters.sections("neuron_devices")
-    found = []
+    events = []
     for device in devices:
         index = device.integer("neuron_device_index")
         if index is not None:
-            found.append(
+            events.append(
                 Ecc(
                     device=index,
                     mem_corrected=device.integer("mem_ecc_corrected", may_be_absent=True),
@@ -184,6 +187,6 @@ def _ecc(counters: Section) -> tuple[Ecc, ...]:
                     sram_uncorrected=device.integer("sram_ecc_uncorrected"),
                 )
             )
-    if counters.has("neuron_devices") and not found:
-        counters.findings.add(counters.place("neuron_devices"), "tells of no device")
-    return tuple(sorted(found, key=lambda ecc: ecc.device))
+    if counters.has("neuron_devices") and not events:
+        counters.findings.add(counters.place("neuron_devices"), "has no usable device")
+    return tuple(sorted(events, key=lambda ecc: ecc.device))

@@ -1,4 +1,4 @@
-"""Which CPUs are near to which memory: /sys/devices/system/node (kernel documentation, sysfs-devices-node)."""
+"""Reads the NUMA nodes of a host from /sys/devices/system/node (kernel documentation, sysfs-devices-node)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from workers.host.facts.sections import Findings, excerpt
 
 
 class NumaNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One NUMA node, with those of its CPUs that may be used."""
+    """A NUMA node and its usable CPUs."""
 
     node: int
     cpus: tuple[int, ...]
 
 
 def parse_numa(cpulists: Mapping[str, str], usable: tuple[int, ...]) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
-    """Nodes and problems from the texts of node*/cpulist, by the name of the node's folder. Never raises."""
+    """Returns nodes and problems from the contents of node*/cpulist, by folder name. Never raises."""
     findings = Findings()
     nodes = []
     for name, text in cpulists.items():
@@ -36,7 +36,7 @@ def parse_numa(cpulists: Mapping[str, str], usable: tuple[int, ...]) -> tuple[tu
 
 
 def read_numa(root: Path, usable: tuple[int, ...]) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
-    """Read /sys/devices/system/node (kernel documentation, sysfs-devices-node). No nodes where it is not there."""
+    """Reads /sys/devices/system/node. Returns no nodes if it does not exist."""
     texts: dict[str, str] = {}
     problems: list[str] = []
     for folder in root.glob("node[0-9]*"):
@@ -44,5 +44,5 @@ def read_numa(root: Path, usable: tuple[int, ...]) -> tuple[tuple[NumaNode, ...]
             texts[folder.name] = (folder / "cpulist").read_text(errors="replace")
         except OSError as error:
             problems.append(f"NUMA: {folder / 'cpulist'}: {error.strerror or error}")
-    nodes, found = parse_numa(texts, usable)
-    return nodes, (*problems, *found)
+    nodes, findings = parse_numa(texts, usable)
+    return nodes, (*problems, *findings)

@@ -1,4 +1,4 @@
-"""Reading the facts of this host: what runs tools and opens files. Never raises, and ends by its deadlines."""
+"""Reads the facts of this host by running tools and reading files, within deadlines and without raising."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ INSTALL = "install aws-neuronx-tools (Neuron Setup Guide)"
 
 @dataclass(frozen=True)
 class Places:
-    """Where things are; other ones in tests."""
+    """The paths that are read; tests use others."""
 
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
     tools: str = NEURON_TOOLS
-    own_sys: Path = Path("/sys")  # of this container, whose limits are there
+    own_sys: Path = Path("/sys")  # of this container, for its limits
 
     @classmethod
     def of_this_host(cls) -> Places:
-        """Below COREWRIGHT_HOST_ROOT, where that is set."""
+        """Returns the places below COREWRIGHT_HOST_ROOT, if it is set."""
         root = host_facts.host_root()
         return cls(root / "sys", root / "dev", str(root / NEURON_TOOLS.lstrip("/")))
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds for each source. A full sample of neuron-monitor comes after one to two."""
+    """Deadlines of the sources, in seconds. A full sample of neuron-monitor takes one to two."""
 
     neuron_ls_s: float = 5.0
     monitor_s: float = 4.0
@@ -55,23 +55,23 @@ PATIENCE = Deadlines()
 
 
 def read_host_facts(places: Places | None = None, deadlines: Deadlines = PATIENCE) -> HostFacts:
-    """The facts of this host. Takes as long as its tools, at most the sum of the deadlines and a few seconds.
+    """Returns the facts of this host, at most a few seconds after the sum of the deadlines.
 
-    Without Neuron devices no Neuron tool is run.
+    Runs no Neuron tool on a host without Neuron devices.
     """
     places = places or Places.of_this_host()
     problems: list[str] = []
     cpus = host_facts.usable_cpus()
-    numa, found = read_numa(places.sys / "devices/system/node", cpus)
-    problems += found
+    numa, new_problems = read_numa(places.sys / "devices/system/node", cpus)
+    problems += new_problems
     memory = usable_memory(places.own_sys)
     sysfs = read_sysfs(places.sys / "devices/virtual/neuron_device")
     if sysfs is None and not any(places.dev.glob("neuron[0-9]*")):
         return combine(Readings(cpus=cpus, memory_bytes=memory, numa=numa, problems=tuple(problems)))
-    neuron_ls, found = read_neuron_ls(deadlines.neuron_ls_s, places.tools)
-    problems += found
-    monitor, found = read_neuron_monitor(deadlines.monitor_s, places.tools)
-    problems += found
+    neuron_ls, new_problems = read_neuron_ls(deadlines.neuron_ls_s, places.tools)
+    problems += new_problems
+    monitor, new_problems = read_neuron_monitor(deadlines.monitor_s, places.tools)
+    problems += new_problems
     pids = {process.pid for process in (neuron_ls.processes if neuron_ls else ())}
     pids |= {runtime.pid for runtime in (monitor.runtimes if monitor else ())}
     return combine(
@@ -91,10 +91,10 @@ def read_host_facts(places: Places | None = None, deadlines: Deadlines = PATIENC
 
 
 def read_neuron_ls(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[NeuronLs | None, tuple[str, ...]]:
-    """What neuron-ls tells, and the problems of running it. None when it is not installed or told nothing.
+    """Returns the output of neuron-ls and the problems of running it. None: not installed, or no output.
 
-    ``--json-output`` is documented up to Neuron 2.33; 2.34 takes ``--output-format json`` in its place (AWS's notice
-    "end of support for the neuron-ls JSON output format"), so that is tried when the first fails.
+    ``--json-output`` is documented up to Neuron 2.33; 2.34 replaces it with ``--output-format json`` (AWS's notice "end
+    of support for the neuron-ls JSON output format"), which is tried if the first fails.
     """
     path = find_tool("neuron-ls", folder)
     if path is None:
@@ -109,24 +109,24 @@ def read_neuron_ls(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[Neuro
 
 
 def who_holds(cores: Iterable[int], deadline_s: float = PATIENCE.neuron_ls_s) -> dict[int, Owner]:
-    """Who holds those cores of this host, as far as neuron-ls tells; this process is left out."""
+    """Returns the owners of these cores according to neuron-ls, without this process."""
     listed, _ = read_neuron_ls(deadline_s, Places.of_this_host().tools)
     if listed is None:
         return {}
     pids = {process.pid for process in listed.processes} - {os.getpid()}
-    known = msgspec.structs.replace(
+    others = msgspec.structs.replace(
         listed, processes=tuple(process for process in listed.processes if process.pid in pids)
     )
     processes = {pid: read_process(pid) for pid in sorted(pids)}
-    held = owners(combine(Readings(cpus=(), memory_bytes=0, neuron_ls=known, processes=processes)))
+    held = owners(combine(Readings(cpus=(), memory_bytes=0, neuron_ls=others, processes=processes)))
     return {core: held[core] for core in sorted(set(cores)) if core in held}
 
 
 def read_neuron_monitor(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[MonitorSample | None, tuple[str, ...]]:
-    """One sample of neuron-monitor, and the problems of running it. None when it is not installed or told nothing.
+    """Returns one sample of neuron-monitor and the problems of running it. None: not installed, or no output.
 
-    Its first line lacks what takes a period to measure, so lines are read until one is whole, or the deadline comes;
-    then the last line counts.
+    The first line lacks values that take a period to measure, so lines are read until one is complete; at the deadline,
+    the last line is used.
     """
     path = find_tool("neuron-monitor", folder)
     if path is None:
@@ -138,11 +138,11 @@ def read_neuron_monitor(deadline_s: float, folder: str = NEURON_TOOLS) -> tuple[
             output = run_tool([path, "-c", config.name], deadline_s, _has_whole_sample)
     except OSError as error:
         return None, (
-            f"neuron-monitor: its configuration cannot be written: {error}; is {tempfile.gettempdir()} full?",
+            f"neuron-monitor: cannot write its config: {error}; check the free space of {tempfile.gettempdir()}",
         )
     line = _last_line(output)
     if line is None:
-        return None, (output.problem,) if output.problem else ("neuron-monitor: ended without a line",)
+        return None, (output.problem,) if output.problem else ("neuron-monitor: exited without output",)
     return parse_neuron_monitor(line), ()
 
 
@@ -153,14 +153,14 @@ def _has_whole_sample(stdout: bytes) -> bool:
 
 
 def _last_line(output: Output) -> bytes | None:
-    """The last whole line; what the tool was writing when it was ended does not count."""
-    *whole, rest = output.stdout.split(b"\n")
-    lines = [line for line in (*whole, rest if output.problem is None else b"") if line.strip()]
+    """Returns the last complete line; ignores a partial one of a killed tool."""
+    *complete, partial = output.stdout.split(b"\n")
+    lines = [line for line in (*complete, partial if output.problem is None else b"") if line.strip()]
     return lines[-1] if lines else None
 
 
 def read_process(pid: int) -> ProcessDetail:
-    """Its command and the cores that it was told to take, as far as this user may read them."""
+    """Returns a process's command and its visible cores, as far as this user may read them."""
     command = visible = None
     try:
         process = psutil.Process(pid)
@@ -174,7 +174,7 @@ def read_process(pid: int) -> ProcessDetail:
 
 
 def usable_memory(sys: Path = Path("/sys")) -> int:
-    """Bytes of memory that this host has, or that its container may use (cgroup v2) where that is less."""
+    """Returns the memory of this host in bytes, or its container's limit (cgroup v2) if that is lower."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
         limit = (sys / "fs/cgroup/memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""Section: one object of a JSON text that another program wrote, of which nothing is certain."""
+"""Reads objects of untrusted JSON from other programs, and collects problems instead of raising."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import math
 import re
 from collections.abc import Mapping
 
-MOST_PROBLEMS = 20  # of one text; what follows is counted, since a text of garbage has thousands
-LARGEST = 2**63 - 1  # what travels between processes as an integer
+MOST_PROBLEMS = 20  # per text; the rest is counted, since garbage has thousands
+LARGEST = 2**63 - 1  # the largest integer that is sent between processes
 LONGEST_NUMBER = 5  # digits of a core or device id
 
 
 class Findings:
-    """Problems of one text, in order. The same problem in many places is named at the first, with their number."""
+    """The problems of one text, in order. A problem in several places is listed once, with the number of places."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], list[str]] = {}
 
-    def add(self, where: str, what: str) -> None:
-        places = self._found.setdefault((re.sub(r"[0-9]+", "#", where), re.sub(r"[0-9]+", "#", what)), [])
-        text = f"{where.rstrip()} {what}"
+    def add(self, where: str, problem: str) -> None:
+        places = self._found.setdefault((re.sub(r"[0-9]+", "#", where), re.sub(r"[0-9]+", "#", problem)), [])
+        text = f"{where.rstrip()} {problem}"
         if text not in places[:1]:
             places.append(text)
 
     def __call__(self) -> tuple[str, ...]:
-        """All of them, or the first few and how many more there are."""
-        found = [
-            places[0] if len(places) == 1 else f"{places[0]} (so in {len(places)} places)"
+        """Returns the problems; beyond the maximum, only their number."""
+        texts = [
+            places[0] if len(places) == 1 else f"{places[0]} (in {len(places)} places)"
             for places in self._found.values()
         ]
-        more = len(found) - MOST_PROBLEMS
-        return (*found[:MOST_PROBLEMS], f"{more} more in the same text") if more > 0 else tuple(found)
+        more = len(texts) - MOST_PROBLEMS
+        return (*texts[:MOST_PROBLEMS], f"{more} more in the same text") if more > 0 else tuple(texts)
 
 
 def decode(text: str | bytes, where: str, findings: Findings) -> object:
-    """The value of a JSON text; None with a finding when it is none."""
+    """Returns the value of a JSON text; None with a finding if it is not JSON."""
     text = text.decode(errors="replace") if isinstance(text, bytes) else text
     try:
         return json.loads(text)
@@ -47,9 +47,9 @@ def decode(text: str | bytes, where: str, findings: Findings) -> object:
 
 
 class Section:
-    """One JSON object with its place. What is missing or of another type is None, and is named in the findings.
+    """A JSON object with its place. A value that is missing or has another type is None and becomes a finding.
 
-    An absent section gives nothing and reports nothing: its absence was reported once, by whoever asked for it.
+    An absent section has no values and adds no findings: its absence was reported once, by its parent.
     """
 
     def __init__(self, value: object, where: str, findings: Findings) -> None:
@@ -69,31 +69,31 @@ class Section:
         return self._value is not None and self._value.get(key) is not None
 
     def raw(self, key: str) -> object:
-        """The value under a key, of any type; None where there is none."""
+        """Returns the value of a key, of any type; None if it is missing."""
         return self._value.get(key) if self._value is not None else None
 
     def place(self, key: str) -> str:
-        """Where a key of it is: "neuron-monitor: system_data.memory_info"."""
+        """Returns the place of a key, such as "neuron-monitor: system_data.memory_info"."""
         return f"{self.where}{'' if self.where.endswith(': ') else '.'}{key}"
 
     def section(self, key: str) -> Section:
-        """The object under a key that should be there, its ``error`` reported where it carries one."""
+        """Returns the object of a required key; its ``error``, if any, becomes a finding."""
         value = self._get(key)
-        found = Section(value, self.place(key), self.findings)
-        found.report_error()
-        return found
+        section = Section(value, self.place(key), self.findings)
+        section.report_error()
+        return section
 
     def sections(self, key: str, *, may_be_absent: bool = False) -> list[Section]:
-        """The objects of the array under a key."""
+        """Returns the objects of an array."""
         if may_be_absent and not self.has(key):
             return []
-        found = elements(self._get(key), self.place(key), self.findings)
-        return [section for section in found if section.present]
+        sections = elements(self._get(key), self.place(key), self.findings)
+        return [section for section in sections if section.present]
 
     def numbered(self, key: str) -> dict[int, Section]:
-        """The objects under a key whose own keys are ids: {"0": {...}, "1": {...}}. Ascending."""
+        """Returns the objects of an object whose keys are ids: {"0": {...}, "1": {...}}. Ascending."""
         inside = self.section(key)
-        found = {}
+        sections = {}
         for name, value in (inside._value or {}).items():
             if not (name.isascii() and name.isdecimal() and len(name) <= LONGEST_NUMBER):
                 if name not in ("error", "period"):
@@ -101,68 +101,68 @@ class Section:
                 continue
             section = Section(value, inside.place(name), self.findings)
             if section.present:
-                found[int(name)] = section
-        return dict(sorted(found.items()))
+                sections[int(name)] = section
+        return dict(sorted(sections.items()))
 
     def report_error(self) -> None:
-        """Every block of the tools may carry an ``error``; empty means that all is well."""
+        """Adds the block's ``error`` to the findings; empty means no error."""
         error = self._value.get("error") if self._value is not None else None
         if error:
             self.findings.add(self.where, f"reports an error: {excerpt(error)}")
 
     def integer(self, key: str, *, may_be_absent: bool = False) -> int | None:
-        """A whole number from 0 on."""
+        """Returns a non-negative integer."""
         value = self._get(key, may_be_absent=may_be_absent)
         if value is None:
             return None
         number = whole(value)
         if number is None:
-            self.findings.add(self.place(key), f"is {described(value)}, not a whole number from 0 on")
+            self.findings.add(self.place(key), f"is {described(value)}, not a non-negative integer")
         return number
 
     def integers(self, key: str, *, may_be_absent: bool = False) -> tuple[int, ...]:
-        """An array of whole numbers from 0 on; what is none is left out."""
+        """Returns an array of non-negative integers; skips other elements."""
         value = self._get(key, may_be_absent=may_be_absent)
         if value is None:
             return ()
         if not isinstance(value, list):
-            self.findings.add(self.place(key), f"is {described(value)}, not an array of whole numbers")
+            self.findings.add(self.place(key), f"is {described(value)}, not an array of non-negative integers")
             return ()
         numbers = [whole(element) for element in value]
         if None in numbers:
-            self.findings.add(self.place(key), "holds what is not a whole number from 0 on")
+            self.findings.add(self.place(key), "has an element that is not a non-negative integer")
         return tuple(number for number in numbers if number is not None)
 
     def amounts(self) -> dict[str, int]:
-        """The section's own keys with a whole number from 0 on, as memory classes are given. Unknown ones too."""
-        found = {}
+        """Returns all keys with a non-negative integer, such as memory classes, unknown ones included."""
+        amounts = {}
         for name, value in (self._value or {}).items():
             if name in ("error", "period") or isinstance(value, dict | list):
                 continue
             number = whole(value)
             if number is None:
-                self.findings.add(self.place(clean(name)), f"is {described(value)}, not a whole number from 0 on")
+                self.findings.add(self.place(clean(name)), f"is {described(value)}, not a non-negative integer")
             else:
-                found[clean(name)] = number
-        return found
+                amounts[clean(name)] = number
+        return amounts
 
     def number(self, key: str, *, may_be_absent: bool = False) -> float | None:
-        """A finite number from 0 on."""
+        """Returns a finite non-negative number."""
         value = self._get(key, may_be_absent=may_be_absent)
         if value is None:
             return None
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST:
             return float(value)
-        self.findings.add(self.place(key), f"is {described(value)}, not a number from 0 on")
+        self.findings.add(self.place(key), f"is {described(value)}, not a non-negative number")
         return None
 
     def text(self, key: str, *, may_be_absent: bool = False) -> str | None:
-        """A text; None also where it is empty."""
+        """Returns a string; None if it is empty."""
         value = self._get(key, may_be_absent=may_be_absent)
         if value is None:
             return None
         if not isinstance(value, str):
-            self.findings.add(self.place(key), f"is {described(value)}, not a text")
+            self.findings.add(self.place(key), f"is {described(value)}, not a string")
             return None
         return clean(value) or None
 
@@ -176,7 +176,7 @@ class Section:
 
 
 def elements(value: object, where: str, findings: Findings) -> list[Section]:
-    """The elements of a JSON array, each as a section. Nothing where there is no array."""
+    """Returns the elements of a JSON array as sections; none if it is not an array."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -186,31 +186,31 @@ def elements(value: object, where: str, findings: Findings) -> list[Section]:
 
 
 def whole(value: object) -> int | None:
-    """A whole number from 0 on that fits in 63 bits; 2.0 counts, true does not."""
+    """Returns a non-negative integer of at most 63 bits; accepts 2.0, but not true."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST else None
 
 
 def clean(text: str) -> str:
-    """The text without what cannot be written as UTF-8 (JSON may escape half of a surrogate pair)."""
+    """Returns the text without characters that UTF-8 cannot encode (JSON may escape half of a surrogate pair)."""
     return text.encode(errors="replace").decode()
 
 
 def excerpt(value: object) -> str:
-    """The beginning of a foreign value, on one line."""
+    """Returns the beginning of an untrusted value on one line."""
     text = " ".join(clean(value if isinstance(value, str) else str(value)[:200]).split())
     return f'"{text[:100]}..."' if len(text) > 100 else f'"{text}"'
 
 
 def kind(value: object) -> str:
-    """What sort of JSON value it is."""
+    """Returns the type of a JSON value for display."""
     if isinstance(value, bool):
         return "a boolean"
-    names: dict[type, str] = {dict: "an object", list: "an array", str: "a text", int: "a number", float: "a number"}
+    names: dict[type, str] = {dict: "an object", list: "an array", str: "a string", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
 def described(value: object) -> str:
-    """The value where it is short to say, else its sort."""
+    """Returns the value if it is a scalar, else its type."""
     return kind(value) if isinstance(value, dict | list | None) else excerpt(value)

@@ -1,4 +1,4 @@
-"""What the Neuron driver tells under /sys/devices/virtual/neuron_device: no tool and no privilege needed for most."""
+"""Reads the Neuron driver's files under /sys/devices/virtual/neuron_device, mostly without privileges or tools."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from workers.host.facts.neuron_monitor import Ecc
 from workers.host.facts.sections import Findings, excerpt, whole
 
 LONGEST_FILE = 4096  # bytes of one sysfs attribute
-# Read by name: writing to one of the others (``reset``) acts on the device, and reading it tells nothing.
+# An allow list, since other files (``reset``) act on the device when written, and have no content.
 _WANTED = re.compile(
     r"core_count|connected_devices|serial_number|device_name|instance_type|arch_type|total|(mem|sram)_ecc_\w+"
 )
 _CORE = re.compile(r"neuron_core([0-9]{1,4})")
-_SUCCESS = "success"  # the NRT status that is no failure
+_SUCCESS = "success"  # the only NRT status that is not a failure
 
 
 class SysfsCore(msgspec.Struct, frozen=True, kw_only=True):
-    """One core, by its number on its device. Counters run since the driver was loaded."""
+    """A core, by its number on the device. Counters start when the driver is loaded."""
 
     core: int
     memory: dict[
         str, int
-    ] = {}  # class -> bytes now (Neuron Sysfs User Guide: for memory, ``total`` is the current one)
+    ] = {}  # class -> current bytes (Neuron Sysfs User Guide: for memory, ``total`` is the current value)
     failures: dict[str, int] = {}  # NRT status other than success -> times returned
 
 
 class SysfsDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One device directory. None is what could not be read."""
+    """A device directory. None: not readable."""
 
     index: int
     core_count: int | None = None
@@ -47,31 +47,31 @@ class SysfsDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sysfs(msgspec.Struct, frozen=True, kw_only=True):
-    """All devices that the driver shows."""
+    """All devices of the driver."""
 
     devices: tuple[SysfsDevice, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def parse_sysfs(files: Mapping[str, str]) -> Sysfs:
-    """Read the texts of the files, by their path below the folder: "neuron0/core_count" -> "2". Never raises.
+    """Parses file contents by their path below the folder: "neuron0/core_count" -> "2". Never raises.
 
-    Counters are found by the end of their path, because Neuron Driver 2.31 moved nodes (Neuron Sysfs User Guide); a
-    counter is a file, or a directory whose file ``total`` holds it.
+    Finds counters by the end of their path, because Neuron Driver 2.31 moved nodes (Neuron Sysfs User Guide); a counter
+    is a file, or a directory with a file ``total``.
     """
     findings = Findings()
     below: dict[int, dict[str, str]] = {}
     for path, text in sorted(files.items()):
-        top, _, rest = path.partition("/")
-        if rest and (match := re.fullmatch(r"neuron([0-9]{1,4})", top)):
-            below.setdefault(int(match[1]), {})[rest] = text.strip()
+        top, _, relative = path.partition("/")
+        if relative and (match := re.fullmatch(r"neuron([0-9]{1,4})", top)):
+            below.setdefault(int(match[1]), {})[relative] = text.strip()
     devices = tuple(_device(index, texts, findings) for index, texts in sorted(below.items()))
     return Sysfs(devices=devices, problems=findings())
 
 
 def _device(index: int, texts: dict[str, str], findings: Findings) -> SysfsDevice:
     where = f"sysfs: neuron{index}"
-    own: dict[str, str] = {}  # without what belongs to a core
+    own: dict[str, str] = {}  # files that belong to no core
     of_core: dict[int, dict[str, str]] = {}
     for path, text in texts.items():
         core, inside = _split_core(path)
@@ -118,18 +118,18 @@ def _core(core: int, texts: dict[str, str], where: str, findings: Findings) -> S
 
 
 def _under(texts: dict[str, str], folder: str, where: str, findings: Findings) -> dict[str, int]:
-    """The counters directly under a folder: .../device_mem/tensors/total -> {"tensors": ...}."""
+    """Returns the counters directly under a folder: .../device_mem/tensors/total -> {"tensors": ...}."""
     pattern = re.compile(rf"(?:.*/)?{folder}/(\w+)(?:/total)?")
-    found = {}
+    counters = {}
     for path, text in texts.items():
         match = pattern.fullmatch(path)
         if match and match[1] != "total" and (count := _whole(text, f"{where}/{path}", findings)) is not None:
-            found[match[1]] = count
-    return found
+            counters[match[1]] = count
+    return counters
 
 
 def _at(texts: dict[str, str], name: str) -> str | None:
-    """The path of an attribute or counter, wherever the driver's release puts it; the shortest when there are more."""
+    """Returns the path of an attribute or counter in any driver release; the shortest if there are several."""
     ends = (f"/{name}", f"/{name}/total")
     return min((path for path in texts if f"/{path}".endswith(ends)), key=len, default=None)
 
@@ -144,14 +144,14 @@ def _counter(texts: dict[str, str], name: str, where: str, findings: Findings, *
     if path is None:
         if must:
             findings.add(
-                f"{where}: {name}", "is missing; this release of the driver may not have it (Neuron Sysfs User Guide)"
+                f"{where}: {name}", "is missing; this driver release may not have it (Neuron Sysfs User Guide)"
             )
         return None
     return _whole(texts[path], f"{where}/{path}", findings)
 
 
 def _connected(texts: dict[str, str], where: str, findings: Findings) -> tuple[int, ...]:
-    """``connected_devices`` in the form of neuron-ls's table: "12, 3, 4, 1", in this order. Empty on one device."""
+    """Parses ``connected_devices``, such as "12, 3, 4, 1", in this order. Empty on a host with one device."""
     text = _text(texts, "connected_devices") or ""
     parts = [part for part in re.split(r"[,\s]+", text) if part]
     if all(len(part) <= 4 and part.isascii() and part.isdecimal() for part in parts):
@@ -163,12 +163,12 @@ def _connected(texts: dict[str, str], where: str, findings: Findings) -> tuple[i
 def _whole(text: str, where: str, findings: Findings) -> int | None:
     number = whole(int(text)) if text.isascii() and text.isdecimal() and len(text) < 20 else None
     if number is None:
-        findings.add(where, f"is {excerpt(text)}, not a whole number")
+        findings.add(where, f"is {excerpt(text)}, not a non-negative integer")
     return number
 
 
 def read_sysfs(root: Path, deadline_s: float = 2.0) -> Sysfs | None:
-    """Read the folder of the driver. None when there is none; never raises."""
+    """Reads the driver's folder; None: it does not exist. Never raises."""
     if not root.is_dir():
         return None
     until = time.monotonic() + deadline_s
@@ -176,7 +176,7 @@ def read_sysfs(root: Path, deadline_s: float = 2.0) -> Sysfs | None:
     problems: dict[str, None] = {}
 
     def unreadable(error: OSError) -> None:
-        hint = "; run as a user who may read it" if isinstance(error, PermissionError) else ""
+        hint = "; run as a user with read permission" if isinstance(error, PermissionError) else ""
         problems[f"sysfs: {error.filename}: {error.strerror or error}{hint}"] = None
 
     for folder, inner, names in os.walk(root, onerror=unreadable):
@@ -190,7 +190,7 @@ def read_sysfs(root: Path, deadline_s: float = 2.0) -> Sysfs | None:
             except OSError as error:
                 unreadable(error)
         if time.monotonic() > until:
-            problems[f"sysfs: {root} was not read to its end within {deadline_s:g} s"] = None
+            problems[f"sysfs: reading {root} did not finish within {deadline_s:g} s"] = None
             break
     parsed = parse_sysfs(files)
     return Sysfs(devices=parsed.devices, problems=(*list(problems)[:5], *parsed.problems))

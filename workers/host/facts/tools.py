@@ -1,4 +1,4 @@
-"""Running a tool for its output, with a deadline that holds even when the tool hangs in the driver."""
+"""Runs tools for their output, with a deadline that holds even if a tool hangs in the driver."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pathlib import Path
 
 NEURON_TOOLS = "/opt/aws/neuron/bin"  # where aws-neuronx-tools installs; not on every service's PATH
 MOST_OUTPUT = 16 * 1024 * 1024
-LAST_WORDS_S = 0.2  # for standard error after standard output was closed; a child may keep it open for good
+LAST_WORDS_S = 0.2  # wait for standard error after standard output was closed; a child may keep it open
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a tool wrote until it ended, or until enough was read."""
+    """The output of a tool until it exited, or until enough was read."""
 
     stdout: bytes
-    problem: str | None  # why there is no more of it; None when all is well
+    problem: str | None  # why the output is incomplete; None: success
 
 
 def find_tool(name: str, folder: str = NEURON_TOOLS) -> str | None:
-    """The path of a tool: in AWS's folder, else on PATH. None when it is not installed."""
+    """Returns the path of a tool, in AWS's folder, else on PATH; None: not installed."""
     return shutil.which(name, path=folder) or shutil.which(name)
 
 
 def run_tool(argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], bool] = lambda stdout: False) -> Output:
-    """Run it until it ends, or until ``enough`` says so of its standard output. Never raises.
+    """Runs a tool until it exits, or until ``enough`` returns True for its standard output. Never raises.
 
-    At the deadline it is killed with its children. A process that hangs in the kernel survives even that; it is left
-    behind then, since waiting for it would hang the caller too.
+    Kills it with its children at the deadline. A process that hangs in the kernel survives that; it is left behind,
+    since waiting for it would block the caller, too.
     """
     name = Path(argv[0]).name
     try:
@@ -47,33 +47,33 @@ def run_tool(argv: Sequence[str], deadline_s: float, enough: Callable[[bytes], b
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        return Output(b"", f"{name}: cannot be started: {error}; try `{' '.join(argv)}` by hand")
+        return Output(b"", f"{name}: cannot be started: {error}; run `{' '.join(argv)}` by hand")
     until = time.monotonic() + deadline_s
     try:
         stdout, stderr, ended = _read(process, until, enough)
         code = _wait(process, until) if ended else None
     finally:
         _end(process)
-    by_hand = f"; try `{' '.join(argv)}` by hand"
-    said = _last_line(stderr) or ("" if code == 0 else _last_line(stdout[-1000:]))
-    said = f": {said}" if said else ""
+    by_hand = f"; run `{' '.join(argv)}` by hand"
+    message = _last_line(stderr) or ("" if code == 0 else _last_line(stdout[-1000:]))
+    message = f": {message}" if message else ""
     if code == 0 or (not ended and enough(stdout)):
         return Output(stdout, None)
     if code is not None:
-        return Output(stdout, f"{name}: ended with exit code {code}{said}{by_hand}")
-    return Output(stdout, f"{name}: no full answer within {deadline_s:g} s{said}{by_hand}")
+        return Output(stdout, f"{name}: exited with code {code}{message}{by_hand}")
+    return Output(stdout, f"{name}: no complete output within {deadline_s:g} s{message}{by_hand}")
 
 
 def _read(process: subprocess.Popen[bytes], until: float, enough: Callable[[bytes], bool]) -> tuple[bytes, bytes, bool]:
-    """Standard output, the end of standard error, and whether the output was closed."""
+    """Returns standard output, the end of standard error, and whether standard output was closed."""
     assert process.stdout is not None
     assert process.stderr is not None
     stdout, stderr, closed = b"", b"", False
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(process.stderr, selectors.EVENT_READ)
-        while selector.get_map() and (left := until - time.monotonic()) > 0 and len(stdout) < MOST_OUTPUT:
-            for key, _ in selector.select(left):
+        while selector.get_map() and (remaining := until - time.monotonic()) > 0 and len(stdout) < MOST_OUTPUT:
+            for key, _ in selector.select(remaining):
                 data = os.read(key.fd, 65536)
                 if not data:
                     selector.unregister(key.fileobj)

@@ -1,4 +1,4 @@
-"""Which releases of the Neuron software a host has."""
+"""Finds the installed versions of the Neuron software."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from workers.host.facts.tools import find_tool, run_tool
 
-# Package names of the Neuron Setup Guide; the same for apt and dnf.
+# Package names from the Neuron Setup Guide; the same for apt and dnf.
 PACKAGES: Mapping[str, str] = {
     "driver": "aws-neuronx-dkms",
     "runtime": "aws-neuronx-runtime-lib",
@@ -20,7 +20,7 @@ PACKAGES: Mapping[str, str] = {
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """Each None when it is not installed, or not as a package of the system."""
+    """Installed versions; None: not installed as a system package."""
 
     driver: str | None = None  # of the loaded kernel module
     runtime: str | None = None
@@ -29,14 +29,14 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_packages(listing: str | bytes) -> Versions:
-    """Read lines "name version", as dpkg-query and rpm are asked to write them. Other lines say what is missing."""
+    """Parses lines "name version" from dpkg-query or rpm; skips other lines, which report missing packages."""
     text = listing.decode(errors="replace") if isinstance(listing, bytes) else listing
-    found = dict(re.findall(r"^([a-z][a-z0-9-]*) ([0-9][0-9A-Za-z.+~:-]*)$", text, re.MULTILINE))
-    return Versions(**{field: found.get(package) for field, package in PACKAGES.items()})
+    versions = dict(re.findall(r"^([a-z][a-z0-9-]*) ([0-9][0-9A-Za-z.+~:-]*)$", text, re.MULTILINE))
+    return Versions(**{field: versions.get(package) for field, package in PACKAGES.items()})
 
 
 def read_versions(sys: Path, deadline_s: float) -> Versions:
-    """The driver as the kernel has it loaded (/sys/module/neuron/version), the rest from the package manager."""
+    """Returns the loaded driver's version (/sys/module/neuron/version), and the others from the package manager."""
     packages = parse_packages(_listing(deadline_s))
     try:
         loaded = (sys / "module/neuron/version").read_text(errors="replace").strip() or None
@@ -53,6 +53,6 @@ def _listing(deadline_s: float) -> bytes:
     ):
         path = find_tool(tool)
         if path is not None:
-            # Both end with an error when one of the packages is missing, and list the others.
+            # Both exit with an error if a package is missing, but list the others.
             return run_tool([path, *arguments, *names], deadline_s).stdout
     return b""
