@@ -57,7 +57,7 @@ class CompileService:
         def work(_: Progress, stop: threading.Event) -> prefetch.Foreseen:
             with self._looks:
                 if stop.is_set():
-                    raise Stopped(f"nobody waits for {config.model} any more")
+                    raise Stopped(f"stopped before {config.model} was examined")
                 return prefetch.foresee(config, stop)
 
         return self._foresights.join(waiter, prefetch.build_key(config), config.model, work, wait_s)
@@ -68,7 +68,7 @@ class CompileService:
         def work(_: Progress, stop: threading.Event) -> Checked | Failure:
             with self._looks:
                 if stop.is_set():
-                    raise Stopped(f"nobody waits for {config.model} any more")
+                    raise Stopped(f"stopped before {config.model} was examined")
                 return prefetch.check(config, stop)
 
         return self._checks.join(waiter, prefetch.build_key(config), config.model, work, wait_s)

@@ -77,7 +77,7 @@ class GraphUses:
             if entry.state is not State.SUCCESS:
                 continue
             file = self._cache / entry.name / NEFF
-            with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 if file.stat().st_size in sizes and (part := part_of(file)) in saved_parts:
                     graphs[entry.name] = part
         return graphs if {part.digest for part in graphs.values()} == {part.digest for part in saved_parts} else {}
@@ -94,7 +94,7 @@ class GraphUses:
             if entry.state is not State.SUCCESS:
                 continue
             file = self._cache / entry.name / NEFF
-            with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 if not has_access_times or self._before.get(file) is None or file.stat().st_atime_ns >= self._began:
                     graphs[entry.name] = part_of(file)
         return graphs
