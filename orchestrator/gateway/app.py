@@ -1,4 +1,4 @@
-"""What the gateway answers: OpenAI's routes, the probes, and who may ask."""
+"""The gateway: OpenAI's routes, the probes, and the model queues behind them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from orchestrator.gateway.openai.reply import Note, Reply
 from orchestrator.gateway.openai.request_builder import Prompts, prompts_of, requests_for
 from orchestrator.gateway.openai.tokenize import detokenized, tokenized
 from orchestrator.gateway.serving.queue import ModelQueue
-from orchestrator.gateway.serving.scheduling_parameters import terms_of
+from orchestrator.gateway.serving.scheduling_parameters import read_scheduling_parameters
 from orchestrator.gateway.serving.tokenizer_threads import TokenizerThreads
 from orchestrator.gateway.serving.tokenizers import Tokenizers
 from orchestrator.gateway.settings import GatewaySettings
@@ -54,27 +54,27 @@ from workers.text.tokenizer_process import TokenizerFault
 
 log = logging.getLogger(__name__)
 
-CONTROLLER_SILENT_S = 10.0  # the controller answers a long poll every few seconds
+CONTROLLER_SILENT_S = 10.0  # without an answer to a long poll: the controller is down
 CONTROLLER_METRICS_S = 1.0
 REPORT_S = 1.0  # between two reports of demand
-QUIET_REPORTS = 5  # of these, so often one is sent while nothing happens
+QUIET_REPORTS = 5  # without demand, every fifth report is sent
 KEY_IN_USE_S = 300.0
 SETTLE_S = 1.0
-INLINE_BYTES = 2048  # a body up to this is turned into bytes at once: a thread costs no less
-BYTES_OF_TOKEN = 4  # by which a key is charged for what is not tokenized yet
-STRANGERS_S = 10.0  # between two lines about requests without a key
-OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # without a key
+INLINE_BYTES = 2048  # the byte tokenizer runs inline up to this body size: a thread would cost more
+BYTES_OF_TOKEN = 4  # estimate by which a key is charged before tokenizing
+UNAUTHENTICATED_LOG_S = 10.0  # between two log lines about requests without a valid key
+OPEN = frozenset({"/livez", "/readyz", "/health", "/ping"})  # routes that need no key
 TEXT = b"text/plain; charset=utf-8"
 MODELS = "/v1/models/"
 CHAT = "/v1/chat/completions"
-GONE = 499  # nginx's: the client did not wait for the answer
+CLIENT_GONE = 499  # nginx's status for a client that disconnected before the answer
 
-Asked = protocol.ChatRequest | protocol.CompletionRequest
+GenerationBody = protocol.ChatRequest | protocol.CompletionRequest
 T = TypeVar("T")
 
 
 class ControllerClient(Protocol):
-    """What the gateway asks of the controller."""
+    """The controller's interface to the gateway."""
 
     async def routes(self, seen: int, timeout_s: float) -> tuple[int, RouteTable]: ...
     def wake(self, model: str) -> Coroutine[Any, Any, None]: ...
@@ -83,7 +83,7 @@ class ControllerClient(Protocol):
 
 
 class Gateway:
-    """State of one gateway: a queue for each model, kept true by the controller's route table. One event loop."""
+    """One gateway: a queue per model, kept in line with the controller's route table. One event loop."""
 
     def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
         self._controller = controller
@@ -93,31 +93,31 @@ class Gateway:
         self._request_ids = map(f"{self._id}-%d".__mod__, itertools.count())
         self._answer_ids = map(f"-{self._id}%x".__mod__, itertools.count())
         self.queues: dict[str, ModelQueue] = {}
-        self._names: dict[str, ModelQueue] = {}  # aliases among them
+        self._names: dict[str, ModelQueue] = {}  # by name and alias
         self._tokenizers = Tokenizers()
         self._tokenizing = TokenizerThreads()
         self._scrapes = Scrapes(self._metrics_page)
         self._table: RouteTable | None = None
-        self._heard_at = 0.0
-        self._heard = asyncio.Event()
+        self._routes_at = 0.0  # the last answer of the controller (monotonic)
+        self._routes_known = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: Counter[int] = Counter()  # by status, requests without a valid key that are not logged yet
-        self._strangers_at = -math.inf  # monotonic
+        self._unauthenticated: Counter[int] = Counter()  # by status, requests without a valid key, not logged yet
+        self._unauthenticated_at = -math.inf  # their last log line (monotonic)
         home = Home(Path(settings.home))
         self.gate = Authenticator(settings, KeyFile(home.keys))
         self.metrics = GatewayMetrics()
         self._tracing = RequestTracing.from_environment(self._id)
         self._limits = KeyLimits(home.sockets / "limits", settings.gateways)
         self._recorder = RequestRecorder(home.traces, self._id)
-        self._epoch = time.time() - time.monotonic()  # added to a monotonic time: seconds since the epoch
+        self._epoch = time.time() - time.monotonic()  # add to a monotonic time to get seconds since the epoch
         self.server = HttpServer(settings, self.handle, self.ended, self.gate.early)
         self.certificate_expires: float | None = None  # seconds since the epoch
         folder = home.sockets / "gateways"
         self.clock = AwakeClock()
         families = lambda: self.metrics.families(*self._numbers_now())  # noqa: E731
         self._peers = Peers(folder, families, settings.gateways, home.seats, self.clock)
-        self._controllers: list[MetricFamily] = []  # what the controller has last told that it counts
-        self._controllers_at: float | None = None
+        self._controller_families: list[MetricFamily] = []  # from its last answer
+        self._controller_families_at: float | None = None  # monotonic
         self._routes: Mapping[str, tuple[str, Handler]] = {
             CHAT: ("POST", self.chat),
             "/v1/completions": ("POST", self.complete),
@@ -136,62 +136,61 @@ class Gateway:
     # Keeping up with the controller
 
     async def follow(self) -> None:
-        """Take over each new route table, for as long as the gateway lives. While the controller is away the last
-        table stays in force."""
+        """Applies each new route table, until cancelled. While the controller is down the last table stays in use."""
         seen = 0
         while True:
             try:
                 version, table = await self._controller.routes(seen, CONTROLLER_SILENT_S / 3)
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
-                log.warning("the controller does not answer: %s", error)
+                log.warning("cannot get routes from the controller: %s", error)
                 await asyncio.sleep(0.2)
                 seen = 0
                 continue
-            self._heard_at = time.monotonic()
-            self._heard.set()
+            self._routes_at = time.monotonic()
+            self._routes_known.set()
             if version != seen:
                 seen = version
                 self._update(table)
 
     async def report(self) -> None:
-        """Tell the controller once a second what is asked of the models. What it misses while it is away is lost: the
-        next report tells how long it covers."""
+        """Reports the demand to the controller once a second, until cancelled. Reports are lost while it is down; each
+        report states how long it covers."""
         reported_at, quiet = time.monotonic(), 0
         for number in itertools.count(1):
             await asyncio.sleep(REPORT_S)
-            told = [queue.report() for queue in self.queues.values()]
+            demands = [queue.report() for queue in self.queues.values()]
             now = time.monotonic()
             unreachable = [route.id for queue in self.queues.values() for route in queue.links.unreachable(now)]
             busy = bool(unreachable)
-            busy |= any(demand.arrived or demand.ended or demand.waiting or demand.live for demand, _ in told)
+            busy |= any(demand.arrived or demand.ended or demand.waiting or demand.live for demand, _ in demands)
             quiet = 0 if busy else quiet + 1
-            if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one ends what was told before
+            if quiet > 1 and quiet % QUIET_REPORTS:  # the first quiet one resets the last busy one
                 continue
             report = DemandReport(
                 gateway=self._id,
                 number=number,
                 seconds=round(now - reported_at, 3),
-                models=[demand for demand, _ in told],
-                decisions=[decision for _, decision in told if decision is not None],
+                models=[demand for demand, _ in demands],
+                decisions=[decision for _, decision in demands if decision is not None],
                 unreachable=unreachable,
             )
             reported_at = now
             try:
                 await asyncio.wait_for(self._controller.demand(report), CONTROLLER_SILENT_S)
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the controller starts again
-                log.warning("the controller does not hear of the demand: %s", error)
+                log.warning("cannot report the demand to the controller: %s", error)
             self._recorder.write_soon()
-            self._log_strangers(now)
-            self._epoch = time.time() - time.monotonic()  # the clock of the machine may have been set
+            self._log_unauthenticated(now)
+            self._epoch = time.time() - time.monotonic()  # the machine's clock may have been set
 
-    async def heard(self, within_s: float) -> None:
-        """Returns when the controller has told the routes for the first time, or after ``within_s``."""
+    async def wait_for_routes(self, within_s: float) -> None:
+        """Returns when the first routes have arrived, or after ``within_s``."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), within_s)
+            await asyncio.wait_for(self._routes_known.wait(), within_s)
 
     def _update(self, table: RouteTable) -> None:
         if self._table is not None and self._table.ready and not table.ready:
-            table = msgspec.structs.replace(table, ready=True)  # a controller that was started again has forgotten it
+            table = msgspec.structs.replace(table, ready=True)  # a restarted controller has forgotten it
         self._table = table
         for routes in table.models:
             queue = self.queues.get(routes.name)
@@ -214,30 +213,30 @@ class Gateway:
         for name in self.queues.keys() - {routes.name for routes in table.models}:
             self.queues.pop(name).close()
         self._names = {name: queue for queue in self.queues.values() for name in queue.names}
-        self._tokenizers.keep({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
+        self._tokenizers.retain({(routes.engine == "echo", routes.source, routes.tokenizer) for routes in table.models})
 
     async def join(self) -> bool:
-        """Become one of the fleet's gateways; False when there are as many as there should be."""
+        """Joins the fleet's gateways; returns False when all their places are taken."""
         try:
             return await self._peers.join()
-        except OSError as error:  # it serves all the same
-            log.error("the other gateways cannot tell of this one's metrics: %s", error)
+        except OSError as error:  # it can serve without
+            log.error("the metrics of this gateway are not available to the other gateways: %s", error)
             return True
 
     @property
     def settled(self) -> bool:
-        """Whether what clients sent during the last pause of this process has been read."""
+        """True when the input from the last pause of this process has been read."""
         return self.clock() - self.clock.resumed_at() >= SETTLE_S
 
     async def keep(self) -> None:
-        """To be called several times a second: this gateway lives, and sees whether the others do."""
+        """Writes the heartbeat and checks the other gateways. To be called several times a second."""
         try:
             await self._peers.keep()
-        except OSError as error:  # a full disk, or too many open files: it serves all the same
-            log.debug("no beat for the other gateways: %s", error)
+        except OSError as error:  # a full disk, or too many open files: it can serve without
+            log.debug("cannot write the heartbeat: %s", error)
 
     async def stop(self) -> None:
-        """The gateway ends; every exchange is over."""
+        """Stops the gateway; to be called when every exchange is over."""
         await self._peers.leave()
         await asyncio.to_thread(self._recorder.close)
         self._tokenizing.close()
@@ -252,7 +251,7 @@ class Gateway:
         task.add_done_callback(self._tasks.discard)
 
     async def _renew_all(self, queue: ModelQueue) -> None:
-        """Render and tokenize again what waits there and was read for other routes."""
+        """Renders and tokenizes again the waiting requests that were read for earlier routes."""
         while replies := dict.fromkeys(cast(Reply, ticket.sink) for ticket in queue.outdated()):
             for reply in replies:
                 try:
@@ -260,19 +259,19 @@ class Gateway:
                 except ApiError as error:
                     reply.fail(error)
                 except Exception:
-                    log.exception("%s cannot be read again, request %s", queue.name, reply.exchange.id)
+                    log.exception("cannot tokenize again for %s, request %s", queue.name, reply.exchange.id)
                     reply.fail(errors.internal_error())
         queue.pump()
 
     async def _renew(self, queue: ModelQueue, reply: Reply) -> None:
-        """Raises ApiError."""
+        """Renews the requests of one reply. Raises ApiError."""
         request = reply.exchange.request
-        reads = protocol.read_chat if request.path == CHAT else protocol.read_completion
-        asked: Asked = await asyncio.to_thread(reads, request.body)
-        prompts = await self._prompts(reply.exchange, queue, asked)
+        read = protocol.read_chat if request.path == CHAT else protocol.read_completion
+        body: GenerationBody = await asyncio.to_thread(read, request.body)
+        prompts = await self._prompts(reply.exchange, queue, body)
         if not reply.exchange.ended:
             ids = (ticket.id for ticket in reply.tickets)
-            reply.renew(prompts, self._requests(queue, asked, prompts[0], ids))
+            reply.renew(prompts, self._requests(queue, body, prompts[0], ids))
 
     def _wake(self, model: str) -> None:
         task = asyncio.get_running_loop().create_task(self._controller.wake(model))
@@ -281,13 +280,13 @@ class Gateway:
 
     def _woken(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # it is asked again with the next routes
-            log.warning("the controller was not asked for a first replica: %s", error)
+        if not task.cancelled() and (error := task.exception()) is not None:  # the next routes retry it
+            log.warning("cannot request a first replica from the controller: %s", error)
 
     # Every request
 
     def handle(self, exchange: Exchange) -> Awaitable[None] | None:
-        """Answer it, or give what will. Raises ApiError."""
+        """Answers a request, at once or by the awaitable that it returns. Raises ApiError."""
         request = exchange.request
         if b"origin" in request.headers:
             self.gate.admit_origin(exchange)
@@ -295,7 +294,7 @@ class Gateway:
         if path in OPEN:
             pass
         elif request.method == "OPTIONS" and b"access-control-request-method" in request.headers:
-            exchange.respond(204, b"", headers=PREFLIGHT)  # which a browser sends without the key
+            exchange.respond(204, b"", headers=PREFLIGHT)  # browsers send it without the key
             return None
         else:
             self.gate.admit(exchange)
@@ -305,15 +304,15 @@ class Gateway:
         raise errors.method_not_allowed(request.method, path, method)
 
     def _route(self, path: str) -> tuple[str, Handler]:
-        found = self._routes.get(path)
-        if found is not None:
-            return found
+        route = self._routes.get(path)
+        if route is not None:
+            return route
         if path.startswith(MODELS):
             return "GET", self.model
         raise errors.route_not_found(path)
 
     def ended(self, exchange: Exchange) -> None:
-        """The exchange is over: count and log it."""
+        """Counts and logs an exchange that is over."""
         note: Note | None = exchange.note
         self._log(exchange, note)
         if exchange.grant is not None:
@@ -323,27 +322,27 @@ class Gateway:
             self._record(exchange, note)
         if exchange.trace is not None and note is not None:
             usage = note.prompt_tokens, note.completion_tokens
-            exchange.trace.end(exchange.code or note.reason or "cancelled", usage, exchange.status or GONE)
+            exchange.trace.end(exchange.code or note.reason or "cancelled", usage, exchange.status or CLIENT_GONE)
         if exchange.code is not None:
             self.metrics.refused(None if note is None else note.model, exchange.status, exchange.code)
         if note is not None and note.overhead_s is not None:
             self.metrics.overhead(note.overhead_s)
 
-    def _log_strangers(self, now: float) -> None:
-        """One line for the requests without a valid key, at most every ``STRANGERS_S``."""
-        if not self._strangers or now - self._strangers_at < STRANGERS_S:
+    def _log_unauthenticated(self, now: float) -> None:
+        """Logs one line about requests without a valid key, at most every ``UNAUTHENTICATED_LOG_S``."""
+        if not self._unauthenticated or now - self._unauthenticated_at < UNAUTHENTICATED_LOG_S:
             return
-        counts = ", ".join(f"{count} with status {status}" for status, count in sorted(self._strangers.items()))
+        counts = ", ".join(f"{count} with status {status}" for status, count in sorted(self._unauthenticated.items()))
         log.warning("requests without a valid key since the last such line, or the start: %s", counts)
-        self._strangers.clear()
-        self._strangers_at = now
+        self._unauthenticated.clear()
+        self._unauthenticated_at = now
 
     def _record(self, exchange: Exchange, note: Note) -> None:
-        """For a trace of what was asked: lengths only."""
+        """Records a request for `trace export`: lengths only."""
         key = "" if exchange.key is None else exchange.key.id
-        came = exchange.request.received_at + self._epoch
+        arrived_at = exchange.request.received_at + self._epoch
         self._recorder.note(
-            came, note.model, note.prompt_tokens, note.completion_tokens, key, note.prefill_s, note.decode_s
+            arrived_at, note.model, note.prompt_tokens, note.completion_tokens, key, note.prefill_s, note.decode_s
         )
 
     def _log(self, exchange: Exchange, note: Note | None) -> None:
@@ -351,14 +350,14 @@ class Gateway:
         if request.path in OPEN and exchange.status == 200:
             return  # a probe, every second or so
         if key is None and self.gate.demands_keys:
-            self._strangers[exchange.status or GONE] += 1  # anyone could fill the disk with their lines
+            self._unauthenticated[exchange.status or CLIENT_GONE] += 1  # a line for each could fill the disk
             return
         prompts = self._settings.log_prompts and note is not None
         access_log(
             Access(
                 method=request.method,
                 path=request.path,
-                status=exchange.status or GONE,
+                status=exchange.status or CLIENT_GONE,
                 request_id=exchange.id,
                 ms=(time.monotonic() - request.received_at) * 1000,
                 model=None if note is None else note.model,
@@ -378,30 +377,30 @@ class Gateway:
         exchange.respond(200, _document(self.gate.demands_keys))
 
     def tokenize(self, exchange: Exchange) -> Awaitable[None]:
-        asked = protocol.read_tokenize(_json_of(exchange))
-        if isinstance(asked, protocol.TokenizeChatRequest):
-            self._check_messages(asked)
-        queue = self._queue(exchange, asked.model)
+        body = protocol.read_tokenize(_json_of(exchange))
+        if isinstance(body, protocol.TokenizeChatRequest):
+            self._check_messages(body)
+        queue = self._queue(exchange, body.model)
 
         def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
-            answer = tokenized(asked, tokenizer, queue.routes.max_len)
+            answer = tokenized(body, tokenizer, queue.routes.max_len)
             return _encode(answer), answer.count
 
         return self._by_tokenizer(exchange, queue, work)
 
     def detokenize(self, exchange: Exchange) -> Awaitable[None]:
-        asked = protocol.read_detokenize(_json_of(exchange))
-        queue = self._queue(exchange, asked.model)
+        body = protocol.read_detokenize(_json_of(exchange))
+        queue = self._queue(exchange, body.model)
 
         def work(tokenizer: PromptTokenizer) -> tuple[bytes, int]:
-            return _encode(detokenized(asked, tokenizer, queue.routes.max_len)), len(asked.tokens)
+            return _encode(detokenized(body, tokenizer, queue.routes.max_len)), len(body.tokens)
 
         return self._by_tokenizer(exchange, queue, work)
 
     async def _by_tokenizer(
         self, exchange: Exchange, queue: ModelQueue, work: Callable[[PromptTokenizer], tuple[bytes, int]]
     ) -> None:
-        """Answer with the body that ``work`` gives, and charge its tokens to the key."""
+        """Answers with the JSON that ``work`` returns, and charges its tokens to the key."""
         routes = queue.routes
         tokenizer = await self._tokenizers.get(routes.engine, routes.source, routes.tokenizer)
         body, tokens = await self._on_thread(exchange, queue, lambda: work(tokenizer))
@@ -411,8 +410,8 @@ class Gateway:
         exchange.respond(200, body)
 
     async def _on_thread(self, exchange: Exchange, queue: ModelQueue, work: Callable[[], T]) -> T:
-        """What ``work`` gives, which tokenizes the exchange's body. A key with limits is charged before, by the length
-        of the body, and that stays where ``work`` refuses it. Raises ApiError."""
+        """Returns what ``work`` does, which tokenizes the exchange's body. A key with limits is charged beforehand by
+        the length of the body, and the charge stays if ``work`` rejects the body. Raises ApiError."""
         key, size = exchange.key, len(exchange.request.body)
         charges = key is not None and key.limited and exchange.grant is None
         try:
@@ -432,11 +431,11 @@ class Gateway:
         exchange.respond(200, b"ok\n", content_type=TEXT)
 
     def readyz(self, exchange: Exchange) -> None:
-        late = self._not_ready()
-        exchange.respond(503 if late else 200, f"{late or 'ok'}\n".encode(), content_type=TEXT)
+        cause = self._not_ready()
+        exchange.respond(503 if cause else 200, f"{cause or 'ok'}\n".encode(), content_type=TEXT)
 
     def _not_ready(self) -> str | None:
-        if self._table is None or time.monotonic() - self._heard_at > CONTROLLER_SILENT_S:
+        if self._table is None or time.monotonic() - self._routes_at > CONTROLLER_SILENT_S:
             return "the controller does not answer"
         if self._table.stopping:
             return "the fleet is stopping"
@@ -450,18 +449,18 @@ class Gateway:
     async def metrics_page(self, exchange: Exchange) -> None:
         accept = exchange.request.headers.get(b"accept", b"").decode("latin-1")
         page, kind = await self._scrapes.page(wants_openmetrics(accept))
-        exchange.respond(200, [page], content_type=kind.encode())  # it may have megabytes, which nobody copies
+        exchange.respond(200, [page], content_type=kind.encode())  # as a part: a page of megabytes is not copied
 
     async def _metrics_page(self, openmetrics: bool) -> Page:
-        """What this gateway counts, the other ones, and the controller."""
+        """Returns the page with the metrics of this gateway, the other gateways and the controller."""
         try:
-            self._controllers = await asyncio.wait_for(self._controller.metrics(), CONTROLLER_METRICS_S)
-            self._controllers_at = time.monotonic()
+            self._controller_families = await asyncio.wait_for(self._controller.metrics(), CONTROLLER_METRICS_S)
+            self._controller_families_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 - of many kinds, while the controller starts again
-            log.warning("the controller does not tell what it counts: %s", error)
+            log.warning("cannot get metrics from the controller: %s", error)
         snapshot, vitals = self._numbers_now()
         return await self.metrics.scrape(
-            snapshot, self._controllers, openmetrics=openmetrics, vitals=vitals, peers=self._peers
+            snapshot, self._controller_families, openmetrics=openmetrics, vitals=vitals, peers=self._peers
         )
 
     def _numbers_now(self) -> tuple[list[ModelSnapshot], Vitals]:
@@ -477,13 +476,13 @@ class Gateway:
             )
             for queue in self.queues.values()
         ]
-        heard_at = self._controllers_at
+        families_at = self._controller_families_at
         vitals = Vitals(
             connections=len(self.server.connections),
             keys=sum(not key.expired(time.time()) for key in self.gate.keys.keys),
             keys_in_use=self.gate.in_use(KEY_IN_USE_S),
             certificate_expires=self.certificate_expires,
-            controller_age_s=None if heard_at is None else time.monotonic() - heard_at,
+            controller_age_s=None if families_at is None else time.monotonic() - families_at,
         )
         return snapshot, vitals
 
@@ -496,7 +495,7 @@ class Gateway:
         exchange.respond(200, _encode({"object": "list", "data": shown}))
 
     def _names_for(self, key: ApiKey | None) -> list[str]:
-        """The models that it may ask, by all their names."""
+        """Returns the names and aliases of the models that the key allows."""
         if key is None or not key.models:
             return list(self._names)
         return [name for name, queue in self._names.items() if set(key.models) & set(queue.names)]
@@ -517,22 +516,22 @@ class Gateway:
         }
 
     def chat(self, exchange: Exchange) -> Awaitable[None] | None:
-        asked = protocol.read_chat(_json_of(exchange))
-        self._check_messages(asked)
-        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), 1)
+        body = protocol.read_chat(_json_of(exchange))
+        self._check_messages(body)
+        return self._with_tokenizer(exchange, body, self._queue(exchange, body.model), 1)
 
-    def _check_messages(self, asked: protocol.Chat) -> None:
-        if len(asked.messages) > self._settings.max_messages:
-            raise errors.too_many_messages(len(asked.messages), self._settings.max_messages)
+    def _check_messages(self, body: protocol.Chat) -> None:
+        if len(body.messages) > self._settings.max_messages:
+            raise errors.too_many_messages(len(body.messages), self._settings.max_messages)
 
     def complete(self, exchange: Exchange) -> Awaitable[None] | None:
-        asked = protocol.read_completion(_json_of(exchange))
-        several = isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int)
-        count = len(asked.prompt) if several else 1
-        return self._with_tokenizer(exchange, asked, self._queue(exchange, asked.model), count)
+        body = protocol.read_completion(_json_of(exchange))
+        several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        count = len(body.prompt) if several else 1
+        return self._with_tokenizer(exchange, body, self._queue(exchange, body.model), count)
 
     def _queue(self, exchange: Exchange, model: str) -> ModelQueue:
-        """Of the model that goes by that name, for whom it is. Raises ApiError."""
+        """Returns the queue of the model with that name or alias, if the key allows it. Raises ApiError."""
         allow_scope(exchange.key, "inference")
         if self._table is None:
             raise errors.model_unavailable(model, "loading", "the gateway has just started")
@@ -546,24 +545,24 @@ class Gateway:
         return queue
 
     def _with_tokenizer(
-        self, exchange: Exchange, asked: Asked, queue: ModelQueue, prompts: int
+        self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, prompts: int
     ) -> Awaitable[None] | None:
         routes = queue.routes
-        count = prompts * (asked.n or 1)
-        if count > 1 and count > (room := routes.max_queue + queue.slots):  # before so many requests are made
+        count = prompts * (body.n or 1)
+        if count > 1 and count > (room := routes.max_queue + queue.slots):  # before that many requests are made
             raise errors.too_many_choices(count, room)
         tokenizer = self._tokenizers.loaded(routes.engine, routes.source, routes.tokenizer)
         if not isinstance(tokenizer, ByteTokenizer) or len(exchange.request.body) > INLINE_BYTES:
-            return self._start_later(exchange, asked, queue)
-        self._start(exchange, asked, queue, prompts_of(asked, tokenizer, routes.tool_parser))
+            return self._start_later(exchange, body, queue)
+        self._start(exchange, body, queue, prompts_of(body, tokenizer, routes.tool_parser))
         return None
 
-    async def _start_later(self, exchange: Exchange, asked: Asked, queue: ModelQueue) -> None:
-        self._start(exchange, asked, queue, await self._prompts(exchange, queue, asked))
+    async def _start_later(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue) -> None:
+        self._start(exchange, body, queue, await self._prompts(exchange, queue, body))
 
-    async def _prompts(self, exchange: Exchange, queue: ModelQueue, asked: Asked) -> Prompts:
-        """Where the tokenizer must be loaded first, or has long work. While an update holds requests, a tokenizer that
-        cannot be loaded is tried again with each change of the routes: a rollback names another. Raises ApiError."""
+    async def _prompts(self, exchange: Exchange, queue: ModelQueue, body: GenerationBody) -> Prompts:
+        """Tokenizes on a thread, once the tokenizer is loaded. While an update holds requests, a failed load is retried
+        at each change of the routes: a rollback changes the tokenizer. Raises ApiError."""
         until = time.monotonic() + queue.routes.hold_s
         while True:
             routes = queue.routes
@@ -574,34 +573,34 @@ class Gateway:
                     raise
                 continue
             limits = queue.limits.within(self._settings.max_prompt_tokens)
-            work = functools.partial(prompts_of, asked, tokenizer, routes.tool_parser, limits)
+            work = functools.partial(prompts_of, body, tokenizer, routes.tool_parser, limits)
             prompts = await self._on_thread(exchange, queue, work)
             if queue.routes.tokenizer == routes.tokenizer:
                 return prompts
 
     def _requests(
-        self, queue: ModelQueue, asked: Asked, prompts: list[list[int]], ids: Iterator[str]
+        self, queue: ModelQueue, body: GenerationBody, prompts: list[list[int]], ids: Iterator[str]
     ) -> list[GenerateRequest]:
-        """Raises ApiError 400."""
-        default = None if isinstance(asked, protocol.ChatRequest) else protocol.DEFAULT_COMPLETION_TOKENS
+        """Returns the requests for the replicas. Raises ApiError 400."""
+        default = None if isinstance(body, protocol.ChatRequest) else protocol.DEFAULT_COMPLETION_TOKENS
         limits = queue.limits.within(self._settings.max_prompt_tokens)
-        return requests_for(asked, prompts, limits, default, ids)
+        return requests_for(body, prompts, limits, default, ids)
 
-    def _start(self, exchange: Exchange, asked: Asked, queue: ModelQueue, read: Prompts) -> None:
-        """Put the request's choices into the queue; its Reply does the rest. Raises ApiError."""
+    def _start(self, exchange: Exchange, body: GenerationBody, queue: ModelQueue, tokenized_prompts: Prompts) -> None:
+        """Puts the request's choices into the queue; its Reply does the rest. Raises ApiError."""
         if exchange.ended:
-            return  # its client has gone meanwhile
-        prompts, echoes, parser = read
-        chat = isinstance(asked, protocol.ChatRequest)
-        copies = asked.n or 1
-        requests = self._requests(queue, asked, prompts, self._request_ids)
-        terms = terms_of(exchange.request.headers, exchange.key, asked.priority, time.monotonic())
-        self._charge(exchange, asked, requests, queue)
+            return  # the client disconnected
+        prompts, echoes, parser = tokenized_prompts
+        chat = isinstance(body, protocol.ChatRequest)
+        copies = body.n or 1
+        requests = self._requests(queue, body, prompts, self._request_ids)
+        terms = read_scheduling_parameters(exchange.request.headers, exchange.key, body.priority, time.monotonic())
+        self._charge(exchange, body, requests, queue)
         choices = [Choice(i, prompts[i // copies], echoes[i // copies]) for i in range(len(requests))]
         id = ("chatcmpl" if chat else "cmpl") + next(self._answer_ids)
-        answer = Answer(id, asked.model, int(time.time()), chat, choices, bool(asked.return_token_ids))
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
-        note = Note(queue.name, bool(asked.stream), prompt_tokens=answer.prompt_tokens)
+        answer = Answer(id, body.model, int(time.time()), chat, choices, bool(body.return_token_ids))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        note = Note(queue.name, bool(body.stream), prompt_tokens=answer.prompt_tokens)
         settings = self._settings
         reply = Reply(exchange, answer, note, self.metrics, usage, settings.keep_alive_s, settings.log_prompts)
         trace = None if self._tracing is None else self._trace(self._tracing, exchange, queue.name, chat)
@@ -610,21 +609,23 @@ class Gateway:
                 if parser is not None:
                     choice.parser = parser()
                 reply.add(queue.submit(request, reply, trace, terms, exchange.id), choice)
-                trace = None  # of several choices, the first is followed
+                trace = None  # only the first of several choices is traced
         except BaseException:
             reply.leave()
             raise
 
-    def _charge(self, exchange: Exchange, asked: Asked, requests: Sequence[GenerateRequest], queue: ModelQueue) -> None:
-        """Take what the request may use from the limits of its key. Raises ApiError 429."""
+    def _charge(
+        self, exchange: Exchange, body: GenerationBody, requests: Sequence[GenerateRequest], queue: ModelQueue
+    ) -> None:
+        """Reserves what the request may use from the limits of its key. Raises ApiError 429."""
         key = exchange.key
         if key is None or not key.limited:
             return
-        expected = queue.mean_answer if asked.max_tokens is None else math.inf
-        tokens = sum(len(one.prompt_ids) + int(min(one.max_tokens, expected)) for one in requests)
-        least = sum(len(one.prompt_ids) for one in requests) if asked.max_tokens is None else None
+        expected = queue.mean_answer if body.max_tokens is None else math.inf
+        tokens = sum(len(request.prompt_ids) + int(min(request.max_tokens, expected)) for request in requests)
+        least = sum(len(request.prompt_ids) for request in requests) if body.max_tokens is None else None
         now = time.monotonic()
-        if exchange.grant is not None:  # for tokenizing
+        if exchange.grant is not None:  # the reservation for tokenizing
             exchange.grant.least = 0
             exchange.grant.settle(0, now)
         try:
@@ -647,10 +648,10 @@ def _document(needs_key: bool) -> bytes:
 
 
 def _json_of(exchange: Exchange) -> bytes:
-    """The body, said to be JSON or nothing. A form is a client's mistake, such as `curl -d` without a header."""
-    given = exchange.request.headers.get(b"content-type")
-    if given and given != JSON and given.partition(b";")[0].strip().lower() != b"application/json":
-        raise errors.wrong_content_type(given.decode("latin-1"))
+    """Returns the body. Raises ApiError 415 for another content type, such as that of `curl -d` without a header."""
+    kind = exchange.request.headers.get(b"content-type")
+    if kind and kind != JSON and kind.partition(b";")[0].strip().lower() != b"application/json":
+        raise errors.wrong_content_type(kind.decode("latin-1"))
     return exchange.request.body
 
 

@@ -1,4 +1,4 @@
-"""The gateway's listener and event loop, on a thread of their own beside whatever hosts them."""
+"""Runs the gateway's listener and event loop on a separate thread."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 BACKLOG = 4096
 START_DEADLINE_S = 20.0
 CHECK_DEADLINE_S = 2.0
-STOP_GRACE_S = 2.0  # for answers that are under way
+STOP_GRACE_S = 2.0  # for running answers
 SWEEP_S = 0.25
 HANDSHAKE_S = 10.0
-SPARE_FILES = 64  # for what a gateway opens beside connections: refused ones, links to replicas, logs, keys
-SEAT_POLL_S = 0.05  # how long a dead gateway is missed where there is a spare one
-KEEP_EACH = 5  # of these, once the other gateways are watched
+SPARE_FILES = 64  # descriptors besides client connections: refused ones, links to replicas, logs, keys
+SEAT_POLL_S = 0.05  # time for a spare gateway to replace a dead one
+KEEP_EACH = 5  # a spare gateway checks the others at every fifth poll
 FIRST_ROUTES_S = 5.0
 
 
@@ -39,7 +39,7 @@ class GatewayServer:
     """Serves one Gateway until ``stop``."""
 
     def __init__(self, controller: ControllerClient, settings: GatewaySettings) -> None:
-        """Raises OSError when the port cannot be had, Failed when certificates or keys cannot be read."""
+        """Raises OSError when the port cannot be bound, Failed when certificates or keys cannot be read."""
         self._settings = settings
         self._certificates = _certificates(settings)
         self.gateway = Gateway(controller, settings)
@@ -53,22 +53,22 @@ class GatewayServer:
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
 
     def start(self) -> None:
-        """Returns when requests are answered. Raises RuntimeError when that does not come about."""
+        """Returns when requests are answered. Raises RuntimeError when that takes too long."""
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):
             raise RuntimeError(f"the gateway did not start within {START_DEADLINE_S:.0f} s: {self._failure}")
 
     def check(self) -> None:
-        """Raises RuntimeError when the event loop does not turn."""
+        """Raises RuntimeError when the event loop is blocked or has ended."""
         if not self._thread.is_alive() or self._loop is None:
             raise RuntimeError(f"the gateway's thread has ended: {self._failure}")
         turned = threading.Event()
         self._loop.call_soon_threadsafe(turned.set)
         if not turned.wait(CHECK_DEADLINE_S):
-            raise RuntimeError(f"the gateway's event loop has not turned for {CHECK_DEADLINE_S:.0f} s")
+            raise RuntimeError(f"the gateway's event loop has been blocked for {CHECK_DEADLINE_S:.0f} s")
 
     def stop(self) -> None:
-        """Accept nothing more; the open connections may end their answers."""
+        """Stops accepting connections, and gives running answers ``STOP_GRACE_S``."""
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -82,7 +82,7 @@ class GatewayServer:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
             self._failure = error
-            log.exception("the gateway has ended")
+            log.exception("the gateway failed")
             raise
         finally:
             self._listener.close()
@@ -98,7 +98,7 @@ class GatewayServer:
             await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # raises what ended it
+                    task.result()  # raises its error
             await self._end()
         finally:
             stopping.cancel()
@@ -107,15 +107,15 @@ class GatewayServer:
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
 
     async def _listen_and_sweep(self) -> None:
-        """Accept connections, and a few times a second see to deadlines, keys and certificates.
+        """Accepts connections, and a few times a second checks deadlines, keys and certificates.
 
-        Not before the routes are known, unless the controller is away: another gateway may have the same port, and
-        answers meanwhile what this one would have to refuse."""
-        await self.gateway.heard(FIRST_ROUTES_S)
+        Waits for the first routes, for up to ``FIRST_ROUTES_S``: another gateway may have the same port, and can answer
+        what this one would have to reject."""
+        await self.gateway.wait_for_routes(FIRST_ROUTES_S)
         for turn in itertools.count():
             if await self.gateway.join():
                 break
-            self._started.set()  # a spare: all is ready but the listener
+            self._started.set()  # the spare: ready, but it does not listen yet
             if turn % KEEP_EACH == 0:
                 await self.gateway.keep()
             await asyncio.sleep(SEAT_POLL_S)
@@ -132,14 +132,14 @@ class GatewayServer:
                     self._http.sweep(time.monotonic())
                 self.gateway.gate.refresh()
                 renewed = None if self._certificates is None else self._certificates.renewed()
-                if renewed is not None:  # both listen for a moment, so that no connection is refused
+                if renewed is not None:  # both listen for a moment, so that no connection is lost
                     before, self._server = self._server, await self._accept(renewed)
                     before.close()
         finally:
             self._server.close()
 
     async def _accept(self, context: ssl.SSLContext | None) -> asyncio.AbstractServer:
-        """Accept what comes on the listener. On a copy of it, since the end of a server closes its socket."""
+        """Accepts connections on a copy of the listener, since closing a server closes its socket."""
         if self._certificates is not None:
             self.gateway.certificate_expires = self._certificates.expires
         return await asyncio.get_running_loop().create_server(
@@ -152,7 +152,7 @@ class GatewayServer:
 
     async def _end(self) -> None:
         if self._server is not None:
-            self._server.close()  # first: whoever comes now is to find another gateway
+            self._server.close()  # first, so that new clients reach another gateway
         self._listener.close()
         self._http.close()
         deadline = time.monotonic() + STOP_GRACE_S
@@ -163,8 +163,8 @@ class GatewayServer:
 
 
 def settle_collector() -> None:
-    """For a process that is a gateway and nothing else: what was made so far stays, and the little garbage with cycles
-    of its own is looked for seldom. Saves 2 us of each request."""
+    """Freezes the existing objects and makes garbage collection rare, in a process that is only a gateway: requests
+    leave little garbage with cycles. Saves 2 us per request."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
@@ -177,10 +177,10 @@ def _certificates(settings: GatewaySettings) -> CertificateFiles | None:
 
 
 def _affordable(connections: int) -> int:
-    """How many of so many connections the limit of open files leaves room for, once it is raised as far as it can be.
+    """Raises the limit of open files, and returns how many of ``connections`` it allows.
 
-    Each is a file descriptor, and many systems begin at 1024. Without any left the gateway could not reach a replica
-    again or read a changed file of keys, so a client too many is refused before that.
+    Each connection is a file descriptor, and many systems start with a limit of 1024. Without free descriptors the
+    gateway could not reconnect to a replica or read a changed key file, so surplus clients are rejected before that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and (hard == resource.RLIM_INFINITY or soft < hard):
@@ -189,7 +189,7 @@ def _affordable(connections: int) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return connections
-    left = max(1, limit - sum(1 for _ in Path("/proc/self/fd").iterdir()) - SPARE_FILES)
-    if left < connections:
-        log.warning("open files are limited to %d (ulimit -Hn): at most %d connections are accepted", limit, left)
-    return min(connections, left)
+    available = max(1, limit - sum(1 for _ in Path("/proc/self/fd").iterdir()) - SPARE_FILES)
+    if available < connections:
+        log.warning("open files are limited to %d (ulimit -Hn): at most %d connections are accepted", limit, available)
+    return min(connections, available)

@@ -246,7 +246,7 @@ def test_requests_without_a_key_are_counted_and_not_logged_one_by_one(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any client could fill the disk with them."""
-    monkeypatch.setattr(app, "STRANGERS_S", 0.0)
+    monkeypatch.setattr(app, "UNAUTHENTICATED_LOG_S", 0.0)
     KeyFile(Home(tmp_path).keys).create("k")
     log = tmp_path / "gateway.log"
     logs.set_up(log, "text")

@@ -33,19 +33,19 @@ class Written:
 class Unread:
     """A sink for what nobody reads."""
 
-    def came(self, ticket: Ticket, now: float) -> None: ...
+    def on_events(self, ticket: Ticket, now: float) -> None: ...
 
-    def waits(self) -> None: ...
+    def on_wait(self) -> None: ...
 
-    def failed(self, ticket: Ticket, error: ApiError) -> None: ...
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None: ...
 
 
 class Nowhere:
     """A queue that is not interested."""
 
-    def left(self, ticket: Ticket) -> None: ...
+    def on_left(self, ticket: Ticket) -> None: ...
 
-    def began(self, ticket: Ticket, now: float) -> None: ...
+    def on_began(self, ticket: Ticket, now: float) -> None: ...
 
 
 @pytest.mark.parametrize(("package", "taken"), [(OWN, True), ("", True), ("/elsewhere/workers", False)])
@@ -151,10 +151,10 @@ class Failing(Unread):
     def __init__(self) -> None:
         self.errors: list[ApiError] = []
 
-    def came(self, ticket: Ticket, now: float) -> None:
+    def on_events(self, ticket: Ticket, now: float) -> None:
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates")
 
-    def failed(self, ticket: Ticket, error: ApiError) -> None:
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None:
         self.errors.append(error)
 
 

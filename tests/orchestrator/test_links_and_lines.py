@@ -101,18 +101,18 @@ async def test_a_link_that_fails_as_nothing_should_is_told_and_opened_again(
     links = kept(WITHOUT)
     links.update(WITH)
     assert await within_a_second(dialled, 1) == 1
-    assert "the link to m/0 is not kept" in caplog.text
+    assert "the task of the link to m/0 failed" in caplog.text
     await links.stop()
 
 
 class Nobody:
     """A sink, and an owner, that are told nothing."""
 
-    def came(self, ticket: Ticket, now: float) -> None: ...
-    def waits(self) -> None: ...
-    def failed(self, ticket: Ticket, error: ApiError) -> None: ...
-    def left(self, ticket: Ticket) -> None: ...
-    def began(self, ticket: Ticket, now: float) -> None: ...
+    def on_events(self, ticket: Ticket, now: float) -> None: ...
+    def on_wait(self) -> None: ...
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None: ...
+    def on_left(self, ticket: Ticket) -> None: ...
+    def on_began(self, ticket: Ticket, now: float) -> None: ...
 
 
 def ticket(tenant: str) -> Ticket:
@@ -128,7 +128,7 @@ def test_what_lines_that_are_no_more_were_charged_is_not_taken_back_from_new_one
     live = ticket("a")
     for entered in (live, ticket("b")):
         lines.enter(entered)
-    lines.sent(live)
+    lines.charge_prompt(live)
     live.produced = 100
     lines.charge(live)
     lines.update(msgspec.structs.replace(WITH, canary=0.0), [live])
@@ -137,11 +137,11 @@ def test_what_lines_that_are_no_more_were_charged_is_not_taken_back_from_new_one
     (line, _) = lines
     before = line.counter("a")
     if lost:
-        lines.take_back_answer(live)
+        lines.refund_answer(live)
         live.restart()
         assert (before > 0, line.counter("a")) == (True, 0.0)
     else:
-        lines.take_back_prompt(live)
+        lines.refund_prompt(live)
         assert line.counter("a") == before
     assert live.carried <= live.charged
 

@@ -6,7 +6,11 @@ import pytest
 
 from orchestrator.access.keys import ApiKey
 from orchestrator.gateway.openai.errors import ApiError
-from orchestrator.gateway.serving.scheduling_parameters import LONGEST_SESSION, SchedulingParameters, terms_of
+from orchestrator.gateway.serving.scheduling_parameters import (
+    LONGEST_SESSION,
+    SchedulingParameters,
+    read_scheduling_parameters,
+)
 
 KEY = ApiKey(
     id="0123abcd", name="k", digest="0" * 64, scopes=("inference",), models=(), created=0.0, expires=None, weight=2.0
@@ -14,19 +18,19 @@ KEY = ApiKey(
 
 
 def test_without_a_word_a_request_is_as_all_others() -> None:
-    assert terms_of({}, None, None, 5.0) == SchedulingParameters()
+    assert read_scheduling_parameters({}, None, None, 5.0) == SchedulingParameters()
 
 
 def test_headers_tell_deadline_session_and_curiosity() -> None:
     """The deadline counts from now on."""
     headers = {b"x-deadline-ms": b"1500", b"x-session-id": b" abc ", b"x-corewright-explain": b"1"}
-    terms = terms_of(headers, None, 3, 5.0)
+    terms = read_scheduling_parameters(headers, None, 3, 5.0)
     assert terms == SchedulingParameters(priority=3, deadline=6.5, session=" abc", explains=True)
 
 
 def test_a_key_is_a_tenant_with_its_weight() -> None:
     """Two keys that chose one name for a session have two sessions."""
-    terms = terms_of({b"x-session-id": b"s"}, KEY, None, 0.0)
+    terms = read_scheduling_parameters({b"x-session-id": b"s"}, KEY, None, 0.0)
     assert (terms.tenant, terms.weight, terms.session) == ("0123abcd", 2.0, "0123abcd s")
 
 
@@ -34,19 +38,19 @@ def test_a_key_is_a_tenant_with_its_weight() -> None:
 def test_a_request_is_no_more_urgent_than_its_key_may_be(own: int, asked: int | None, is_: int) -> None:
     import msgspec.structs
 
-    assert terms_of({}, msgspec.structs.replace(KEY, priority=own), asked, 0.0).priority == is_
+    assert read_scheduling_parameters({}, msgspec.structs.replace(KEY, priority=own), asked, 0.0).priority == is_
 
 
 @pytest.mark.parametrize("given", [b"0", b"-1", b"x", b"inf", b"nan", b"1e9", b""])
 def test_a_deadline_is_a_number_of_milliseconds(given: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        terms_of({b"x-deadline-ms": given}, None, None, 0.0)
+        read_scheduling_parameters({b"x-deadline-ms": given}, None, None, 0.0)
     assert (caught.value.status, caught.value.param) == (400, "x-deadline-ms")
 
 
 def test_the_name_of_a_session_has_a_limit() -> None:
     with pytest.raises(ApiError) as caught:
-        terms_of({b"x-session-id": b"s" * (LONGEST_SESSION + 1)}, None, None, 0.0)
+        read_scheduling_parameters({b"x-session-id": b"s" * (LONGEST_SESSION + 1)}, None, None, 0.0)
     assert caught.value.param == "x-session-id"
 
 
@@ -54,11 +58,11 @@ def test_the_name_of_a_session_has_a_limit() -> None:
     ("given", "is_"), [(b"1", True), (b" Yes", True), (b"on", True), (b"0", False), (b"OFF", False)]
 )
 def test_curiosity_is_a_yes_or_a_no(given: bytes, is_: bool) -> None:
-    assert terms_of({b"x-corewright-explain": given}, None, None, 0.0).explains is is_
+    assert read_scheduling_parameters({b"x-corewright-explain": given}, None, None, 0.0).explains is is_
 
 
 @pytest.mark.parametrize("given", [b"", b"2", b"P(<7*h", b"\xff"])
 def test_what_is_neither_is_refused(given: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        terms_of({b"x-corewright-explain": given}, None, None, 0.0)
+        read_scheduling_parameters({b"x-corewright-explain": given}, None, None, 0.0)
     assert (caught.value.status, caught.value.param) == (400, "x-corewright-explain")

@@ -1,4 +1,4 @@
-"""The reply to one client's request, written as its tokens come: without a task, and of a few joined bytes a token."""
+"""Writes the reply to one request as its tokens arrive, without a task, with a few joined bytes per token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WAITING = b": waiting\n\n"  # a comment, which clients of server-sent events sk
 
 
 class Note(msgspec.Struct, eq=False):
-    """What log and metrics tell of a request that reached a model."""
+    """The data of a request for log and metrics, once it has reached a model."""
 
     model: str
     stream: bool
@@ -34,18 +34,18 @@ class Note(msgspec.Struct, eq=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queue_s: float = 0.0
-    overhead_s: float | None = None  # that the gateway itself has added to the first byte
-    prefill_s: float = 0.0  # from the slot to the first token, of an answer of one choice that came to its end
+    overhead_s: float | None = None  # time that the gateway itself added to the first byte
+    prefill_s: float = 0.0  # from the slot to the first token, of a complete answer of one choice
     decode_s: float = 0.0  # from its first token to its last
     reason: str | None = None  # why the answer ended
-    answer: str | None = None  # its text, where that is to be logged
+    answer: str | None = None  # its text, if answers are logged
 
 
 class Reply(msgspec.Struct, eq=False):
-    """``Sink`` of the tickets of one request, one for each choice.
+    """The ``Sink`` of the tickets of one request, one ticket per choice.
 
-    While no token has come, a streaming client whose request waits gets a comment every ``keep_alive_s``: what stands
-    between it and us would take a silent connection for a dead one."""
+    Until the first token, a streaming client whose request waits gets a comment every ``keep_alive_s``: otherwise a
+    proxy in between could close the silent connection."""
 
     exchange: Exchange
     _answer: Answer
@@ -53,8 +53,8 @@ class Reply(msgspec.Struct, eq=False):
     _metrics: GatewayMetrics
     _include_usage: bool
     _keep_alive_s: float
-    _keeps_text: bool = False  # for a log that holds answers
-    # Of each open ticket; none once it is over: they know us, and we need not be collected.
+    _keeps_text: bool = False  # for a log with answers
+    # By ticket; cleared at the end, since tickets refer to their sink: without cycles nothing is left to the collector.
     _choices: dict[Ticket, Choice] = msgspec.field(default_factory=dict)
     _open: set[Ticket] = msgspec.field(default_factory=set)
     _opened: bool = False  # the first event is written; before it there may be comments
@@ -65,17 +65,17 @@ class Reply(msgspec.Struct, eq=False):
         self.exchange.on_gone = self._gone
 
     def add(self, ticket: Ticket, choice: Choice) -> None:
-        """One more choice; none has a token before all are added."""
+        """Adds a choice; all are added before the first token."""
         self._choices[ticket] = choice
         self._open.add(ticket)
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Of all choices, in their order."""
+        """The tickets of all choices, in order."""
         return list(self._choices)
 
     def renew(self, prompts: Prompts, requests: Sequence[GenerateRequest]) -> None:
-        """What waits was read again: one request for each choice. What has a slot, or its answer, stays as it is.
+        """Replaces the requests of the waiting choices, one request per choice; choices in a slot, or answered, stay.
         Raises ApiError."""
         ids, echoes, parser = prompts
         copies = len(requests) // len(ids)
@@ -88,25 +88,25 @@ class Reply(msgspec.Struct, eq=False):
         self._note.prompt_tokens = self._answer.prompt_tokens
 
     def fail(self, error: ApiError) -> None:
-        """It cannot be answered."""
+        """Answers with an error, or ends the stream with it."""
         self._fail(error)
 
     def leave(self) -> None:
-        """Nobody waits for what is still open."""
+        """Cancels the open tickets."""
         for ticket in list(self._open):
             ticket.leave()
         self._open.clear()
 
     # Sink
 
-    def waits(self) -> None:
+    def on_wait(self) -> None:
         if self._note.stream and not self._opened and self._reminder is None:
             self._reminder = asyncio.get_running_loop().call_later(self._keep_alive_s, self._remind)
 
-    def came(self, ticket: Ticket, now: float) -> None:
+    def on_events(self, ticket: Ticket, now: float) -> None:
         last = ticket.events[-1]
         self._measure(ticket, now)
-        # an answer that is not streamed is whole at its end, and not before
+        # the events of an answer that is not streamed stay in the ticket until its end
         if self._keeps_text and (self._note.stream or last.finish is not None):
             self._note.answer = (self._note.answer or "") + "".join(event.text for event in ticket.events)
         if last.finish in _REFUSED:
@@ -123,7 +123,7 @@ class Reply(msgspec.Struct, eq=False):
         if not self._open:
             self._write_whole(ticket, now)
 
-    def failed(self, ticket: Ticket, error: ApiError) -> None:
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None:
         self._end(ticket, time.monotonic(), "error")
         self._fail(error)
 
@@ -138,7 +138,7 @@ class Reply(msgspec.Struct, eq=False):
             exchange.write(_WAITING)
         else:
             exchange.begin(200, _STREAM, _WAITING)
-        self.waits()
+        self.on_wait()
 
     def _write(self, ticket: Ticket, now: float) -> None:
         exchange, answer = self.exchange, self._answer
@@ -150,12 +150,12 @@ class Reply(msgspec.Struct, eq=False):
             piece += answer.closing(include_usage=self._include_usage)
         if not self._opened:
             self._opened = True
-            told = self._told(ticket, now)
+            headers = self._headers(ticket, now)
             if not exchange.began:
-                exchange.begin(200, (*_STREAM, *told), piece)
+                exchange.begin(200, (*_STREAM, *headers), piece)
                 piece = b""
-            elif ticket.terms.explains:  # its headers have gone before anything was known
-                piece = b"".join([b": %b: %b\n\n" % header for header in told]) + piece
+            elif ticket.terms.explains:  # the head was sent earlier, with the first comment
+                piece = b"".join([b": %b: %b\n\n" % header for header in headers]) + piece
         if not self._open:
             exchange.end(piece)
             self._choices = {}
@@ -163,23 +163,23 @@ class Reply(msgspec.Struct, eq=False):
             exchange.write(piece)
 
     def _write_whole(self, ticket: Ticket, now: float) -> None:
-        body = self._answer.whole([(choice, found.take()) for found, choice in self._choices.items()])
-        self.exchange.respond(200, body, headers=self._told(ticket, now))
+        body = self._answer.whole([(choice, each.take()) for each, choice in self._choices.items()])
+        self.exchange.respond(200, body, headers=self._headers(ticket, now))
         self._choices = {}
 
-    def _told(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
-        """The headers that say who answered, and what the gateway has added."""
+    def _headers(self, ticket: Ticket, now: float) -> list[tuple[bytes, bytes]]:
+        """Returns the headers with the replica, the overhead and the decision, and records them in the note."""
         note = self._note
         note.replica = ticket.link.route.id if ticket.link is not None else None
         note.queue_s = ticket.sent_at - ticket.arrived_at
         note.overhead_s = (ticket.arrived_at - self.exchange.request.received_at) + (time.monotonic() - now)
-        told = [
+        headers = [
             (b"x-corewright-replica", (note.replica or "").encode()),
             (b"x-corewright-overhead-ms", b"%.3f" % (note.overhead_s * 1000)),
         ]
         if ticket.terms.explains and ticket.decision is not None:
-            told.append((b"x-corewright-decision", ticket.decision.as_header()))
-        return told
+            headers.append((b"x-corewright-decision", ticket.decision.as_header()))
+        return headers
 
     def _measure(self, ticket: Ticket, now: float) -> None:
         new = ticket.produced - ticket.counted
@@ -195,14 +195,14 @@ class Reply(msgspec.Struct, eq=False):
             self._note.replica = None if ticket.link is None else ticket.link.route.id
             received_at = self.exchange.request.received_at
             metrics.first_token(now - received_at, ticket.sent_at - ticket.arrived_at, now - ticket.sent_at)
-            new -= 1  # what came in the same read came at once
+            new -= 1  # the other tokens of the same read arrived at the same time
         if new:
             metrics.token(now - ticket.last_at, new)
         ticket.counted = ticket.produced
         ticket.last_at = now
 
     def _end(self, ticket: Ticket, now: float, reason: str) -> None:
-        """The ticket is over; counted once."""
+        """Counts a ticket that is over, once."""
         if ticket not in self._open:
             return
         self._open.discard(ticket)
@@ -218,7 +218,7 @@ class Reply(msgspec.Struct, eq=False):
         metrics.ended(reason, len(ticket.request.prompt_ids), ticket.produced, e2e_s, decode_s)
 
     def _metrics_of(self, ticket: Ticket) -> ModelMetrics:
-        """Of the replica that it is on."""
+        """Returns the metrics of the ticket's replica, or of the queue."""
         link = ticket.link
         if link is None:
             return self._metrics.model(self._note.model, None)
@@ -246,7 +246,7 @@ class Reply(msgspec.Struct, eq=False):
 
 
 def _failure(event: TokenEvent, model: str) -> ApiError:
-    """Of a request that the replica cannot serve, or that its engine has failed."""
+    """Returns the error of a request that the replica cannot serve, or whose engine failed."""
     if event.finish is FinishReason.INVALID:
         return errors.invalid(event.error or "the replica cannot serve this request")
-    return errors.engine_failed(model, event.error or "no cause was given")
+    return errors.engine_failed(model, event.error or "the replica reported no cause")

@@ -1,1 +1,1 @@
-"""A request from the queue to a replica and back."""
+"""The way of a request from the queue to a replica and back."""

@@ -1,4 +1,4 @@
-"""Opening the gateway's end of the data plane: a unix socket on its own host, TLS over TCP to another one."""
+"""Opens connections to replicas: unix sockets on the gateway's host, TLS over TCP to other hosts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ P = TypeVar("P", bound=asyncio.Protocol)
 async def open_link(
     loop: asyncio.AbstractEventLoop, factory: Callable[[], P], address: str, credentials: Credentials | None
 ) -> tuple[asyncio.Transport, P]:
-    """Connect ``factory()`` to the replica at ``address``: the path of a unix socket, or `tls://host:port`.
+    """Connects ``factory()`` to the replica at ``address``: the path of a unix socket, or `tls://host:port`.
 
-    Raises OSError when nobody is there, and when the peer is not a replica of the fleet that ``credentials`` are of.
+    Raises OSError when nothing listens there, and when the peer is not a replica of the fleet of ``credentials``.
     """
     if not address.startswith(f"{TLS_SCHEME}://"):
-        made, protocol = await loop.create_unix_connection(factory, address)
-        return made, protocol
+        transport, protocol = await loop.create_unix_connection(factory, address)
+        return transport, protocol
     if credentials is None:
-        raise ConnectionError(f"{address} asks for credentials, and there are none")
+        raise ConnectionError(f"{address} requires credentials, but this gateway has none")
     parts = urlsplit(address)
     assert parts.hostname is not None
     assert parts.port is not None
     try:
-        made, protocol = await loop.create_connection(
+        transport, protocol = await loop.create_connection(
             factory,
             parts.hostname,
             parts.port,
@@ -39,7 +39,7 @@ async def open_link(
             ssl_handshake_timeout=HANDSHAKE_S,
         )
     except ssl.CertificateError as error:
-        raise ConnectionError(f"{address} is no replica of this fleet: {error.verify_message}") from None
+        raise ConnectionError(f"{address} is not a replica of this fleet: {error.verify_message}") from None
     except ssl.SSLError as error:
-        raise ConnectionError(f"{address} does not speak our TLS: {error.reason or error}") from None
-    return made, protocol
+        raise ConnectionError(f"the TLS handshake with {address} failed: {error.reason or error}") from None
+    return transport, protocol

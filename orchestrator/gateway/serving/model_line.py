@@ -1,4 +1,4 @@
-"""The lines of one model in one gateway: who waits, and what its tenants were charged."""
+"""The lines of one model in one gateway: its waiting requests and the charges of its tenants."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from orchestrator.gateway.serving.ticket import Ticket
 
 
 class ModelLine:
-    """One for the model, and one beside it for a version that is being tried, whose requests are drawn."""
+    """One line for the model, and a second one for a canary version, whose requests are drawn at random."""
 
     def __init__(self, routes: ModelRoutes) -> None:
         self._routes = routes
         self._own: FairQueue[Ticket] = _line(routes)
         self._canary: FairQueue[Ticket] | None = None
         self._all: tuple[FairQueue[Ticket], ...] = (self._own,)
-        self._weights: dict[str, float] = {}  # of the tenants that have asked
-        self.shared = False  # whether more than one tenant has asked: only then are tokens counted
+        self._weights: dict[str, float] = {}  # of the tenants with requests so far
+        self.shared = False  # more than one tenant has sent requests: only then are tokens counted
         self._random = random.Random()
 
     def __iter__(self) -> Iterator[FairQueue[Ticket]]:
@@ -28,7 +28,7 @@ class ModelLine:
 
     @property
     def filled(self) -> list[FairQueue[Ticket]]:
-        """Those in which something waits."""
+        """The lines with waiting requests."""
         return [line for line in self._all if len(line)]
 
     @property
@@ -37,21 +37,21 @@ class ModelLine:
 
     @property
     def tickets(self) -> Iterator[Ticket]:
-        """Those that wait, in no promised order."""
+        """The waiting tickets, in no particular order."""
         return (ticket for line in self for ticket in line)
 
     def draw(self, ticket: Ticket) -> FairQueue[Ticket]:
-        """Of the version that is drawn for it."""
+        """Draws the version of a ticket and returns the version's line."""
         canary = self._routes.canary
         ticket.canary = canary is not None and self._random.random() < canary
         return self.of(ticket)
 
     def of(self, ticket: Ticket) -> FairQueue[Ticket]:
-        """Where it waits, or would."""
+        """Returns the line in which the ticket waits, or would wait."""
         return self._canary if ticket.canary and self._canary is not None else self._own
 
     def enter(self, ticket: Ticket) -> FairQueue[Ticket]:
-        """Returns the line of the version that is drawn for a new ticket, in which its tenant has its share."""
+        """Draws the version of a new ticket, applies its tenant's weight, and returns the line."""
         tenant, weight = ticket.tenant, ticket.terms.weight
         if self._weights.get(tenant) != weight:
             self._weights[tenant] = weight
@@ -61,7 +61,7 @@ class ModelLine:
         return self._own if self._canary is None else self.draw(ticket)
 
     def update(self, routes: ModelRoutes, live: Iterable[Ticket]) -> None:
-        """Make the lines as the routes have them now; what waits keeps its place. ``live``: requests in slots."""
+        """Applies new routes; waiting requests keep their places. ``live``: requests in slots."""
         before, self._routes = self._routes, routes
         for line in self:
             line.max_count, line.max_bytes = routes.max_queue, routes.max_queue_bytes
@@ -76,29 +76,29 @@ class ModelLine:
         for ticket in sorted(waiting, key=lambda ticket: ticket.arrived_at, reverse=True):
             self.draw(ticket).put_back(ticket)
 
-    # Whom tokens are counted to
+    # Charges
 
-    def sent(self, ticket: Ticket) -> None:
-        """It gets a slot: its tenant is charged for the prompt. To be called where the lines are ``shared``."""
+    def charge_prompt(self, ticket: Ticket) -> None:
+        """Charges the tenant for the prompt of a ticket that gets a slot. To be called where ``shared``."""
         if ticket.charged < 0:
             ticket.charged = 0
             self.of(ticket).charge(ticket.tenant, prompt_tokens=ticket.tokens, priority=ticket.priority)
 
     def charge(self, ticket: Ticket) -> None:
-        """For the tokens that have come since it was charged last."""
+        """Charges the tenant for the tokens since the last charge."""
         new = ticket.produced - ticket.charged
         if new > 0 and ticket.charged >= 0:
             ticket.charged = ticket.produced
             self.of(ticket).charge(ticket.tenant, output_tokens=new, priority=ticket.priority)
 
-    def take_back_answer(self, ticket: Ticket) -> None:
-        """What is thrown away was not served. What lines that are no more were told stays with them."""
+    def refund_answer(self, ticket: Ticket) -> None:
+        """Refunds an answer that is thrown away, but not what earlier lines were charged."""
         tokens = ticket.charged - max(0, ticket.carried)
         if tokens > 0:
             self.of(ticket).charge(ticket.tenant, output_tokens=-tokens, priority=ticket.priority)
 
-    def take_back_prompt(self, ticket: Ticket) -> None:
-        """It had no slot after all."""
+    def refund_prompt(self, ticket: Ticket) -> None:
+        """Refunds the prompt of a ticket that got no slot after all."""
         if ticket.charged >= 0 and ticket.carried < 0:
             self.of(ticket).charge(ticket.tenant, prompt_tokens=-ticket.tokens, priority=ticket.priority)
         ticket.charged = ticket.carried = -1

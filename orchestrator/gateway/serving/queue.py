@@ -1,4 +1,4 @@
-"""One queue for each model, with late binding: a request leaves it only for a free slot."""
+"""The queue of one model in a gateway, with late binding: a request leaves it only for a free slot."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from orchestrator.scaling.demand_report import Counts, DemandWindow, RoutingDeci
 from workers.messages.credentials import Credentials
 from workers.messages.requests import GenerateRequest
 
-LEAST_PREFIX = 0.25  # of a prompt, for which its replica is preferred
-EXPECTED_TOKENS = 256.0  # of an answer, before any has ended
+LEAST_PREFIX = 0.25  # share of a prompt that must be cached for its replica to be preferred
+EXPECTED_TOKENS = 256.0  # assumed length of an answer until one has ended
 
 _PLAIN = SchedulingParameters()
 
@@ -50,9 +50,9 @@ class ModelQueue:
         retried: Callable[[str, str], None] = lambda model, kind: None,
         read_again: Callable[[ModelQueue], None] = lambda queue: None,
     ) -> None:
-        """``credentials`` are for replicas on other hosts; ``wake`` asks the controller for a first replica of a model
-        that has none; ``retried`` is told of the model and why, when a request goes to another replica;
-        ``read_again`` is called when ``outdated`` has tickets, and ends with a call of ``pump``."""
+        """``credentials`` are for replicas on other hosts. ``wake`` requests a first replica of the model from the
+        controller. ``retried`` is called with the model and the cause when a request moves to another replica.
+        ``read_again`` is called when ``outdated`` has tickets, and must end with a call of ``pump``."""
         self.name = routes.name
         self.routes = routes
         self._gateway = gateway
@@ -60,7 +60,7 @@ class ModelQueue:
         self._wake = wake
         self._retried = retried
         self._read_again = read_again
-        self._reading = False  # some of what waits is outdated
+        self._reading = False  # outdated tickets are being tokenized again
         self._news = asyncio.Event()  # set when the routes are replaced
         self._closed = False
         self._lines = ModelLine(routes)
@@ -76,7 +76,7 @@ class ModelQueue:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That requests may call the model by, its own first."""
+        """The model's name, then its aliases."""
         return (self.name, *self.routes.aliases)
 
     @property
@@ -89,17 +89,17 @@ class ModelQueue:
 
     @property
     def links(self) -> ReplicaLinks:
-        """Those that are open."""
+        """The open links."""
         return self._links
 
     @property
     def slots(self) -> int:
-        """Of all connected replicas."""
+        """The slots of all connected replicas."""
         return self._links.slots
 
     @property
     def limits(self) -> RequestLimits:
-        """Of a request of this model, as far as a replica has told them."""
+        """The limits of a request of this model, as far as replicas have reported them."""
         return self._links.limits
 
     def submit(
@@ -108,13 +108,13 @@ class ModelQueue:
         sink: Sink,
         trace: TraceHandle | None = None,
         terms: SchedulingParameters = _PLAIN,
-        known_as: str = "",
+        x_request_id: str = "",
     ) -> Ticket:
-        """Send a request to a free slot, or queue it. Its prompt was read with the tokenizer that the routes have now.
-        ``trace`` is told what becomes of it. ``known_as`` is the x-request-id of its answer.
+        """Sends a request to a free slot, or queues it. Its prompt was read with the current routes' tokenizer.
+        ``trace`` follows the request. ``x_request_id`` is that of its answer.
 
-        Raises ApiError: 429 when the queue is full or its deadline cannot be kept, 503 when no replica can serve and
-        none comes.
+        Raises ApiError: 429 when the queue is full or its deadline cannot be met, 503 when no replica can serve it and
+        none is expected.
 
         1. a replica is ready, or is being swapped         -> queue, up to max_queue
         2. the model loads on request, and has not failed  -> wake it, and queue, up to max_queue
@@ -122,13 +122,13 @@ class ModelQueue:
         """
         routes, state = self.routes, self.routes.state
         self._counts.arrived += 1
-        comes = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
+        loads = routes.loads_on_request and state in (ModelState.UNLOADED, ModelState.LOADING)
         usable = self._links.usable
-        if self._closed or not (usable or comes or routes.holds):  # 3
+        if self._closed or not (usable or loads or routes.holds):  # 3
             raise errors.model_unavailable(self.name, state.value, routes.reason)
         ticket = ticket_for(request, sink, self, terms)
         ticket.tokenizer = routes.tokenizer
-        ticket.known_as = known_as or request.id
+        ticket.x_request_id = x_request_id or request.id
         ticket.cold = not usable
         ticket.held_since = ticket.arrived_at if ticket.cold else None
         if trace is not None:
@@ -147,12 +147,12 @@ class ModelQueue:
             except ApiError:
                 self._over(ticket, ticket.arrived_at)
                 raise
-        if comes and state is ModelState.UNLOADED:  # 2
+        if loads and state is ModelState.UNLOADED:  # 2
             self._wake(self.name)
         return ticket
 
     def update(self, routes: ModelRoutes) -> None:
-        """Take over what the controller says: open links to new replicas, retire those that left."""
+        """Applies the controller's routes: opens links to new replicas, and retires those of removed ones."""
         self.routes = routes
         self._news.set()
         self._news = asyncio.Event()
@@ -164,48 +164,49 @@ class ModelQueue:
             self._hold_waiting()
         unloaded = routes.state is ModelState.UNLOADED
         if routes.loads_on_request and unloaded and self.waiting:
-            self._wake(self.name)  # the controller may have been started again since we asked
+            self._wake(self.name)  # the controller may have been restarted since the last call
         ends = routes.state is ModelState.FAILED or (unloaded and not routes.loads_on_request)
         if ends and not routes.holds:  # nothing will start it
             self._fail_waiting(errors.model_unavailable(self.name, routes.state.value, routes.reason))
 
     def close(self) -> None:
-        """The model is gone from the routes, or the fleet ends: nothing more is accepted or begun."""
+        """Stops accepting and sending requests: the model left the routes, or the fleet stops."""
         self._closed = True
         self.routes = msgspec.structs.replace(self.routes, replicas=[])
         self._fail_waiting(errors.model_unavailable(self.name, "stopping", None))
         self._links.update(self.routes)
 
     async def stop(self) -> None:
-        """Let go of the replicas: the gateway ends."""
+        """Closes the links; to be called when the gateway stops."""
         await self._links.stop()
 
     def report(self) -> tuple[DemandWindow, RoutingDecision | None]:
-        """What was counted since the last call, and how one of the requests came to its replica."""
+        """Returns the demand since the last call, and the routing decision of one request."""
         now = time.monotonic()
         oldest = min((ticket.arrived_at for ticket in self._lines.tickets), default=now)
-        told = self._counts.demand(
+        demand = self._counts.demand(
             self.name, waiting=self.waiting, live=self.live, longest_wait_s=round(now - oldest, 3)
         )
         decision, self._sample = self._sample, None
         self._counts = Counts()
-        return told, decision
+        return demand, decision
 
-    # What was read for other routes
+    # Tickets that were read for earlier routes
 
     def outdated(self) -> list[Ticket]:
-        """Those that wait and must be read again, the earliest first: the routes have another tokenizer or template by
-        now, or shorter slots. They stay in their lines, and get no slot before `Ticket.renew`."""
+        """Returns the waiting tickets that must be tokenized again, earliest first: the routes have changed tokenizer
+        or template, or have shorter slots. They stay in their lines, and get no slot before `Ticket.renew`."""
         return sorted(filter(self._is_outdated, self._lines.tickets), key=lambda ticket: ticket.arrived_at)
 
     def pump(self) -> None:
-        """What was outdated has been read again: send what there are slots for."""
+        """Sends requests to free slots, after the outdated ones were tokenized again."""
         self._reading = False
         self._look_for_outdated(self._lines.tickets)
         self._pump()
 
     async def other_routes(self, within_s: float) -> bool:
-        """Wait for the next routes while an update holds requests; False where it does not, or after ``within_s``."""
+        """Waits for the next routes while an update holds requests. Returns False if none does, or after
+        ``within_s``."""
         if self._closed or not self.routes.holds:
             return False
         with contextlib.suppress(asyncio.TimeoutError):
@@ -222,35 +223,32 @@ class ModelQueue:
             self._reading = True
             self._read_again(self)
 
-    # Owner of its tickets
+    # TicketOwner
 
-    def left(self, ticket: Ticket) -> None:
-        """Its client went away."""
+    def on_left(self, ticket: Ticket) -> None:
         if ticket.link is not None:
             ticket.link.cancel(ticket)
             return
         self._lines.of(ticket).remove(ticket)
         self._over(ticket, time.monotonic())
 
-    def renewed(self, ticket: Ticket, grown: int) -> None:
-        """It waits, and was read again for the routes of now; ``grown``: by so many bytes."""
+    def on_renewed(self, ticket: Ticket, growth: int) -> None:
         ticket.tokenizer = self.routes.tokenizer
-        self._lines.of(ticket).bytes += grown
+        self._lines.of(ticket).bytes += growth
 
-    def began(self, ticket: Ticket, now: float) -> None:
-        """Its first token has been taken."""
+    def on_began(self, ticket: Ticket, now: float) -> None:
         self._counts.first_tokens += 1
         self._counts.prefill_s += now - ticket.sent_at
 
     # Waiting
 
     def _enqueue(self, ticket: Ticket, line: FairQueue[Ticket]) -> None:
-        """Raises ApiError 429."""
+        """Adds the ticket to the line. Raises ApiError 429."""
         now = ticket.arrived_at
         own_wait_s = line.own_wait_s(ticket, now) if self.slots else 0.0
         if ticket.deadline is not None and self.slots:
-            kept = self._headroom.reserved(ticket.priority, self.slots, now)
-            wait_s = self._predicted_wait_s(line.ahead_of(ticket) + kept, own_wait_s)
+            reserved = self._headroom.reserved(ticket.priority, self.slots, now)
+            wait_s = self._predicted_wait_s(line.ahead_of(ticket) + reserved, own_wait_s)
             allowed_s = ticket.deadline - now
             if wait_s > allowed_s:
                 raise errors.deadline_unreachable(self.name, wait_s, allowed_s, retry_after_s(wait_s, allowed_s))
@@ -266,16 +264,15 @@ class ModelQueue:
         self._wait_on(ticket, now)
 
     def _wait_on(self, ticket: Ticket, now: float) -> None:
-        """It is in a line, if it has not got a slot just now."""
+        """Starts the wait of a ticket that did not get a slot at once."""
         if ticket.link is None and not ticket.left:
             if not self.routes.replicas and ticket.held_since is None:
                 ticket.held_since = now
             self._start_timer(ticket, now)
-            ticket.sink.waits()
+            ticket.sink.on_wait()
 
     def _start_timer(self, ticket: Ticket, now: float) -> None:
-        """Of how long one that is in a line may wait: until its deadline, and for a model that it has started as long
-        as that may take."""
+        """Starts the timer for the end of a wait: the deadline, and for a model without replicas ``hold_s``."""
         if ticket.link is not None or ticket.left:
             return
         if ticket.timer is not None:
@@ -294,7 +291,7 @@ class ModelQueue:
         if ticket.link is not None or ticket.left:
             return
         late = ticket.deadline is not None and now >= ticket.deadline - 0.001
-        if not late and self.routes.replicas:  # it need not be held any more: it waits as the others do
+        if not late and self.routes.replicas:  # no longer held: it waits for a slot as the others do
             ticket.held_since = None
             self._start_timer(ticket, now)
             return
@@ -307,17 +304,17 @@ class ModelQueue:
             ticket.fail(self._not_started(waited_s))
 
     def _not_started(self, waited_s: float) -> ApiError:
-        """It has been held for as long as the spec says."""
+        """Returns the error of a request that was held for ``hold_s``."""
         routes = self.routes
         if routes.state is not ModelState.UNLOADED:
             failed = routes.state is ModelState.FAILED and routes.reason
-            why = f"it is not ready after {waited_s:.0f} s" + (f", {routes.reason}" if failed else "")
-            return errors.model_unavailable(self.name, "failed" if failed else "loading", why)
-        why = f"no replica was started in {waited_s:.0f} s" + (f", {routes.reason}" if routes.reason else "")
-        return errors.model_unavailable(self.name, routes.state.value, why)
+            cause = f"it is not ready after {waited_s:.0f} s" + (f", {routes.reason}" if failed else "")
+            return errors.model_unavailable(self.name, "failed" if failed else "loading", cause)
+        cause = f"no replica was started in {waited_s:.0f} s" + (f", {routes.reason}" if routes.reason else "")
+        return errors.model_unavailable(self.name, routes.state.value, cause)
 
     def _hold_waiting(self) -> None:
-        """There is no replica any more: what waits is held from now on as if it had come now."""
+        """Holds the waiting requests from now on, as if they had just arrived: the last replica is gone."""
         now = time.monotonic()
         for ticket in self._lines.tickets:
             if ticket.held_since is None:
@@ -325,7 +322,7 @@ class ModelQueue:
                 self._start_timer(ticket, now)
 
     def _predicted_wait_s(self, ahead: int, own_wait_s: float = 0.0) -> float:
-        """Until a request with so many before it has a slot."""
+        """Returns the predicted wait of a request with ``ahead`` others before it."""
         held = [
             (ticket.request.max_tokens - ticket.produced) * link.pace if link.pace else math.inf
             for link in self._links
@@ -333,14 +330,14 @@ class ModelQueue:
         ]
         return self._waits.until_s(ahead, self.slots, held, own_wait_s)
 
-    def _full(self, line: FairQueue[Ticket], why: str) -> ApiError:
-        """It may come again when the next place in its line is free."""
+    def _full(self, line: FairQueue[Ticket], cause: str) -> ApiError:
+        """Returns the error for a full line, to be retried when the next place is free."""
         last = len(line)
         wait_s = self._predicted_wait_s(last) - self._predicted_wait_s(last - 1) if last and self.slots else math.inf
-        return errors.queue_full(self.name, why, retry_after_s(wait_s))
+        return errors.queue_full(self.name, cause, retry_after_s(wait_s))
 
     def _over(self, ticket: Ticket, now: float) -> None:
-        """It is in no line and no slot any more; told once or more."""
+        """Cleans up after a ticket that has left the lines and slots; may be called more than once."""
         if ticket.timer is not None:
             ticket.timer.cancel()
             ticket.timer = None
@@ -348,10 +345,10 @@ class ModelQueue:
             ticket.over = True
             self._headroom.remove(ticket.priority, now)
 
-    # What links tell
+    # Callbacks of links
 
     def _link(self, route: Route) -> ReplicaLink:
-        """A new one, which is not connected yet."""
+        """Returns a new link that is not connected yet."""
         return ReplicaLink(
             route,
             gateway=self._gateway,
@@ -359,7 +356,7 @@ class ModelQueue:
             on_change=self._changed,
             on_ended=self._ended,
             on_lost=self._lost,
-            on_busy=self._back,
+            on_busy=self._requeue,
             later=asyncio.get_running_loop().call_soon,
         )
 
@@ -367,13 +364,13 @@ class ModelQueue:
         self._fail_waiting(errors.model_unavailable(self.name, "unusable", "see the gateway's log"))
 
     def _changed(self) -> None:
-        """A link has opened, or its replica has a free slot again."""
+        """Handles a link that has opened, or whose replica has a free slot again."""
         self._links.forget()
         self._pump()
 
     def _ended(self, ticket: Ticket, held_s: float) -> None:
-        """A request has ended after so long in its slot."""
-        if ticket.produced and not ticket.left:  # what was refused or cut off says nothing of the others
+        """Handles a request that ended after ``held_s`` in its slot."""
+        if ticket.produced and not ticket.left:  # refused and cancelled requests would bias the means
             self._waits.ended(held_s)
             self.mean_answer += MEAN_SHARE * (ticket.produced - self.mean_answer)
         self._counts.ended += 1
@@ -388,9 +385,9 @@ class ModelQueue:
             self._links.lost(link)
         now = time.monotonic()
         for ticket in reversed(tickets):
-            # The answer that broke the link would break the next one too, and it is not known whose it was.
+            # The request that broke the link would break the next one too, and which one it was is unknown.
             if ticket.can_retry and not link.broken and not self._closed:
-                self._lines.take_back_answer(ticket)
+                self._lines.refund_answer(ticket)
                 ticket.restart()
                 self._retried(self.name, "lost" if link.closed.is_set() else "draining")
                 self._lines.of(ticket).put_back(ticket)
@@ -402,14 +399,14 @@ class ModelQueue:
         for ticket in tickets:
             self._wait_on(ticket, now)
 
-    def _back(self, ticket: Ticket) -> None:
-        """Another gateway was faster: it waits on, before all others, and nothing is lost."""
+    def _requeue(self, ticket: Ticket) -> None:
+        """Returns a ticket to the head of its line: another gateway has taken the slot."""
         if self._closed or ticket.left:
             self._over(ticket, time.monotonic())
             ticket.fail(errors.replica_lost(self.name))
         else:
-            self._lines.take_back_prompt(ticket)
-            ticket.back()
+            self._lines.refund_prompt(ticket)
+            ticket.requeue()
             self._lines.of(ticket).put_back(ticket)
             self._look_for_outdated((ticket,))
             self._pump()
@@ -422,7 +419,7 @@ class ModelQueue:
             self._pump_line(line)
 
     def _pump_line(self, line: FairQueue[Ticket]) -> None:
-        if line.tenants > 1:  # what live requests have produced decides who is next
+        if line.tenants > 1:  # the tokens of live requests decide which tenant is next
             for live in self._links.tickets:
                 self._lines.charge(live)
         while (ticket := line.peek()) is not None:
@@ -430,12 +427,12 @@ class ModelQueue:
                 return
             link = self._link_for(ticket)
             if link is None:
-                return  # those behind it are no more urgent
+                return  # the rest of the line is not more urgent
             line.pop()
             self._send(ticket, link)
 
     def _send_now(self, ticket: Ticket) -> bool:
-        """Send it where nobody waits before it and a slot is free."""
+        """Sends a ticket that is next in line; returns False when it must wait."""
         link = self._link_for(ticket)
         if link is None:
             return False
@@ -445,7 +442,7 @@ class ModelQueue:
         return True
 
     def _link_for(self, ticket: Ticket) -> ReplicaLink | None:
-        """Where it goes, or None while it must wait."""
+        """Returns the link for a ticket; None while it must wait."""
         links: Iterable[ReplicaLink] = self._links
         if self.routes.canary is not None:
             links = self._links.of_version(ticket.canary) or self._links.of_version(not ticket.canary)
@@ -454,16 +451,16 @@ class ModelQueue:
         if link is None:
             return None
         if self._headroom.mixed:
-            free = sum(one.free_slots for one in links)
-            slots = free + sum(one.live for one in links)
+            free = sum(link.free_slots for link in links)
+            slots = free + sum(link.live for link in links)
             if free <= self._headroom.reserved(ticket.priority, slots, time.monotonic()):
-                return None  # half of the slots are taken: when one is free again, it is looked at anew
+                return None  # half of the slots are taken: retried when one is free again
         if affinity is not None and affinity(link):
             ticket.affinity = "prefix" if ticket.chain else "session"
         return link
 
     def _affinity(self, ticket: Ticket) -> Callable[[ReplicaLink], float] | None:
-        """What speaks for a replica: that it has read the beginning of the prompt, or has served the session last."""
+        """Returns the affinity of the ticket to a replica, by cached prefix and last session; None without either."""
         session = ticket.terms.session
         home = self._sessions.get(session, ticket.arrived_at) if session else None
         block = self._links.prefix_block
@@ -472,18 +469,18 @@ class ModelQueue:
         if home is None and not ticket.chain:
             return None
 
-        def speaks_for(link: ReplicaLink) -> float:
+        def affinity(link: ReplicaLink) -> float:
             share = link.prefixes.share(ticket.chain) if link.prefixes is not None and ticket.chain else 0.0
             return max(share if share >= LEAST_PREFIX else 0.0, LEAST_PREFIX if link.route.id == home else 0.0)
 
-        return speaks_for
+        return affinity
 
     def _send(self, ticket: Ticket, link: ReplicaLink) -> None:
         if ticket.timer is not None:
             ticket.timer.cancel()
             ticket.timer = None
         if self._lines.shared:
-            self._lines.sent(ticket)
+            self._lines.charge_prompt(ticket)
         if ticket.terms.session:
             self._sessions.put(ticket.terms.session, link.route.id, ticket.arrived_at)
         if ticket.terms.explains or self._sample is None:
@@ -493,12 +490,12 @@ class ModelQueue:
         link.send(ticket)
 
     def _explain(self, ticket: Ticket, link: ReplicaLink) -> None:
-        """Record how it came to that replica."""
+        """Records the routing decision."""
         ticket.decision = RoutingDecision(
-            request=ticket.known_as,
+            request=ticket.x_request_id,
             model=self.name,
             queue_ms=round((time.monotonic() - ticket.arrived_at) * 1000, 3),
-            candidates=sum(one.free_slots > 0 for one in self._links),
+            candidates=sum(candidate.free_slots > 0 for candidate in self._links),
             replica=link.route.id,
             slot=link.live + 1,
             slots=0 if link.welcome is None else link.welcome.slots,

@@ -1,4 +1,4 @@
-"""The gateway's end of the data plane: one connection to one replica, and the requests that are on it."""
+"""The gateway's end of the data plane: one connection to one replica, and its requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ NEVER = -math.inf
 
 
 class ReplicaLink(asyncio.Protocol):
-    """Open from the replica's Welcome until the end of file. Counts the replica's slots by what was sent and ended."""
+    """A connection to a replica, open from its Welcome to the end of file. Counts the slots by requests sent and
+    ended."""
 
     def __init__(
         self,
@@ -43,10 +44,10 @@ class ReplicaLink(asyncio.Protocol):
         on_busy: Callable[[Ticket], None],
         later: Callable[[Callable[[], None]], object],
     ) -> None:
-        """``on_change`` is called at the Welcome, and when other gateways have left a slot; ``on_ended`` with a request
-        that is over, and the seconds that it has held its slot. ``on_lost`` gets back the requests that the replica
-        will not answer: at the end of the connection, and one that it refuses because it is draining. ``on_busy`` gets
-        back one for which another gateway has taken the slot. ``later`` calls at the end of the event loop's turn."""
+        """``on_change`` is called at the Welcome, and when another gateway has freed a slot; ``on_ended`` with a
+        request that is over and the seconds in its slot. ``on_lost`` gets the requests that the replica will not
+        answer: all of them when the connection ends, one when a draining replica refuses it. ``on_busy`` gets a request
+        whose slot another gateway has taken. ``later`` calls at the end of the event loop's turn."""
         self.route = route
         self.replica = int(route.id.rpartition("/")[2])  # its number, for metrics
         self.welcome: Welcome | None = None
@@ -56,21 +57,21 @@ class ReplicaLink(asyncio.Protocol):
         self._on_lost = on_lost
         self._on_busy = on_busy
         self._later = later
-        self._full = False  # other gateways have its slots; it will say when one is free
+        self._full = False  # other gateways have its slots; it sends Room when one is free
         self._reader = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
         self._live: dict[str, Ticket] = {}
-        self._unstarted: set[str] = set()  # of these, those without a token
+        self._unstarted: set[str] = set()  # requests in ``_live`` without a token
         self._outgoing: list[bytes] = []  # frames of this turn of the event loop
-        self._touched: list[Ticket] = []  # those with news, in the order in which it came
+        self._touched: list[Ticket] = []  # tickets with new events, in order of arrival
         self._retired = False
-        self._drains = False  # it has refused a request: to send it there again would use up its retries
-        self.stepped_at = NEVER  # monotonic, when its last tokens came; NEVER while it has no request of ours
+        self._drains = False  # it has refused a request: sending it there again would use up its retries
+        self.stepped_at = NEVER  # monotonic, arrival of its last tokens; NEVER while it has no request of this gateway
         self._pace = Pace()
-        self.metrics: ModelMetrics | None = None  # once a request has been counted there
-        self.prefixes: PrefixIndex | None = None  # of an engine that keeps what it has read
+        self.metrics: ModelMetrics | None = None  # once a request was counted
+        self.prefixes: PrefixIndex | None = None  # for an engine with a prefix cache
         self.closed = asyncio.Event()
-        self.refused = False  # by the replica; to ask again would give the same answer
+        self.refused = False  # by the replica; a retry would be refused again
         self.broken = False  # the replica sent something invalid, and would send it again
 
     @property
@@ -81,7 +82,7 @@ class ReplicaLink(asyncio.Protocol):
 
     @property
     def prefilling(self) -> int:
-        """Requests that were sent and have not had a token."""
+        """The requests that were sent and have no token yet."""
         return len(self._unstarted)
 
     @property
@@ -90,21 +91,21 @@ class ReplicaLink(asyncio.Protocol):
 
     @property
     def pace(self) -> float:
-        """Seconds that a token takes there; 0.0 before it is known."""
+        """The seconds per token there; 0.0 while unknown."""
         return self._pace.value
 
     @property
     def tickets(self) -> Iterable[Ticket]:
-        """The requests that it has."""
+        """The requests at the replica."""
         return self._live.values()
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the KV caches of the slots that this gateway fills."""
+        """The tokens in the KV caches of this gateway's slots."""
         return sum(len(ticket.request.prompt_ids) + ticket.produced for ticket in self._live.values())
 
     def send(self, ticket: Ticket) -> None:
-        """Give the request a slot. The caller has seen that one is free."""
+        """Sends the request to a slot, which the caller has found free."""
         assert self._transport is not None
         id = ticket.request.id
         self._live[id] = ticket
@@ -114,9 +115,9 @@ class ReplicaLink(asyncio.Protocol):
             self._later(self._flush)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Tell the replica that nobody reads the answer; the slot counts as taken until the replica says otherwise."""
+        """Cancels the request at the replica; its slot counts as taken until the replica confirms."""
         if self._transport is not None and ticket.id in self._live:
-            self._flush()  # it may be among these
+            self._flush()  # the request may not have been written yet
             self._transport.write(encode(Cancel(ticket.id)))
 
     def _flush(self) -> None:
@@ -125,11 +126,11 @@ class ReplicaLink(asyncio.Protocol):
             self._transport.write(b"".join(outgoing))
 
     def resume(self) -> None:
-        """The replica is in the routes again."""
+        """Uses the replica again: it is back in the routes."""
         self._retired = False
 
     def retire(self) -> None:
-        """The replica left the routes: send it nothing more, and hang up when its requests have ended."""
+        """Sends nothing more to a replica that left the routes, and hangs up when its requests have ended."""
         self._retired = True
         self._hang_up_when_idle()
 
@@ -140,7 +141,7 @@ class ReplicaLink(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one, without the base class
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's lacks the base class
         self._transport.write(encode(self._hello))
 
     def data_received(self, data: bytes) -> None:
@@ -148,10 +149,10 @@ class ReplicaLink(asyncio.Protocol):
             for message in self._reader.feed(data):
                 self._receive(message)
         except WireError as error:
-            log.error("%s is disconnected: %s", self.route.id, error)
+            log.error("disconnecting %s, which sent an invalid message: %s", self.route.id, error)
             self.broken = True
             self.close()
-        self._tell()
+        self._notify()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -176,11 +177,11 @@ class ReplicaLink(asyncio.Protocol):
 
     def _receive_welcome(self, welcome: Welcome) -> None:
         ours = (corewright_version(), str(Path(workers.__file__).parent))
-        # a replica in an interpreter of its own names no folder: its corewright lies elsewhere, and has been looked at
+        # a replica in its own interpreter sends no folder: its package is elsewhere, and was checked at its start
         if (welcome.version, welcome.package or ours[1]) != ours:
             self.refused = True
             log.error(
-                "%s runs corewright %s from %s, and this is %s from %s",
+                "%s runs corewright %s from %s, but this gateway runs %s from %s",
                 self.route.id,
                 welcome.version,
                 welcome.package,
@@ -219,14 +220,14 @@ class ReplicaLink(asyncio.Protocol):
                 ticket.deliver(event)
                 if not ticket.touched:
                     self._touch(ticket)
-            self._full = False  # the slot that it had
+            self._full = False  # its slot is free
             self._measure(ticket, time.monotonic())
-        for ticket in reversed(busy):  # each goes before all others: so they keep their order
+        for ticket in reversed(busy):  # each goes to the head of the queue: this keeps their order
             self._on_busy(ticket)
         self._hang_up_when_idle()
 
     def _measure(self, ticket: Ticket, now: float) -> None:
-        """It is over: learn from it."""
+        """Updates the replica's pace with a request that is over."""
         if ticket.produced > 1 and ticket.first_at:
             self._pace.ended(now - ticket.first_at, ticket.produced - 1)
         if not self._live:
@@ -234,13 +235,13 @@ class ReplicaLink(asyncio.Protocol):
         self._on_ended(ticket, now - ticket.sent_at)
 
     def _touch(self, ticket: Ticket) -> None:
-        """It has news in this read."""
+        """Marks a ticket with new events in this read."""
         ticket.touched = True
         self._touched.append(ticket)
         self._unstarted.discard(ticket.id)
 
-    def _tell(self) -> None:
-        """Tell the sinks, once for all steps that came in one read."""
+    def _notify(self) -> None:
+        """Notifies the sinks, once for all steps of one read."""
         if not self._touched:
             return
         touched, self._touched = self._touched, []
@@ -251,11 +252,11 @@ class ReplicaLink(asyncio.Protocol):
             ticket.touched = False
             if not ticket.left and ticket.events:
                 try:
-                    ticket.sink.came(ticket, now)
-                except Exception:  # one answer must not end the connection that all share
-                    log.exception("the answer to %s cannot be written", ticket.known_as)
+                    ticket.sink.on_events(ticket, now)
+                except Exception:  # one answer must not end the shared connection
+                    log.exception("cannot write the answer to request %s", ticket.x_request_id)
                     ticket.leave()
-                    ticket.sink.failed(ticket, internal_error())
+                    ticket.sink.on_failure(ticket, internal_error())
 
     def _hang_up_when_idle(self) -> None:
         if self._retired and not self._live:

@@ -1,4 +1,4 @@
-"""The links to one model's replicas: one for each of its routes, opened again when it is lost."""
+"""Keeps a link open to each replica of one model, and reopens lost links."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 CONNECT_DEADLINE_S = 5.0
 RECONNECT_S = 0.1  # before the first retry; it doubles
 RECONNECT_MOST_S = 2.0
-UNREACHABLE_S = 3.0  # without a link for so long: a start, an end or a retry is no reason any more
+UNREACHABLE_S = 3.0  # without a link for longer than a start, a stop or a retry takes
 
 
 class ReplicaLinks:
-    """Those that are open, in the order in which they were. Owned by the gateway's event loop."""
+    """The open links, in the order in which they were opened. Owned by the gateway's event loop."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class ReplicaLinks:
         on_open: Callable[[], None],
         on_unusable: Callable[[], None],
     ) -> None:
-        """``credentials`` are for replicas on other hosts. ``on_open`` is called when a link is there, ``on_unusable``
-        when a replica would not serve us and no other one does."""
+        """``credentials`` are for replicas on other hosts. ``on_open`` is called when a link is open, ``on_unusable``
+        when a replica refuses this gateway and no other replica serves it."""
         self._routes = routes
         self._make = make
         self._credentials = credentials
@@ -45,18 +45,18 @@ class ReplicaLinks:
         self._on_unusable = on_unusable
         self._links: dict[Route, ReplicaLink] = {}
         self._keeping: dict[Route, asyncio.Task[None]] = {}
-        self._refused: set[Route] = set()  # replicas that would not serve us, or are of another version
-        self._last: dict[Route, float] = {}  # of each route when its last link ended, or when it came (monotonic)
-        self._limits: RequestLimits | None = None  # until something changes
-        self._prefix_block: int | None = None  # likewise
-        self._slots: int | None = None  # likewise
+        self._refused: set[Route] = set()  # replicas that refused this gateway, or have another version
+        self._last: dict[Route, float] = {}  # when the route's last link ended, or the route was added (monotonic)
+        self._limits: RequestLimits | None = None  # cached until something changes
+        self._prefix_block: int | None = None  # cached likewise
+        self._slots: int | None = None  # cached likewise
 
     def __iter__(self) -> Iterator[ReplicaLink]:
         return iter(self._links.values())
 
     @property
     def tickets(self) -> Iterator[Ticket]:
-        """The requests that the replicas have."""
+        """The requests at the replicas."""
         return (ticket for link in self for ticket in link.tickets)
 
     @property
@@ -65,18 +65,18 @@ class ReplicaLinks:
 
     @property
     def slots(self) -> int:
-        """Of all connected replicas."""
+        """The slots of all connected replicas."""
         if self._slots is None:
             self._slots = sum(link.welcome.slots for link in self if link.welcome is not None)
         return self._slots
 
     @property
     def usable(self) -> bool:
-        """Whether some replica is there that has not refused us."""
+        """True when some replica has not refused this gateway."""
         return len(self._routes.replicas) > len(self._refused)
 
     def unreachable(self, now: float) -> list[Route]:
-        """The replicas in the routes that have had no link for ``UNREACHABLE_S``."""
+        """Returns the replicas in the routes without a link for ``UNREACHABLE_S``."""
         return [
             route
             for route, since in self._last.items()
@@ -84,22 +84,22 @@ class ReplicaLinks:
         ]
 
     def cut_off(self, now: float) -> bool:
-        """Whether there are replicas in the routes, and all are unreachable."""
+        """Returns whether the routes have replicas, and all of them are unreachable."""
         return bool(self._routes.replicas) and len(self.unreachable(now)) == len(self._routes.replicas)
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the largest prefill bucket, as a replica has said it; None before one has."""
+        """The tokens of the largest prefill bucket; None until a replica has reported it."""
         return max((link.welcome.max_prompt for link in self if link.welcome is not None), default=None)
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below this; None before a replica has said it."""
+        """The size of the vocabulary; None until a replica has reported it."""
         return next((link.welcome.vocab_size for link in self if link.welcome is not None), None)
 
     @property
     def limits(self) -> RequestLimits:
-        """Of a request of this model, as far as a replica has told them."""
+        """The limits of a request of this model, as far as replicas have reported them."""
         if self._limits is None:
             longest = self.longest_prompt or self._routes.max_len
             self._limits = RequestLimits(self._routes.max_len, longest, self.vocab_size)
@@ -107,18 +107,18 @@ class ReplicaLinks:
 
     @property
     def prefix_block(self) -> int:
-        """Tokens of a block that engines keep; 0 where none does."""
+        """The tokens per block of the engines' prefix cache; 0 without one."""
         if self._prefix_block is None:
             blocks = [link.welcome.prefix_block for link in self if link.welcome is not None]
             self._prefix_block = max(blocks, default=0)
         return self._prefix_block
 
     def of_version(self, canary: bool) -> list[ReplicaLink]:
-        """Those of the version that is being tried, or the others."""
+        """Returns the links to the canary version, or to the other one."""
         return [link for link in self if (link.route.id in self._routes.canaries) is canary]
 
     def update(self, routes: ModelRoutes) -> None:
-        """Open links to new replicas, retire those that left."""
+        """Opens links to new replicas and retires those of removed ones."""
         self._routes = routes
         self.forget()
         self._refused &= set(routes.replicas)
@@ -130,18 +130,18 @@ class ReplicaLinks:
             self._keep_link(route)
 
     def forget(self) -> None:
-        """What replicas have said may be otherwise now."""
+        """Drops the cached values."""
         self._limits = self._prefix_block = self._slots = None
 
     def lost(self, link: ReplicaLink) -> None:
-        """Its connection has ended."""
+        """Removes a link whose connection has ended."""
         self._links.pop(link.route, None)
         if link.welcome is not None and link.route in self._last:
             self._last[link.route] = time.monotonic()
         self.forget()
 
     async def stop(self) -> None:
-        """Let go of the replicas: the gateway ends."""
+        """Closes all links; to be called when the gateway stops."""
         self._routes = msgspec.structs.replace(self._routes, replicas=[])
         pending = set(self._keeping.values())
         while pending:  # more than once: up to Python 3.11 wait_for may swallow a cancellation
@@ -155,10 +155,10 @@ class ReplicaLinks:
         if route in self._routes.replicas and route not in self._keeping and route not in self._refused:
             task = asyncio.get_running_loop().create_task(self._keep(route))
             self._keeping[route] = task
-            task.add_done_callback(lambda task: self._let_go(route, task))
+            task.add_done_callback(lambda task: self._keep_ended(route, task))
 
-    def _let_go(self, route: Route, task: asyncio.Task[None]) -> None:
-        """Nobody keeps it any more. It may have come into the routes again since the task has seen that it left."""
+    def _keep_ended(self, route: Route, task: asyncio.Task[None]) -> None:
+        """Starts a new task if the route came back after the task saw it leave, or if the task failed."""
         del self._keeping[route]
         if task.cancelled():
             return
@@ -166,11 +166,11 @@ class ReplicaLinks:
         if error is None:
             self._keep_link(route)
         else:
-            log.error("the link to %s is not kept", route.id, exc_info=error)
+            log.error("the task of the link to %s failed", route.id, exc_info=error)
             asyncio.get_running_loop().call_later(RECONNECT_S, self._keep_link, route)
 
     async def _keep(self, route: Route) -> None:
-        """Hold a link to the replica for as long as it is in the routes: a lost link is not a lost replica."""
+        """Keeps a link to the replica while it is in the routes: a lost link does not mean a lost replica."""
         loop, pause_s = asyncio.get_running_loop(), RECONNECT_S
         while route in self._routes.replicas:
             try:
@@ -178,7 +178,7 @@ class ReplicaLinks:
                 _, link = await asyncio.wait_for(connecting, CONNECT_DEADLINE_S)
             except (OSError, asyncio.TimeoutError) as error:
                 level = logging.WARNING if pause_s < RECONNECT_MOST_S else logging.DEBUG
-                log.log(level, "%s cannot be reached on %s: %s", route.id, route.socket, error)
+                log.log(level, "cannot connect to %s at %s: %s", route.id, route.socket, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RECONNECT_MOST_S)
                 continue
@@ -187,14 +187,14 @@ class ReplicaLinks:
                 return
             if not link.closed.is_set():
                 self._links[route] = link
-                self._on_open()  # its Welcome may be here already
+                self._on_open()  # its Welcome may have arrived already
             await link.closed.wait()
             if link.refused:
                 self._refused.add(route)
                 if not self.slots:
                     self._on_unusable()
                 return
-            if link.welcome is None:  # it hung up at once; do not spin
+            if link.welcome is None:  # the replica hung up at once: back off
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RECONNECT_MOST_S)
             else:

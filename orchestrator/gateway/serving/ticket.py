@@ -1,4 +1,4 @@
-"""One request on its way: in the queue, on a replica, or ended."""
+"""The state of one request: in the queue, on a replica, or ended."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ MAX_RETRIES = 2
 
 
 class Sink(Protocol):
-    """Whoever waits for a ticket's tokens. Called on the gateway's event loop; must not raise."""
+    """The receiver of a ticket's tokens. Called on the gateway's event loop; must not raise."""
 
-    def came(self, ticket: Ticket, now: float) -> None:
-        """There are events that nobody has taken; ``now`` (monotonic) is when they arrived."""
+    def on_events(self, ticket: Ticket, now: float) -> None:
+        """Called when there are events to take; ``now`` (monotonic) is when they arrived."""
         ...
 
-    def waits(self) -> None:
-        """One of its tickets is in a queue, and may be for long. Told once or more."""
+    def on_wait(self) -> None:
+        """Called, possibly more than once, when one of its tickets waits in a queue."""
         ...
 
-    def failed(self, ticket: Ticket, error: ApiError) -> None:
-        """No more events will come."""
+    def on_failure(self, ticket: Ticket, error: ApiError) -> None:
+        """Called when no more events will come."""
         ...
 
 
 class TicketOwner(Protocol):
-    """Where tickets wait and are sent from: the queue of their model."""
+    """The queue in which tickets wait and from which they are sent."""
 
-    def left(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more: take it out of wherever it is."""
+    def on_left(self, ticket: Ticket) -> None:
+        """Called when the client no longer waits: removes the ticket from the queue or its slot."""
         ...
 
-    def renewed(self, ticket: Ticket, grown: int) -> None:
-        """It waits, and was read again; ``grown``: by so many bytes."""
+    def on_renewed(self, ticket: Ticket, growth: int) -> None:
+        """Called when a waiting ticket was tokenized again; its size grew by ``growth`` bytes."""
         ...
 
-    def began(self, ticket: Ticket, now: float) -> None:
-        """Its first token has been taken."""
+    def on_began(self, ticket: Ticket, now: float) -> None:
+        """Called when the first token was taken."""
         ...
 
 
@@ -60,10 +60,10 @@ _PLAIN = SchedulingParameters()
 
 
 class Ticket(msgspec.Struct, eq=False):
-    """``orchestrator.dispatch.fair_queue.QueuedRequest`` while it is in its queue. Made by ``ticket_for``.
+    """A request as ``orchestrator.dispatch.fair_queue.QueuedRequest``, made by ``ticket_for``.
 
-    Events that its sink has not taken may still be thrown away, and the request sent to another replica; once one is
-    taken, the request stands or falls with its replica. All times are monotonic seconds, 0 before they have come."""
+    Events that the sink has not taken can be thrown away, and the request sent to another replica. Once an event is
+    taken, the request fails with its replica. All times are monotonic seconds, 0 before they are set."""
 
     request: GenerateRequest
     sink: Sink
@@ -73,33 +73,33 @@ class Ticket(msgspec.Struct, eq=False):
     arrived_at: float
     tenant: str
     priority: int
-    deadline: float | None  # in the queue
+    deadline: float | None  # latest time to leave the queue
     size: int  # bytes
     tokens: int
-    timer: asyncio.TimerHandle | None = None  # of its deadline in the queue
-    cold: bool = False  # no replica was ready when it came
-    held_since: float | None = None  # monotonic; it waits for a replica since then, at most so long
-    charged: int = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt was
-    carried: int = -1  # of ``charged``, what was charged to lines that are no more
+    timer: asyncio.TimerHandle | None = None  # for the end of its wait
+    cold: bool = False  # no replica was ready when it arrived
+    held_since: float | None = None  # monotonic; since then it waits for a first replica, at most hold_s
+    charged: int = -1  # tokens of the answer that its tenant was charged for; -1 before the prompt is charged
+    carried: int = -1  # the part of ``charged`` that was charged to earlier lines
     chain: Chain | None = None  # digests of its prompt's blocks, where an engine caches prefixes
-    affinity: str = ""  # why its replica was taken before others: session or prefix
-    decision: RoutingDecision | None = None  # where somebody wants to know
+    affinity: str = ""  # why its replica was preferred: session or prefix
+    decision: RoutingDecision | None = None  # if requested by the client or sampled
     sent_at: float = 0.0
     first_at: float = 0.0
     last_at: float = 0.0
-    produced: int = 0  # tokens that have come
-    counted: int = 0  # of these, those that the metrics know of
+    produced: int = 0  # tokens so far
+    counted: int = 0  # the part of ``produced`` that is in the metrics
     metrics: ModelMetrics | None = None  # from the first token on
     retries: int = 0
     link: ReplicaLink | None = None
-    known_as: str = ""  # to its client and in the log, where ``id`` is the replica's
-    tokenizer: str = ""  # that its prompt was read with
-    canary: bool = False  # it goes to the version that is being tried
-    left: bool = False  # nobody waits for it any more
-    over: bool = False  # it is in no line and no slot any more, or was never counted
+    x_request_id: str = ""  # its id for the client and in the log; ``id`` is the replica's
+    tokenizer: str = ""  # key of the tokenizer of its prompt
+    canary: bool = False  # it goes to the canary version
+    left: bool = False  # the client no longer waits for it
+    over: bool = False  # it has left the lines and slots, or was never counted
     events: list[TokenEvent] = []
     trace: TraceHandle | None = None
-    touched: bool = False  # its sink is to be told of events
+    touched: bool = False  # its sink must be notified of events
     _taken: bool = False
 
     @property
@@ -108,7 +108,7 @@ class Ticket(msgspec.Struct, eq=False):
 
     @property
     def started(self) -> bool:
-        """Whether a token has come."""
+        """True once a token has arrived."""
         return self.produced > 0
 
     @property
@@ -116,7 +116,7 @@ class Ticket(msgspec.Struct, eq=False):
         return not self._taken and not self.left and self.retries < MAX_RETRIES
 
     def sent_to(self, link: ReplicaLink) -> bytes:
-        """It goes there now: the frame that says so."""
+        """Assigns the ticket to ``link``, and returns the frame to send."""
         self.link = link
         self.sent_at = time.monotonic()
         if self.trace is None:
@@ -124,15 +124,15 @@ class Ticket(msgspec.Struct, eq=False):
         return encode(Submit(msgspec.structs.replace(self.request, trace=self.trace.sent(link.route.id))))
 
     def renew(self, request: GenerateRequest) -> None:
-        """It waits, and its prompt was read again. Raises ApiError for a request that no frame can hold."""
+        """Replaces the request of a waiting ticket. Raises ApiError for a request that no frame can hold."""
         before, self.frame = self.size, _framed(request)
         self.request = request
         self.size, self.tokens = len(self.frame), len(request.prompt_ids)
         self.chain = None
-        self._owner.renewed(self, self.size - before)
+        self._owner.on_renewed(self, self.size - before)
 
-    def back(self) -> None:
-        """It is in the queue again: the replica had no slot for it."""
+    def requeue(self) -> None:
+        """Returns the ticket to the queue: the replica had no slot for it."""
         self.link = None
         if self.trace is not None:
             self.trace.queued()
@@ -142,17 +142,17 @@ class Ticket(msgspec.Struct, eq=False):
         self.produced += len(event.token_ids)
 
     def fail(self, error: ApiError) -> None:
-        """No more events will come; it is in no queue and on no replica."""
+        """Fails a ticket that is in no queue and on no replica."""
         if not self.left:
             self.left = True
-            self.sink.failed(self, error)
+            self.sink.on_failure(self, error)
 
     def restart(self) -> None:
-        """Its replica is gone and nothing was taken: as if it had just come."""
+        """Resets the ticket for another replica after its replica was lost."""
         self.retries += 1
         if self.produced:
-            self.deadline = None  # it was kept
-        self.back()
+            self.deadline = None  # it was met
+        self.requeue()
         self.events.clear()
         self.produced = self.counted = 0
         self.charged, self.carried = min(self.charged, 0), min(self.carried, 0)
@@ -160,17 +160,17 @@ class Ticket(msgspec.Struct, eq=False):
         self.first_at = self.last_at = 0.0
 
     def leave(self) -> None:
-        """Its client is gone, or has all that it wanted."""
+        """Cancels the ticket: its client is gone, or has all it needs."""
         if not self.left:
             self.left = True
-            self._owner.left(self)
+            self._owner.on_left(self)
 
     def began(self, now: float) -> None:
-        """Its first token has been taken."""
-        self._owner.began(self, now)
+        """Records that the first token was taken."""
+        self._owner.on_began(self, now)
 
     def take(self) -> list[TokenEvent]:
-        """The events since the last call."""
+        """Returns the events since the last call."""
         self._taken = True
         events, self.events = self.events, []
         return events
@@ -179,7 +179,7 @@ class Ticket(msgspec.Struct, eq=False):
 def ticket_for(
     request: GenerateRequest, sink: Sink, owner: TicketOwner, terms: SchedulingParameters = _PLAIN
 ) -> Ticket:
-    """Returns the ticket of a request that arrives now. Raises ApiError for a request that no frame can hold."""
+    """Returns the ticket of a new request. Raises ApiError for a request that no frame can hold."""
     frame, now = _framed(request), time.monotonic()
     tenant, priority, deadline = terms.tenant, terms.priority, terms.deadline
     size, tokens = len(frame), len(request.prompt_ids)

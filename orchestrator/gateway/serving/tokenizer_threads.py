@@ -1,4 +1,4 @@
-"""The threads that tokenize, and how much of them one key may have."""
+"""The threads that tokenize prompts, with a limit per model and per API key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from orchestrator.gateway.openai import errors
 
 T = TypeVar("T")
 MOST_THREADS = 8  # of one model
-MOST_THREADS_OF_ALL = 256  # they mostly wait for the processes that tokenize
-MAX_BYTES_OF_KEY = 2**26  # of bodies whose texts wait to be tokenized, and are
+MOST_THREADS_OF_ALL = 256  # they mostly wait for the tokenizer processes
+MAX_BYTES_OF_KEY = 2**26  # of the bodies whose texts wait or are being tokenized
 MAX_BYTES = 2**28  # of all keys
 
 
 @dataclass
 class _Share:
-    """What one key has of the threads."""
+    """One key's use of the threads."""
 
     turns: defaultdict[str, asyncio.Semaphore]  # by model
     jobs: int = field(default=0)
@@ -29,11 +29,11 @@ class _Share:
 
 
 class TokenizerThreads:
-    """Runs what tokenizes on threads of its own. Each model has some, and one key never has all of those, so neither a
-    model whose tokenizer hangs nor the long prompts of one client keep the others waiting. Used from one event loop."""
+    """Runs tokenization on its own threads. Each model has a share of them, and one key never gets all of a share, so
+    neither a hung tokenizer nor one client's long prompts block the others. Used from one event loop."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """``threads`` of one model; None: half of the machine's, at least 2 and at most ``MOST_THREADS``."""
+        """``threads`` per model; None: half of the machine's CPUs, at least 2 and at most ``MOST_THREADS``."""
         self._threads = threads or min(MOST_THREADS, max(2, (os.cpu_count() or 1) // 2))
         self._executor = ThreadPoolExecutor(MOST_THREADS_OF_ALL, thread_name_prefix="tokenizing")
         self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(self._threads))
@@ -41,8 +41,8 @@ class TokenizerThreads:
         self._bytes = 0
 
     async def run(self, key: str, size: int, work: Callable[[], T], model: str = "") -> T:
-        """What ``work`` returns or raises, for a body of ``size`` bytes. Raises ApiError 429 and 503 where too many
-        bytes wait already. A thread is freed when its work has ended, also where nobody waits for it any more."""
+        """Returns or raises what ``work`` does, for a body of ``size`` bytes. Raises ApiError 429 or 503 when too many
+        bytes are waiting. A cancelled call keeps its thread until the work has ended."""
         share = self._shares.get(key)
         if (0 if share is None else share.bytes) + size > max(size, MAX_BYTES_OF_KEY):
             raise errors.too_many_long_prompts()
@@ -70,11 +70,11 @@ class TokenizerThreads:
                 del self._shares[key]
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Cancels the work that has not started."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _drop(abandoned: asyncio.Future[Any]) -> None:
-    """Take note of an error that nobody waits for: asyncio would log it, one for each client that has left."""
+    """Retrieves the error of an abandoned call: otherwise asyncio would log it for each client that has left."""
     if not abandoned.cancelled():
         abandoned.exception()
